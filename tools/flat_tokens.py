@@ -1,0 +1,412 @@
+"""The flat-tokens dataset format, specified in docs/flat-tokens.md: a reader and a writer of one split."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Bool, Int64, Integer, UInt32
+
+FORMAT_VERSION = 1
+MAX_TOKEN_ID = 2**31 - 1
+"""The largest id that leaves room for the start bit in a uint32."""
+
+INNER_CHUNK = 2**14
+"""Elements compressed together: what reading one row costs."""
+TOKENS_SHARD = 2**24
+"""Tokens in one file, 64 MiB uncompressed: what the writer holds in memory."""
+STARTS_SHARD = 2**22
+"""Entries of seq_starts in one file, 32 MiB uncompressed."""
+
+_LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
+_CRC = {"name": "crc32c"}
+TOKENS_CODECS = [_LITTLE_ENDIAN, {"name": "zstd", "configuration": {"level": 3}}, _CRC]
+STARTS_CODECS = [
+    _LITTLE_ENDIAN,
+    {
+        "name": "blosc",
+        "configuration": {"cname": "zstd", "clevel": 5, "shuffle": "bitshuffle", "typesize": 8, "blocksize": 0},
+    },
+    _CRC,
+]
+
+
+def encode(ids: Integer[np.ndarray, " tokens"], is_start: Bool[np.ndarray, " tokens"]) -> UInt32[np.ndarray, " tokens"]:
+    """Tokens as they are stored: 2·id, plus 1 where a document starts. `ids` lie in [0, MAX_TOKEN_ID]."""
+    return ids.astype(np.uint32) << np.uint32(1) | is_start
+
+
+def decode(
+    encoded: UInt32[np.ndarray, "*shape"],
+) -> tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]:
+    """`(ids, is_start)` of stored tokens: the inverse of `encode`."""
+    return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
+
+
+def unigram_entropy(ids: Integer[np.ndarray, "*shape"]) -> float:
+    """Entropy of the distribution of single tokens, in nats: the loss of a model that knows nothing but frequencies."""
+    counts = np.unique_counts(ids).counts
+    p = counts / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def open_kvstore(filespec: str) -> ts.KvStore:
+    """The directory `filespec`, a local path or a URL that tensorstore knows (`gs://`, `s3://`, `http://` …)."""
+    spec = filespec if "://" in filespec else {"driver": "file", "path": os.path.abspath(filespec)}
+    kvstore = ts.KvStore.open(spec).result()
+    return kvstore if kvstore.path.endswith("/") else kvstore / "/"
+
+
+class Reader:
+    """One split of a dataset in zarr v3 (written by `Writer`) or zarr v2 (written by seqax), open for random reads.
+
+    Args:
+        filespec: directory of the dataset; a local path or a URL that tensorstore knows.
+        split: name of the split, `train` or `validation`.
+        cache_bytes: bound on the decoded chunks and shard indexes kept in memory.
+
+    Raises:
+        ValueError: the split is missing, incomplete, truncated, or not in this format.
+    """
+
+    num_tokens: int
+    num_documents: int
+    max_token_id: int
+    attributes: Mapping[str, Any]
+    """All attributes of the split's group, among them what the tokenization tool records."""
+
+    def __init__(self, filespec: str, split: str, *, cache_bytes: int = 2**28):
+        self.path = f"{filespec.rstrip('/')}/{split}"
+        root = open_kvstore(filespec)
+        self.attributes, self._driver = self._read_attributes(root, split)
+        self.max_token_id = self._attribute("max_token_id")
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+
+        self._tokens = self._open_array(root / f"{split}/encoded_tokens/", np.uint32)
+        self.num_tokens = self._tokens.shape[0]
+        # tensorstore refuses the Delta filter of seqax's seq_starts.
+        has_filter = self._driver == "zarr" and _read_json(root, f"{split}/seq_starts/.zarray").get("filters")
+        starts = f"{split}/seq_starts"
+        self._starts = (
+            _read_with_zarr(filespec, starts) if has_filter else self._open_array(root / (starts + "/"), np.uint64)
+        )
+        self.num_documents = self._starts.shape[0] - 1
+        self._check_extent()
+
+    def _read_attributes(self, root: ts.KvStore, split: str) -> tuple[dict[str, Any], str]:
+        if group := _read_json(root, f"{split}/zarr.json"):
+            attributes, driver = group.get("attributes", {}), "zarr3"
+        elif _read_json(root, f"{split}/.zgroup"):
+            attributes, driver = _read_json(root, f"{split}/.zattrs"), "zarr"
+        elif _read_json(root, f"{split}/encoded_tokens/zarr.json"):
+            raise ValueError(
+                f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
+            )
+        else:
+            raise ValueError(f"No flat-tokens split at {self.path}. {_list_splits(root)}")
+        if "max_token_id" not in attributes:
+            raise ValueError(
+                f"{self.path} is not a flat-tokens split: its group has no attribute max_token_id, "
+                f"only {sorted(attributes)}. See docs/flat-tokens.md."
+            )
+        if attributes.get("version", FORMAT_VERSION) != FORMAT_VERSION:
+            raise ValueError(
+                f"{self.path} has version {attributes['version']} of the flat-tokens format; this program reads "
+                f"version {FORMAT_VERSION}. Update the program or write the dataset again."
+            )
+        return attributes, driver
+
+    def _attribute(self, name: str) -> int:
+        value = self.attributes[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{self.path}: attribute {name} is {value!r}, not a nonnegative integer.")
+        return value
+
+    def _open_array(self, kvstore: ts.KvStore, dtype: type) -> ts.TensorStore:
+        spec = {
+            "driver": self._driver,
+            "kvstore": kvstore.spec().to_json(),
+            # Without this a missing file reads as zeros.
+            "fill_missing_data_reads": False,
+            "recheck_cached_metadata": "open",
+            "recheck_cached_data": "open",
+        }
+        name = kvstore.path.rstrip("/").rsplit("/", 1)[-1]
+        try:
+            array = ts.open(spec, open=True, read=True, context=self._context).result()
+        except ValueError as e:
+            raise ValueError(f"{self.path}: its array {name} is missing or not readable as {self._driver}.") from e
+        if array.rank != 1 or array.dtype.numpy_dtype != dtype:
+            raise ValueError(
+                f"{self.path}: {name} has rank {array.rank} and dtype {array.dtype.name}; "
+                f"flat-tokens has rank 1 and {np.dtype(dtype).name}."
+            )
+        return array
+
+    def _check_extent(self) -> None:
+        """Truncation shows here: in the counts, or in the last element of either array."""
+        for name, found in (("num_tokens", self.num_tokens), ("num_documents", self.num_documents)):
+            if name in self.attributes and (stated := self._attribute(name)) != found:
+                raise ValueError(
+                    f"{self.path} is truncated: its attributes state {name} = {stated}, its arrays hold {found}. "
+                    "Write or copy the dataset again."
+                )
+        if self.num_documents < 0:
+            raise ValueError(f"{self.path}: seq_starts is empty; its last entry must be the number of tokens.")
+        end = int(self._read_starts(slice(self.num_documents, self.num_documents + 1))[0])
+        if end != self.num_tokens:
+            raise ValueError(
+                f"{self.path} is truncated: seq_starts ends at token {end}, encoded_tokens at {self.num_tokens}. "
+                "Write or copy the dataset again."
+            )
+        if self.num_tokens:
+            self.read(np.array([0, self.num_tokens - 1]), np.array([1, 1]))
+
+    def _read_starts(self, where: slice) -> np.ndarray:
+        values = self._starts[where]
+        return values if isinstance(values, np.ndarray) else self._result(values.read(), "seq_starts")
+
+    def _result(self, future: ts.Future, what: str) -> np.ndarray:
+        try:
+            return future.result()
+        except ValueError as e:
+            raise ValueError(
+                f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt. "
+                "Write or copy the dataset again."
+            ) from e
+
+    def read(
+        self, starts: Int64[np.ndarray, " rows"], lengths: Int64[np.ndarray, " rows"]
+    ) -> list[UInt32[np.ndarray, " _"]]:
+        """The stored tokens `[starts[i], starts[i] + lengths[i])` of each row i; all rows are read at once.
+
+        Raises:
+            ValueError: a file of the dataset is missing, truncated or corrupt.
+        """
+        spans = list(zip(starts.tolist(), lengths.tolist(), strict=True))
+        futures = [self._tokens[start : start + length].read() for start, length in spans]
+        return [
+            self._result(future, f"tokens {start} to {start + length - 1}")
+            for future, (start, length) in zip(futures, spans, strict=True)
+        ]
+
+    def document_spans(
+        self, documents: Int64[np.ndarray, " rows"]
+    ) -> tuple[Int64[np.ndarray, " rows"], Int64[np.ndarray, " rows"]]:
+        """`(starts, lengths)` of documents, given by their index in [0, num_documents), in tokens."""
+        if isinstance(self._starts, np.ndarray):
+            pairs = [self._starts[i : i + 2] for i in documents.tolist()]
+        else:
+            futures = [self._starts[i : i + 2].read() for i in documents.tolist()]
+            pairs = [self._result(future, "seq_starts") for future in futures]
+        spans = np.array(pairs, np.int64).reshape(-1, 2)
+        return spans[:, 0], spans[:, 1] - spans[:, 0]
+
+    def blocks(self, max_tokens: int | None = None) -> Iterator[UInt32[np.ndarray, " _"]]:
+        """The stored tokens in order, in blocks of a few MiB; the first `max_tokens` of them, or all."""
+        stop = self.num_tokens if max_tokens is None else min(max_tokens, self.num_tokens)
+        block = 2**20
+        for start in range(0, stop, block):
+            yield self.read(np.array([start]), np.array([min(block, stop - start)]))[0]
+
+
+def _read_json(kvstore: ts.KvStore, key: str) -> dict[str, Any]:
+    """The JSON object at `key`, empty if there is none."""
+    read = kvstore.read(key).result()
+    if read.state != "value":
+        return {}
+    try:
+        return json.loads(read.value)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{kvstore.url}{key} is not JSON: {e}. Write or copy the dataset again.") from e
+
+
+def _list_splits(root: ts.KvStore) -> str:
+    if root.spec().to_json()["driver"] != "file":
+        return "Check the address, and that its writer has finished."
+    if not os.path.isdir(root.path):
+        return "There is no such directory: write the dataset with one of the programs in tools/, or correct the path."
+    groups = ("zarr.json", ".zgroup")
+    splits = sorted(
+        name for name in os.listdir(root.path) if any(os.path.exists(f"{root.path}{name}/{g}") for g in groups)
+    )
+    return f"The splits there are {splits}." if splits else "The directory holds no flat-tokens dataset."
+
+
+def _read_with_zarr(filespec: str, name: str) -> np.ndarray:
+    import zarr
+
+    array = zarr.open_array(filespec, path=name, mode="r")
+    if array.ndim != 1 or array.dtype != np.uint64:
+        raise ValueError(f"{filespec}/{name} has shape {array.shape} and dtype {array.dtype}, not rank 1 and uint64.")
+    return np.asarray(array[:])
+
+
+class Writer:
+    """Writes one split of a dataset, in zarr v3.
+
+    The split exists for readers only after `close`: the group's metadata is written last, when each write before it has
+    been checked. As a context manager it closes on a clean exit, and leaves the split incomplete on an exception.
+
+    Args:
+        filespec: directory of the dataset; a local path or a URL that tensorstore knows.
+        split: name of the split, `train` or `validation`.
+        overwrite: replace a complete split. An incomplete one is always replaced.
+
+    Raises:
+        ValueError: the split is already there.
+    """
+
+    def __init__(self, filespec: str, split: str, *, overwrite: bool = False):
+        self.path = f"{filespec.rstrip('/')}/{split}"
+        self._root = open_kvstore(filespec)
+        self._split = split
+        if _read_json(self._root, f"{split}/zarr.json") or _read_json(self._root, f"{split}/.zgroup"):
+            if not overwrite:
+                raise ValueError(f"{self.path} is already there. Delete it, or choose another path.")
+            # The marker goes first: a split that is half deleted must not look whole.
+            for marker in ("zarr.json", ".zgroup"):
+                self._root.write(f"{split}/{marker}", None).result()
+            self._root.delete_range(ts.KvStore.KeyRange(f"{split}/", f"{split}0")).result()
+        self._tokens = _ArrayWriter(
+            self._root / f"{split}/encoded_tokens/", np.dtype(np.uint32), TOKENS_SHARD, TOKENS_CODECS
+        )
+        self._starts = _ArrayWriter(
+            self._root / f"{split}/seq_starts/", np.dtype(np.uint64), STARTS_SHARD, STARTS_CODECS
+        )
+        self._max_token_id = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens appended so far."""
+        return self._tokens.length
+
+    @property
+    def num_documents(self) -> int:
+        """Documents appended so far."""
+        return self._starts.length
+
+    def append(self, ids: Integer[np.ndarray, " tokens"], lengths: Integer[np.ndarray, " documents"]) -> None:
+        """Adds whole documents: their token ids one after the other, and the number of tokens of each.
+
+        Raises:
+            ValueError: an id outside [0, MAX_TOKEN_ID], an empty document, lengths that do not add up to the tokens,
+                or a failed write.
+        """
+        if lengths.size == 0 and ids.size == 0:
+            return
+        if lengths.size == 0 or lengths.min() < 1:
+            raise ValueError(f"{self.path}: a document is empty, and has no token to carry its start. Leave it out.")
+        if lengths.sum() != ids.size:
+            raise ValueError(f"{self.path}: documents of {lengths.sum()} tokens in all, but {ids.size} tokens given.")
+        if (low := int(ids.min())) < 0 or (high := int(ids.max())) > MAX_TOKEN_ID:
+            raise ValueError(f"{self.path}: token id {low if low < 0 else high} is outside [0, {MAX_TOKEN_ID}].")
+        offsets = np.zeros(lengths.size, np.uint64)
+        np.cumsum(lengths[:-1], out=offsets[1:])
+        is_start = np.zeros(ids.size, np.bool_)
+        is_start[offsets.astype(np.int64)] = True
+        self._starts.append(offsets + np.uint64(self.num_tokens))
+        self._tokens.append(encode(ids, is_start))
+        self._max_token_id = max(self._max_token_id, high)
+
+    def close(self, attributes: Mapping[str, Any] | None = None) -> None:
+        """Writes what is left, then makes the split visible, with `attributes` (JSON values) beside the format's own.
+
+        Raises:
+            ValueError: a failed write; the split stays incomplete.
+        """
+        num_tokens, num_documents = self.num_tokens, self.num_documents
+        self._starts.append(np.array([num_tokens], np.uint64))
+        self._tokens.close()
+        self._starts.close()
+        own = {
+            "format": "flat-tokens",
+            "version": FORMAT_VERSION,
+            "max_token_id": self._max_token_id,
+            "num_tokens": num_tokens,
+            "num_documents": num_documents,
+        }
+        self._write_group("", {})
+        self._write_group(f"{self._split}/", own | dict(attributes or {}))
+
+    def _write_group(self, prefix: str, attributes: Mapping[str, Any]) -> None:
+        group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+        self._root.write(f"{prefix}zarr.json", json.dumps(group, indent=1).encode() + b"\n").result()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, exc_type: type | None, *_: object) -> None:
+        if exc_type is None:
+            self.close()
+
+
+class _ArrayWriter:
+    """A one-dimensional zarr v3 array that grows by whole shards, each written once."""
+
+    def __init__(self, kvstore: ts.KvStore, dtype: np.dtype, shard: int, codecs: list[dict[str, Any]]):
+        self._kvstore, self._dtype, self._shard, self._codecs = kvstore, dtype, shard, codecs
+        self._pending: list[np.ndarray] = []
+        self._num_pending = 0
+        self._array: ts.TensorStore | None = None
+        self._write: ts.WriteFutures | None = None
+        self.length = 0
+        # What an interrupted writer left must not mix with what comes.
+        kvstore.delete_range(ts.KvStore.KeyRange()).result()
+
+    def append(self, values: np.ndarray) -> None:
+        self._pending.append(values)
+        self._num_pending += values.size
+        self.length += values.size
+        if self._num_pending >= self._shard:
+            pending = np.concatenate(self._pending)
+            whole = pending.size // self._shard * self._shard
+            for start in range(0, whole, self._shard):
+                self._write_shard(pending[start : start + self._shard])
+            self._pending = [pending[whole:].copy()]
+            self._num_pending = pending.size - whole
+
+    def _write_shard(self, values: np.ndarray) -> None:
+        self._wait()
+        if self._array is None:
+            self._array = self._create()
+        start = self._array.shape[0]
+        self._array = self._array.resize(exclusive_max=[start + values.size], expand_only=True).result()
+        self._write = self._array[start:].write(values)
+
+    def _wait(self) -> None:
+        if self._write is not None:
+            self._write.result()
+            self._write = None
+
+    def _create(self) -> ts.TensorStore:
+        # The index of a shard has a fixed size, so a dataset smaller than one takes a smaller shard.
+        chunks = min(self._shard, max(self.length, 1) + INNER_CHUNK - 1) // INNER_CHUNK
+        sharding = {
+            "chunk_shape": [INNER_CHUNK],
+            "codecs": self._codecs,
+            "index_codecs": [_LITTLE_ENDIAN, _CRC],
+        }
+        spec = {
+            "driver": "zarr3",
+            "kvstore": self._kvstore.spec().to_json(),
+            # Readers take a missing chunk for damage, so chunks of zeros are stored too.
+            "store_data_equal_to_fill_value": True,
+            "metadata": {
+                "shape": [0],
+                "data_type": self._dtype.name,
+                "fill_value": 0,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunks * INNER_CHUNK]}},
+                "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            },
+        }
+        return ts.open(spec, create=True).result()
+
+    def close(self) -> None:
+        if self._array is None:
+            self._array = self._create()
+        if self._num_pending:
+            self._write_shard(np.concatenate(self._pending))
+        self._wait()
