@@ -19,6 +19,9 @@ from shardlib.shardtypes import bool_, make_shardings, pytree_dataclass, u32
 from tools import flat_tokens
 
 T = TypeVar("T")
+# Dims of the same name agree within a call.
+Indices = Int64[np.ndarray, "rows"]
+Words = UInt64[np.ndarray, "*shape"]
 
 
 @pytree_dataclass
@@ -61,16 +64,14 @@ class FlatTokensConfig:
 _U64 = np.uint64
 
 
-def _mix(x: UInt64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
+def _mix(x: Words) -> Words:
     """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that scatters near values."""
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
     return x ^ (x >> _U64(31))
 
 
-def permute(
-    index: Int64[np.ndarray, " rows"], size: int, seed: int, epoch: Int64[np.ndarray, " rows"]
-) -> Int64[np.ndarray, " rows"]:
+def permute(index: Indices, size: int, seed: int, epoch: Indices) -> Indices:
     """Places of `index` under the random permutation of range(size) that (seed, epoch) select, epoch by epoch.
 
     An eight-round Feistel network on pairs (high, low) of a grid just larger than `size`, walked again where it leads
@@ -181,7 +182,7 @@ class FlatTokensLoader:
         """Batches until each row has come once. Epochs follow one another without a gap, within a batch too."""
         return self.rows_per_epoch / self.batch_size
 
-    def rows(self, step: int, rows: Int64[np.ndarray, " rows"]) -> Rows:
+    def rows(self, step: int, rows: Indices) -> Rows:
         """The given rows, each in [0, batch_size), of the batch of `step`, at least 0.
 
         A pure function of dataset, seed and step: the same on every mesh, every host, and after every restart.

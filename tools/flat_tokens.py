@@ -9,6 +9,17 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Bool, Int64, Integer, UInt32
 
+# Dims of the same name agree within a call.
+Ids = Integer[np.ndarray, "tokens"]
+IsStart = Bool[np.ndarray, "tokens"]
+Encoded = UInt32[np.ndarray, "tokens"]
+Lengths = Integer[np.ndarray, "documents"]
+Places = Int64[np.ndarray, "rows"]
+SomeTokens = UInt32[np.ndarray, "_"]
+AnyIds = Integer[np.ndarray, "*shape"]
+AnyIsStart = Bool[np.ndarray, "*shape"]
+AnyEncoded = UInt32[np.ndarray, "*shape"]
+
 FORMAT_VERSION = 1
 MAX_TOKEN_ID = 2**31 - 1
 """The largest id that leaves room for the start bit in a uint32."""
@@ -33,19 +44,19 @@ STARTS_CODECS = [
 ]
 
 
-def encode(ids: Integer[np.ndarray, " tokens"], is_start: Bool[np.ndarray, " tokens"]) -> UInt32[np.ndarray, " tokens"]:
+def encode(ids: Ids, is_start: IsStart) -> Encoded:
     """Tokens as they are stored: 2·id, plus 1 where a document starts. `ids` lie in [0, MAX_TOKEN_ID]."""
     return ids.astype(np.uint32) << np.uint32(1) | is_start
 
 
 def decode(
-    encoded: UInt32[np.ndarray, "*shape"],
-) -> tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]:
+    encoded: AnyEncoded,
+) -> tuple[AnyEncoded, AnyIsStart]:
     """`(ids, is_start)` of stored tokens: the inverse of `encode`."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
 
 
-def unigram_entropy(ids: Integer[np.ndarray, "*shape"]) -> float:
+def unigram_entropy(ids: AnyIds) -> float:
     """Entropy of the distribution of single tokens, in nats: the loss of a model that knows nothing but frequencies."""
     counts = np.unique_counts(ids).counts
     p = counts / counts.sum()
@@ -177,9 +188,7 @@ class Reader:
                 "Write or copy the dataset again."
             ) from e
 
-    def read(
-        self, starts: Int64[np.ndarray, " rows"], lengths: Int64[np.ndarray, " rows"]
-    ) -> list[UInt32[np.ndarray, " _"]]:
+    def read(self, starts: Places, lengths: Places) -> list[SomeTokens]:
         """The stored tokens `[starts[i], starts[i] + lengths[i])` of each row i; all rows are read at once.
 
         Raises:
@@ -192,9 +201,7 @@ class Reader:
             for future, (start, length) in zip(futures, spans, strict=True)
         ]
 
-    def document_spans(
-        self, documents: Int64[np.ndarray, " rows"]
-    ) -> tuple[Int64[np.ndarray, " rows"], Int64[np.ndarray, " rows"]]:
+    def document_spans(self, documents: Places) -> tuple[Places, Places]:
         """`(starts, lengths)` of documents, given by their index in [0, num_documents), in tokens."""
         if isinstance(self._starts, np.ndarray):
             pairs = [self._starts[i : i + 2] for i in documents.tolist()]
@@ -204,7 +211,7 @@ class Reader:
         spans = np.array(pairs, np.int64).reshape(-1, 2)
         return spans[:, 0], spans[:, 1] - spans[:, 0]
 
-    def blocks(self, max_tokens: int | None = None) -> Iterator[UInt32[np.ndarray, " _"]]:
+    def blocks(self, max_tokens: int | None = None) -> Iterator[SomeTokens]:
         """The stored tokens in order, in blocks of a few MiB; the first `max_tokens` of them, or all."""
         stop = self.num_tokens if max_tokens is None else min(max_tokens, self.num_tokens)
         block = 2**20
@@ -288,7 +295,7 @@ class Writer:
         """Documents appended so far."""
         return self._starts.length
 
-    def append(self, ids: Integer[np.ndarray, " tokens"], lengths: Integer[np.ndarray, " documents"]) -> None:
+    def append(self, ids: Ids, lengths: Lengths) -> None:
         """Adds whole documents: their token ids one after the other, and the number of tokens of each.
 
         Raises:
