@@ -93,6 +93,9 @@ def _array_type(dtype: str, spec: ShapeSpec) -> ArrayType:
     return ArrayType(f"{dtype}[{spec}]", (), {"dtype": dtype, "spec": spec})
 
 
+_LONG_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
+
+
 class _DType:
     """`f32`: indexed with a spec string, gives an array type."""
 
@@ -104,6 +107,18 @@ class _DType:
         if parsed.index is not None or parsed.open:
             raise ShardError(f"`{parsed}` is not the type of an array", "[dim] and ... belong to the specs of ops")
         return _array_type(self.name, parsed)
+
+    @property
+    def dtype(self):
+        """The dtype it stands for. Raises ShardError for a `dtype_name` that the scopes in force do not bind."""
+        if self.name in _LONG_DTYPES:
+            return jnp.dtype(_LONG_DTYPES[self.name])
+        bound = current_scope().dtypes.get(self.name) if current_scope() else None
+        if bound is None:
+            raise ShardError(
+                f"dtype name {self.name} stands for no dtype here", f"run under `with Scope({self.name}=…):`"
+            )
+        return bound
 
     def __repr__(self) -> str:
         return self.name
@@ -316,13 +331,7 @@ def is_fully_sharded(t) -> bool:
 def _check_dtype(t: ArrayType, value) -> None:
     if not hasattr(value, "dtype"):
         raise ShardError(f"a {type(value).__name__} is no array", "pass an array")
-    name = jnp.dtype(value.dtype).name
-    found, wanted = SHORT_DTYPES.get(name, name), t.dtype
-    if wanted not in SHORT_DTYPES.values():
-        bound = current_scope().dtypes.get(wanted) if current_scope() else None
-        if bound is None:
-            raise ShardError(f"dtype name {wanted} stands for no dtype here", f"run under `with Scope({wanted}=…):`")
-        wanted = SHORT_DTYPES.get(bound.name, bound.name)
+    found, wanted = (SHORT_DTYPES.get(dtype.name, dtype.name) for dtype in (value.dtype, _DType(t.dtype).dtype))
     if found != wanted:
         bound_by = f" ({t.dtype} here)" if wanted != t.dtype else ""
         raise ShardError(
@@ -443,7 +452,7 @@ def _place(array: ArrayType, value, where: str):
         if isinstance(value, Partial | Copy):
             raise ShardError("a partial sum or copy exists inside shard_map only", "pass an array")
         if not hasattr(value, "shape"):
-            value = np.asarray(value, dtype=_declared_dtype(array))
+            value = np.asarray(value, dtype=_DType(array.dtype).dtype)
         if isinstance(value, np.ndarray | np.generic):
             value = jax.dtypes.canonicalize_dtype(value.dtype).type(value) if value.shape == () else value
         _check_dtype(array, value)
@@ -463,11 +472,6 @@ def _place(array: ArrayType, value, where: str):
     # Under a mesh of Auto axes JAX tells no shardings while it traces: shard_map itself places the value.
     explicit = all(kind == AxisType.Explicit for kind in jax.sharding.get_abstract_mesh().axis_types)
     return jax.reshard(value, spec) if explicit else value
-
-
-def _declared_dtype(array: ArrayType):
-    long = {short: name for name, short in SHORT_DTYPES.items()}
-    return jnp.dtype(long[array.dtype]) if array.dtype in long else None
 
 
 def typed_shard_map(fn):

@@ -1,0 +1,360 @@
+"""shardwright: pretraining of a decoder-only transformer, every shard and every collective written out.
+
+    python -m train --config-name=local_test_synthetic
+
+Read it from the top: configuration, weights, forward pass and loss, optimizer, training step, main loop.
+
+Dims                                           Axes of the device mesh
+  B  batch (sequences)      L  length            r  replicas: plain data parallel
+  M  d_model                S  length, as keys   d  data parallel, weights sharded at rest (FSDP)
+  K  kv heads               Q  queries per kv    t  tensor parallel
+  D  head dim               F  d_ff
+  V  vocabulary
+
+`f32['M/d F/t']` is an array whose M is in blocks over d and whose F is in blocks over t; `+t` is a partial sum over t,
+still to be reduced; an axis that is not mentioned holds the same value everywhere. docs/sharding-types.md teaches the
+types. Between layers the residual stream is `act['B/r/d L/t M']`: each device of t keeps its own positions.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from input_loader import TokenBatch
+from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward, truncated_normal_std
+from shardlib import shardops
+from shardlib.shardtypes import (
+    Array,
+    Scope,
+    dtype_name,
+    f32,
+    i32,
+    is_fully_sharded,
+    make_shardings,
+    pytree_dataclass,
+    typed,
+    typed_shard_map,
+    u32,
+)
+
+act = dtype_name("act")  # the compute dtype: bound to config.compute_dtype when the step is traced
+
+# ---- configuration ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    vocab: int
+    """Number of token ids that the model knows; at least the data's largest id + 1. Sharded over t."""
+    d_model: int
+    """Width of the residual stream. A multiple of d·t devices, since the norm weights are sharded over both."""
+    layers: int
+    n_kv: int
+    """Key/value heads. Sharded over t."""
+    n_q_per_kv: int
+    """Query heads for each key/value head: 1 is multi-head attention, more is grouped-query attention."""
+    d_head: int
+    """Entries of one head; even, since RoPE turns pairs."""
+    d_ff: int
+    """Hidden width of the SwiGLU block. Sharded over t."""
+    rope_base: float = 10_000.0
+    """Base of the rotary wavelengths (arXiv 2104.09864)."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square under the root of RMSNorm (arXiv 1910.07467)."""
+    tied_embeddings: bool = False
+    """Whether the embedding table is also the output projection."""
+    embed_init_scale: float = 1.0
+    """Standard deviation of the embedding table at init."""
+    weight_init_scale: float = 1.0
+    """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    learning_rate: float
+    """Peak learning rate, reached at the end of the warmup."""
+    warmup_steps: int
+    """Steps of linear warmup from 0. At least 0."""
+    cosine_steps: int
+    """Step at which the cosine decay reaches its floor, counted from step 0. More than warmup_steps."""
+    final_fraction: float = 0.1
+    """The floor of the decay as a fraction of the peak, in [0, 1]."""
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay on all weights (arXiv 1711.05101), multiplied by the learning rate."""
+    clip_norm: float = 1.0
+    """Gradients of a larger global norm are scaled down to it."""
+    z_loss: float = 0.0
+    """Factor on the squared log of the softmax normalizer (arXiv 2204.02311, section 5); 0 turns it off."""
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class TransformerLayer:
+    attention_norm: f32["M/t/d"]
+    w_q: f32["M/d K/t Q D"]
+    w_k: f32["M/d K/t D"]
+    w_v: f32["M/d K/t D"]
+    w_o: f32["K/t Q D M/d"]
+    mlp_norm: f32["M/t/d"]
+    w_gate: f32["M/d F/t"]
+    w_up: f32["M/d F/t"]
+    w_down: f32["F/t M/d"]
+
+
+@pytree_dataclass
+class Transformer:
+    embed: f32["V/t M/d"]
+    layers: Array["layers", TransformerLayer]
+    final_norm: f32["M/t/d"]
+    unembed: f32["V/t M/d"] | None  # None: embeddings are tied
+
+
+def init_weights(key: jax.Array, c: ModelConfig) -> Transformer:
+    """Fresh weights, generated block by block on the devices that hold them; the values do not depend on the mesh.
+
+    Matrices are normal, cut at two standard deviations, with variance 1/fan-in; norms are 1. Call it under jit.
+    """
+    assert is_fully_sharded(Transformer)
+
+    def normal(shape, std, name):
+        def array(sharding):
+            noise = jax.random.truncated_normal(
+                fold_in_str(key, name), -2, 2, shape, jnp.float32, out_sharding=sharding
+            )
+            return noise * (std / truncated_normal_std())
+
+        return array
+
+    def fan_in(shape, size, name):
+        return normal(shape, c.weight_init_scale * size**-0.5, name)
+
+    def ones(shape):
+        return lambda sharding: jnp.ones(shape, jnp.float32, out_sharding=sharding)
+
+    n, heads = c.layers, c.n_kv * c.n_q_per_kv
+    weights = Transformer(
+        embed=normal((c.vocab, c.d_model), c.embed_init_scale, "embed"),
+        layers=TransformerLayer(
+            attention_norm=ones((n, c.d_model)),
+            w_q=fan_in((n, c.d_model, c.n_kv, c.n_q_per_kv, c.d_head), c.d_model, "w_q"),
+            w_k=fan_in((n, c.d_model, c.n_kv, c.d_head), c.d_model, "w_k"),
+            w_v=fan_in((n, c.d_model, c.n_kv, c.d_head), c.d_model, "w_v"),
+            w_o=fan_in((n, c.n_kv, c.n_q_per_kv, c.d_head, c.d_model), heads * c.d_head, "w_o"),
+            mlp_norm=ones((n, c.d_model)),
+            w_gate=fan_in((n, c.d_model, c.d_ff), c.d_model, "w_gate"),
+            w_up=fan_in((n, c.d_model, c.d_ff), c.d_model, "w_up"),
+            w_down=fan_in((n, c.d_ff, c.d_model), c.d_ff, "w_down"),
+        ),
+        final_norm=ones((c.d_model,)),
+        unembed=None if c.tied_embeddings else fan_in((c.vocab, c.d_model), c.d_model, "unembed"),
+    )
+    return jax.tree.map(lambda array, sharding: array(sharding), weights, make_shardings(Transformer, like=weights))
+
+
+# ---- forward pass -----------------------------------------------------------------------------------------------
+
+
+@typed
+def rms_norm(x: act["B/r/d L/t M"], weight: f32["M/t/d"], epsilon: float) -> act["B/r/d L/t M"]:
+    """Each position over its root mean square, times the weight; in f32. Each device of t norms its own positions."""
+    x32 = jnp.float32(x)
+    normed = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+    weight = shardops.all_gather("M/t/d -> M", weight)
+    return shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", normed, weight).astype(x.dtype)
+
+
+def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """RoPE on x[B, L, …, D]: entry i of the first half and entry i of the second turn together, by L·base^(-2i/D)."""
+    cos, sin = (table.reshape(1, table.shape[0], *[1] * (x.ndim - 3), table.shape[1]) for table in rope)
+    a, b = jnp.split(jnp.float32(x), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+@typed
+def attention(
+    q: act["B/r/d L K/t Q D"], k: act["B/r/d S K/t D"], v: act["B/r/d S K/t D"], document: i32["B/r/d L"]
+) -> act["B/r/d L K/t Q D"]:
+    """Causal softmax attention within each document, heads split over t. The softmax is in f32."""
+    scores = shardops.einsum_unreduced(
+        "B/r/d L K/t Q D, B/r/d S K/t D -> B/r/d K/t Q L S", q, k, preferred_element_type=jnp.float32
+    )
+    length = q.shape[1]
+    causal = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]
+    visible = causal & (document[:, :, None] == document[:, None, :])
+    scores = jnp.where(visible[:, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return shardops.einsum_unreduced("B/r/d K/t Q L S, B/r/d S K/t D -> B/r/d L K/t Q D", weights, v)
+
+
+@typed
+def layer(
+    x: act["B/r/d L/t M"], w: TransformerLayer, document: i32["B/r/d L"], rope: tuple, c: ModelConfig
+) -> act["B/r/d L/t M"]:
+    """One transformer layer. Weights arrive sharded and are cast, then gathered over d where they are used."""
+    gather, einsum, dtype = shardops.all_gather, shardops.einsum_unreduced, x.dtype
+
+    nx = gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.attention_norm, c.norm_epsilon))
+    w_q = gather("M/d K/t Q D -> M K/t Q D", w.w_q.astype(dtype))
+    w_k = gather("M/d K/t D -> M K/t D", w.w_k.astype(dtype))
+    w_v = gather("M/d K/t D -> M K/t D", w.w_v.astype(dtype))
+    q = save_for_backward(rotate(einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w_q), rope))
+    k = save_for_backward(rotate(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_k), rope))
+    v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_v))
+    attended = save_for_backward(attention(q, k, v, document))
+    w_o = gather("K/t Q D M/d -> K/t Q D M", w.w_o.astype(dtype))
+    out = einsum("B/r/d L K/t Q D, K/t Q D M -> B/r/d L M +t", attended, w_o)
+    x = save_for_backward(x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out))
+
+    nx = gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.mlp_norm, c.norm_epsilon))
+    w_gate = gather("M/d F/t -> M F/t", w.w_gate.astype(dtype))
+    w_up = gather("M/d F/t -> M F/t", w.w_up.astype(dtype))
+    gate = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_gate))
+    up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_up))
+    hidden: act["B/r/d L F/t"] = jax.nn.silu(gate) * up
+    w_down = gather("F/t M/d -> F/t M", w.w_down.astype(dtype))
+    out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w_down)
+    return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
+
+
+@typed
+def forward(w: Transformer, batch: TokenBatch, c: ModelConfig) -> f32["B/r/d L V/t"]:
+    """Logits for each target from the tokens before it in its document; id 0 stands before the first."""
+    dtype = act.dtype
+    before = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
+    inputs: u32["B/r/d L"] = jnp.where(batch.is_seq_start, 0, before)
+    document: i32["B/r/d L"] = jnp.cumsum(batch.is_seq_start, axis=1, dtype=jnp.int32)
+    wavelengths = c.rope_base ** (jnp.arange(0, c.d_head, 2, dtype=jnp.float32) / c.d_head)
+    angles = jnp.arange(inputs.shape[1], dtype=jnp.float32)[:, None] / wavelengths
+    rope = jnp.cos(angles), jnp.sin(angles)
+
+    # The replicas' copies are made here, once: their gradients are all-reduced over r here, once, after the backward
+    # loop over layers.
+    w = shardops.replicate("... -> ... *r", w)
+
+    embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))
+    x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", embed, inputs)
+    x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x)
+
+    @explicit_activation_checkpointing
+    def body(x, layer_weights):
+        return layer(x, layer_weights, document, rope, c), None
+
+    x, _ = lax.scan(body, x, w.layers)
+
+    nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.final_norm, c.norm_epsilon))
+    unembed = embed if w.unembed is None else shardops.all_gather("V/t M/d -> V/t M", w.unembed.astype(dtype))
+    return shardops.einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", nx, unembed, preferred_element_type=jnp.float32)
+
+
+@explicit_activation_checkpointing
+@typed
+def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float) -> f32["B/r/d L"]:
+    """-log softmax(logits)[target] in nats, plus z_loss·log(normalizer)². The backward pass keeps the logits only."""
+    peak = save_for_backward(shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits)))
+    terms = shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None]))
+    log_normalizer = save_for_backward(jnp.log(shardops.psum("B/r/d L +t -> B/r/d L", terms)) + peak)
+    at_target = shardops.index_unreduced("B/r/d L [V/t], B/r/d L -> B/r/d L +t", logits, targets)
+    at_target = shardops.psum("B/r/d L +t -> B/r/d L", at_target)
+    return log_normalizer - at_target + z_loss * jnp.square(log_normalizer)
+
+
+@typed
+def mean_loss(w: Transformer, batch: TokenBatch, c: ModelConfig, z_loss: float = 0.0) -> f32[""]:
+    """Mean cross-entropy in nats over the targets of the whole batch that loss_mask selects."""
+    losses = cross_entropy(forward(w, batch, c), batch.targets, z_loss)
+    # Each device of t holds the same losses: the sum is over r and d alone.
+    total = shardops.einsum_unreduced("B/r/d L -> +r +d", losses * batch.loss_mask)
+    count = shardops.einsum_unreduced("B/r/d L -> +r +d", jnp.float32(batch.loss_mask))
+    return shardops.psum("+r +d ->", total) / shardops.psum("+r +d ->", count)
+
+
+# ---- optimizer --------------------------------------------------------------------------------------------------
+
+
+def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
+    """Linear warmup to the peak at warmup_steps, then half a cosine to its floor at cosine_steps, then the floor."""
+    step = jnp.float32(step)
+    warmup = step / max(c.warmup_steps, 1)
+    progress = jnp.clip((step - c.warmup_steps) / (c.cosine_steps - c.warmup_steps), 0, 1)
+    decay = c.final_fraction + (1 - c.final_fraction) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    return c.learning_rate * jnp.where(step < c.warmup_steps, warmup, decay)
+
+
+@typed
+def squared_norm(x: f32["N/t/d"]) -> f32["+t +d"]:
+    return shardops.einsum_unreduced("N/t/d -> +t +d", jnp.square(x))
+
+
+@typed
+def clip_by_global_norm(g: Transformer, limit: float) -> tuple[Transformer, f32[""]]:
+    """Gradients scaled down to a global norm of `limit` where theirs is larger, and the norm before that."""
+    # Every array is in blocks over both t and d (is_fully_sharded), so flattened blocks cover each entry once.
+    squares = [squared_norm(leaf.reshape(-1)) for leaf in jax.tree.leaves(g)]
+    norm = jnp.sqrt(shardops.psum("+t +d ->", functools.reduce(lambda a, b: a + b, squares)))
+    scale = limit / jnp.maximum(norm, limit)
+    return jax.tree.map(lambda leaf: leaf * scale, g), norm
+
+
+def adamw(w, g, mu, nu, step: i32[""], rate: f32[""], c: OptimizerConfig):
+    """One AdamW update (arXiv 1711.05101) of one array: new weight, first and second moment. Elementwise."""
+    count = jnp.float32(step + 1)
+    mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
+    nu = c.adam_b2 * nu + (1 - c.adam_b2) * jnp.square(g)
+    unbiased_mu, unbiased_nu = mu / (1 - c.adam_b1**count), nu / (1 - c.adam_b2**count)
+    update = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon) + c.weight_decay * w
+    return w - rate * update, mu, nu
+
+
+# ---- training step ----------------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class State:
+    """All that a checkpoint holds: f32, each array in blocks over both t and d."""
+
+    weights: Transformer
+    adam_mu: Transformer
+    adam_nu: Transformer
+
+
+@pytree_dataclass
+class Metrics:
+    loss: f32[""]
+    grad_norm: f32[""]
+    learning_rate: f32[""]
+
+
+def init_state(key: jax.Array, c: ModelConfig) -> State:
+    weights = init_weights(key, c)
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros_like(x), weights)
+    return State(weights=weights, adam_mu=zeros(), adam_nu=zeros())
+
+
+@functools.partial(jax.jit, static_argnames=("model", "optimizer", "compute_dtype"), donate_argnames="state")
+def training_step(
+    state: State, batch: TokenBatch, step, *, model: ModelConfig, optimizer: OptimizerConfig, compute_dtype
+):
+    @typed_shard_map
+    def per_device(state: State, batch: TokenBatch, step: i32[""]) -> tuple[State, Metrics]:
+        loss, g = jax.value_and_grad(mean_loss)(state.weights, batch, model, optimizer.z_loss)
+        g, grad_norm = clip_by_global_norm(g, optimizer.clip_norm)
+        rate = learning_rate(step, optimizer)
+        leaves = [
+            adamw(*arrays, step, rate, optimizer)
+            for arrays in zip(*map(jax.tree.leaves, (state.weights, g, state.adam_mu, state.adam_nu)), strict=True)
+        ]
+        structure = jax.tree.structure(state.weights)
+        new = State(*(jax.tree.unflatten(structure, list(part)) for part in zip(*leaves, strict=True)))
+        return new, Metrics(loss=loss, grad_norm=grad_norm, learning_rate=rate)
+
+    with Scope(act=compute_dtype):
+        return per_device(state, batch, step)
