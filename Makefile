@@ -1,0 +1,82 @@
+# Two commands from a clean clone: `make demo` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+VENV ?= .venv
+# What development needs beside the run-time dependencies: extras of pyproject.toml. EXTRAS=test,tools spares torch.
+EXTRAS ?= test,tools,oracle
+
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+CONSTRAINTS := $(wildcard constraints/py$(VERSION).txt)
+RUN = $(VENV)/bin/python -m
+# Each of these files says that an installation ended well.
+RUNTIME := $(VENV)/.installed
+DEVELOPMENT := $(VENV)/.installed-$(EXTRAS)
+fail = { echo "make: $(1)" >&2; exit 1; }
+
+.PHONY: help demo setup test test-quick test-slow lint format constraints clean check-python check-venv
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS)"
+
+demo: $(RUNTIME) ## train a small sharded model on 8 simulated devices
+	JAX_PLATFORMS=cpu XLA_FLAGS="$$XLA_FLAGS --xla_force_host_platform_device_count=8" \
+	  $(RUN) train --config-name=local_test_synthetic
+
+setup: $(DEVELOPMENT) ## only install
+
+test: $(DEVELOPMENT) ## all tests but the slow ones, then the linters
+	$(RUN) pytest -m "not slow"
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+
+test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
+	$(RUN) pytest -m "quick and not slow"
+
+test-slow: $(DEVELOPMENT) ## only the slow tests: minutes
+	$(RUN) pytest -m slow
+
+lint: $(DEVELOPMENT) ## only the linters
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+
+format: $(DEVELOPMENT) ## correct what the linters can
+	$(RUN) ruff check --fix
+	$(RUN) ruff format
+
+clean: ## remove the virtual environment and the caches
+	if [ -e $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi
+	rm -rf *.egg-info .pytest_cache .ruff_cache
+
+# A killed pip leaves packages that look installed, so an environment whose installation did not end is begun anew.
+$(RUNTIME): PACKAGES = .
+$(DEVELOPMENT): PACKAGES = .[$(EXTRAS)]
+$(RUNTIME) $(DEVELOPMENT): pyproject.toml $(CONSTRAINTS) | check-venv
+	@if [ -e $(VENV)/.unfinished ]; then rm -rf $(VENV); fi
+	@mkdir -p $(VENV) && touch $(VENV)/.unfinished
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) pip install -e '$(PACKAGES)' $(CONSTRAINTS:%=-c %)
+	@rm $(VENV)/.unfinished && touch $(RUNTIME) $@
+
+# Local version suffixes go, because 2.13.0+cpu is on no registry, where 2.13.0 accepts either build; and so do the CUDA
+# packages of another torch build, whose versions would contradict those of the extra `cuda`.
+constraints: FRESH := $(VENV)-fresh
+constraints: check-python ## renew the constraints file of this Python, with the newest packages
+	rm -rf $(FRESH) && $(PYTHON) -m venv $(FRESH)
+	$(FRESH)/bin/python -m pip install -e '.[$(EXTRAS)]'
+	{ echo "# What pyproject.toml and its extras $(EXTRAS) install on Python $(VERSION) for Linux;"; \
+	  echo "# made by 'make constraints PYTHON=python$(VERSION)': do not edit."; \
+	  $(FRESH)/bin/python -m pip freeze --exclude-editable | sed 's/+.*//' | grep -vE '^(nvidia|cuda|triton)'; \
+	} > constraints/py$(VERSION).txt
+	rm -rf $(FRESH)
+
+check-python:
+	@case "$(VERSION)" in \
+	  "") $(call fail,no Python runs as $(PYTHON); give one with PYTHON=... (3.11 or newer));; \
+	  [12].*|3.?|3.10) $(call fail,$(PYTHON) is Python $(VERSION); give one with PYTHON=... (3.11 or newer));; \
+	esac
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  $(call fail,$(PYTHON) makes no virtual environments; install python3-venv (Debian, Ubuntu) or give another PYTHON=...)
+
+check-venv: check-python
+	@[ ! -d $(VENV) ] || [ -e $(VENV)/.unfinished ] || grep -qs '^version.* = $(VERSION)\.' $(VENV)/pyvenv.cfg || \
+	  $(call fail,$(VENV) is no virtual environment of Python $(VERSION); give another VENV=... or remove it)
+	@$(if $(CONSTRAINTS),,echo "make: Python $(VERSION) has no file in constraints/: newest packages, untested together")
