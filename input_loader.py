@@ -5,6 +5,7 @@ nor hosts. `FlatTokensLoader.load` places the rows that this host's devices need
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -84,7 +85,7 @@ def permute(index: Indices, size: int, seed: int, epoch: Indices) -> Indices:
         seed: in [0, 2**63).
         epoch: at least 0.
     """
-    width = int(np.ceil(np.sqrt(size)))
+    width = math.isqrt(size - 1) + 1
     height = -(-size // width)
     # (seed, epoch, round) are mixed one after the other, so that no two seeds share an epoch's order.
     golden = _U64(0x9E3779B97F4A7C15)

@@ -15,6 +15,8 @@ from typing import Self
 import jaxtyping
 import typeguard
 
+from shardlib.shardtypes import ArrayType
+
 
 def checked(*modules: str) -> AbstractContextManager:
     return jaxtyping.install_import_hook(modules, f"{__name__}.check_annotations")
@@ -38,5 +40,6 @@ def check_annotations(function: Callable) -> Callable:
 
 
 def _check(value: object, annotation: object) -> None:
-    if annotation not in (inspect.Signature.empty, Self):
+    # shardlib checks its own types.
+    if annotation not in (inspect.Signature.empty, Self) and not isinstance(annotation, ArrayType):
         typeguard.check_type(value, annotation, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
