@@ -189,7 +189,8 @@ def test_writer_keeps_a_complete_split(tmp_path):
 def test_attributes_are_kept(tmp_path):
     writer = Writer(str(tmp_path / "d"), "train")
     writer.append(np.arange(10), np.array([10]))
-    writer.close({"utf8_bytes": 31})
+    writer.attributes["utf8_bytes"] = 31
+    writer.close()
     assert Reader(str(tmp_path / "d"), "train").attributes["utf8_bytes"] == 31
 
 

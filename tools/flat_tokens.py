@@ -251,6 +251,16 @@ def _read_with_zarr(filespec: str, name: str) -> np.ndarray:
     return np.asarray(array[:])
 
 
+def _is_there(root: ts.KvStore, split: str) -> bool:
+    return any(root.read(f"{split}/{marker}").result().state == "value" for marker in ("zarr.json", ".zgroup"))
+
+
+def check_absent(filespec: str, split: str) -> None:
+    """Raises ValueError if the dataset has a complete split of that name already."""
+    if _is_there(open_kvstore(filespec), split):
+        raise ValueError(f"{filespec.rstrip('/')}/{split} is already there. Delete it, or choose another path.")
+
+
 class Writer:
     """Writes one split of a dataset, in zarr v3.
 
@@ -270,9 +280,9 @@ class Writer:
         self.path = f"{filespec.rstrip('/')}/{split}"
         self._root = open_kvstore(filespec)
         self._split = split
-        if _read_json(self._root, f"{split}/zarr.json") or _read_json(self._root, f"{split}/.zgroup"):
-            if not overwrite:
-                raise ValueError(f"{self.path} is already there. Delete it, or choose another path.")
+        if not overwrite:
+            check_absent(filespec, split)
+        elif _is_there(self._root, split):
             # The marker goes first: a split that is half deleted must not look whole.
             for marker in ("zarr.json", ".zgroup"):
                 self._root.write(f"{split}/{marker}", None).result()
@@ -283,7 +293,9 @@ class Writer:
         self._starts = _ArrayWriter(
             self._root / f"{split}/seq_starts/", np.dtype(np.uint64), STARTS_SHARD, STARTS_CODECS
         )
-        self._max_token_id = 0
+        self._max_token_id = self._num_documents = 0
+        self.attributes: dict[str, Any] = {}
+        """JSON values to be written with the format's own attributes, by name."""
 
     @property
     def num_tokens(self) -> int:
@@ -293,7 +305,7 @@ class Writer:
     @property
     def num_documents(self) -> int:
         """Documents appended so far."""
-        return self._starts.length
+        return self._num_documents
 
     def append(self, ids: Ids, lengths: Lengths) -> None:
         """Adds whole documents: their token ids one after the other, and the number of tokens of each.
@@ -316,27 +328,27 @@ class Writer:
         is_start[offsets.astype(np.int64)] = True
         self._starts.append(offsets + np.uint64(self.num_tokens))
         self._tokens.append(encode(ids, is_start))
+        self._num_documents += lengths.size
         self._max_token_id = max(self._max_token_id, high)
 
-    def close(self, attributes: Mapping[str, Any] | None = None) -> None:
-        """Writes what is left, then makes the split visible, with `attributes` (JSON values) beside the format's own.
+    def close(self) -> None:
+        """Writes what is left, then makes the split visible.
 
         Raises:
             ValueError: a failed write; the split stays incomplete.
         """
-        num_tokens, num_documents = self.num_tokens, self.num_documents
-        self._starts.append(np.array([num_tokens], np.uint64))
+        self._starts.append(np.array([self.num_tokens], np.uint64))
         self._tokens.close()
         self._starts.close()
         own = {
             "format": "flat-tokens",
             "version": FORMAT_VERSION,
             "max_token_id": self._max_token_id,
-            "num_tokens": num_tokens,
-            "num_documents": num_documents,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
         }
         self._write_group("", {})
-        self._write_group(f"{self._split}/", own | dict(attributes or {}))
+        self._write_group(f"{self._split}/", self.attributes | own)
 
     def _write_group(self, prefix: str, attributes: Mapping[str, Any]) -> None:
         group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
