@@ -25,19 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.checks import (
-    Bindings,
-    Copy,
-    Origin,
-    Partial,
-    axes_product,
-    check_divisible,
-    check_sizes,
-    check_value,
-    describe,
-    inside_shard_map,
-)
+from shardlib.checks import Bindings, check_divisible, check_sizes, check_value
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, parse_shape, sort_axes
+from shardlib.values import Copy, Origin, Partial, axes_product, describe, inside_shard_map
 
 # ---- shared by all ops ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,261 @@
+"""Array types `f32['B/d M']`, compounds of them, and the shardings and partition specs that they stand for."""
+
+import dataclasses
+import functools
+import types
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.checks import current_scope
+from shardlib.parsing import ShapeSpec, ShardError, parse_shape
+from shardlib.values import SHORT_DTYPES, axes_product, describe, mesh_axes, spec_placement
+
+# ---- types ------------------------------------------------------------------------------------------------------
+
+
+class ArrayType(type):
+    """The class of `f32['B/d M']`: `dtype` (short name) and `spec`. A class, so that `X | None` and `tuple[X]` work."""
+
+    dtype: str
+    spec: ShapeSpec
+
+    def __repr__(cls) -> str:
+        return f"{cls.dtype}['{cls.spec}']"
+
+
+@functools.lru_cache(maxsize=4096)
+def _array_type(dtype: str, spec: ShapeSpec) -> ArrayType:
+    return ArrayType(f"{dtype}[{spec}]", (), {"dtype": dtype, "spec": spec})
+
+
+_LONG_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
+
+
+class DType:
+    """`f32`: indexed with a spec string, gives an array type."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getitem__(self, spec: str | bytes) -> ArrayType:
+        parsed = parse_shape(spec)
+        if parsed.index is not None or parsed.open:
+            raise ShardError(f"`{parsed}` is not the type of an array", "[dim] and ... belong to the specs of ops")
+        return _array_type(self.name, parsed)
+
+    @property
+    def dtype(self):
+        """The dtype it stands for. Raises ShardError for a `dtype_name` that the scopes in force do not bind."""
+        if self.name in _LONG_DTYPES:
+            return jnp.dtype(_LONG_DTYPES[self.name])
+        bound = current_scope().dtypes.get(self.name) if current_scope() else None
+        if bound is None:
+            raise ShardError(
+                f"dtype name {self.name} stands for no dtype here", f"run under `with Scope({self.name}=…):`"
+            )
+        return bound
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+f32, f64, f16, bf16 = DType("f32"), DType("f64"), DType("f16"), DType("bf16")
+i8, i16, i32, i64 = DType("i8"), DType("i16"), DType("i32"), DType("i64")
+u8, u16, u32, u64 = DType("u8"), DType("u16"), DType("u32"), DType("u64")
+bool_ = DType("bool_")
+
+
+def dtype_name(name: str) -> DType:
+    """A dtype that each trace chooses: `act = dtype_name('act')`, `act['B/d M']`, `with Scope(act=jnp.bfloat16):`."""
+    if name in SHORT_DTYPES.values():
+        raise ShardError(f"{name!r} is a dtype already", "choose another name")
+    return DType(name)
+
+
+class StackedType(type):
+    """The class of `Array['layers', Layer]`: each array in Layer with `dims` put before its own."""
+
+    dims: str
+    inner: type
+
+    def __repr__(cls) -> str:
+        return f"Array['{cls.dims}', {cls.inner!r}]"
+
+
+class Array:
+    """`Array['layers', X]`: the type X (an array type or a dataclass of them) with one more leading dim, or several."""
+
+    @classmethod
+    def __class_getitem__(cls, args) -> StackedType:
+        dims, inner = args
+        dims = dims.decode("ascii") if isinstance(dims, bytes) else dims
+        parse_shape(dims)
+        return _stacked_type(dims, inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stacked_type(dims: str, inner: type) -> StackedType:
+    return StackedType(f"Array[{dims}]", (), {"dims": dims, "inner": inner})
+
+
+def pytree_dataclass(cls=None, **kwargs):
+    """A dataclass that is a JAX pytree. Fields with `metadata={'static': True}` are part of its structure, not data."""
+    if cls is None:
+        return functools.partial(pytree_dataclass, **kwargs)
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(cls, **kwargs))
+
+
+# ---- walking types ----------------------------------------------------------------------------------------------
+
+
+def _fields(cls) -> list[tuple[str, typing.Any]]:
+    hints = typing.get_type_hints(cls)
+    return [(f.name, hints[f.name]) for f in dataclasses.fields(cls) if not f.metadata.get("static")]
+
+
+def _optional(t):
+    """X of `X | None`, else None."""
+    if typing.get_origin(t) in (typing.Union, types.UnionType):
+        args = [a for a in typing.get_args(t) if a is not type(None)]
+        if len(args) == 1:
+            return args[0]
+    return None
+
+
+def is_typed(t) -> bool:
+    """Whether the annotation holds array types: only those are checked."""
+    if isinstance(t, ArrayType | StackedType):
+        return True
+    if typing.get_origin(t) is tuple:
+        return any(map(is_typed, typing.get_args(t)))
+    if _optional(t) is not None:
+        return is_typed(_optional(t))
+    return dataclasses.is_dataclass(t) and any(is_typed(inner) for _, inner in _fields(t))
+
+
+def _restack(t, dims: str):
+    """`t` with `dims` before the dims of each of its arrays."""
+    if not dims:
+        return t
+    if isinstance(t, ArrayType):
+        return _array_type(t.dtype, parse_shape(f"{dims} {t.spec}"))
+    return _stacked_type(dims, t)
+
+
+def _children(t, value, path: str):
+    """The parts of a compound type beside those of the value: (name, type, part). Checks that they match in kind."""
+    if isinstance(t, StackedType):
+        if isinstance(t.inner, StackedType):
+            return [(path, _stacked_type(f"{t.dims} {t.inner.dims}", t.inner.inner), value)]
+        if isinstance(t.inner, ArrayType):
+            return [(path, _restack(t.inner, t.dims), value)]
+        return [(name, _restack(inner, t.dims), part) for name, inner, part in _children(t.inner, value, path)]
+    if typing.get_origin(t) is tuple:
+        args = typing.get_args(t)
+        if not isinstance(value, tuple) or len(value) != len(args):
+            found = f"{len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+            raise ShardError(
+                f"{path or 'value'}: {t} wants a tuple of {len(args)}, not {found}", "return one part each"
+            )
+        return [(f"{path}[{i}]", a, v) for i, (a, v) in enumerate(zip(args, value, strict=True))]
+    if not isinstance(value, t):
+        raise ShardError(f"{path or 'value'} is {describe(value)}, not a {t.__name__}", f"pass a {t.__name__}")
+    return [(f"{path}.{name}" if path else name, inner, getattr(value, name)) for name, inner in _fields(t)]
+
+
+def walk(t, value, path: str, visit) -> None:
+    """Calls `visit(path, array_type, array)` for each array type in `t`."""
+    if isinstance(t, ArrayType):
+        visit(path, t, value)
+    elif _optional(t) is not None:
+        if value is not None:
+            walk(_optional(t), value, path, visit)
+    elif isinstance(t, StackedType) and _optional(t.inner) is not None:
+        if value is not None:
+            walk(_restack(_optional(t.inner), t.dims), value, path, visit)
+    elif is_typed(t):
+        for name, inner, part in _children(t, value, path):
+            walk(inner, part, name, visit)
+
+
+def map_type(t, leaf, dims: str = ""):
+    """A pytree shaped as a value of type `t`, with `leaf(array_type)` for each array (a prefix at optional parts)."""
+    if isinstance(t, ArrayType):
+        return leaf(_restack(t, dims))
+    if isinstance(t, StackedType):
+        return map_type(t.inner, leaf, f"{dims} {t.dims}".strip())
+    if _optional(t) is not None:
+        return map_type(_optional(t), leaf, dims)
+    if typing.get_origin(t) is tuple:
+        return tuple(map_type(a, leaf, dims) for a in typing.get_args(t))
+    if dataclasses.is_dataclass(t):
+        return t(**{name: map_type(inner, leaf, dims) for name, inner in _fields(t)})
+    raise ShardError(
+        f"{t!r} holds no array types", "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
+    )
+
+
+def partition_spec(t: ArrayType) -> PartitionSpec:
+    """The `PartitionSpec` of an array of type `t`. Raises ShardError if it has a + or * mark."""
+    if t.spec.partial or t.spec.copies:
+        raise ShardError(
+            f"{t!r} has a + or * mark: it exists inside shard_map only",
+            "reduce a partial sum before it leaves; a copy cannot leave",
+        )
+    entries = (None if not dim.axes else dim.axes[0] if len(dim.axes) == 1 else dim.axes for dim in t.spec.dims)
+    return PartitionSpec(*entries)
+
+
+def make_partition_specs(t):
+    """The `jax.sharding.PartitionSpec` of each array of type `t`, in a pytree shaped like a value of it.
+
+    An optional field (`X | None`) gives X's specs, which stand as a pytree prefix where the value has None.
+    """
+    return map_type(t, lambda array: partition_spec(array))
+
+
+def make_shardings(t, like=None):
+    """The `NamedSharding` of each array of type `t` on the mesh set with `jax.set_mesh`, in a pytree shaped like it.
+
+    `like`: a value of type `t`; where it has None for an optional field, so has the result.
+    Raises ShardError for an axis that the mesh does not have.
+    """
+    mesh = _current_mesh()
+
+    def sharding(array: ArrayType) -> NamedSharding:
+        axes_product(sorted(array.spec.sharded))
+        return NamedSharding(mesh, partition_spec(array))
+
+    if like is None:
+        return map_type(t, sharding)
+    leaves = []
+    walk(t, like, "", lambda path, array, value: leaves.append(sharding(array)))
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _current_mesh():
+    """The mesh with its devices where one is set, else (inside jit, or under an AbstractMesh) the abstract one."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        raise ShardError("no mesh is set", "run this under `with jax.set_mesh(mesh):`")
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # JAX's answer inside jit, where only the abstract mesh is known
+        return abstract
+    return abstract if mesh.empty else mesh
+
+
+def is_fully_sharded(t) -> bool:
+    """Whether each array of type `t` (or PartitionSpec `t`) is sharded over all of d, t and p that the mesh has.
+
+    Then no two devices that differ on those axes hold the same entry, and a sum over devices counts each once.
+    """
+    wanted = {axis for axis in mesh_axes() if axis in ("d", "t", "p")}
+    if isinstance(t, PartitionSpec):
+        return wanted <= {axis for axes in spec_placement(t, len(t)) for axis in axes}
+    found = []
+    map_type(t, lambda array: found.append(wanted <= array.spec.sharded) or partition_spec(array))
+    return all(found)

@@ -1,0 +1,223 @@
+"""The mesh in force, and the values that stand for more than an array: partial sums and copies, opaque to jax.numpy."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.parsing import ShardError, sort_axes
+
+SHORT_DTYPES = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float64": "f64",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "uint64": "u64",
+    "bool": "bool_",
+}
+
+
+# ---- the mesh ---------------------------------------------------------------------------------------------------
+
+
+def mesh_axes() -> Mapping[str, int]:
+    """Axis name → size of the mesh in force; empty if none is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {} if mesh.empty else dict(mesh.shape)
+
+
+def inside_shard_map() -> bool:
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def axes_product(axes) -> int:
+    """Number of devices along `axes` together. Raises ShardError for an axis that the mesh does not have."""
+    sizes = mesh_axes()
+    for axis in axes:
+        if axis not in sizes:
+            has = f"the mesh has {', '.join(sizes)}" if sizes else "no mesh is set"
+            raise ShardError(
+                f"axis {axis} is not an axis of the mesh ({has})",
+                "name one of the mesh's axes" if sizes else "run this under `with jax.set_mesh(mesh):`",
+            )
+    return math.prod(sizes[axis] for axis in axes)
+
+
+# ---- opaque values ----------------------------------------------------------------------------------------------
+
+
+class Origin(str):
+    """For messages: where an opaque value comes from. Equal to any other, so that it is no part of a type."""
+
+    def __eq__(self, other):
+        return isinstance(other, Origin)
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __hash__(self):
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Opaque:
+    """A per-device value that jax.numpy must not touch: only shardops take it."""
+
+    value: jax.Array
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    origin: Origin = dataclasses.field(default=Origin(), metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+    @property
+    def dtype(self):
+        return self.value.dtype
+
+    def astype(self, dtype):
+        """The same value in another dtype."""
+        return dataclasses.replace(self, value=self.value.astype(dtype))
+
+    def _reject(self, what: str):
+        origin = str.__str__(self.origin)
+        raise ShardError(
+            f"{what} was given {describe(self)}" + (f", made by {origin}" if origin else ""), self._remedy()
+        )
+
+    def _remedy(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({describe(self)})"
+
+    @property
+    def __jax_array__(self):
+        # JAX looks this attribute up on whatever a jax.numpy or jax.lax function is given.
+        self._reject("a jax.numpy or jax.lax function")
+
+    def __array__(self, *args, **kwargs):
+        self._reject("a numpy function")
+
+
+def _reject_operator(name: str):
+    def operator(self, *_):
+        self._reject(f"the operator {name}")
+
+    return operator
+
+
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg abs "
+    "lt le gt ge eq ne getitem iter bool float int len"
+)
+for _name in _OPERATORS.split():
+    setattr(_Opaque, f"__{_name}__", _reject_operator(f"__{_name}__"))
+_Opaque.__hash__ = object.__hash__
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Partial(_Opaque):
+    """A sum still to be reduced: the true value is the sum of `value` over the devices of `axes`. Spec mark `+axis`.
+
+    No array: jax.numpy and jax.lax reject it. psum and psum_scatter reduce it; two of the same axes can be added.
+    """
+
+    def _remedy(self) -> str:
+        return f"reduce it over {', '.join(self.axes)} first, with psum_scatter or psum"
+
+    def __add__(self, other):
+        if not isinstance(other, Partial) or other.axes != self.axes or other.shape != self.shape:
+            raise ShardError(
+                f"+ was given {describe(self)} and {describe(other)}: one is to be reduced over other axes",
+                self._remedy() + "; only partial sums over the same axes and of the same shape can be added",
+            )
+        return dataclasses.replace(self, value=self.value + other.value)
+
+    def __radd__(self, other):
+        return self.__add__(other)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Copy(_Opaque):
+    """The same value on every device of `axes`, used independently: its gradient is a partial sum. Spec mark `*axis`.
+
+    No array: all_gather, einsum_unreduced and index_unreduced take it, so that every use of it is checked.
+    """
+
+    def _remedy(self) -> str:
+        return (
+            f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over {', '.join(self.axes)}"
+        )
+
+
+def describe(value) -> str:
+    """`f32[4,8] {varying over d, t}`: dtype, per-device shape and what JAX tracks for the value."""
+    if isinstance(value, Partial):
+        return f"{_array_text(value.value)}, a partial sum over {', '.join(value.axes)}"
+    if isinstance(value, Copy):
+        return f"{_array_text(value.value)}, a copy on each device of {', '.join(value.axes)}"
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return f"{type(value).__name__} {value!r}"
+    text = _array_text(value)
+    if inside_shard_map():
+        kind = jax.typeof(value).manual_axis_type
+        states = [
+            f"{word} over {', '.join(sort_axes(axes))}"
+            for word, axes in (("varying", kind.varying), ("gathered", kind.reduced), ("unreduced", kind.unreduced))
+            if axes
+        ]
+        return f"{text} {{{'; '.join(states) or 'the same on every device'}}}"
+    placement = outside_placement(value)
+    return text if placement is None else f"{text} sharded as ({', '.join(map(placement_text, placement))})"
+
+
+def _array_text(value) -> str:
+    name = jnp.dtype(value.dtype).name
+    return f"{SHORT_DTYPES.get(name, name)}[{','.join(map(str, value.shape))}]"
+
+
+def placement_text(axes: tuple[str, ...]) -> str:
+    return "/".join(axes) or "-"
+
+
+# ---- placement outside of shard_map -----------------------------------------------------------------------------
+
+
+def outside_placement(value) -> tuple[tuple[str, ...], ...] | None:
+    """Outside shard_map: for each dim the axes that shard it, or None where JAX does not say (no mesh, Auto axes)."""
+    sharding = getattr(jax.typeof(value) if isinstance(value, jax.core.Tracer) else value, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    if isinstance(value, jax.core.Tracer) and any(
+        kind != jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types
+    ):
+        return None
+    return spec_placement(sharding.spec, len(value.shape))
+
+
+def spec_placement(spec, rank: int) -> tuple[tuple[str, ...], ...]:
+    """A PartitionSpec as one tuple of axes a dim."""
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    return tuple(entries + [()] * (rank - len(entries)))
+
+
+def without_trivial(placement):
+    """The placement without axes of one device, over which sharded and replicated are the same thing."""
+    sizes = mesh_axes()
+    return tuple(tuple(axis for axis in axes if sizes.get(axis, 0) != 1) for axes in placement)
