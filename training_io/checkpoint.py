@@ -1,0 +1,430 @@
+"""Checkpoints: one directory a step, one zarr v3 array a leaf, a manifest written last.
+
+The format is specified in docs/pytree-zarr-checkpoint.md.
+"""
+
+import concurrent.futures
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore as ts
+from jax.experimental import multihost_utils
+
+FORMAT = "pytree-zarr-checkpoint"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+# What both tensorstore and zarr-python read and write. bfloat16 is missing because zarr-python rejects it.
+_DTYPES = frozenset(
+    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
+)  # fmt: skip
+# tensorstore raises plain Python exceptions, by the kind of the failure.
+_STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
+
+
+class Checkpointer:
+    """Saves and restores pytrees of jax.Arrays under `<directory>/<step, 10 digits>/<leaf path>`.
+
+    With several processes, `directory` is on a file system that all of them share, every process makes the same calls
+    in the same order, and each writes only its own shards (those with replica_id 0).
+
+    Args:
+        directory: a file-system path; created by the first save.
+        commit_timeout_s: seconds that a process waits for the others to finish writing, before it gives the save up.
+    """
+
+    def __init__(self, directory: str | os.PathLike, *, commit_timeout_s: float = 1800.0):
+        if "://" in str(directory):
+            raise ValueError(
+                f"checkpoint directory {str(directory)!r} is a URL: checkpoints are committed by renaming a directory, "
+                "which object stores cannot do. Give a path on a file system that all hosts share."
+            )
+        self.directory = Path(directory)
+        self._commit_timeout_s = commit_timeout_s
+        self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: concurrent.futures.Future | None = None
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, ascending. A directory without a manifest is not a checkpoint."""
+        if not self.directory.is_dir():
+            return []
+        names = (entry.name for entry in self.directory.iterdir() if re.fullmatch(r"\d{10}", entry.name))
+        return sorted(int(name) for name in names if (self.directory / name / MANIFEST).is_file())
+
+    def latest_step(self) -> int | None:
+        """The last complete checkpoint's step, or None. With several processes all get process 0's answer."""
+        steps = self.steps()
+        latest = steps[-1] if steps else -1
+        if jax.process_count() > 1:
+            # Two 5-digit halves: without x64, JAX would cut a larger integer to 32 bits.
+            halves = multihost_utils.broadcast_one_to_all(np.array(divmod(latest, 10**5), np.int32))
+            latest = int(halves[0]) * 10**5 + int(halves[1])
+        return None if latest < 0 else latest
+
+    def metadata(self, step: int) -> dict:
+        """The metadata given to `save` for this step."""
+        return self._manifest(step)["metadata"]
+
+    def save(self, step: int, state: Any, metadata: dict) -> None:
+        """Copies `state` to host memory, then writes it in the background.
+
+        When this returns, the buffers of `state` may be donated or deleted. Waits for the save before it first, and
+        raises that save's error.
+
+        Args:
+            step: 0 to 9,999,999,999; not saved before.
+            state: a pytree of jax.Arrays of booleans, integers, f16, f32, or f64, in containers with named or numbered
+                children (dataclasses, dicts, tuples, lists). Names become directory names.
+            metadata: what json can write, without NaN or infinity. Kept in the manifest.
+
+        Raises:
+            ValueError: a step, leaf or name that cannot be saved, by name.
+            OSError: the previous save failed.
+        """
+        self.wait()
+        final = self._path(step)
+        if final.exists():
+            found = "a complete checkpoint" if (final / MANIFEST).is_file() else "a directory without a manifest"
+            raise ValueError(
+                f"cannot save step {step}: {final} already holds {found}. Save each step once, or move it away."
+            )
+        leaves = named_leaves(state)
+        for name, leaf in leaves.items():
+            if not isinstance(leaf, jax.Array):
+                raise ValueError(f"cannot save {name!r}: it is a {type(leaf).__name__}; make it a jax.Array.")
+            if str(leaf.dtype) not in _DTYPES:
+                raise ValueError(
+                    f"cannot save {name!r}: zarr readers do not share a {leaf.dtype} type. "
+                    f"Keep it as one of {', '.join(sorted(_DTYPES))} (jax.random.key_data turns keys into integers)."
+                )
+        manifest = _manifest_text(step, leaves, metadata)
+        temporary = final.with_name(final.name + ".tmp")
+        if jax.process_index() == 0:
+            self._remove_leftovers()
+        if jax.process_count() > 1:
+            # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
+            # copies below have to wait for the running step anyway.
+            multihost_utils.sync_global_devices(f"checkpoint {step}")
+        arrays = _copy_to_host(leaves)
+        self._saving = self._executor.submit(self._write, temporary, final, arrays, manifest)
+
+    def wait(self) -> None:
+        """Returns when the save under way is complete on disk; raises OSError if it failed."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def close(self) -> None:
+        """Waits like `wait`, then ends the background thread."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+
+    def restore(self, step: int, like: Any) -> Any:
+        """The saved state of `step`, placed as `like` says.
+
+        Each device receives its own region, read from disk by the process it belongs to; no process holds more than
+        one leaf's regions at a time on the host.
+
+        Args:
+            step: a complete checkpoint's step.
+            like: a pytree of jax.ShapeDtypeStruct with shardings, on any mesh.
+
+        Raises:
+            ValueError: the checkpoint's arrays are not those of `like`.
+            OSError: an array is missing, truncated, corrupt, or not as the manifest says.
+        """
+        path = self._path(step)
+        manifest = self._manifest(step)
+        expected = named_leaves(like)
+        unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
+        if unplaced:
+            raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
+        _check_same_arrays(path, manifest["arrays"], expected)
+        restored = [_read(path, name, leaf) for name, leaf in expected.items()]
+        return jax.tree.unflatten(jax.tree.structure(like), restored)
+
+    def _path(self, step: int) -> Path:
+        if not 0 <= step < 10**10:
+            raise ValueError(f"step {step} is outside 0 … 9,999,999,999.")
+        return self.directory / f"{step:010}"
+
+    def _manifest(self, step: int) -> dict:
+        path = self._path(step) / MANIFEST
+        if not path.is_file():
+            raise ValueError(f"no complete checkpoint of step {step} in {self.directory}; there are {self.steps()}.")
+        try:
+            manifest = json.loads(path.read_text())
+            found = (manifest["format"], manifest["format_version"])
+            manifest["arrays"], manifest["metadata"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise OSError(f"{path} is not a checkpoint manifest ({error!r}); use another step.") from error
+        if found != (FORMAT, FORMAT_VERSION):
+            raise ValueError(
+                f"{path} is of format {found[0]!r} version {found[1]!r}; this program reads {FORMAT!r} version "
+                f"{FORMAT_VERSION}. Restore it with the version of the program that wrote it."
+            )
+        return manifest
+
+    def _remove_leftovers(self) -> None:
+        if self.directory.is_dir():
+            for entry in self.directory.iterdir():
+                if re.fullmatch(r"\d{10}\.tmp", entry.name):
+                    shutil.rmtree(entry)
+
+    def _write(self, temporary: Path, final: Path, arrays: "list[_HostArray]", manifest: str) -> None:
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            _write_arrays(temporary, arrays)
+            (temporary / f".written-{jax.process_index()}").touch()
+            if jax.process_index() == 0:
+                self._await(temporary, lambda: _count(temporary, "written") == jax.process_count())
+                _commit(temporary, final, [array.name for array in arrays], manifest)
+            else:
+                self._await(temporary, (final / MANIFEST).is_file)
+        except OSError as error:
+            if temporary.is_dir():
+                (temporary / f".failed-{jax.process_index()}").touch()
+            raise OSError(
+                f"checkpoint {final} was not saved: {error} It stays invisible; the checkpoints before it are whole."
+            ) from error
+
+    def _await(self, temporary: Path, done) -> None:
+        """The barrier between writing and committing, made of files: a collective here, on a background thread, could
+        be queued between the training step's collectives in another order on each host, and hang them all."""
+        deadline = time.monotonic() + self._commit_timeout_s
+        while not done():
+            if _count(temporary, "failed"):
+                raise OSError("another process failed to write its part; its own message says why.")
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"the other processes did not finish within {self._commit_timeout_s:g} s. "
+                    "Is the directory on a file system that all hosts share?"
+                )
+            time.sleep(0.2)
+
+
+class _HostArray(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    pieces: list[tuple[tuple[slice, ...], np.ndarray]]  # this process's regions of the global array
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves by their path, `weights/layers/w_q`: field names, dict keys, and indices, joined by slashes.
+
+    Raises ValueError for a path that cannot be a directory name, or that two leaves share.
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        name = "/".join(parts)
+        bad = [part for part in parts if not re.fullmatch(r"[\w\-+=. ]+", part) or part.startswith(".")]
+        if bad or not parts or parts[-1] == "zarr.json" or name == MANIFEST:
+            raise ValueError(
+                f"a leaf at {jax.tree_util.keystr(path)!r} has no usable name: each part of its path is to be letters, "
+                "digits, or any of '_-+=. ', not starting with a dot, and not a file name of the format."
+            )
+        if name in leaves:
+            raise ValueError(f"two leaves are named {name!r}; rename one of them.")
+        leaves[name] = leaf
+    return leaves
+
+
+def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> list[str]:
+    """How two nested plain dicts differ within the sections `fixed`, one line a difference.
+
+    Args:
+        saved: the configuration stored with the checkpoint.
+        current: this run's.
+        fixed: dotted prefixes of what must agree, such as ("model", "optimizer", "data.seed").
+
+    Returns:
+        Lines like "optimizer.lr: checkpoint has 0.001, this run has 0.01", sorted by key; empty if all agree.
+    """
+    before, now = (
+        {key: value for key, value in _flatten(config) if any(key == p or key.startswith(p + ".") for p in fixed)}
+        for config in (saved, current)
+    )
+    lines = []
+    for key in sorted(before.keys() | now.keys()):
+        if key not in now:
+            lines.append(f"{key}: checkpoint has {before[key]!r}, this run does not have it")
+        elif key not in before:
+            lines.append(f"{key}: checkpoint does not have it, this run has {now[key]!r}")
+        elif before[key] != now[key]:
+            lines.append(f"{key}: checkpoint has {before[key]!r}, this run has {now[key]!r}")
+    return lines
+
+
+def _flatten(config: dict, prefix: str = "") -> list[tuple[str, Any]]:
+    items = []
+    for key, value in config.items():
+        items += _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return items
+
+
+def _manifest_text(step: int, leaves: dict[str, jax.Array], metadata: dict) -> str:
+    arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in leaves.items()}
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "arrays": arrays,
+        "metadata": metadata,
+    }
+    try:
+        return json.dumps(manifest, indent=1, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the checkpoint's metadata cannot be written as JSON: {error}.") from error
+
+
+def _copy_to_host(leaves: dict[str, jax.Array]) -> list[_HostArray]:
+    shards = {
+        name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0] for name, leaf in leaves.items()
+    }
+    for own in shards.values():
+        for shard in own:
+            shard.data.copy_to_host_async()
+    arrays = []
+    for name, leaf in leaves.items():
+        # A NumPy view of a CPU device's buffer would change when the training step reuses the buffer.
+        pieces = [(shard.index, np.array(shard.data, order="C", copy=True)) for shard in shards[name]]
+        chunk = tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
+        arrays.append(_HostArray(name, leaf.shape, str(leaf.dtype), chunk, pieces))
+    return arrays
+
+
+def _spec(path: Path) -> dict:
+    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+
+
+def _create_spec(path: Path, array: _HostArray) -> dict:
+    # Without store_data_equal_to_fill_value a chunk of zeros would not be written, and could then not be told from a
+    # lost one.
+    return _spec(path) | {
+        "metadata": {
+            "shape": array.shape,
+            "data_type": array.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "fill_value": False if array.dtype == "bool" else 0,
+        },
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def _write_arrays(directory: Path, arrays: list[_HostArray]) -> None:
+    opening = [
+        (array, ts.open(_create_spec(directory / array.name, array), open=True, create=True)) for array in arrays
+    ]
+    writing = []
+    for array, future in opening:
+        store = _result(future, f"creating the array {array.name!r} failed")
+        for index, values in array.pieces:
+            writing.append((array.name, store[index].write(values, can_reference_source_data_indefinitely=True)))
+    for name, future in writing:
+        _result(future, f"writing the array {name!r} failed")
+
+
+def _result(future, what: str):
+    try:
+        return future.result()
+    except _STORE_ERRORS as error:
+        raise OSError(f"{what}: {error}.") from error
+
+
+def _count(directory: Path, marker: str) -> int:
+    return len(list(directory.glob(f".{marker}-*")))
+
+
+def _commit(temporary: Path, final: Path, names: list[str], manifest: str) -> None:
+    groups = {temporary} | {temporary / parent for name in names for parent in Path(name).parents}
+    for group in groups:
+        _write_durably(group / "zarr.json", json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))
+    for marker in temporary.glob(".written-*"):
+        marker.unlink()
+    _write_durably(temporary / MANIFEST, manifest)
+    _sync_directory(temporary)
+    temporary.rename(final)
+    _sync_directory(final.parent)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_same_arrays(path: Path, saved: dict[str, dict], expected: dict[str, jax.ShapeDtypeStruct]) -> None:
+    problems = []
+    for name, leaf in expected.items():
+        wanted = f"{leaf.dtype}{list(leaf.shape)}"
+        if name not in saved:
+            problems.append(f"{name}: not in the checkpoint, expected {wanted}")
+        else:
+            found = f"{saved[name]['dtype']}{saved[name]['shape']}"
+            if found != wanted:
+                problems.append(f"{name}: {found} in the checkpoint, expected {wanted}")
+    for name, array in saved.items():
+        if name not in expected:
+            problems.append(f"{name}: {array['dtype']}{array['shape']} in the checkpoint, not expected")
+    if problems:
+        more = f"\n  … and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise ValueError(
+            f"the checkpoint {path} does not fit this run:\n  " + "\n  ".join(problems[:10]) + more + "\n"
+            "Run with the model and optimizer that wrote it, or start a new run in another directory."
+        )
+
+
+def _read(path: Path, name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    remedy = f"The checkpoint {path} is damaged; restore another step, or copy it again."
+    try:
+        store = ts.open(_spec(path / name) | {"fill_missing_data_reads": False}, open=True, read=True).result()
+    except _STORE_ERRORS as error:
+        raise OSError(f"cannot open the array {name!r}: {error}. {remedy}") from error
+    if store.shape != leaf.shape or store.dtype.numpy_dtype != leaf.dtype:
+        raise OSError(
+            f"the array {name!r} is {store.dtype.name}{list(store.shape)} on disk, but {leaf.dtype}{list(leaf.shape)} "
+            f"in the manifest. {remedy}"
+        )
+    futures = {}
+    devices = []
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        region = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
+        if region not in futures:
+            futures[region] = store[index].read(order="C")
+        devices.append((device, region))
+    regions = {}
+    for region, future in futures.items():
+        try:
+            regions[region] = future.result()
+        except _STORE_ERRORS as error:
+            raise OSError(f"cannot read the array {name!r}: {error}. {remedy}") from error
+    shards = [jax.device_put(regions[region], device) for device, region in devices]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)

@@ -1,0 +1,241 @@
+"""The run's metrics: one JSON object a line in metrics.jsonl, and progress on the terminal."""
+
+import collections
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from .flops import ModelFlops, PeakFlops
+
+# Steps over which the speed on the terminal is averaged.
+_SPEED_WINDOW = 20
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+class RunLog:
+    """Writes `<directory>/metrics.jsonl` and shows progress: a live bar on a terminal, plain lines elsewhere.
+
+    Steps count from 0. A step's line holds, besides the metrics given to `log`, as floats:
+
+        step               the step's index
+        tokens             tokens seen by the run when the step was done, those before a resumption included
+        seconds            from the end of the step before it, and so with whatever ran between them; absent
+        tokens_per_second  in the first line of a run, which has no step before it, as are the two below
+        mfu                causal attention counted half (ModelFlops.causal)
+        mfu_full_attention attention counted in full (ModelFlops.full)
+
+    NaN and the infinities, which JSON lacks, are the strings "NaN", "Infinity", and "-Infinity". An event's line has
+    the key "event" with its name, which no step's line has.
+
+    With several processes every one makes the same calls; process 0 alone writes and prints.
+
+    Args:
+        directory: of the run; created if missing.
+        total_steps: steps of the whole run, those before a resumption included.
+        start_step: the first step to be run. Lines of it and of later steps, left by an earlier run, are removed.
+        tokens_per_step: in the global batch.
+        flops: of the model, a token.
+        peak: of all the devices together.
+        print_every: steps from one plain line to the next; the first and the last step have theirs.
+        console: where to show progress; stdout by default.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        total_steps: int,
+        start_step: int,
+        tokens_per_step: int,
+        flops: ModelFlops,
+        peak: PeakFlops,
+        print_every: int = 10,
+        console: Console | None = None,
+    ):
+        if print_every < 1:
+            raise ValueError(f"print_every is {print_every}; it is a number of steps, 1 or more.")
+        self._total_steps, self._start_step = total_steps, start_step
+        self._tokens_per_step, self._flops, self._peak = tokens_per_step, flops, peak
+        self._print_every = print_every
+        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        self._last_end: float | None = None
+        self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
+        self._not_finite: set[tuple[str, str]] = set()
+        self._file = self._progress = None
+        self._console = console or Console()
+        if jax.process_index() != 0:
+            return
+        path = Path(directory) / "metrics.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dropped = _keep_steps_before(path, start_step)
+        if dropped:
+            self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
+        self._file = open(path, "a")  # noqa: SIM115 (closed by close)
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}", markup=False),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            self._task = self._progress.add_task("", total=total_steps, completed=start_step)
+            self._progress.start()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Takes the metrics of a step just dispatched, and writes those of the step before it.
+
+        Reading a step's metrics waits for that step; by then the next one is queued, so the devices do not wait.
+
+        Args:
+            metrics: scalars by name, the same on all devices. "loss" comes first on the terminal.
+        """
+        for value in metrics.values():
+            value.copy_to_host_async()
+        self._write_pending()
+        self._pending = (step, metrics)
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
+        """Writes and prints something that happened once, such as a validation, after step `step`.
+
+        Reads the last step's metrics first, and so waits for the devices.
+
+        Args:
+            event: its name, such as "validation".
+            values: scalars, strings, or anything JSON can hold, by name.
+        """
+        self._write_pending()
+        values = {name: _plain(value) for name, value in jax.device_get(dict(values)).items()}
+        self._write_line({"step": step, "event": event} | values)
+        self._print(f"step {step}  {event}  " + "  ".join(f"{name} {_short(value)}" for name, value in values.items()))
+        self._warn_if_not_finite(step, values, event)
+        if self._last_end is not None:
+            self._last_end = time.perf_counter()  # the time that the event took is not the next step's
+
+    def close(self) -> None:
+        """Writes the last step's metrics and ends the bar. Further calls do nothing."""
+        try:
+            self._write_pending()
+        finally:
+            if self._progress is not None:
+                self._progress.stop()
+                self._progress = None
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _write_pending(self) -> None:
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        values = {name: _plain(value) for name, value in jax.device_get(dict(metrics)).items()}
+        now = time.perf_counter()
+        seconds = None if self._last_end is None else now - self._last_end
+        self._last_end = now
+        record = {"step": step, **values, "tokens": (step + 1) * self._tokens_per_step}
+        if seconds is not None:
+            self._durations.append(seconds)
+            record |= {"seconds": seconds} | self._speed(seconds)
+        self._write_line(record)
+        self._warn_if_not_finite(step, values)
+        self._show(step, values)
+
+    def _speed(self, seconds: float) -> dict[str, float]:
+        rate = self._tokens_per_step / seconds
+        return {
+            "tokens_per_second": rate,
+            "mfu": rate * self._flops.causal / self._peak.total,
+            "mfu_full_attention": rate * self._flops.full / self._peak.total,
+        }
+
+    def _write_line(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def _warn_if_not_finite(self, step: int, values: Mapping[str, Any], event: str = "training") -> None:
+        for name, value in values.items():
+            if value not in _NOT_FINITE:
+                self._not_finite.discard((event, name))
+            elif (event, name) not in self._not_finite:
+                self._not_finite.add((event, name))
+                self._print(f"WARNING: the {event} {name} is {value} at step {step}")
+
+    def _show(self, step: int, values: Mapping[str, Any]) -> None:
+        shown = [f"{name} {_short(values[name])}" for name in sorted(values, key=lambda name: name != "loss")]
+        if self._durations:
+            seconds = sum(self._durations) / len(self._durations)
+            speed = self._speed(seconds)
+            shown += [f"{_si(speed['tokens_per_second'])} tokens/s", f"MFU {100 * speed['mfu']:.1f}%"]
+            shown += [f"ETA {_duration((self._total_steps - step - 1) * seconds)}"]
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step + 1, description="  ".join(shown))
+        elif step in (self._start_step, self._total_steps - 1) or step % self._print_every == 0:
+            self._print(f"step {step}/{self._total_steps}  " + "  ".join(shown))
+
+    def _print(self, text: str) -> None:
+        if jax.process_index() == 0:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _keep_steps_before(path: Path, start_step: int) -> int:
+    """Drops the lines of `start_step` and later, and those that are no JSON; returns how many of the latter."""
+    if not path.exists():
+        return 0
+    kept, unreadable = [], 0
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            earlier = json.loads(line)["step"] < start_step
+        except (ValueError, KeyError, TypeError):
+            unreadable += 1
+            continue
+        if earlier:
+            kept.append(line + "\n")
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return unreadable
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON holds it: Python numbers at full precision, strings for what is not finite."""
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, float) and not math.isfinite(value):
+        nan, infinity, minus_infinity = _NOT_FINITE
+        return nan if math.isnan(value) else infinity if value > 0 else minus_infinity
+    return value
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _si(value: float) -> str:
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.1f}{suffix}"
+    return f"{value:.1f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
