@@ -5,9 +5,7 @@
 `Config` explains the settings; tools/configs/ holds examples. What is written is described in docs/flat-tokens.md.
 """
 
-import glob
 import itertools
-import json
 import multiprocessing
 import os
 from collections import deque
@@ -15,18 +13,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import hydra
 import numpy as np
 from hydra.core.config_store import ConfigStore
-from jaxtyping import Int64, UInt32
 from omegaconf import MISSING, OmegaConf
 
-from tools import flat_tokens
-
-Ids = UInt32[np.ndarray, "tokens"]
-PerDocument = Int64[np.ndarray, "documents"]
+from tools import flat_tokens, text_sources
+from tools.text_tokenizers import ByteTokenizer, Encoded, HuggingFaceTokenizer, Tokenizer, read_definition, train_bpe
 
 BATCH_CHARACTERS = 2**20
 """Text handed to the tokenizer at once: enough to keep threads busy, little enough to keep memory flat."""
@@ -107,11 +102,14 @@ def read_documents(config: Config, split: SplitConfig, name: str) -> Iterator[st
             f"{name}: give either `dataset`, to read from Hugging Face, or `{name}.files`, to read local files; "
             f"dataset is {config.dataset!r}, {name}.files is {split.files}. `{name}=null` leaves the split out."
         )
-    if config.dataset is not None:
-        records = _read_huggingface(config, split, name)
+    if config.dataset is None:
+        records = text_sources.read_files(split.files, config.text_field)
+    elif split.source is None:
+        raise ValueError(f"{name}.source is missing: the split of {config.dataset} to read, for example `train`.")
     else:
-        paths = [path for pattern in split.files for path in _matches(pattern, name)]
-        records = itertools.chain.from_iterable(_read_file(path, config.text_field) for path in paths)
+        records = text_sources.read_huggingface(
+            config.dataset, config.dataset_config, split.source, config.streaming, config.text_field
+        )
     stop = None if split.max_documents is None else split.skip_documents + split.max_documents
     for where, text in itertools.islice(records, split.skip_documents, stop):
         if text is not None and not isinstance(text, str):
@@ -128,193 +126,10 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _read_huggingface(config: Config, split: SplitConfig, name: str) -> Iterator[tuple[str, Any]]:
-    import datasets
-
-    if split.source is None:
-        raise ValueError(f"{name}.source is missing: the split of {config.dataset} to read, for example `train`.")
-    try:
-        data = datasets.load_dataset(
-            config.dataset, config.dataset_config, split=split.source, streaming=config.streaming
-        )
-    except (FileNotFoundError, ConnectionError) as e:
-        raise ValueError(
-            f"Cannot load the dataset {config.dataset!r}: {e} Check its name and the connection, "
-            "or download its files and give them as `train.files`."
-        ) from e
-    where = f"{config.dataset} ({split.source})"
-    for batch in data.iter(batch_size=256):
-        if config.text_field not in batch:
-            raise ValueError(f"{where}: no column {config.text_field!r}; set text_field to one of {sorted(batch)}.")
-        yield from ((where, text) for text in batch[config.text_field])
-
-
-def _matches(pattern: str, name: str) -> list[str]:
-    paths = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-    if not paths:
-        raise ValueError(f"{name}.files: nothing matches {pattern!r} in {os.getcwd()}.")
-    return paths
-
-
-def _read_file(path: str, text_field: str) -> Iterator[tuple[str, Any]]:
-    """(place for messages, text) of each record."""
-    stem, compression = os.path.splitext(path)
-    kind = os.path.splitext(stem)[1] if compression in (".gz", ".bz2", ".xz", ".zst") else compression
-    if path.endswith(".parquet"):
-        yield from _read_parquet(path, text_field)
-    elif kind in (".jsonl", ".json"):
-        with _open_binary(path) as lines:
-            for number, line in enumerate(lines, start=1):
-                yield f"{path}:{number}", _text_of_line(f"{path}:{number}", line, text_field)
-    elif kind == ".txt":
-        with _open_binary(path) as content:
-            yield path, _decode_utf8(path, content.read())
-    else:
-        raise ValueError(
-            f"{path}: unknown kind of file. Known are .jsonl, .json, .txt, each also with .gz, .bz2, .xz or .zst, "
-            "and .parquet."
-        )
-
-
-def _open_binary(path: str) -> IO[bytes]:
-    match os.path.splitext(path)[1]:
-        case ".gz":
-            import gzip
-
-            return gzip.open(path)
-        case ".bz2":
-            import bz2
-
-            return bz2.open(path)
-        case ".xz":
-            import lzma
-
-            return lzma.open(path)
-        case ".zst":
-            import io
-
-            try:
-                import zstandard
-            except ImportError as e:
-                raise ValueError(f"{path}: reading .zst needs the package zstandard: pip install zstandard") from e
-
-            return io.BufferedReader(zstandard.open(path, "rb"))
-        case _:
-            return open(path, "rb")
-
-
-def _read_parquet(path: str, text_field: str) -> Iterator[tuple[str, Any]]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as file:
-        if text_field not in file.schema_arrow.names:
-            raise ValueError(f"{path}: no column {text_field!r}; set text_field to one of {file.schema_arrow.names}.")
-        for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
-            yield from ((path, text) for text in batch.column(0).to_pylist())
-
-
-def _text_of_line(where: str, line: bytes, text_field: str) -> Any:
-    try:
-        record = json.loads(_decode_utf8(where, line))
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{where} is not JSON: {e}. Each line must be one JSON object.") from e
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: a JSON {type(record).__name__}; each line must be one JSON object.")
-    if text_field not in record:
-        raise ValueError(f"{where}: no key {text_field!r}; set text_field to one of {sorted(record)}.")
-    return record[text_field]
-
-
-def _decode_utf8(where: str, content: bytes) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{where} is not UTF-8: {e}.") from e
-
-
 # ---- tokenizing ---------------------------------------------------------------------------------------------------
 
 
-class Encoded(NamedTuple):
-    """Documents one after the other."""
-
-    ids: Ids
-    lengths: PerDocument
-    """Tokens in each document."""
-    utf8_bytes: PerDocument
-    """UTF-8 bytes of each document."""
-
-
-@dataclass(frozen=True)
-class ByteTokenizer:
-    """UTF-8 bytes, each as its value + 3."""
-
-    append_end: bool
-
-    END = 1
-    OFFSET = 3
-    vocab_size = 256 + OFFSET
-
-    def encode(self, texts: list[str]) -> Encoded:
-        data = [text.encode() for text in texts]
-        utf8_bytes = np.array([len(some) for some in data], np.int64)
-        ids = np.frombuffer(b"".join(data), np.uint8).astype(np.uint32) + np.uint32(self.OFFSET)
-        if not self.append_end:
-            return Encoded(ids, utf8_bytes, utf8_bytes)
-        return Encoded(np.insert(ids, np.cumsum(utf8_bytes), np.uint32(self.END)), utf8_bytes + 1, utf8_bytes)
-
-    def prefix_bytes(self, text: str, num_tokens: int) -> int:
-        """UTF-8 bytes that the first tokens of `text` stand for."""
-        return min(num_tokens, len(text.encode()))
-
-
-class HuggingFaceTokenizer:
-    """A tokenizer of the `tokenizers` library, used on plain text: no special tokens around it, none read in it.
-
-    Args:
-        definition: the content of its tokenizer.json.
-        end_token: put at the end of each document, None for nothing.
-
-    Raises:
-        ValueError: the vocabulary has no such token.
-    """
-
-    def __init__(self, definition: str, end_token: str | None):
-        from tokenizers import Tokenizer
-
-        self.definition, self._end_token = definition, end_token
-        self._tokenizer = Tokenizer.from_str(definition)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # A document that quotes "</s>" does not end there.
-        self._tokenizer.encode_special_tokens = True
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        self._end = [] if end_token is None else [vocabulary.get(end_token)]
-        if None in self._end:
-            special = sorted(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
-            raise ValueError(f"The tokenizer has no token {end_token!r} for tokenizer.end_token. It has {special}.")
-
-    def __reduce__(self) -> tuple:
-        return HuggingFaceTokenizer, (self.definition, self._end_token)
-
-    def encode(self, texts: list[str]) -> Encoded:
-        ids = [
-            encoding.ids + self._end for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ]
-        return Encoded(
-            np.fromiter(itertools.chain.from_iterable(ids), np.uint32),
-            np.array([len(some) for some in ids], np.int64),
-            np.array([len(text.encode()) for text in texts], np.int64),
-        )
-
-    def prefix_bytes(self, text: str, num_tokens: int) -> int:
-        """UTF-8 bytes that the first tokens of `text` stand for, rounded up to a whole character."""
-        offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets[:num_tokens]
-        return len(text[: offsets[-1][1]].encode()) if offsets else 0
-
-
-def make_tokenizer(config: Config) -> ByteTokenizer | HuggingFaceTokenizer:
+def make_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer that the settings name; trains it, if they say so.
 
     Raises:
@@ -332,56 +147,17 @@ def make_tokenizer(config: Config) -> ByteTokenizer | HuggingFaceTokenizer:
                 raise ValueError(f"tokenizer.end_token is {tokenizer.end_token!r}; that of bytes is </s>, or null.")
             return ByteTokenizer(append_end=tokenizer.end_token is not None)
         case TokenizerKind.huggingface:
-            return HuggingFaceTokenizer(_read_definition(tokenizer.name), tokenizer.end_token)
+            return HuggingFaceTokenizer(read_definition(tokenizer.name), tokenizer.end_token)
         case TokenizerKind.train_bpe:
-            return HuggingFaceTokenizer(train_bpe(config), tokenizer.end_token)
+            return HuggingFaceTokenizer(_train_bpe(config), tokenizer.end_token)
 
 
-def _read_definition(name: str) -> str:
-    path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
-    if not os.path.exists(path):
-        if name.endswith(".json"):
-            raise ValueError(f"tokenizer.name: there is no file {name!r} in {os.getcwd()}.")
-        import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError
-
-        try:
-            path = huggingface_hub.hf_hub_download(name, "tokenizer.json")
-        # Without a connection it raises one of several errors of the system, else its own.
-        except (OSError, ValueError, HfHubHTTPError) as e:
-            raise ValueError(
-                f"Cannot load tokenizer.json of {name!r} from the Hugging Face hub: {e} Check the name, the "
-                "connection, and that you are logged in if access is restricted; or give a local tokenizer.json."
-            ) from e
-    with open(path, encoding="utf-8") as file:
-        definition = file.read()
-    if '"model"' not in definition:
-        raise ValueError(f"{path} is not the tokenizer.json of a tokenizer: it defines no model.")
-    return definition
-
-
-def train_bpe(config: Config) -> str:
-    """The tokenizer.json of a byte-level BPE trained on the first documents of the training split."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    vocab_size, num_documents = config.tokenizer.vocab_size, config.tokenizer.train_documents
-    special = ["<|begin|>", "<|end|>"]
-    if vocab_size < 256 + len(special):
-        raise ValueError(f"tokenizer.vocab_size is {vocab_size}; 256 bytes and {special} need 258 or more.")
+def _train_bpe(config: Config) -> str:
+    num_documents = config.tokenizer.train_documents
     if config.train is None or num_documents < 1:
         raise ValueError("tokenizer.kind=train_bpe needs a training split and tokenizer.train_documents of 1 or more.")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     documents = read_documents(config, config.train, "train")
-    tokenizer.train_from_iterator(itertools.islice(documents, num_documents), trainer)
-    return tokenizer.to_str()
+    return train_bpe(itertools.islice(documents, num_documents), config.tokenizer.vocab_size)
 
 
 def batched(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -397,10 +173,10 @@ def batched(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-_worker_tokenizer: ByteTokenizer | HuggingFaceTokenizer
+_worker_tokenizer: Tokenizer
 
 
-def _start_worker(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> None:
+def _start_worker(tokenizer: Tokenizer) -> None:
     # The processes are the parallelism here.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     global _worker_tokenizer
@@ -411,9 +187,7 @@ def _encode_in_worker(texts: list[str]) -> Encoded:
     return _worker_tokenizer.encode(texts)
 
 
-def encode_all(
-    documents: Iterable[str], tokenizer: ByteTokenizer | HuggingFaceTokenizer, num_workers: int
-) -> Iterator[tuple[list[str], Encoded]]:
+def encode_all(documents: Iterable[str], tokenizer: Tokenizer, num_workers: int) -> Iterator[tuple[list[str], Encoded]]:
     """Batches of documents and their tokens, in order; at most two batches a worker are held."""
     if num_workers == 1:
         for texts in batched(documents):
@@ -436,7 +210,7 @@ def encode_all(
 # ---- writing ------------------------------------------------------------------------------------------------------
 
 
-def write_split(config: Config, name: str, tokenizer: ByteTokenizer | HuggingFaceTokenizer, progress: Any) -> str:
+def write_split(config: Config, name: str, tokenizer: Tokenizer, progress: Any) -> str:
     """Tokenizes and writes one split; returns a line that sums it up.
 
     Raises:
@@ -485,7 +259,7 @@ def _take(
     encoded: Encoded,
     keep: np.ndarray,
     room: int | None,
-    tokenizer: ByteTokenizer | HuggingFaceTokenizer,
+    tokenizer: Tokenizer,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """(ids, lengths, UTF-8 bytes) of the documents to keep, cut to `room` tokens."""
     ids = encoded.ids[np.repeat(keep, encoded.lengths)]
@@ -527,10 +301,9 @@ def run(config: Config) -> None:
     print("\n".join(summaries))
 
 
-def _write_definition(config: Config, tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> None:
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return
-    out, definition = flat_tokens.open_kvstore(config.out), tokenizer.definition.encode()
+def _write_definition(config: Config, tokenizer: Tokenizer) -> None:
+    out = flat_tokens.open_kvstore(config.out)
+    definition = tokenizer.definition.encode() if isinstance(tokenizer, HuggingFaceTokenizer) else None
     there = out.read("tokenizer.json").result()
     if there.state == "value" and there.value != definition and not config.overwrite:
         raise ValueError(
