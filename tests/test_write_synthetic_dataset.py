@@ -35,7 +35,7 @@ def written(tmp_path_factory):
     command = [sys.executable, "-m", "tools.write_synthetic_dataset", "out=d.zarr"]
     run = subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
     assert [path.name for path in folder.iterdir()] == ["d.zarr"]
-    assert "d.zarr/train: 262,147 tokens in 6,951 documents" in run.stdout
+    assert "d.zarr/train: 262,147 tokens in 6,950 documents" in run.stdout
     return folder / "d.zarr"
 
 
@@ -115,7 +115,7 @@ def test_documents_are_their_tasks():
         np.testing.assert_allclose(np.bincount(digits, minlength=10) / digits.size, 0.1, atol=0.02)
     for task, some in by_task.items():
         lengths = {data.size for data in some}
-        assert 0.18 < len(some) / 6951 < 0.22
+        assert 0.18 < len(some) / 6950 < 0.22
         assert len(lengths) > 35, task
 
 
