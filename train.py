@@ -18,13 +18,17 @@ types. Between layers the residual stream is `act['B/r/d L/t M']`: each device o
 
 import dataclasses
 import functools
+import itertools
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
-from input_loader import TokenBatch
-from jax_extra import explicit_activation_checkpointing, fold_in_str, save_for_backward, truncated_normal_std
+from input_loader import FlatTokensConfig, TokenBatch
+from jax_extra import TRUNCATED_NORMAL_STD, explicit_activation_checkpointing, fold_in_str, save_for_backward
 from shardlib import shardops
 from shardlib.shardtypes import (
     Array,
@@ -32,7 +36,6 @@ from shardlib.shardtypes import (
     dtype_name,
     f32,
     i32,
-    is_fully_sharded,
     make_shardings,
     pytree_dataclass,
     typed,
@@ -40,12 +43,13 @@ from shardlib.shardtypes import (
     u32,
 )
 
-act = dtype_name("act")  # the compute dtype: bound to config.compute_dtype when the step is traced
+act = dtype_name("act")  # the compute dtype, bound to config.training.compute_dtype where the step is traced
+COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 
 # ---- configuration ----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class ModelConfig:
     vocab: int
     """Number of token ids that the model knows; at least the data's largest id + 1. Sharded over t."""
@@ -72,7 +76,7 @@ class ModelConfig:
     """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class OptimizerConfig:
     learning_rate: float
     """Peak learning rate, reached at the end of the warmup."""
@@ -92,6 +96,61 @@ class OptimizerConfig:
     """Gradients of a larger global norm are scaled down to it."""
     z_loss: float = 0.0
     """Factor on the squared log of the softmax normalizer (arXiv 2204.02311, section 5); 0 turns it off."""
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """Devices along each axis; at most one may be -1, which takes what is left."""
+
+    r: int = 1
+    d: int = -1
+    t: int = 1
+
+
+@dataclasses.dataclass
+class TrainingConfig:
+    batch_size: int
+    """Sequences in a step, over all devices. A multiple of r·d devices."""
+    seq_len: int
+    """Tokens in a sequence. A multiple of t devices."""
+    steps: int
+    """Length of the run."""
+    seed: int = 0
+    """Selects the weights at init, in [0, 2**63)."""
+    compute_dtype: str = "bf16"
+    """bf16, or f32 for exact work. Weights and optimizer state are f32 either way."""
+    eval_batches: int = 8
+    """Batches of the validation split in the evaluation after the last step; 0 for none."""
+    log_interval: int = 10
+    """Steps between progress lines where the output is no terminal."""
+    checkpoint_interval: int = 1000
+    """Steps between checkpoints; there is one after the last step too."""
+
+
+@dataclasses.dataclass
+class HardwareConfig:
+    name: str = "any"
+    """What the run is meant for, in words."""
+    xla_flags: str = ""
+    """Put behind those in the environment's XLA_FLAGS before the devices start."""
+
+
+@dataclasses.dataclass
+class PathsConfig:
+    root_working_dir: str = "runs"
+    model_name: str | None = None
+    """The run's directory in root_working_dir; a run that is there already is resumed. Null: config name and time."""
+
+
+@dataclasses.dataclass
+class Config:
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    mesh: MeshConfig
+    data: FlatTokensConfig
+    training: TrainingConfig
+    hardware: HardwareConfig
+    paths: PathsConfig
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------
@@ -118,46 +177,53 @@ class Transformer:
     unembed: f32["V/t M/d"] | None  # None: embeddings are tied
 
 
+@typed
 def init_weights(key: jax.Array, c: ModelConfig) -> Transformer:
     """Fresh weights, generated block by block on the devices that hold them; the values do not depend on the mesh.
 
     Matrices are normal, cut at two standard deviations, with variance 1/fan-in; norms are 1. Call it under jit.
     """
-    assert is_fully_sharded(Transformer)
-
-    def normal(shape, std, name):
-        def array(sharding):
-            noise = jax.random.truncated_normal(
-                fold_in_str(key, name), -2, 2, shape, jnp.float32, out_sharding=sharding
-            )
-            return noise * (std / truncated_normal_std())
-
-        return array
-
-    def fan_in(shape, size, name):
-        return normal(shape, c.weight_init_scale * size**-0.5, name)
-
-    def ones(shape):
-        return lambda sharding: jnp.ones(shape, jnp.float32, out_sharding=sharding)
-
-    n, heads = c.layers, c.n_kv * c.n_q_per_kv
-    weights = Transformer(
-        embed=normal((c.vocab, c.d_model), c.embed_init_scale, "embed"),
+    heads, scale = c.n_kv * c.n_q_per_kv, c.weight_init_scale
+    by_model, by_heads, by_ff = scale * c.d_model**-0.5, scale * (heads * c.d_head) ** -0.5, scale * c.d_ff**-0.5
+    n = c.layers
+    table = Transformer(  # shape, and the standard deviation or None for ones
+        embed=((c.vocab, c.d_model), c.embed_init_scale),
         layers=TransformerLayer(
-            attention_norm=ones((n, c.d_model)),
-            w_q=fan_in((n, c.d_model, c.n_kv, c.n_q_per_kv, c.d_head), c.d_model, "w_q"),
-            w_k=fan_in((n, c.d_model, c.n_kv, c.d_head), c.d_model, "w_k"),
-            w_v=fan_in((n, c.d_model, c.n_kv, c.d_head), c.d_model, "w_v"),
-            w_o=fan_in((n, c.n_kv, c.n_q_per_kv, c.d_head, c.d_model), heads * c.d_head, "w_o"),
-            mlp_norm=ones((n, c.d_model)),
-            w_gate=fan_in((n, c.d_model, c.d_ff), c.d_model, "w_gate"),
-            w_up=fan_in((n, c.d_model, c.d_ff), c.d_model, "w_up"),
-            w_down=fan_in((n, c.d_ff, c.d_model), c.d_ff, "w_down"),
+            attention_norm=((n, c.d_model), None),
+            w_q=((n, c.d_model, c.n_kv, c.n_q_per_kv, c.d_head), by_model),
+            w_k=((n, c.d_model, c.n_kv, c.d_head), by_model),
+            w_v=((n, c.d_model, c.n_kv, c.d_head), by_model),
+            w_o=((n, c.n_kv, c.n_q_per_kv, c.d_head, c.d_model), by_heads),
+            mlp_norm=((n, c.d_model), None),
+            w_gate=((n, c.d_model, c.d_ff), by_model),
+            w_up=((n, c.d_model, c.d_ff), by_model),
+            w_down=((n, c.d_ff, c.d_model), by_ff),
         ),
-        final_norm=ones((c.d_model,)),
-        unembed=None if c.tied_embeddings else fan_in((c.vocab, c.d_model), c.d_model, "unembed"),
+        final_norm=((c.d_model,), None),
+        unembed=None if c.tied_embeddings else ((c.vocab, c.d_model), by_model),
     )
-    return jax.tree.map(lambda array, sharding: array(sharding), weights, make_shardings(Transformer, like=weights))
+    is_entry = lambda x: isinstance(x, tuple)
+    shapes: Transformer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x[0], jnp.float32), table, is_leaf=is_entry)
+
+    def array(path, entry, sharding):
+        shape, std = entry
+        if std is None:
+            return jnp.ones(shape, jnp.float32, out_sharding=sharding)
+        name_key = fold_in_str(key, jax.tree_util.keystr(path))
+        noise = jax.random.truncated_normal(name_key, -2, 2, shape, jnp.float32, out_sharding=sharding)
+        return noise * (std / TRUNCATED_NORMAL_STD)
+
+    shardings = make_shardings(Transformer, like=shapes)
+    return jax.tree_util.tree_map_with_path(array, table, shardings, is_leaf=is_entry)
+
+
+@pytree_dataclass
+class State:
+    """All that a checkpoint holds: f32, each array in blocks over both t and d."""
+
+    weights: Transformer
+    adam_mu: Transformer
+    adam_nu: Transformer
 
 
 # ---- forward pass -----------------------------------------------------------------------------------------------
@@ -261,20 +327,27 @@ def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: f
     """-log softmax(logits)[target] in nats, plus z_loss·log(normalizer)². The backward pass keeps the logits only."""
     peak = save_for_backward(shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits)))
     terms = shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None]))
-    log_normalizer = save_for_backward(jnp.log(shardops.psum("B/r/d L +t -> B/r/d L", terms)) + peak)
+    log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t -> B/r/d L", terms))) + peak
     at_target = shardops.index_unreduced("B/r/d L [V/t], B/r/d L -> B/r/d L +t", logits, targets)
     at_target = shardops.psum("B/r/d L +t -> B/r/d L", at_target)
     return log_normalizer - at_target + z_loss * jnp.square(log_normalizer)
 
 
 @typed
-def mean_loss(w: Transformer, batch: TokenBatch, c: ModelConfig, z_loss: float = 0.0) -> f32[""]:
-    """Mean cross-entropy in nats over the targets of the whole batch that loss_mask selects."""
+def loss_sums(w: Transformer, batch: TokenBatch, c: ModelConfig, z_loss: float = 0.0) -> tuple[f32[""], f32[""]]:
+    """Cross-entropy in nats summed over the targets that loss_mask selects in the whole batch, and their number."""
     losses = cross_entropy(forward(w, batch, c), batch.targets, z_loss)
     # Each device of t holds the same losses: the sum is over r and d alone.
     total = shardops.einsum_unreduced("B/r/d L -> +r +d", losses * batch.loss_mask)
     count = shardops.einsum_unreduced("B/r/d L -> +r +d", jnp.float32(batch.loss_mask))
-    return shardops.psum("+r +d ->", total) / shardops.psum("+r +d ->", count)
+    return shardops.psum("+r +d ->", total), shardops.psum("+r +d ->", count)
+
+
+@typed
+def mean_loss(w: Transformer, batch: TokenBatch, c: ModelConfig, z_loss: float = 0.0) -> f32[""]:
+    """Mean cross-entropy of the batch, in nats a token."""
+    total, count = loss_sums(w, batch, c, z_loss)
+    return total / count
 
 
 # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -304,26 +377,23 @@ def clip_by_global_norm(g: Transformer, limit: float) -> tuple[Transformer, f32[
     return jax.tree.map(lambda leaf: leaf * scale, g), norm
 
 
-def adamw(w, g, mu, nu, step: i32[""], rate: f32[""], c: OptimizerConfig):
-    """One AdamW update (arXiv 1711.05101) of one array: new weight, first and second moment. Elementwise."""
+@typed
+def adamw(state: State, g: Transformer, step: i32[""], rate: f32[""], c: OptimizerConfig) -> State:
+    """One AdamW update (arXiv 1711.05101, algorithm 2), elementwise on each device's own blocks. Steps count from 0."""
     count = jnp.float32(step + 1)
-    mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
-    nu = c.adam_b2 * nu + (1 - c.adam_b2) * jnp.square(g)
-    unbiased_mu, unbiased_nu = mu / (1 - c.adam_b1**count), nu / (1 - c.adam_b2**count)
-    update = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon) + c.weight_decay * w
-    return w - rate * update, mu, nu
+
+    def update(w, g, mu, nu):
+        mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
+        nu = c.adam_b2 * nu + (1 - c.adam_b2) * jnp.square(g)
+        unbiased_mu, unbiased_nu = mu / (1 - c.adam_b1**count), nu / (1 - c.adam_b2**count)
+        direction = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon) + c.weight_decay * w
+        return w - rate * direction, mu, nu
+
+    triples = jax.tree.map(update, state.weights, g, state.adam_mu, state.adam_nu)
+    return State(*jax.tree.transpose(jax.tree.structure(g), None, triples))
 
 
 # ---- training step ----------------------------------------------------------------------------------------------
-
-
-@pytree_dataclass
-class State:
-    """All that a checkpoint holds: f32, each array in blocks over both t and d."""
-
-    weights: Transformer
-    adam_mu: Transformer
-    adam_nu: Transformer
 
 
 @pytree_dataclass
@@ -335,26 +405,57 @@ class Metrics:
 
 def init_state(key: jax.Array, c: ModelConfig) -> State:
     weights = init_weights(key, c)
-    zeros = lambda: jax.tree.map(lambda x: jnp.zeros_like(x), weights)
-    return State(weights=weights, adam_mu=zeros(), adam_nu=zeros())
+    return State(weights, jax.tree.map(jnp.zeros_like, weights), jax.tree.map(jnp.zeros_like, weights))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "optimizer", "compute_dtype"), donate_argnames="state")
-def training_step(
-    state: State, batch: TokenBatch, step, *, model: ModelConfig, optimizer: OptimizerConfig, compute_dtype
-):
+def make_training_step(c: Config):
+    """The jitted training step: (state, batch, step) -> (state, metrics). The state's memory is used again."""
+
     @typed_shard_map
     def per_device(state: State, batch: TokenBatch, step: i32[""]) -> tuple[State, Metrics]:
-        loss, g = jax.value_and_grad(mean_loss)(state.weights, batch, model, optimizer.z_loss)
-        g, grad_norm = clip_by_global_norm(g, optimizer.clip_norm)
-        rate = learning_rate(step, optimizer)
-        leaves = [
-            adamw(*arrays, step, rate, optimizer)
-            for arrays in zip(*map(jax.tree.leaves, (state.weights, g, state.adam_mu, state.adam_nu)), strict=True)
-        ]
-        structure = jax.tree.structure(state.weights)
-        new = State(*(jax.tree.unflatten(structure, list(part)) for part in zip(*leaves, strict=True)))
-        return new, Metrics(loss=loss, grad_norm=grad_norm, learning_rate=rate)
+        loss, g = jax.value_and_grad(mean_loss)(state.weights, batch, c.model, c.optimizer.z_loss)
+        g, grad_norm = clip_by_global_norm(g, c.optimizer.clip_norm)
+        rate = learning_rate(step, c.optimizer)
+        state = adamw(state, g, step, rate, c.optimizer)
+        return state, Metrics(loss=loss, grad_norm=grad_norm, learning_rate=rate)
 
-    with Scope(act=compute_dtype):
-        return per_device(state, batch, step)
+    @functools.partial(jax.jit, donate_argnums=0)
+    def training_step(state: State, batch: TokenBatch, step: jax.Array) -> tuple[State, Metrics]:
+        with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]):
+            return per_device(state, batch, step)
+
+    return training_step
+
+
+def make_evaluation_step(c: Config):
+    """The jitted sums of loss and targets of a validation batch: (weights, batch) -> (nats, number of targets)."""
+
+    @typed_shard_map
+    def per_device(w: Transformer, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
+        return loss_sums(w, batch, c.model)
+
+    @jax.jit
+    def evaluation_step(w: Transformer, batch: TokenBatch):
+        with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]):
+            return per_device(w, batch)
+
+    return evaluation_step
+
+
+# ---- main -------------------------------------------------------------------------------------------------------
+
+
+def make_mesh(c: MeshConfig, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """The mesh of axes r, d, t over all `devices`, t innermost: neighbours along it are nearest."""
+    sizes = [c.r, c.d, c.t]
+    if sizes.count(-1) == 1:
+        sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+        fits = [(r, d, t) for r, d, t in itertools.product(divisors, repeat=3) if r * d * t == len(devices)]
+        raise ValueError(
+            f"mesh r={c.r} d={c.d} t={c.t} does not fit {len(devices)} devices. Those that do: "
+            + ", ".join(f"r={r} d={d} t={t}" for r, d, t in fits)
+            + ". (-1, for one axis, takes what is left.)"
+        )
+    return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=devices)

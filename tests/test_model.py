@@ -1,0 +1,115 @@
+"""The model against transformers' Llama, and what each position may depend on."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import train
+from input_loader import TokenBatch
+from shardlib.shardtypes import f32
+
+torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
+transformers = pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
+
+
+def to_llama(w: train.Transformer) -> dict:
+    """Our weights under the names, and in the layouts, of transformers' Llama."""
+    tensor = lambda x: torch.tensor(np.asarray(x))
+    state = {
+        "model.embed_tokens.weight": tensor(w.embed),
+        "model.norm.weight": tensor(w.final_norm),
+        "lm_head.weight": tensor(w.embed if w.unembed is None else w.unembed),
+    }
+    for i in range(w.layers.w_q.shape[0]):
+        layer = jax.tree.map(lambda x, i=i: tensor(x[i]), w.layers)
+        model_dim = layer.w_q.shape[0]
+        named = {
+            "input_layernorm": layer.attention_norm,
+            "self_attn.q_proj": layer.w_q.reshape(model_dim, -1).T,
+            "self_attn.k_proj": layer.w_k.reshape(model_dim, -1).T,
+            "self_attn.v_proj": layer.w_v.reshape(model_dim, -1).T,
+            "self_attn.o_proj": layer.w_o.reshape(-1, model_dim).T,
+            "post_attention_layernorm": layer.mlp_norm,
+            "mlp.gate_proj": layer.w_gate.T,
+            "mlp.up_proj": layer.w_up.T,
+            "mlp.down_proj": layer.w_down.T,
+        }
+        state |= {f"model.layers.{i}.{name}.weight": value.contiguous() for name, value in named.items()}
+    return state
+
+
+def llama(w: train.Transformer, c: train.ModelConfig):
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab,
+        hidden_size=c.d_model,
+        intermediate_size=c.d_ff,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.n_kv * c.n_q_per_kv,
+        num_key_value_heads=c.n_kv,
+        head_dim=c.d_head,
+        rms_norm_eps=c.norm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_base},
+        tie_word_embeddings=c.tied_embeddings,
+        attn_implementation="eager",
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.load_state_dict(to_llama(w), strict=True)
+    return model
+
+
+def llama_logits(model, batch: TokenBatch):
+    """Llama's logits where documents in a row do not see one another; id 0 stands before each document."""
+    before = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
+    inputs = np.where(batch.is_seq_start, 0, before).astype(np.int64)
+    document = np.cumsum(batch.is_seq_start, axis=1)
+    visible = (document[:, :, None] == document[:, None, :]) & np.tri(inputs.shape[1], dtype=bool)
+    mask = torch.where(torch.tensor(visible)[:, None], 0.0, torch.finfo(torch.float32).min)
+    return model(input_ids=torch.tensor(inputs), attention_mask=mask, use_cache=False).logits
+
+
+def losses_and_grads(w, batch, c):
+    """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
+
+    def logits(w: train.Transformer, batch: TokenBatch) -> f32["B/r/d L V/t"]:
+        return train.forward(w, batch, c)
+
+    def loss_and_grads(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
+        return jax.value_and_grad(train.mean_loss)(w, batch, c)
+
+    batch = tiny.place(batch, TokenBatch)
+    loss, grads = tiny.per_device(loss_and_grads)(w, batch)
+    return jax.tree.map(np.asarray, (tiny.per_device(logits)(w, batch), loss, grads))
+
+
+@pytest.mark.parametrize(("mesh", "tied"), [*((name, False) for name in tiny.MESHES), ("r=2 d=2 t=2", True)])
+def test_logits_loss_and_gradients_equal_llama(mesh, tied):
+    c, batch = tiny.model(tied_embeddings=tied, embed_init_scale=0.3 if tied else 1.0), tiny.host_batch()
+    with jax.set_mesh(tiny.mesh(mesh)):
+        w = tiny.weights(c)
+        logits, loss, grads = losses_and_grads(w, batch, c)
+    model = llama(w, c)
+    expected = llama_logits(model, batch)
+    flat = expected.flatten(0, 1)
+    targets = torch.tensor(batch.targets.astype(np.int64)).flatten()
+    losses = torch.nn.functional.cross_entropy(flat, targets, reduction="none")
+    mask = torch.tensor(batch.loss_mask).flatten()
+    expected_loss = losses[mask].mean()
+    expected_loss.backward()
+
+    np.testing.assert_allclose(logits, expected.detach(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(loss, expected_loss.detach(), rtol=1e-4)
+    ours = to_llama(grads)
+    for name, parameter in model.named_parameters():
+        # Entries far below a tensor's largest are sums of cancelling terms: they carry its absolute rounding error.
+        scale = float(parameter.grad.abs().max())
+        np.testing.assert_allclose(ours[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale, err_msg=name)
+
+
+def test_rope_base_and_grouping_matter():
+    """The comparison above can tell: another base, or queries grouped otherwise, gives other logits."""
+    batch = tiny.host_batch()
+    with jax.set_mesh(tiny.mesh("one device")):
+        w = tiny.weights(tiny.model())
+        logits, _, _ = losses_and_grads(w, batch, tiny.model(rope_base=100.0))
+    assert np.abs(logits - llama_logits(llama(w, tiny.model()), batch).detach().numpy()).max() > 1e-2

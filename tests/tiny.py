@@ -1,0 +1,86 @@
+"""A model small enough to compile in seconds, its meshes and batches, for the tests of train.py."""
+
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+import train
+from input_loader import TokenBatch
+from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
+
+MESHES = {  # name: r, d, t
+    "one device": (1, 1, 1),
+    "d=8": (1, 8, 1),
+    "t=8": (1, 1, 8),
+    "d=4 t=2": (1, 4, 2),
+    "r=2 d=2 t=2": (2, 2, 2),
+}
+BATCH, LENGTH = 8, 16
+
+
+def model(**changes) -> train.ModelConfig:
+    sizes = {"vocab": 64, "d_model": 32, "layers": 3, "n_kv": 8, "n_q_per_kv": 2, "d_head": 4, "d_ff": 48}
+    return train.ModelConfig(**{**sizes, **changes})
+
+
+def optimizer(**changes) -> train.OptimizerConfig:
+    return train.OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 3, "cosine_steps": 12, **changes})
+
+
+def config(compute_dtype: str = "f32", **model_changes) -> train.Config:
+    return train.Config(
+        model=model(**model_changes),
+        optimizer=optimizer(),
+        mesh=train.MeshConfig(),
+        data=train.FlatTokensConfig(filespec="unused"),
+        training=train.TrainingConfig(batch_size=BATCH, seq_len=LENGTH, steps=20, compute_dtype=compute_dtype),
+        hardware=train.HardwareConfig(),
+        paths=train.PathsConfig(),
+    )
+
+
+@functools.cache
+def mesh(name: str) -> jax.sharding.Mesh:
+    sizes = MESHES[name]
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=devices)
+
+
+def host_batch(seed: int = 0, vocab: int = 64) -> TokenBatch:
+    """Random tokens in documents of about five tokens; a few targets are masked."""
+    rng = np.random.default_rng(seed)
+    return TokenBatch(
+        targets=rng.integers(0, vocab, (BATCH, LENGTH)).astype(np.uint32),
+        is_seq_start=rng.random((BATCH, LENGTH)) < 0.2,
+        loss_mask=rng.random((BATCH, LENGTH)) < 0.9,
+    )
+
+
+def place(tree, kind):
+    """The host arrays of `tree` on the mesh in force, sharded as type `kind` says."""
+    return jax.tree.map(jax.device_put, tree, make_shardings(kind, like=tree))
+
+
+def weights(c: train.ModelConfig) -> train.Transformer:
+    """Fresh weights on the mesh in force, with norm weights that differ from one."""
+    w = jax.jit(lambda key: train.init_weights(key, c))(jax.random.key(7))
+    wobble = lambda x: x * (1 + 0.1 * np.cos(np.arange(x.size).reshape(x.shape)).astype(np.float32))
+    w.final_norm = jax.device_put(wobble(np.asarray(w.final_norm)), w.final_norm.sharding)
+    for name in ("attention_norm", "mlp_norm"):
+        norm = getattr(w.layers, name)
+        setattr(w.layers, name, jax.device_put(wobble(np.asarray(norm)), norm.sharding))
+    return w
+
+
+def per_device(fn, act="float32"):
+    """`fn`, an annotated per-device function, jitted on the mesh in force with `act` bound."""
+    mapped = typed_shard_map(fn)
+
+    @jax.jit
+    def run(*args):
+        with Scope(act=act):
+            return mapped(*args)
+
+    return run
