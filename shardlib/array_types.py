@@ -1,9 +1,11 @@
 """Array types `f32['B/d M']`, compounds of them, and the shardings and partition specs that they stand for."""
 
+import collections.abc
 import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checks import current_scope
 from shardlib.parsing import ShapeSpec, ShardError, parse_shape
-from shardlib.values import SHORT_DTYPES, axes_product, describe, mesh_axes, spec_placement
+from shardlib.values import SHORT_DTYPES, axes_product, describe, spec_placement
 
 # ---- types ------------------------------------------------------------------------------------------------------
 
@@ -110,6 +112,9 @@ def pytree_dataclass(cls=None, **kwargs):
 
 # ---- walking types ----------------------------------------------------------------------------------------------
 
+ABSENT = object()
+"""Stands in `arrays_of` for the arrays of an optional part that is None."""
+
 
 def _fields(cls) -> list[tuple[str, typing.Any]]:
     hints = typing.get_type_hints(cls)
@@ -126,76 +131,115 @@ def _optional(t):
 
 
 def is_typed(t) -> bool:
-    """Whether the annotation holds array types: only those are checked."""
+    """Whether the annotation holds array types: only those are checked. Raises ShardError if they are out of reach."""
     if isinstance(t, ArrayType | StackedType):
         return True
-    if typing.get_origin(t) is tuple:
-        return any(map(is_typed, typing.get_args(t)))
     if _optional(t) is not None:
         return is_typed(_optional(t))
+    parts = [is_typed(a) for a in typing.get_args(t) if a is not Ellipsis and not isinstance(a, list)]
+    if any(parts) and typing.get_origin(t) is not collections.abc.Callable:
+        if typing.get_origin(t) is not tuple or Ellipsis in typing.get_args(t):
+            raise ShardError(
+                f"the arrays in {t!r} cannot be checked",
+                "annotate with array types, X | None, tuple[X, Y], Array['dims', X] or pytree dataclasses of them",
+            )
+        return True
     return dataclasses.is_dataclass(t) and any(is_typed(inner) for _, inner in _fields(t))
 
 
 def _restack(t, dims: str):
     """`t` with `dims` before the dims of each of its arrays."""
-    if not dims:
-        return t
     if isinstance(t, ArrayType):
         return _array_type(t.dtype, parse_shape(f"{dims} {t.spec}"))
     return _stacked_type(dims, t)
 
 
 def _children(t, value, path: str):
-    """The parts of a compound type beside those of the value: (name, type, part). Checks that they match in kind."""
+    """The parts of a compound type beside those of the value: (path, type, part). Checks that they match in kind."""
     if isinstance(t, StackedType):
-        if isinstance(t.inner, StackedType):
-            return [(path, _stacked_type(f"{t.dims} {t.inner.dims}", t.inner.inner), value)]
-        if isinstance(t.inner, ArrayType):
-            return [(path, _restack(t.inner, t.dims), value)]
         return [(name, _restack(inner, t.dims), part) for name, inner, part in _children(t.inner, value, path)]
     if typing.get_origin(t) is tuple:
         args = typing.get_args(t)
+        if value is ABSENT:
+            value = (ABSENT,) * len(args)
         if not isinstance(value, tuple) or len(value) != len(args):
             found = f"{len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
-            raise ShardError(
-                f"{path or 'value'}: {t} wants a tuple of {len(args)}, not {found}", "return one part each"
-            )
+            raise ShardError(f"{path or 'value'}: {t} wants a tuple of {len(args)}, not {found}", "give one part each")
         return [(f"{path}[{i}]", a, v) for i, (a, v) in enumerate(zip(args, value, strict=True))]
-    if not isinstance(value, t):
+    if value is not ABSENT and not isinstance(value, t):
         raise ShardError(f"{path or 'value'} is {describe(value)}, not a {t.__name__}", f"pass a {t.__name__}")
-    return [(f"{path}.{name}" if path else name, inner, getattr(value, name)) for name, inner in _fields(t)]
+    return [(f"{path}.{name}" if path else name, inner, getattr(value, name, ABSENT)) for name, inner in _fields(t)]
 
 
-def walk(t, value, path: str, visit) -> None:
-    """Calls `visit(path, array_type, array)` for each array type in `t`."""
+def arrays_of(t, value, path: str = "") -> Iterator[tuple[str, ArrayType, typing.Any]]:
+    """(path, array type, array) for each array type in `t`, in the order of a value's leaves.
+
+    The array is ABSENT where `value` has None for an optional part, and everywhere if `value` is ABSENT itself.
+    """
+    stacked = isinstance(t, StackedType)
     if isinstance(t, ArrayType):
-        visit(path, t, value)
-    elif _optional(t) is not None:
-        if value is not None:
-            walk(_optional(t), value, path, visit)
-    elif isinstance(t, StackedType) and _optional(t.inner) is not None:
-        if value is not None:
-            walk(_restack(_optional(t.inner), t.dims), value, path, visit)
+        yield path, t, value
+    elif _optional(t.inner if stacked else t) is not None:
+        inner = _restack(_optional(t.inner), t.dims) if stacked else _optional(t)
+        yield from arrays_of(inner, ABSENT if value is None else value, path)
+    elif stacked and isinstance(t.inner, ArrayType):
+        yield path, _restack(t.inner, t.dims), value
+    elif stacked and isinstance(t.inner, StackedType):
+        yield from arrays_of(_stacked_type(f"{t.dims} {t.inner.dims}", t.inner.inner), value, path)
     elif is_typed(t):
         for name, inner, part in _children(t, value, path):
-            walk(inner, part, name, visit)
+            yield from arrays_of(inner, part, name)
 
 
-def map_type(t, leaf, dims: str = ""):
+def check_boundary(t) -> None:
+    """Raises ShardError unless all data in a value of type `t` is arrays that can cross the edge of shard_map."""
+    for _, array, _ in arrays_of(t, ABSENT):
+        partition_spec(array)
+    inner = _optional(t) or (t.inner if isinstance(t, StackedType) else t)
+    if inner is not t:
+        check_boundary(inner)
+    elif not isinstance(t, ArrayType):
+        for path, part, _ in _children(t, ABSENT, ""):
+            if not is_typed(part):
+                owner = getattr(t, "__name__", t)
+                raise ShardError(
+                    f"{path} of {owner} has no array type",
+                    "annotate it, e.g. f32['B/d M']; if it is no data, make it a field with metadata={'static': True}",
+                )
+            check_boundary(part)
+
+
+# ---- shardings --------------------------------------------------------------------------------------------------
+
+
+def _map_type(t, leaf, dims: str = ""):
     """A pytree shaped as a value of type `t`, with `leaf(array_type)` for each array (a prefix at optional parts)."""
     if isinstance(t, ArrayType):
         return leaf(_restack(t, dims))
     if isinstance(t, StackedType):
-        return map_type(t.inner, leaf, f"{dims} {t.dims}".strip())
+        return _map_type(t.inner, leaf, f"{dims} {t.dims}".strip())
     if _optional(t) is not None:
-        return map_type(_optional(t), leaf, dims)
+        return _map_type(_optional(t), leaf, dims)
     if typing.get_origin(t) is tuple:
-        return tuple(map_type(a, leaf, dims) for a in typing.get_args(t))
+        return tuple(_map_type(a, leaf, dims) for a in typing.get_args(t))
     if dataclasses.is_dataclass(t):
-        return t(**{name: map_type(inner, leaf, dims) for name, inner in _fields(t)})
+        for f in dataclasses.fields(t):
+            if f.metadata.get("static") and f.default is f.default_factory is dataclasses.MISSING:
+                raise ShardError(
+                    f"{t.__name__}.{f.name} is static and has no default", "pass a value of the type as `like`"
+                )
+        return t(**{name: _map_type(inner, leaf, dims) for name, inner in _fields(t)})
     raise ShardError(
         f"{t!r} holds no array types", "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
     )
+
+
+def _map_like(t, leaf, like):
+    """A pytree shaped as `like`, a value of type `t`; as any value of it, if `like` is None."""
+    if like is None:
+        return _map_type(t, leaf)
+    leaves = [leaf(array) for _, array, part in arrays_of(t, like) if part is not ABSENT]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def partition_spec(t: ArrayType) -> PartitionSpec:
@@ -209,19 +253,20 @@ def partition_spec(t: ArrayType) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def make_partition_specs(t):
+def make_partition_specs(t, like=None):
     """The `jax.sharding.PartitionSpec` of each array of type `t`, in a pytree shaped like a value of it.
 
-    An optional field (`X | None`) gives X's specs, which stand as a pytree prefix where the value has None.
+    `like`: a value of type `t`; where it has None for an optional field, so has the result, and static fields are its.
+    Without it an optional field gives X's specs, which are a pytree prefix where the value has None.
+    Raises ShardError for a + or * mark and for a field that holds no array type.
     """
-    return map_type(t, lambda array: partition_spec(array))
+    return _map_like(t, partition_spec, like)
 
 
 def make_shardings(t, like=None):
     """The `NamedSharding` of each array of type `t` on the mesh set with `jax.set_mesh`, in a pytree shaped like it.
 
-    `like`: a value of type `t`; where it has None for an optional field, so has the result.
-    Raises ShardError for an axis that the mesh does not have.
+    `like`: as for `make_partition_specs`. Raises ShardError as that does, and for an axis that the mesh does not have.
     """
     mesh = _current_mesh()
 
@@ -229,11 +274,7 @@ def make_shardings(t, like=None):
         axes_product(sorted(array.spec.sharded))
         return NamedSharding(mesh, partition_spec(array))
 
-    if like is None:
-        return map_type(t, sharding)
-    leaves = []
-    walk(t, like, "", lambda path, array, value: leaves.append(sharding(array)))
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return _map_like(t, sharding, like)
 
 
 def _current_mesh():
@@ -252,10 +293,12 @@ def is_fully_sharded(t) -> bool:
     """Whether each array of type `t` (or PartitionSpec `t`) is sharded over all of d, t and p that the mesh has.
 
     Then no two devices that differ on those axes hold the same entry, and a sum over devices counts each once.
+    Raises ShardError if no mesh is set or `t` holds no array types.
     """
-    wanted = {axis for axis in mesh_axes() if axis in ("d", "t", "p")}
+    wanted = {axis for axis in _current_mesh().axis_names if axis in ("d", "t", "p")}
     if isinstance(t, PartitionSpec):
         return wanted <= {axis for axes in spec_placement(t, len(t)) for axis in axes}
-    found = []
-    map_type(t, lambda array: found.append(wanted <= array.spec.sharded) or partition_spec(array))
+    found = [wanted <= array.spec.sharded for _, array, _ in arrays_of(t, ABSENT)]
+    if not found:
+        raise ShardError(f"{t!r} holds no array types", "pass an array type, or a dataclass or tuple of them")
     return all(found)

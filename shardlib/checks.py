@@ -134,7 +134,7 @@ def check_value(spec: ShapeSpec, value, bindings: Bindings) -> jax.Array:
             raise ShardError(
                 f"the value is a partial sum over {', '.join(value.axes)}, `{spec}` "
                 + (f"says {' '.join('+' + axis for axis in spec.partial)}" if spec.partial else "has no + mark"),
-                value._remedy(),
+                value.remedy(),
             )
         value = value.value
     elif spec.partial:

@@ -3,17 +3,26 @@
 import ast
 import functools
 import inspect
-import textwrap
 import types
+import warnings
 
 import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from shardlib.array_types import ArrayType, DType, StackedType, is_typed, make_partition_specs, partition_spec, walk
+from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, check_boundary, is_typed, partition_spec
 from shardlib.checks import Bindings, Scope, check_sizes, check_value, current_scope
-from shardlib.parsing import ShardError
-from shardlib.values import SHORT_DTYPES, Copy, Partial, axes_product, describe, outside_placement, without_trivial
+from shardlib.parsing import ShardError, sort_axes
+from shardlib.values import (
+    SHORT_DTYPES,
+    axes_product,
+    describe,
+    inside_shard_map,
+    is_opaque,
+    mesh_axes,
+    outside_placement,
+    without_trivial,
+)
 
 # ---- checking annotated functions -------------------------------------------------------------------------------
 
@@ -31,20 +40,19 @@ def _check_dtype(t: ArrayType, value) -> None:
 
 def _check(t, value, where: str):
     """Checks `value` against the annotation `t` and returns it."""
-
-    def visit(path: str, array: ArrayType, part) -> None:
-        bindings = Bindings()
-        try:
-            check_value(array.spec, part, bindings)
-            _check_dtype(array, part)
-        except ShardError as error:
-            name = f"{where}: {path}" if path else where
-            context = f"  value: {describe(part)}\n{bindings.context()}"
-            raise ShardError(f"{name}: {array!r}: {error.problem}", error.remedy, context) from None
-        bindings.commit()
-
     try:
-        walk(t, value, "", visit)
+        for path, array, part in arrays_of(t, value):
+            if part is ABSENT:
+                continue
+            bindings = Bindings()
+            try:
+                check_value(array.spec, part, bindings)
+                _check_dtype(array, part)
+            except ShardError as error:
+                name = f"{where}: {path}" if path else where
+                context = f"  value: {describe(part)}\n{bindings.context()}"
+                raise ShardError(f"{name}: {array!r}: {error.problem}", error.remedy, context) from None
+            bindings.commit()
     except ShardError as error:
         if error.context:
             raise
@@ -54,6 +62,9 @@ def _check(t, value, where: str):
 
 class _CheckLocals(ast.NodeTransformer):
     """`x: T = v` becomes `x: T = __check_local__(T, v, 'x')`, in nested functions too."""
+
+    def visit_ClassDef(self, node: ast.ClassDef):
+        return node  # its annotations declare fields
 
     def visit_AnnAssign(self, node: ast.AnnAssign):
         self.generic_visit(node)
@@ -67,16 +78,37 @@ class _CheckLocals(ast.NodeTransformer):
         return node
 
 
-def _with_checked_locals(fn):
-    """`fn` recompiled with a check at each annotated assignment; `fn` itself if its source is not to be had."""
+def _source(fn) -> ast.FunctionDef | None:
+    """The definition of `fn` with the line numbers of its file; None where Python finds no source."""
     try:
         lines, first_line = inspect.getsourcelines(fn)
-    except (OSError, TypeError):
+        indented = lines[0][:1].isspace()
+        # Under an `if`, code may stand indented as in its file; dedenting it would break on multi-line strings.
+        module = ast.parse("".join(["if True:\n", *lines] if indented else lines))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    node = module.body[0].body[0] if indented else module.body[0]
+    return ast.increment_lineno(node, first_line - 1 - indented) if isinstance(node, ast.FunctionDef) else None
+
+
+def _with_checked_locals(fn):
+    """`fn` recompiled with a check at each annotated assignment; `fn` itself if it has none, or no source."""
+    if hasattr(fn, "_checks_locals"):  # typed already, maybe below other decorators: wraps() hands the mark on
         return fn
-    tree = ast.parse(textwrap.dedent("".join(lines)))
-    node = tree.body[0]
-    if not isinstance(node, ast.FunctionDef) or not any(isinstance(n, ast.AnnAssign) for n in ast.walk(node)):
+    node = _source(fn)
+    if node is None:
+        warnings.warn(
+            f"typed({fn.__qualname__}): Python finds no source for it, so its annotated locals go unchecked",
+            stacklevel=3,
+        )
         return fn
+    if not any(isinstance(n, ast.AnnAssign) for n in ast.walk(node)):
+        return fn
+    if inspect.unwrap(fn) is not fn:
+        raise ShardError(
+            f"{fn.__qualname__} is decorated below its shardlib decorator, which so cannot check its annotated locals",
+            "put @typed directly above its def; other decorators, typed_shard_map too, may stand above that",
+        )
     node = _CheckLocals().visit(node)
     # Only the code object is taken from the compiled tree: decorators, defaults and annotations stay those of `fn`.
     node.decorator_list, node.returns = [], None
@@ -95,9 +127,8 @@ def _with_checked_locals(fn):
         decorator_list=[],
         type_params=[],
     )
-    module = ast.increment_lineno(ast.fix_missing_locations(ast.Module([outer], [])), first_line - 1)
-    code = compile(module, fn.__code__.co_filename, "exec")
-    for name in ("__outer__", fn.__name__):
+    code = compile(ast.fix_missing_locations(ast.Module([outer], [])), fn.__code__.co_filename, "exec")
+    for name in ("__outer__", node.name):
         code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
     closure = tuple(cells[name] for name in code.co_freevars)
     new = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
@@ -110,10 +141,17 @@ def typed(fn):
 
     Each call has a `Scope` of its own, so dims of different functions are unrelated; a function defined inside a typed
     one starts from the sizes bound there. Annotations of other types are not looked at. Raises ShardError.
+
+    It stands directly above the `def`. Locals are checked where they are assigned with an annotation, not where the
+    same name is assigned again without one. Where Python finds no source (`python -c`, `exec`) it warns that they go
+    unchecked.
     """
     annotations = {k: t for k, t in inspect.get_annotations(fn, eval_str=True).items() if is_typed(t)}
     result = annotations.pop("return", None)
     signature = inspect.signature(fn)
+    for name in annotations:
+        if signature.parameters[name].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise ShardError(f"{fn.__qualname__}: array types on *{name}", "name each argument that holds arrays")
     enclosing = current_scope() if "<locals>" in fn.__qualname__ else None
     body = _with_checked_locals(fn)
 
@@ -127,6 +165,7 @@ def typed(fn):
             value = body(*args, **kwargs)
             return value if result is None else _check(result, value, f"{fn.__name__}, result")
 
+    checked._checks_locals = True
     return checked
 
 
@@ -139,7 +178,7 @@ def _place(array: ArrayType, value, where: str):
     try:
         axes_product(sorted(array.spec.sharded))
         spec = partition_spec(array)
-        if isinstance(value, Partial | Copy):
+        if is_opaque(value):
             raise ShardError("a partial sum or copy exists inside shard_map only", "pass an array")
         if not hasattr(value, "shape"):
             value = np.asarray(value, dtype=DType(array.dtype).dtype)
@@ -174,12 +213,17 @@ def typed_shard_map(fn):
     annotations = dict(inspect.get_annotations(fn, eval_str=True))
     signature = inspect.signature(fn)
     for name in (*signature.parameters, "return"):
-        if not is_typed(annotations.get(name)):
-            what = "the result" if name == "return" else f"argument {name}"
+        what = f"typed_shard_map({fn.__name__}): " + ("the result" if name == "return" else f"argument {name}")
+        t = annotations.get(name)
+        if not is_typed(t):
             raise ShardError(
-                f"typed_shard_map({fn.__name__}): {what} has no array type",
+                f"{what} has no array type",
                 "annotate it, e.g. f32['B/d M']; constants and options come in through the enclosing function",
             )
+        try:
+            check_boundary(t)
+        except ShardError as error:
+            raise ShardError(f"{what}: {error.problem}", error.remedy) from None
     result = annotations.pop("return")
     checked = typed(fn)
 
@@ -187,25 +231,53 @@ def typed_shard_map(fn):
     def mapped(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        if jax.sharding.get_abstract_mesh().empty:
+        if not mesh_axes():
             raise ShardError(f"{fn.__name__}: no mesh is set", "call it under `with jax.set_mesh(mesh):`")
-        placed, in_specs = [], []
+        if inside_shard_map():
+            raise ShardError(f"{fn.__name__}: called inside shard_map", "decorate functions called there with typed")
+        arrays, specs, structures = [], [], []
         with Scope():
             for name, value in bound.arguments.items():
-                leaves, specs, t = [], [], annotations[name]
+                where = f"{fn.__name__}, argument {name}"
+                try:
+                    parts = [entry for entry in arrays_of(annotations[name], value) if entry[2] is not ABSENT]
+                except ShardError as error:
+                    raise ShardError(f"{where}: {error.problem}", error.remedy) from None
+                leaves = [_place(array, part, f"{where}: {path}" if path else where) for path, array, part in parts]
+                arrays.append(leaves)
+                specs.append([partition_spec(array) for _, array, _ in parts])
+                structures.append(jax.tree.structure(value))
+        result_structure = None
 
-                def place(path, array, part, name=name, leaves=leaves, specs=specs):
-                    where = f"{fn.__name__}, argument {name}" + (f": {path}" if path else "")
-                    leaves.append(_place(array, part, where))
-                    specs.append(partition_spec(array))
+        def per_device(*arrays):
+            nonlocal result_structure
+            values = [jax.tree.unflatten(s, leaves) for s, leaves in zip(structures, arrays, strict=True)]
+            call = inspect.BoundArguments(signature, dict(zip(bound.arguments, values, strict=True)))
+            value = checked(*call.args, **call.kwargs)
+            result_structure = jax.tree.structure(value, is_leaf=is_opaque)
+            return [_leaving(array, part, fn.__name__, path) for path, array, part in arrays_of(result, value)]
 
-                walk(t, value, "", place)
-                structure = jax.tree.structure(value)
-                placed.append(jax.tree.unflatten(structure, leaves))
-                in_specs.append(jax.tree.unflatten(structure, specs))
-        return jax.shard_map(checked, in_specs=tuple(in_specs), out_specs=make_partition_specs(result))(*placed)
+        # One entry for each array of the type, None for an absent one: what is absent shows only when fn has run.
+        out_specs = [partition_spec(array) for _, array, _ in arrays_of(result, ABSENT)]
+        out = jax.shard_map(per_device, in_specs=tuple(specs), out_specs=out_specs)(*arrays)
+        return jax.tree.unflatten(result_structure, [part for part in out if part is not None])
 
     return mapped
+
+
+def _leaving(array: ArrayType, part, fn_name: str, path: str):
+    """One array of the result; None if absent. Raises ShardError for what only exists inside shard_map."""
+    if part is ABSENT:
+        return None
+    gathered = () if is_opaque(part) else sort_axes(jax.typeof(part).manual_axis_type.reduced)
+    if is_opaque(part) or gathered:
+        raise ShardError(
+            f"{fn_name}, result{': ' + path if path else ''}: {array!r}: "
+            + ("a copy cannot leave shard_map" if is_opaque(part) else "a gathered array cannot leave shard_map"),
+            f"return it as it was before, sharded over {', '.join(gathered)}" if gathered else part.remedy(),
+            f"  value: {describe(part)}",
+        )
+    return part
 
 
 # ---- typeguard --------------------------------------------------------------------------------------------------
@@ -215,15 +287,24 @@ def register_with_typeguard() -> None:
     """Makes typeguard's `@typechecked` check array types too: arguments, results and annotated locals.
 
     typeguard evaluates string annotations, so specs of functions under it must be `bytes`: `f32[b'B/d M']`. Sizes are
-    bound in the `Scope` in force; decorate with `scope` as well to give each call its own.
+    bound in the `Scope` in force; decorate with `scope` as well to give each call its own. The errors are both
+    ShardError and typeguard.TypeCheckError.
     """
     import typeguard
 
+    class ArgumentError(ShardError, typeguard.TypeCheckError):
+        def append_path_element(self, element: str) -> None:  # typeguard says which argument, local or result it is
+            self.problem = f"{element}: {self.problem}"
+
     def check(value, origin_type, args, memo) -> None:
-        _check(origin_type, value, "value")
+        try:
+            _check(origin_type, value, "value")
+        except ShardError as error:
+            raise ArgumentError(error.problem.removeprefix("value: "), error.remedy, error.context) from None
 
-    def lookup(origin_type, args, extras):
-        return check if isinstance(origin_type, ArrayType | StackedType) else None
+    def lookup_array_type(origin_type, args, extras):
+        return check if isinstance(origin_type, type) and is_typed(origin_type) else None
 
-    if not any(getattr(f, "__qualname__", "") == lookup.__qualname__ for f in typeguard.checker_lookup_functions):
-        typeguard.checker_lookup_functions.append(lookup)
+    lookups = typeguard.checker_lookup_functions
+    if not any(getattr(known, "__qualname__", "") == lookup_array_type.__qualname__ for known in lookups):
+        lookups.append(lookup_array_type)

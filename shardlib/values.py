@@ -68,6 +68,10 @@ class Origin(str):
         return 0
 
 
+class _NoAttribute(ShardError, AttributeError):
+    """So that `hasattr` still answers."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Opaque:
     """A per-device value that jax.numpy must not touch: only shardops take it."""
@@ -92,13 +96,21 @@ class _Opaque:
         """The same value in another dtype."""
         return dataclasses.replace(self, value=self.value.astype(dtype))
 
-    def _reject(self, what: str):
-        origin = str.__str__(self.origin)
-        raise ShardError(
-            f"{what} was given {describe(self)}" + (f", made by {origin}" if origin else ""), self._remedy()
-        )
+    def __getattr__(self, name: str):
+        # For `x.sum()`, `x.T` and the like. Python's own probing (copy, pickle) gets the plain answer.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NoAttribute(f".{name} was asked of {describe(self)}{self._made_by()}", self.remedy())
 
-    def _remedy(self) -> str:
+    def _made_by(self) -> str:
+        origin = str.__str__(self.origin)
+        return f", made by {origin}" if origin else ""
+
+    def _reject(self, what: str):
+        raise ShardError(f"{what} was given {describe(self)}{self._made_by()}", self.remedy())
+
+    def remedy(self) -> str:
+        """What to do with the value instead, for messages."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -137,14 +149,20 @@ class Partial(_Opaque):
     No array: jax.numpy and jax.lax reject it. psum and psum_scatter reduce it; two of the same axes can be added.
     """
 
-    def _remedy(self) -> str:
+    def remedy(self) -> str:
         return f"reduce it over {', '.join(self.axes)} first, with psum_scatter or psum"
+
+    def astype(self, dtype):
+        """The same partial sum in another dtype. Raises ShardError for one that rounds to integers or to bool."""
+        if not jnp.issubdtype(dtype, self.dtype if self.dtype == dtype else jnp.inexact):
+            self._reject(f".astype({jnp.dtype(dtype).name}), which would round each part of the sum,")
+        return super().astype(dtype)
 
     def __add__(self, other):
         if not isinstance(other, Partial) or other.axes != self.axes or other.shape != self.shape:
             raise ShardError(
                 f"+ was given {describe(self)} and {describe(other)}: one is to be reduced over other axes",
-                self._remedy() + "; only partial sums over the same axes and of the same shape can be added",
+                self.remedy() + "; only partial sums over the same axes and of the same shape can be added",
             )
         return dataclasses.replace(self, value=self.value + other.value)
 
@@ -160,10 +178,14 @@ class Copy(_Opaque):
     No array: all_gather, einsum_unreduced and index_unreduced take it, so that every use of it is checked.
     """
 
-    def _remedy(self) -> str:
+    def remedy(self) -> str:
         return (
             f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over {', '.join(self.axes)}"
         )
+
+
+def is_opaque(value) -> bool:
+    return isinstance(value, Partial | Copy)
 
 
 def describe(value) -> str:
