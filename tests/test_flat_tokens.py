@@ -246,14 +246,14 @@ def test_damage_is_one_clear_error(tmp_path, small_chunks, name):
 
 
 def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
-    write(tmp_path / "d", [(np.arange(700), np.array([700]))])
+    write(tmp_path / "d", [(np.random.default_rng(0).integers(0, 9, 700), np.array([700]))])
     shard = tmp_path / "d/train/encoded_tokens/c/1"
-    content = bytearray(shard.read_bytes())
-    content[10] ^= 1
-    shard.write_bytes(content)
-    reader = Reader(str(tmp_path / "d"), "train")
-    with pytest.raises(ValueError, match="cannot read tokens 256 to 265; a file is missing, truncated or corrupt"):
-        reader.read(np.array([256]), np.array([10]))
+    content = shard.read_bytes()
+    for place in range(0, len(content), 7):
+        shard.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        reader = Reader(str(tmp_path / "d"), "train")
+        with pytest.raises(ValueError, match="cannot read tokens 256 to 511; a file is missing, truncated or corrupt"):
+            reader.read(np.array([256]), np.array([256]))
 
 
 def test_truncated_seqax_dataset(tmp_path):
@@ -286,3 +286,18 @@ def test_unigram_entropy():
 def test_numpy_annotations_are_checked():
     with pytest.raises(TypeError, match="UInt32"):
         flat_tokens.decode(np.zeros(3, np.int64))
+
+
+def test_examples_of_the_documentation(tmp_path, monkeypatch):
+    root = Path(__file__).parent.parent
+    text = (root / "docs/flat-tokens.md").read_text()
+    examples = [block.split("```")[0] for block in text.split("```python\n")[1:]]
+    (tmp_path / "synthetic_dataset.zarr").symlink_to(root / "synthetic_dataset.zarr")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for example in examples:
+        exec(example, names)
+    assert len(examples) == 2
+    assert names["is_start"].tolist() == [True] + [False] * (names["ids"].size - 1)
+    starts = zarr.open_group("data/mine.zarr", mode="r")["train/seq_starts"][:]
+    assert starts.tolist() == [0, 3, 5]

@@ -271,6 +271,14 @@ def test_clear_errors(dataset, changes, message):
         make(**(good | changes))
 
 
+def test_vocabulary_that_just_suffices(dataset):
+    path, ids, _ = dataset
+    loader = FlatTokensLoader(FlatTokensConfig(path), "train", 4, SEQ_LEN, vocab_size=int(ids.max()) + 1)
+    assert loader.max_token_id == ids.max()
+    with pytest.raises(ValueError, match=f"Set the vocabulary to {ids.max() + 1} or more"):
+        FlatTokensLoader(FlatTokensConfig(path), "train", 4, SEQ_LEN, vocab_size=int(ids.max()))
+
+
 def test_negative_step(dataset):
     loader = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 4, SEQ_LEN)
     with pytest.raises(ValueError, match="step is -1; steps count from 0"):
