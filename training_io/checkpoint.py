@@ -19,7 +19,8 @@ from jax.experimental import multihost_utils
 
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
+# The root group's metadata: zarr readers need the file in any case, and complain of any other beside the arrays.
+MANIFEST = "zarr.json"
 
 # What both tensorstore and zarr-python read and write. bfloat16 is missing because zarr-python rejects it.
 _DTYPES = frozenset(
@@ -168,7 +169,7 @@ class Checkpointer:
         if not path.is_file():
             raise ValueError(f"no complete checkpoint of step {step} in {self.directory}; there are {self.steps()}.")
         try:
-            manifest = json.loads(path.read_text())
+            manifest = json.loads(path.read_text())["attributes"]
             found = (manifest["format"], manifest["format_version"])
             manifest["arrays"], manifest["metadata"]
         except (ValueError, KeyError, TypeError) as error:
@@ -236,10 +237,10 @@ def named_leaves(tree: Any) -> dict[str, Any]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
         name = "/".join(parts)
         bad = [part for part in parts if not re.fullmatch(r"[\w\-+=. ]+", part) or part.startswith(".")]
-        if bad or not parts or parts[-1] == "zarr.json" or name == MANIFEST:
+        if bad or not parts or "zarr.json" in parts:
             raise ValueError(
                 f"a leaf at {jax.tree_util.keystr(path)!r} has no usable name: each part of its path is to be letters, "
-                "digits, or any of '_-+=. ', not starting with a dot, and not a file name of the format."
+                "digits, or any of '_-+=. ', not starting with a dot, and not zarr.json."
             )
         if name in leaves:
             raise ValueError(f"two leaves are named {name!r}; rename one of them.")
@@ -290,9 +291,14 @@ def _manifest_text(step: int, leaves: dict[str, jax.Array], metadata: dict) -> s
         "metadata": metadata,
     }
     try:
-        return json.dumps(manifest, indent=1, allow_nan=False) + "\n"
+        return _group(manifest)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the checkpoint's metadata cannot be written as JSON: {error}.") from error
+
+
+def _group(attributes: dict) -> str:
+    group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    return json.dumps(group, indent=1, allow_nan=False) + "\n"
 
 
 def _copy_to_host(leaves: dict[str, jax.Array]) -> list[_HostArray]:
@@ -304,8 +310,9 @@ def _copy_to_host(leaves: dict[str, jax.Array]) -> list[_HostArray]:
             shard.data.copy_to_host_async()
     arrays = []
     for name, leaf in leaves.items():
-        # A NumPy view of a CPU device's buffer would change when the training step reuses the buffer.
-        pieces = [(shard.index, np.array(shard.data, order="C", copy=True)) for shard in shards[name]]
+        # On a CPU device this is no copy but a reference to the buffer, which JAX does not give to a step that is to
+        # donate it, as long as the reference lives: the step gets a copy.
+        pieces = [(shard.index, np.asarray(shard.data)) for shard in shards[name]]
         chunk = tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
         arrays.append(_HostArray(name, leaf.shape, str(leaf.dtype), chunk, pieces))
     return arrays
@@ -332,22 +339,28 @@ def _create_spec(path: Path, array: _HostArray) -> dict:
 
 def _write_arrays(directory: Path, arrays: list[_HostArray]) -> None:
     opening = [
-        (array, ts.open(_create_spec(directory / array.name, array), open=True, create=True)) for array in arrays
+        (array.name, ts.open(_create_spec(directory / array.name, array), open=True, create=True)) for array in arrays
     ]
-    writing = []
-    for array, future in opening:
-        store = _result(future, f"creating the array {array.name!r} failed")
-        for index, values in array.pieces:
-            writing.append((array.name, store[index].write(values, can_reference_source_data_indefinitely=True)))
-    for name, future in writing:
-        _result(future, f"writing the array {name!r} failed")
+    stores = _results(opening, "creating")
+    writing = [
+        (array.name, store[index].write(values, can_reference_source_data_indefinitely=True))
+        for array, store in zip(arrays, stores, strict=True)
+        for index, values in array.pieces
+    ]
+    _results(writing, "writing")
 
 
-def _result(future, what: str):
-    try:
-        return future.result()
-    except _STORE_ERRORS as error:
-        raise OSError(f"{what}: {error}.") from error
+def _results(futures: list[tuple[str, ts.Future]], action: str) -> list:
+    """All results, once all have ended: a write still under way would bring back files that the next save removes."""
+    results, failures = [], []
+    for name, future in futures:
+        try:
+            results.append(future.result())
+        except _STORE_ERRORS as error:
+            failures.append(OSError(f"{action} the array {name!r} failed: {error}."))
+    if failures:
+        raise failures[0]
+    return results
 
 
 def _count(directory: Path, marker: str) -> int:
@@ -355,9 +368,8 @@ def _count(directory: Path, marker: str) -> int:
 
 
 def _commit(temporary: Path, final: Path, names: list[str], manifest: str) -> None:
-    groups = {temporary} | {temporary / parent for name in names for parent in Path(name).parents}
-    for group in groups:
-        _write_durably(group / "zarr.json", json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))
+    for group in {temporary / parent for name in names for parent in Path(name).parents} - {temporary}:
+        _write_durably(group / "zarr.json", _group({}))
     for marker in temporary.glob(".written-*"):
         marker.unlink()
     _write_durably(temporary / MANIFEST, manifest)
