@@ -16,18 +16,27 @@ still to be reduced; an axis that is not mentioned holds the same value everywhe
 types. Between layers the residual stream is `act['B/r/d L/t M']`: each device of t keeps its own positions.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
+import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
+import hydra
 import jax
 import jax.numpy as jnp
+import numpy as np
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from jax import lax
 from jax.sharding import AxisType
+from omegaconf import OmegaConf
 
-from input_loader import FlatTokensConfig, TokenBatch
+from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, TokenBatch
 from jax_extra import TRUNCATED_NORMAL_STD, explicit_activation_checkpointing, fold_in_str, save_for_backward
 from shardlib import shardops
 from shardlib.shardtypes import (
@@ -41,6 +50,16 @@ from shardlib.shardtypes import (
     typed,
     typed_shard_map,
     u32,
+)
+from training_io import (
+    Checkpointer,
+    RunLog,
+    StepProfiler,
+    compile_with_hlo_dump,
+    config_differences,
+    model_flops_per_token,
+    peak_flops,
+    start_rendering,
 )
 
 act = dtype_name("act")  # the compute dtype, bound to config.training.compute_dtype where the step is traced
@@ -131,6 +150,8 @@ class TrainingConfig:
 class HardwareConfig:
     name: str = "any"
     """What the run is meant for, in words."""
+    hosts: int = 1
+    """Processes. More than one: JAX finds the others by itself under Slurm, Open MPI, Kubernetes and on Cloud TPU."""
     xla_flags: str = ""
     """Put behind those in the environment's XLA_FLAGS before the devices start."""
 
@@ -459,3 +480,168 @@ def make_mesh(c: MeshConfig, devices: Sequence[jax.Device]) -> jax.sharding.Mesh
             + ". (-1, for one axis, takes what is left.)"
         )
     return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=devices)
+
+
+def check_config(c: Config) -> None:
+    """Raises ValueError for a setting out of range. Sizes that do not divide are found where arrays meet the mesh."""
+    o, t = c.optimizer, c.training
+    positive = {f"model.{f.name}": getattr(c.model, f.name) for f in dataclasses.fields(ModelConfig)}
+    positive |= {f"training.{name}": getattr(t, name) for name in ("batch_size", "seq_len", "steps", "log_interval")}
+    positive |= {"training.checkpoint_interval": t.checkpoint_interval, "optimizer.clip_norm": o.clip_norm}
+    for name, value in positive.items():
+        if value <= 0 and not isinstance(value, bool):
+            raise ValueError(f"{name} is {value}; it must be positive.")
+    if c.model.d_head % 2:
+        raise ValueError(f"model.d_head is {c.model.d_head}; RoPE turns pairs of entries, so it must be even.")
+    if not 0 <= o.warmup_steps < o.cosine_steps:
+        raise ValueError(
+            f"optimizer.warmup_steps is {o.warmup_steps} and optimizer.cosine_steps {o.cosine_steps}; "
+            "the warmup is 0 steps or more and ends before the decay does."
+        )
+    if t.compute_dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"training.compute_dtype is {t.compute_dtype!r}; choose one of {', '.join(COMPUTE_DTYPES)}.")
+    if t.eval_batches < 0:
+        raise ValueError(f"training.eval_batches is {t.eval_batches}; it must be 0 or more.")
+
+
+# What a checkpoint and the run that goes on from it must agree on; mesh, hosts, logging and length are free.
+FIXED = ("model", "optimizer", "data.filespec", "data.seed", "data.shuffle", "data.sequence_packing")
+FIXED += tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype"))
+
+
+def start_state(c: Config, checkpoints: Checkpointer) -> tuple[State, int]:
+    """The state to go on from, and how many steps it has behind it: the last checkpoint's, or fresh and 0."""
+    init = functools.partial(init_state, c=c.model)
+    key = jax.random.key(c.training.seed)
+    shapes = jax.eval_shape(init, key)
+    done = checkpoints.latest_step()
+    if done is None:
+        return jax.jit(init)(key), 0
+    differences = config_differences(checkpoints.metadata(done)["config"], dataclasses.asdict(c), FIXED)
+    if differences:
+        raise ValueError(
+            f"the run in {checkpoints.directory.parent} was made with another configuration:\n  "
+            + "\n  ".join(differences)
+            + "\nChange these back to resume it, or start another run with a new paths.model_name."
+        )
+    sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    return checkpoints.restore(done, jax.tree.map(sharded, shapes, make_shardings(State, like=shapes))), done
+
+
+def train(c: Config, directory: Path) -> None:
+    """The whole run, on the mesh in force: leaves everything in `directory`."""
+    say = print if jax.process_index() == 0 else lambda *_: None
+    t, m, mesh = c.training, c.model, jax.sharding.get_mesh()
+    loader = FlatTokensLoader(c.data, "train", t.batch_size, t.seq_len, m.vocab)
+    if t.eval_batches:
+        in_order = dataclasses.replace(c.data, shuffle=False)
+        validation = FlatTokensLoader(in_order, "validation", t.batch_size, t.seq_len, m.vocab)
+    with contextlib.ExitStack() as cleanup:
+        checkpoints = cleanup.enter_context(Checkpointer(directory / "checkpoints"))
+        state, start = start_state(c, checkpoints)
+        metadata = {"config": dataclasses.asdict(c)}
+        OmegaConf.save(OmegaConf.structured(c), directory / "config.yaml")
+
+        parameters = sum(x.size for x in jax.tree.leaves(state.weights))
+        flops = model_flops_per_token(
+            parameters=parameters,
+            input_embedding_parameters=state.weights.embed.size,
+            tied_embeddings=m.tied_embeddings,
+            layers=m.layers,
+            heads=m.n_kv * m.n_q_per_kv,
+            head_dim=m.d_head,
+            sequence_length=t.seq_len,
+        )
+        peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
+        entropy = loader.unigram_entropy()
+        say(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
+        say(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
+        say(f"model      {parameters:,} parameters, {t.compute_dtype} compute")
+        say(f"data       {c.data.filespec}: {loader.num_tokens:,} tokens, {loader.tokens_per_batch:,} a step")
+        say(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
+        if start >= t.steps:
+            say(f"All {t.steps} steps are done already; to go on, set training.steps higher.")
+            return
+
+        # Tracing checks every type of the step; what communicates wrongly does not get past this line.
+        lowered = make_training_step(c).lower(state, loader.load(start), np.int32(start))
+        training_step, graph = compile_with_hlo_dump(lowered, directory)
+        rendering = None
+
+        batches = cleanup.enter_context(Prefetcher(loader.load, start, t.steps))
+        profiler = StepProfiler(
+            directory, steps=t.steps - start, tokens_per_step=loader.tokens_per_batch, flops=flops, peak=peak
+        )
+        cleanup.callback(profiler.close)
+        log = cleanup.enter_context(
+            RunLog(
+                directory,
+                total_steps=t.steps,
+                start_step=start,
+                tokens_per_step=loader.tokens_per_batch,
+                flops=flops,
+                peak=peak,
+                print_every=t.log_interval,
+            )
+        )
+        for step in range(start, t.steps):
+            profiler.before_step(step - start)
+            state, metrics = training_step(state, next(batches), np.int32(step))
+            log.log(step, vars(metrics))
+            profiler.after_step(step - start, metrics)
+            if (step + 1) % t.checkpoint_interval == 0 or step + 1 == t.steps:
+                checkpoints.save(step + 1, state, metadata)
+            if graph and (step - start == 4 or step + 1 == t.steps) and rendering is None:
+                rendering = start_rendering(graph)
+
+        if t.eval_batches:
+            evaluation_step = make_evaluation_step(c)
+            sums = [evaluation_step(state.weights, validation.load(i)) for i in range(t.eval_batches)]
+            nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
+            log.log_event(t.steps - 1, "validation", {"loss": nats / targets, "targets": targets})
+        log.close()
+        checkpoints.wait()
+        trace = profiler.close()
+
+        say(f"loss {float(metrics.loss):.3f} nats a token at the last step; unigram entropy {entropy:.3f}")
+        say(f"metrics    {directory / 'metrics.jsonl'}")
+        say(f"checkpoint {directory / 'checkpoints' / f'{t.steps:010}'}")
+        if trace:
+            say(f"trace      {trace}  (open it at ui.perfetto.dev)")
+        if rendering:
+            say(rendering.result())
+
+
+def config_schema():
+    """Config with each section filled in, its required fields missing: so that an override can name any of them."""
+    schema = OmegaConf.structured(Config)
+    for section in dataclasses.fields(Config):
+        schema[section.name] = OmegaConf.structured(section.type)
+    return schema
+
+
+ConfigStore.instance().store(name="config_schema", node=config_schema())
+
+
+@hydra.main(version_base="1.3", config_path="configs")
+def main(config) -> None:
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing or not config:
+        raise ValueError(
+            f"no value for {', '.join(missing)}." if missing else "name a run: --config-name=<file in configs/>"
+        )
+    c: Config = OmegaConf.to_object(config)
+    check_config(c)
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {c.hardware.xla_flags}".strip()
+    if c.hardware.hosts > 1:
+        jax.distributed.initialize()
+    if c.paths.model_name is None:
+        c.paths.model_name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
+    directory = Path(c.paths.root_working_dir) / c.paths.model_name
+    with jax.set_mesh(make_mesh(c.mesh, jax.devices())):
+        directory.mkdir(parents=True, exist_ok=True)
+        train(c, directory)
+
+
+if __name__ == "__main__":
+    main()
