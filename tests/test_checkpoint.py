@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -450,3 +451,16 @@ def test_config_differences():
         "optimizer.eps: checkpoint has 1e-08, this run does not have it"
     ]
     assert config_differences(saved, saved, ("model", "optimizer", "mesh")) == []
+
+
+def test_the_documented_example_reads_a_checkpoint(tmp_path, monkeypatch, capsys):
+    save(tmp_path / "runs/my_run/checkpoints", 500, metadata={"seed": 7})
+    document = (REPOSITORY / "docs/pytree-zarr-checkpoint.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    variables = {}
+    exec(example, variables)
+    assert_bits_equal(variables["embed"], make_state()["weights"]["embed"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "500 {'seed': 7}"
+    assert [line.split()[0] for line in lines[1:]] == NAMES

@@ -120,7 +120,7 @@ class RunLog:
             values: scalars, strings, or anything JSON can hold, by name.
         """
         self._write_pending()
-        values = {name: _plain(value) for name, value in jax.device_get(dict(values)).items()}
+        values = _fetch(values)
         self._write_line({"step": step, "event": event} | values)
         self._print(f"step {step}  {event}  " + "  ".join(f"{name} {_short(value)}" for name, value in values.items()))
         self._warn_if_not_finite(step, values, event)
@@ -143,7 +143,7 @@ class RunLog:
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
-        values = {name: _plain(value) for name, value in jax.device_get(dict(metrics)).items()}
+        values = _fetch(metrics)
         now = time.perf_counter()
         seconds = None if self._last_end is None else now - self._last_end
         self._last_end = now
@@ -213,6 +213,12 @@ def _keep_steps_before(path: Path, start_step: int) -> int:
         os.fsync(file.fileno())
     temporary.replace(path)
     return unreadable
+
+
+def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
+    # A list, because device_get sorts the keys of a dict.
+    fetched = jax.device_get(list(values.values()))
+    return {name: _plain(value) for name, value in zip(values, fetched, strict=True)}
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,105 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from training_io import model_flops_per_token, peak_flops
+
+# Llama-2-7B, from its published config.
+LAYERS, HEADS, HEAD_DIM, D_MODEL, D_FF, VOCAB = 32, 32, 128, 4096, 11008, 32000
+PARAMETERS = LAYERS * (4 * D_MODEL**2 + 3 * D_MODEL * D_FF + 2 * D_MODEL) + 2 * VOCAB * D_MODEL + D_MODEL
+
+
+def llama_flops(**changes):
+    arguments = {
+        "parameters": PARAMETERS,
+        "input_embedding_parameters": VOCAB * D_MODEL,
+        "tied_embeddings": False,
+        "layers": LAYERS,
+        "heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "sequence_length": 4096,
+    }
+    return model_flops_per_token(**arguments | changes)
+
+
+def test_conventions_give_published_utilizations():
+    # 11,361 tokens/s on one H100 (989 TFLOP/s) is 49.2% with causal attention counted half, 52.9% counted in full.
+    flops = llama_flops()
+    assert PARAMETERS == 6_738_415_616
+    assert 100 * 11361 * flops.causal / 989e12 == pytest.approx(49.2, abs=0.05)
+    assert 100 * 11361 * flops.full / 989e12 == pytest.approx(52.9, abs=0.05)
+
+
+def test_formulas_say_what_is_counted():
+    flops = llama_flops()
+    names = {"N": PARAMETERS, "embedding": VOCAB * D_MODEL, "layers": LAYERS, "heads": HEADS, "head_dim": HEAD_DIM}
+    for formula, value in ((flops.causal_formula, flops.causal), (flops.full_formula, flops.full)):
+        assert eval(formula.replace("input embedding", "embedding"), {}, names | {"L": 4096}) == value
+
+
+def test_a_tied_table_is_counted_as_the_output_matrix():
+    tied = llama_flops(parameters=PARAMETERS - VOCAB * D_MODEL, tied_embeddings=True)
+    assert tied.causal == llama_flops().causal
+    assert tied.causal_formula == "6*N + 6*layers*heads*head_dim*L"
+
+
+def test_xla_counts_the_same_matrix_products():
+    # One forward and backward of a matrix product on T tokens is 6 FLOPs a parameter and token, as XLA counts them.
+    tokens, rows, columns = 64, 128, 256
+    w, x = jnp.ones((rows, columns)), jnp.ones((tokens, rows))
+    step = jax.jit(jax.grad(lambda w, x: jnp.sum((x @ w) ** 2), argnums=(0, 1)))
+    counted = step.lower(w, x).compile().cost_analysis()["flops"]
+    flops = model_flops_per_token(
+        parameters=w.size,
+        input_embedding_parameters=0,
+        tied_embeddings=False,
+        layers=0,
+        heads=0,
+        head_dim=0,
+        sequence_length=0,
+    )
+    assert counted == pytest.approx(tokens * flops.causal, rel=0.02)
+
+
+class FakeDevice:
+    platform, process_index = "gpu", 0
+
+    def __init__(self, device_kind):
+        self.device_kind = device_kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "count", "total"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 8, 8 * 312e12),
+        ("NVIDIA A100-SXM4-80GB", "float32", 1, 156e12),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 1, 989.5e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 1, 756e12),
+        ("NVIDIA H200", "bfloat16", 2, 1979e12),
+        ("TPU v5 lite", "bfloat16", 4, 4 * 197e12),
+        ("TPU v6 lite", "bfloat16", 1, 918e12),
+    ],
+)
+def test_known_chips_have_their_makers_dense_peak(kind, dtype, count, total):
+    peak = peak_flops([FakeDevice(kind)] * count, dtype)
+    assert peak.total == pytest.approx(total)
+    assert f"{count} x" in peak.source
+    assert f"the maker's dense {dtype} figure for {kind}" in peak.source
+
+
+def test_an_unknown_device_is_measured_and_the_source_says_so():
+    with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))):
+        peak = peak_flops(jax.devices(), jnp.float32)
+    assert "measured here, not a maker's figure" in peak.source
+    assert "2048 x 2048 float32" in peak.source
+    assert "all its simulated devices together" in peak.source
+    # A core does 2 to 512 GFLOP/s, and 8 simulated devices are not 8 machines.
+    assert 2e9 < peak.total < 2e14
+    one = peak_flops(jax.devices()[:1], jnp.float32)
+    assert peak.total < 4 * one.total
+
+
+def test_unlike_devices_are_rejected():
+    with pytest.raises(ValueError, match=r"mixture of devices .*\['NVIDIA H100 PCIe', 'NVIDIA H200'\]"):
+        peak_flops([FakeDevice("NVIDIA H100 PCIe"), FakeDevice("NVIDIA H200")], "bfloat16")

@@ -1,0 +1,193 @@
+import io
+import json
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from training_io import ModelFlops, PeakFlops, RunLog
+
+FLOPS = ModelFlops(1000, 1500, "c", "f")
+PEAK = PeakFlops(1e9, "test")
+
+
+def run_log(directory, console=None, **changes):
+    arguments = {
+        "total_steps": 25,
+        "start_step": 0,
+        "tokens_per_step": 64,
+        "flops": FLOPS,
+        "peak": PEAK,
+        "print_every": 10,
+        "console": console or Console(file=io.StringIO()),
+    }
+    return RunLog(directory, **arguments | changes)
+
+
+def metrics(loss):
+    return {"learning_rate": jnp.float32(3e-4), "loss": jnp.float32(loss)}
+
+
+def read(directory):
+    def reject(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=reject) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_a_step(tmp_path):
+    with run_log(tmp_path) as log:
+        for step in range(5):
+            log.log(step, metrics(1 / (step + 3)))
+            time.sleep(0.01)
+    lines = read(tmp_path)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[0] == {
+        "step": 0,
+        "learning_rate": float(np.float32(3e-4)),
+        "loss": float(np.float32(1 / 3)),
+        "tokens": 64,
+    }
+    for step, line in enumerate(lines[1:], start=1):
+        assert line["loss"] == float(np.float32(1 / (step + 3)))
+        assert line["tokens"] == 64 * (step + 1)
+        assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
+        assert line["mfu"] == pytest.approx(64 / line["seconds"] * 1000 / 1e9)
+        assert line["mfu_full_attention"] == pytest.approx(1.5 * line["mfu"])
+    assert all(line["seconds"] >= 0.01 for line in lines[1:4])
+
+
+def test_metrics_are_read_one_step_late(tmp_path):
+    read_values = []
+
+    class Metric:
+        def __init__(self, step):
+            self.step = step
+
+        def copy_to_host_async(self):
+            pass
+
+        def __array__(self, dtype=None, copy=None):
+            read_values.append(self.step)
+            return np.array(self.step, np.float32)
+
+    log = run_log(tmp_path)
+    log.log(0, {"loss": Metric(0)})
+    assert read_values == []
+    log.log(1, {"loss": Metric(1)})
+    assert set(read_values) == {0}
+    assert len(read(tmp_path)) == 1  # written as soon as read
+    log.close()
+    assert set(read_values) == {0, 1}
+    log.close()
+    assert len(read(tmp_path)) == 2
+
+
+def test_resuming_replaces_later_and_torn_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    earlier = [{"step": step, "loss": 1.5} for step in range(4)] + [{"step": 3, "event": "validation"}]
+    later = [{"step": 4, "loss": 7.0}, {"step": 4, "event": "validation"}, {"step": 5, "loss": 7.0}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in earlier + later) + '{"step": 6, "lo')
+    output = io.StringIO()
+    with run_log(tmp_path, start_step=4, console=Console(file=output)) as log:
+        assert read(tmp_path) == earlier
+        log.log(4, metrics(2.0))
+    assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3, 4]
+    assert read(tmp_path)[-1]["loss"] == 2.0
+    assert "removed 1 unreadable" in output.getvalue()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_events_are_told_apart(tmp_path):
+    output = io.StringIO()
+    with run_log(tmp_path, console=Console(file=output)) as log:
+        log.log(0, metrics(2.0))
+        log.log_event(0, "validation", {"loss": jnp.float32(1.25), "tokens": 640, "of": "tiny"})
+        log.log(1, metrics(1.0))
+    lines = read(tmp_path)
+    assert lines[1] == {"step": 0, "event": "validation", "loss": 1.25, "tokens": 640, "of": "tiny"}
+    assert ["event" in line for line in lines] == [False, True, False]
+    assert "step 0  validation  loss 1.25  tokens 640  of tiny\n" in output.getvalue()
+
+
+def test_an_events_time_is_not_the_next_steps(tmp_path):
+    with run_log(tmp_path) as log:
+        log.log(0, metrics(2.0))
+
+        class Slow:
+            def __array__(self, dtype=None, copy=None):
+                time.sleep(0.5)
+                return np.float32(1)
+
+        log.log_event(0, "validation", {"loss": Slow()})
+        log.log(1, metrics(1.0))
+    assert read(tmp_path)[-1]["seconds"] < 0.4
+
+
+def test_losses_that_are_not_finite_are_told_once_and_are_valid_json(tmp_path):
+    output = io.StringIO()
+    with run_log(tmp_path, console=Console(file=output)) as log:
+        for step, loss in enumerate([1.0, math.nan, math.inf, 1.0, -math.inf]):
+            log.log(step, metrics(loss))
+    assert [line["loss"] for line in read(tmp_path)] == [1.0, "NaN", "Infinity", 1.0, "-Infinity"]
+    warnings = [line for line in output.getvalue().splitlines() if "WARNING" in line]
+    assert warnings == [
+        "WARNING: the training loss is NaN at step 1",
+        "WARNING: the training loss is -Infinity at step 4",
+    ]
+
+
+def test_plain_lines_without_a_terminal(tmp_path):
+    output = io.StringIO()
+    with run_log(tmp_path, console=Console(file=output, width=20)) as log:
+        for step in range(25):
+            log.log(step, metrics(step + 0.123))
+    lines = output.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["0/25", "10/25", "20/25", "24/25"]
+    assert lines[0] == "step 0/25  loss 0.123  learning_rate 0.0003"
+    assert lines[1].startswith("step 10/25  loss 10.12  learning_rate 0.0003  ")
+    assert " tokens/s  MFU " in lines[1]
+    assert lines[-1].endswith("ETA 0:00:00")
+    assert "\x1b" not in output.getvalue()
+
+
+def test_a_live_bar_on_a_terminal(tmp_path):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=140, legacy_windows=False)
+    with run_log(tmp_path, console=console, total_steps=12, start_step=2) as log:
+        for step in range(2, 12):
+            log.log(step, metrics(4.5))
+        log.log_event(11, "validation", {"loss": 4.25})
+    text = output.getvalue()
+    assert "\x1b[" in text
+    assert "12/12" in text
+    assert "loss 4.5" in text
+    assert "ETA 0:00:00" in text
+    assert "step 11  validation  loss 4.25" in text
+    assert "step 5/12" not in text
+
+
+def test_the_device_is_not_waited_for(tmp_path):
+    # A step takes 50 ms here; logging one just dispatched must not take that long.
+    def slow(x):
+        return jax.pure_callback(lambda x: (time.sleep(0.05), x)[1], jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    step = jax.jit(slow)
+    value = jax.block_until_ready(step(jnp.float32(1)))
+    log = run_log(tmp_path)
+    log.log(0, {"loss": value})
+    value = step(value)
+    start = time.perf_counter()
+    log.log(1, {"loss": value})
+    elapsed = time.perf_counter() - start
+    log.close()
+    assert elapsed < 0.04
+
+
+def test_print_every_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="print_every is 0"):
+        run_log(tmp_path, print_every=0)

@@ -1,0 +1,94 @@
+import gzip
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from training_io import ModelFlops, PeakFlops, StepProfiler
+
+FLOPS = ModelFlops(1e6, 1.5e6, "causal formula", "full formula")
+PEAK = PeakFlops(1e9, "the source of the peak")
+
+
+@jax.jit
+def profiled_step(x):
+    return jnp.tanh(x @ x) / 8
+
+
+def train(directory, steps, done=None, fetch_s=0.0):
+    profiler = StepProfiler(directory, steps=steps, tokens_per_step=100, flops=FLOPS, peak=PEAK)
+    x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
+    for i in range(steps if done is None else done):
+        profiler.before_step(i)
+        time.sleep(fetch_s)
+        with jax.profiler.TraceAnnotation(f"this is step {i}"):
+            x = profiled_step(x)
+        profiler.after_step(i, x)
+    return profiler.close()
+
+
+def event_names(trace):
+    with gzip.open(trace, "rt") as file:
+        trace = json.load(file)
+    assert "metadata" not in trace
+    return {event.get("name") for event in trace["traceEvents"]}
+
+
+def test_third_and_fourth_step_are_timed_and_traced(tmp_path, capsys):
+    trace = train(tmp_path, steps=7, fetch_s=0.1)
+    assert trace.parent.parent == tmp_path / "plugins" / "profile"
+    assert trace.name == "perfetto_trace.json.gz"
+    names = event_names(trace)
+    assert {name for name in names if name and name.startswith("this is step")} == {"this is step 2", "this is step 3"}
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "profile of steps 3 and 4 of this run, data fetching included"
+    seconds = float(lines[1].split()[1])
+    assert 0.2 <= seconds < 0.6
+    rate = 200 / seconds
+    assert f" {seconds / 2:.4f} s a step, " in lines[1] or f" {seconds / 2 + 0.0001:.4f} s a step, " in lines[1]
+    assert float(lines[2].split()[1].rstrip("%")) == pytest.approx(rate * 1e6 / 1e9 * 100, rel=0.01)
+    assert lines[2].endswith("% with causal attention counted half: causal formula = 1.00 MFLOP a token")
+    assert float(lines[3].split()[1].rstrip("%")) == pytest.approx(rate * 1.5e6 / 1e9 * 100, rel=0.01)
+    assert lines[3].endswith("% with attention counted in full: full formula = 1.50 MFLOP a token")
+    assert lines[4] == "  peak   0.001 TFLOP/s: the source of the peak"
+    assert len(lines) == 5
+
+
+def test_steps_are_not_waited_for_between_the_edges(tmp_path, monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    profiler = StepProfiler(tmp_path, steps=9, tokens_per_step=100, flops=FLOPS, peak=PEAK)
+    for i in range(9):
+        profiler.before_step(i)
+        profiler.after_step(i, f"outputs of {i}")
+    profiler.close()
+    assert waited == ["outputs of 1", "outputs of 3"]
+
+
+@pytest.mark.parametrize(("steps", "title"), [(3, "steps 2 and 3"), (2, "steps 1 and 2"), (1, "step 1")])
+def test_a_short_run_profiles_its_last_steps(tmp_path, capsys, steps, title):
+    assert train(tmp_path, steps).is_file()
+    output = capsys.readouterr().out
+    assert f"profile of {title} of this run" in output
+    assert "fewer than 4 steps" in output
+
+
+def test_no_steps(tmp_path, capsys):
+    assert train(tmp_path, 0) is None
+    assert capsys.readouterr().out == "profile: no steps to run, nothing to profile\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_ends_within_the_profile(tmp_path, capsys):
+    assert train(tmp_path, 9, done=3) is None
+    assert capsys.readouterr().out == "profile: the run ended within the profiled steps, so there is no measurement\n"
+    assert train(tmp_path / "next", 4).is_file()  # the trace was ended
+
+
+def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys):
+    (tmp_path / "plugins").write_text("in the way")
+    assert train(tmp_path, 4) is None
+    assert "profile: the trace could not be written: " in capsys.readouterr().out
