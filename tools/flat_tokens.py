@@ -360,6 +360,9 @@ class Writer:
     def __exit__(self, exc_type: type | None, *_: object) -> None:
         if exc_type is None:
             self.close()
+        else:
+            self._tokens.abandon()
+            self._starts.abandon()
 
 
 class _ArrayWriter:
@@ -429,3 +432,8 @@ class _ArrayWriter:
         if self._num_pending:
             self._write_shard(np.concatenate(self._pending))
         self._wait()
+
+    def abandon(self) -> None:
+        # A write still under way would land in what another writer puts here. Whether it fails no longer matters.
+        if self._write is not None:
+            self._write.exception()
