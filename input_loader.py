@@ -230,7 +230,7 @@ class FlatTokensLoader:
 
         return jax.tree.map(put, TokenBatch(*host), self._shardings)
 
-    def unigram_entropy(self, max_tokens: int = 2**24) -> float:
+    def unigram_entropy(self, max_tokens: int = 2**22) -> float:
         """Entropy of single tokens in the first `max_tokens` of the split, in nats: see flat_tokens.unigram_entropy."""
         encoded = np.concatenate(list(self.dataset.blocks(max_tokens)))
         return flat_tokens.unigram_entropy(flat_tokens.decode(encoded)[0])

@@ -1,15 +1,9 @@
-"""Checks the jaxtyping annotations of host-side NumPy code while tests run, dims agreeing within each call.
-
-    with checked("tools.flat_tokens"):
-        from tools import flat_tokens
-
-Only the first import of a module counts, so each test file that imports such a module does it in this way.
-"""
+"""Checks the jaxtyping annotations of host-side NumPy code while tests run, dims agreeing within each call."""
 
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Self
 
 import jaxtyping
@@ -18,11 +12,22 @@ import typeguard
 from shardlib.shardtypes import ArrayType
 
 
-def checked(*modules: str) -> AbstractContextManager:
-    return jaxtyping.install_import_hook(modules, f"{__name__}.check_annotations")
+def check_modules(*modules: ModuleType) -> None:
+    """From now on, all functions and methods of `modules` check what they are given and what they return.
+
+    jaxtyping's import hook would do so only for modules that no other test has imported before.
+    """
+    for module in modules:
+        for holder in [
+            module,
+            *(c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__),
+        ]:
+            for name, function in list(vars(holder).items()):
+                if inspect.isfunction(function) and function.__code__.co_filename == module.__file__:
+                    setattr(holder, name, jaxtyping.jaxtyped(function, typechecker=_check_annotations))
 
 
-def check_annotations(function: Callable) -> Callable:
+def _check_annotations(function: Callable) -> Callable:
     """typeguard's own decorator cannot be used: it reads annotations from the source, where dims look like Python."""
     signature = inspect.signature(function)
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from numpy_checks import checked
+from numpy_checks import check_modules
 
-with checked("tools.flat_tokens"):
-    from tools import flat_tokens
-    from tools.flat_tokens import Reader, Writer
+from tools import flat_tokens
+from tools.flat_tokens import Reader, Writer
+
+check_modules(flat_tokens)
 
 pytestmark = pytest.mark.quick
 

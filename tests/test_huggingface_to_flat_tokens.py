@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from numpy_checks import checked
+from numpy_checks import check_modules
 
-with checked("tools.flat_tokens", "tools.huggingface_to_flat_tokens", "tools.text_sources", "tools.text_tokenizers"):
-    from tools import huggingface_to_flat_tokens as tool
-    from tools.huggingface_to_flat_tokens import Config, SplitConfig, TokenizerConfig, TokenizerKind
-    from tools.text_tokenizers import ByteTokenizer, train_bpe
+from tools import flat_tokens, text_sources, text_tokenizers
+from tools import huggingface_to_flat_tokens as tool
+from tools.huggingface_to_flat_tokens import Config, SplitConfig, TokenizerConfig, TokenizerKind
+from tools.text_tokenizers import ByteTokenizer, train_bpe
+
+check_modules(flat_tokens, text_sources, text_tokenizers, tool)
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [

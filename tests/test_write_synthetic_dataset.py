@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from numpy_checks import checked
+from numpy_checks import check_modules
 
-with checked("tools.flat_tokens", "tools.write_synthetic_dataset"):
-    from tools import write_synthetic_dataset as tool
+from tools import flat_tokens
+from tools import write_synthetic_dataset as tool
+
+check_modules(flat_tokens, tool)
 
 pytestmark = pytest.mark.quick
 

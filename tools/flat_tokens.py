@@ -49,9 +49,7 @@ def encode(ids: Ids, is_start: IsStart) -> Encoded:
     return ids.astype(np.uint32) << np.uint32(1) | is_start
 
 
-def decode(
-    encoded: AnyEncoded,
-) -> tuple[AnyEncoded, AnyIsStart]:
+def decode(encoded: AnyEncoded) -> tuple[AnyEncoded, AnyIsStart]:
     """`(ids, is_start)` of stored tokens: the inverse of `encode`."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
 
