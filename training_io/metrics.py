@@ -100,7 +100,8 @@ class RunLog:
     def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Takes the metrics of a step just dispatched, and writes those of the step before it.
 
-        Reading a step's metrics waits for that step; by then the next one is queued, so the devices do not wait.
+        Reading a step's metrics waits for that step; by then the next one is queued, so the devices do not wait. The
+        last step of the run has none after it, and is written at once.
 
         Args:
             metrics: scalars by name, the same on all devices. "loss" comes first on the terminal.
@@ -109,6 +110,8 @@ class RunLog:
             value.copy_to_host_async()
         self._write_pending()
         self._pending = (step, metrics)
+        if step == self._total_steps - 1:
+            self._write_pending()  # no step follows that would have to be dispatched first
 
     def log_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
         """Writes and prints something that happened once, such as a validation, after step `step`.
