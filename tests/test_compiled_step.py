@@ -1,0 +1,135 @@
+"""The compiled training step against the source: its collectives, and what the backward pass keeps."""
+
+import collections
+import functools
+import inspect
+import re
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import train
+from input_loader import TokenBatch
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+@functools.cache
+def optimized_hlo(mesh: str) -> str:
+    return compile_step(tiny.mesh(mesh))
+
+
+def compile_step(mesh) -> str:
+    c = tiny.config()
+    with jax.set_mesh(mesh):
+        state = jax.jit(lambda key: train.init_state(key, c.model))(jax.random.key(0))
+        batch = tiny.place(tiny.host_batch(), TokenBatch)
+        return train.make_training_step(c).lower(state, batch, np.int32(0)).compile().as_text()
+
+
+def computations(hlo: str) -> dict[str, list[str]]:
+    """Name of each HLO computation → its instructions."""
+    found, name = {}, None
+    for line in hlo.splitlines():
+        head = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        if head:
+            name = head[1]
+            found[name] = []
+        elif name and " = " in line:
+            found[name].append(line)
+    return found
+
+
+def operands(instruction: str, opcode: str) -> int:
+    """Arrays that a collective communicates: XLA joins several collectives into one of many operands."""
+    arguments = instruction.split(f" {opcode}(", 1)[1].split(")", 1)[0]
+    return arguments.count("%")
+
+
+def collectives(hlo: str) -> dict[str, collections.Counter]:
+    """How many arrays each kind of collective communicates: in the forward loop, in the backward loop, outside."""
+    bodies = re.findall(r" while\(.*body=%?([\w.\-]+)", hlo)
+    counts = {}
+    for name, instructions in computations(hlo).items():
+        place = bodies.index(name) if name in bodies else "outside"
+        for line in instructions:
+            for kind in KINDS:
+                for opcode in (kind, kind + "-start"):
+                    if f" {opcode}(" in line:
+                        counts.setdefault(place, collections.Counter())[kind] += operands(line, opcode)
+    loops = [counts[place] for place in counts if place != "outside"]
+    assert len(loops) == 2, f"expected a forward and a backward loop over layers, found {counts}"
+    # The backward loop computes the layer again, so it is the one that communicates more.
+    forward, backward = sorted(loops, key=lambda c: c.total())
+    return {"forward": forward, "backward": backward, "outside": counts["outside"]}
+
+
+def written(name: str, *functions) -> int:
+    """Calls of the collective `name` in the sources of `functions`. A layer's and forward()'s norms gather inside."""
+    source = "".join(inspect.getsource(inspect.unwrap(f)) for f in functions)
+    own = len(re.findall(rf"\b{name}\(", source))
+    norms = len(re.findall(r"\brms_norm\(", source))
+    return own + norms * (len(re.findall(rf"\b{name}\(", inspect.getsource(inspect.unwrap(train.rms_norm)))))
+
+
+@pytest.mark.parametrize("mesh", ["d=4 t=2", "r=2 d=2 t=2"])
+def test_every_collective_is_a_written_one(mesh):
+    found = collectives(optimized_hlo(mesh))
+    gathers = written("gather", train.layer) + 2  # layer's alias of all_gather, and its two norms
+    scatters = written("psum_scatter", train.layer)
+    assert (gathers, scatters) == (11, 2)
+    assert found["forward"] == {"all-gather": gathers, "reduce-scatter": scatters}
+    # Backward: the layer's gathers again, and each collective transposed, a gather to a reduce-scatter and back.
+    assert found["backward"] == {"all-gather": gathers + scatters, "reduce-scatter": gathers}
+
+    outer_gathers = written("all_gather", train.forward)
+    outer_scatters = written("psum_scatter", train.forward)
+    sums = (train.cross_entropy, train.loss_sums, train.clip_by_global_norm)
+    reductions = sum(written(op, *sums) for op in ("psum", "pmax"))
+    c = tiny.model()
+    weights = len(jax.tree.leaves(jax.eval_shape(lambda key: train_shapes(key, c), jax.random.key(0))))
+    assert found["outside"] == {
+        "all-gather": outer_gathers + outer_scatters,
+        "reduce-scatter": outer_scatters + outer_gathers,
+        # replicate() on each weight: its gradient is summed over the replicas once, outside the loops.
+        "all-reduce": reductions + weights,
+    }
+
+
+def train_shapes(key, c):
+    with jax.sharding.use_abstract_mesh(tiny.mesh("one device").abstract_mesh):
+        return train.init_weights(key, c)
+
+
+def kept_for_backward(hlo: str, layers: int) -> list[str]:
+    """Shapes, for one layer, of the arrays that the forward loop stacks up layer by layer.
+
+    The loop carries its inputs as well, which it passes on unchanged; what it writes is not among them.
+    """
+    loops = [(line, body) for line in hlo.splitlines() for body in re.findall(r" while\(.*body=%?([\w.\-]+)", line)]
+    line, body = next((line, body) for line, body in loops if "transpose" not in line)
+    shapes = re.findall(r"\w+\[[\d,]*\]", line.split(" while(")[0].split(" = ", 1)[1])
+    root = next(i for i in computations(hlo)[body] if i.lstrip().startswith("ROOT"))
+    results = re.findall(r"%([\w.\-]+)", root.split(" tuple(", 1)[1].split(")", 1)[0])
+    unchanged = {re.match(r"\s*%?([\w.\-]+) = ", i)[1] for i in computations(hlo)[body] if " get-tuple-element(" in i}
+    stacked = [s for s, name in zip(shapes, results, strict=True) if name not in unchanged]
+    return sorted(re.sub(rf"\[{layers},", "[", s) for s in stacked if f"[{layers}," in s)
+
+
+def test_the_backward_pass_keeps_what_is_saved_for_it():
+    mesh, c = "d=4 t=2", tiny.model()
+    b, l, k, f = tiny.BATCH // 4, tiny.LENGTH, c.n_kv // 2, c.d_ff // 2
+    q, kv = f"f32[{b},{l},{k},{c.n_q_per_kv},{c.d_head}]", f"f32[{b},{l},{k},{c.d_head}]"
+    stream, hidden = f"f32[{b},{l // 2},{c.d_model}]", f"f32[{b},{l},{f}]"
+    saved = [q, q, kv, kv, stream, hidden, hidden]
+    source = inspect.getsource(inspect.unwrap(train.layer))
+    assert len(saved) == source.count("save_for_backward(")
+    # Beside what is saved, a layer's backward pass gets the layer's own input.
+    assert kept_for_backward(optimized_hlo(mesh), c.layers) == sorted([*saved, stream])
+
+
+def test_without_saving_the_backward_pass_keeps_the_layer_input_only(monkeypatch):
+    monkeypatch.setattr(train, "save_for_backward", lambda x: x)
+    assert len(kept_for_backward(compile_step(tiny.mesh("d=4 t=2")), tiny.model().layers)) == 1
