@@ -99,16 +99,20 @@ def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], bindings: Bindings, *, 
     """Rank, size of each dim, and that each dim divides by its axes. `shape` is per device, or of the whole array."""
     if spec.open:
         return
-    if len(spec.dims) != len(shape):
-        raise ShardError(
-            f"rank mismatch: `{spec}` has {len(spec.dims)} dims, the array has {len(shape)}: {list(shape)}",
-            "name each dim of the array once",
-        )
+    _check_rank(spec, shape)
     for dim, size in zip(spec.dims, shape, strict=True):
         devices = axes_product(dim.axes)
         bindings.bind(dim, size * devices if per_device else size)
         if not per_device:
             check_divisible(dim, size)
+
+
+def _check_rank(spec: ShapeSpec, shape: tuple[int, ...]) -> None:
+    if len(spec.dims) != len(shape) and not spec.open:
+        raise ShardError(
+            f"rank mismatch: `{spec}` has {len(spec.dims)} dims, the array has {len(shape)}: {list(shape)}",
+            "name each dim of the array once",
+        )
 
 
 def check_divisible(dim: Dim, size: int) -> None:
@@ -131,10 +135,11 @@ def check_value(spec: ShapeSpec, value, bindings: Bindings) -> jax.Array:
     copies = ()
     if isinstance(value, Partial):
         if value.axes != spec.partial:
+            marks = [" ".join("+" + axis for axis in axes) for axes in (value.axes, spec.partial)]
             raise ShardError(
-                f"the value is a partial sum over {', '.join(value.axes)}, `{spec}` "
-                + (f"says {' '.join('+' + axis for axis in spec.partial)}" if spec.partial else "has no + mark"),
-                value.remedy(),
+                f"the value is a partial sum over {', '.join(value.axes)}, "
+                + (f"`{spec}` says {marks[1]}" if spec.partial else f"`{spec}` has no + mark"),
+                f"write `{marks[0]}`: a partial sum names all its axes" if spec.partial else value.remedy(),
             )
         value = value.value
     elif spec.partial:
@@ -164,6 +169,7 @@ def check_value(spec: ShapeSpec, value, bindings: Bindings) -> jax.Array:
     if not hasattr(value, "shape"):
         raise ShardError(f"a {type(value).__name__} is no array", "pass an array")
     per_device = inside_shard_map()
+    _check_rank(spec, value.shape)
     if per_device:
         # Axes before sizes: a forgotten gather shows in both, and the axes say what to do about it.
         _check_varying(spec, value, copies)
@@ -181,7 +187,8 @@ def _check_varying(spec: ShapeSpec, value, copies: tuple[str, ...]) -> None:
     if extra:
         names = ", ".join(extra)
         raise ShardError(
-            f"the value differs between devices of {names}, which `{spec}` does not mention",
+            f"the value differs between devices of {names}, which "
+            + (f"`{spec}` does not mention" if str(spec) else "its spec, a scalar without marks, does not mention"),
             f"a gather or a reduction over {names} is missing before this point (all_gather, psum_scatter, psum), "
             f"or the spec lacks `/{extra[0]}` on the dim sharded over it, or `+{extra[0]}` for a partial sum",
         )

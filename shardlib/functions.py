@@ -274,7 +274,7 @@ def _leaving(array: ArrayType, part, fn_name: str, path: str):
         raise ShardError(
             f"{fn_name}, result{': ' + path if path else ''}: {array!r}: "
             + ("a copy cannot leave shard_map" if is_opaque(part) else "a gathered array cannot leave shard_map"),
-            f"return it as it was before, sharded over {', '.join(gathered)}" if gathered else part.remedy(),
+            f"return it as it was before, sharded over {', '.join(gathered)}" if gathered else "return what was copied",
             f"  value: {describe(part)}",
         )
     return part

@@ -100,16 +100,14 @@ def same_dims(lhs: ShapeSpec, rhs: ShapeSpec) -> None:
         )
 
 
-def removed_suffix(before: Dim, after: Dim, what: str) -> tuple[str, ...]:
-    """The axes that `after` lacks. They must be the last ones: blocks along them are contiguous in what remains."""
-    removed = before.axes[len(after.axes) :]
-    if before.axes[: len(after.axes)] != after.axes:
+def last_axes(longer: Dim, shorter: Dim) -> tuple[str, ...]:
+    """The axes that `shorter` lacks. They must be the last ones: blocks along them are contiguous in what remains."""
+    if longer.axes[: len(shorter.axes)] != shorter.axes:
         raise ShardError(
-            f"{what} cannot turn {before} into {after}: only the last axes of a dim can be removed or added, "
-            "else the blocks would stand in another order",
-            f"remove or add {before.name}'s axes from the right",
+            f"{longer} and {shorter} differ in more than their last axes: the blocks would stand in another order",
+            f"remove or add {longer.name}'s axes from the right, one op after the other",
         )
-    return removed
+    return longer.axes[len(shorter.axes) :]
 
 
 def wrap(value: jax.Array, partial, copies, origin: str):
@@ -133,7 +131,8 @@ def meet(position: int, spec: ShapeSpec, value: jax.Array, copies: tuple[str, ..
         if set(same) & spec.sharded:
             remedy = f"drop the axis from its spec; or, if it is a constant, jax.lax.pcast(x, {same!r}, to='varying')"
         else:
-            remedy = f"say so once, where the value is made: x = replicate('… -> … *{same[0]}', x)"
+            marks = " ".join(f"*{axis}" for axis in same)
+            remedy = f"say so once, where the value is made: x = replicate('... -> ... {marks}', x)"
         raise ShardError(
             f"operand {position} `{spec}` is the same on every device of {names}, over which the result varies: "
             f"its gradient would be all-reduced over {names} unseen",

@@ -106,7 +106,7 @@ def sort_axes(axes) -> tuple[str, ...]:
 
 
 def _text(spec: str | bytes) -> str:
-    return spec.decode("ascii") if isinstance(spec, bytes) else spec
+    return (spec.decode("ascii") if isinstance(spec, bytes) else spec).strip()
 
 
 def _parse_dim(word: str) -> Dim:

@@ -30,12 +30,12 @@ from shardlib.op_checks import (
     checked_op,
     copy_axes,
     einsum_rules,
+    last_axes,
     meet,
     need_manual,
     no_copy,
     parse,
     refuse_idle_gradient,
-    removed_suffix,
     same_dims,
     varying,
     wrap,
@@ -73,7 +73,7 @@ def all_gather(spec, x):
         need_manual()
         value = check_operand(1, lhs, x, bindings)
         same_dims(lhs, rhs)
-        removed = [removed_suffix(a, b, "all_gather") for a, b in zip(lhs.dims, rhs.dims, strict=True)]
+        removed = [last_axes(a, b) for a, b in zip(lhs.dims, rhs.dims, strict=True)]
         gathered = {axis for axes in removed for axis in axes}
         if lhs.partial or rhs.partial:
             raise ShardError("a partial sum cannot be gathered", "reduce it first, with psum_scatter or psum")
@@ -102,7 +102,7 @@ def psum_scatter(spec, x):
         need_manual()
         value = check_operand(1, lhs, x, bindings)
         same_dims(lhs, rhs)
-        added = [removed_suffix(b, a, "psum_scatter") for a, b in zip(lhs.dims, rhs.dims, strict=True)]
+        added = [last_axes(b, a) for a, b in zip(lhs.dims, rhs.dims, strict=True)]
         scattered = {axis for axes in added for axis in axes}
         if scattered != set(lhs.partial) - set(rhs.partial) or not set(rhs.partial) <= set(lhs.partial):
             raise ShardError(
@@ -169,8 +169,8 @@ def all_to_all(spec, x):
         losing = [i for i, (a, b) in enumerate(pairs) if len(b.axes) < len(a.axes)]
         gaining = [i for i, (a, b) in enumerate(pairs) if len(b.axes) > len(a.axes)]
         others = [i for i, (a, b) in enumerate(pairs) if len(a.axes) == len(b.axes) and a != b]
-        lost = [removed_suffix(*pairs[i], "all_to_all") for i in losing]
-        gained = [removed_suffix(*pairs[i][::-1], "all_to_all") for i in gaining]
+        lost = [last_axes(*pairs[i]) for i in losing]
+        gained = [last_axes(*pairs[i][::-1]) for i in gaining]
         if len(lost) != 1 or lost != gained or others or lhs.partial or rhs.partial:
             raise ShardError(
                 f"`{lhs}` to `{rhs}` does not move one axis from one dim to another", "write `L/t K -> L K/t`"

@@ -161,8 +161,8 @@ class Partial(_Opaque):
     def __add__(self, other):
         if not isinstance(other, Partial) or other.axes != self.axes or other.shape != self.shape:
             raise ShardError(
-                f"+ was given {describe(self)} and {describe(other)}: one is to be reduced over other axes",
-                self.remedy() + "; only partial sums over the same axes and of the same shape can be added",
+                f"+ was given {describe(self)}{self._made_by()}, and {describe(other)}",
+                "only partial sums over the same axes and of one shape can be added: " + self.remedy(),
             )
         return dataclasses.replace(self, value=self.value + other.value)
 

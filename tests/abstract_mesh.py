@@ -1,0 +1,52 @@
+"""Tracing on a mesh of no devices, for tests of what is rejected before anything runs."""
+
+import inspect
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
+
+MESH = AbstractMesh((2, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
+SIZES = {"B": 4, "L": 6, "S": 6, "M": 8, "N": 8, "F": 12, "V": 16, "U": 2}
+
+# The operands that the cases below take by name.
+OPERANDS = {
+    "x": f32["B/d L/t M"],
+    "h": f32["B/d L F/t"],
+    "losses": f32["B/d L"],
+    "ids": i32["B/d L"],
+    "norm": f32["M/t/d"],
+    "w_down": f32["F/t M/d"],
+    "w_square": f32["M/d N/t"],
+    "table": f32["V/t M/d"],
+    "small": f32["F/t U"],
+    "bias": f32["M"],
+    "whole": f32["V M"],
+}
+
+
+def on_mesh(body: Callable, result=f32[""], mesh=MESH, **operands) -> None:
+    """Traces `body` as a typed_shard_map over the operands that its parameters name."""
+    operands = {name: (operands | OPERANDS)[name] for name in inspect.signature(body).parameters}
+
+    def fn(*args):
+        return body(*args)
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in operands]
+    fn.__signature__ = inspect.Signature(parameters)
+    fn.__annotations__ = {**operands, "return": result}
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(typed_shard_map(fn), *(shape_of(t) for t in operands.values()))
+
+
+def shape_of(t) -> jax.ShapeDtypeStruct:
+    dtype = {"f32": jnp.float32, "i32": jnp.int32}[t.dtype]
+    return jax.ShapeDtypeStruct([SIZES[dim.name] for dim in t.spec.dims], dtype, sharding=make_shardings(t))
+
+
+def drop(*_):
+    """The result of a body whose result is of no interest."""
+    return jnp.zeros((), jnp.float32)
