@@ -94,10 +94,9 @@ def test_an_unknown_device_is_measured_and_the_source_says_so():
     assert "measured here, not a maker's figure" in peak.source
     assert "2048 x 2048 float32" in peak.source
     assert "all its simulated devices together" in peak.source
-    # A core does 2 to 512 GFLOP/s, and 8 simulated devices are not 8 machines.
-    assert 2e9 < peak.total < 2e14
+    # Eight simulated devices do as much together as one, not eight times more or less (other programs leave a factor).
     one = peak_flops(jax.devices()[:1], jnp.float32)
-    assert peak.total < 4 * one.total
+    assert one.total / 4 < peak.total < 4 * one.total
 
 
 def test_unlike_devices_are_rejected():

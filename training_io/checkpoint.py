@@ -138,8 +138,8 @@ class Checkpointer:
     def restore(self, step: int, like: Any) -> Any:
         """The saved state of `step`, placed as `like` says.
 
-        Each device receives its own region, read from disk by the process it belongs to; no process holds more than
-        one leaf's regions at a time on the host.
+        Each device receives its own region, read from disk by the process it belongs to, leaf after leaf. While it is
+        read, each chunk that overlaps the region is in host memory whole.
 
         Args:
             step: a complete checkpoint's step.
