@@ -1,6 +1,5 @@
 """Small helpers on top of JAX."""
 
-import functools
 import zlib
 
 import jax
@@ -27,7 +26,5 @@ def fold_in_str(key: jax.Array, name: str) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-@functools.cache
-def truncated_normal_std() -> float:
-    """Standard deviation of a unit normal cut off at ±2: divide by it to give `truncated_normal` unit variance."""
-    return 0.87962566103423978
+TRUNCATED_NORMAL_STD = 0.87962566103423978
+"""Standard deviation of a unit normal cut off at ±2: divide by it to give `jax.random.truncated_normal` variance 1."""
