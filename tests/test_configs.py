@@ -1,0 +1,72 @@
+"""Each configuration composes, and the steps of the large ones type-check on abstract meshes of their size."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hydra import compose, initialize_config_dir
+from jax.sharding import AbstractMesh, AxisType
+from omegaconf import OmegaConf
+
+import train
+from input_loader import TokenBatch
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")
+PARAMETERS = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1074e6, "2b": 2147e6}
+DEVICES = {"a100x1": 1, "a100x8": 8, "a100x8x4": 32}
+
+pytestmark = pytest.mark.quick
+
+
+def load(name: str, *overrides: str) -> train.Config:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose(name, overrides=list(overrides))
+    assert not OmegaConf.missing_keys(config)
+    c = OmegaConf.to_object(config)
+    train.check_config(c)
+    return c
+
+
+def trace_step(c: train.Config, devices: int) -> train.State:
+    """Type-checks the training step as it would run on so many devices, and gives the shapes of its state."""
+    r, t = c.mesh.r, c.mesh.t
+    mesh = AbstractMesh((r, devices // r // t, t), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+    rows = (c.training.batch_size, c.training.seq_len)
+    batch = TokenBatch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.uint32, jnp.bool_, jnp.bool_)))
+    with jax.sharding.use_abstract_mesh(mesh):
+        state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c.model))
+        new, metrics = jax.eval_shape(train.make_training_step(c), state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert metrics.loss.shape == ()
+    return state
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_composes_and_its_header_tells_the_truth(name):
+    c = load(name)
+    text = (CONFIGS / f"{name}.yaml").read_text()
+    assert re.match(rf"# .*python -m train --config-name={name}\b", text)
+    tokens = re.search(r"# ([\d,]+) steps of ([\d,]+) tokens", text)
+    assert tokens, "the header says how long the run is"
+    steps, a_step = (int(number.replace(",", "")) for number in tokens.groups())
+    assert (steps, a_step) == (c.training.steps, c.training.batch_size * c.training.seq_len)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "c4" in name])
+def test_c4_runs_type_check_on_their_devices(name):
+    hardware, size = name.removeprefix("flat_tokens_c4_").split("_")
+    state = trace_step(load(name), DEVICES[hardware])
+    assert sum(x.size for x in jax.tree.leaves(state.weights)) == pytest.approx(PARAMETERS[size], rel=5e-3)
+
+
+def test_the_step_type_checks_on_2048_devices():
+    c = load("flat_tokens_c4_a100x8_2b", "mesh.r=4", "mesh.t=8", "training.batch_size=256")
+    trace_step(c, 2048)
+
+
+@pytest.mark.parametrize("hardware", ["a100", "h100", "h200", "cpu"])
+def test_hardware_is_one_setting(hardware):
+    assert load("flat_tokens_c4_a100x8_84m", f"hardware={hardware}").hardware.name.lower().endswith(hardware)
