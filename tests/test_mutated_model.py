@@ -1,0 +1,265 @@
+"""The training step of train.py, broken in one place at a time: no break that communicates wrongly survives tracing.
+
+Each mutation replaces text of train.py; the step is then traced on a mesh of r=2, d=2, t=2 that has no devices. Where
+train.py changes, a mutation may no longer find its text: mend the text here.
+"""
+
+import linecache
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from input_loader import TokenBatch
+from shardlib.shardtypes import ShardError, make_shardings
+
+pytestmark = pytest.mark.quick
+
+SOURCE = (Path(__file__).parent.parent / "train.py").read_text().split("# ---- main ---")[0]
+MESH = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+
+SCATTER = 'shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", '
+MUTATIONS = {  # name: text of train.py, what stands there instead, part of the message
+    # weights
+    "w_down is not gathered": (
+        'gather("F/t M/d -> F/t M", w.w_down.astype(dtype))',
+        "w.w_down.astype(dtype)",
+        "operand 2 `F/t M`: the value differs between devices of d",
+    ),
+    "w_gate is gathered over t too": (
+        'w_gate = gather("M/d F/t -> M F/t"',
+        'w_gate = gather("M/d F/t -> M F"',
+        "the value was gathered over t, but `M F/t` says it is sharded over it",
+    ),
+    "w_up is gathered over t instead": (
+        'w_up = gather("M/d F/t -> M F/t"',
+        'w_up = gather("M/d F/t -> M/d F"',
+        "operand 2 `M F/t`: the value differs between devices of d",
+    ),
+    "w_o is gathered with the spec of w_q": (
+        'gather("K/t Q D M/d -> K/t Q D M", w.w_o',
+        'gather("M/d K/t Q D -> M K/t Q D", w.w_o',
+        "size mismatch: dim M is 8",
+    ),
+    "w_k stays sharded over d": (
+        'w_k = gather("M/d K/t D -> M K/t D", w.w_k.astype(dtype))',
+        "w_k = w.w_k.astype(dtype)",
+        "operand 2 `M K/t D`: the value differs between devices of d",
+    ),
+    "a norm weight is not gathered": (
+        'weight = shardops.all_gather("M/t/d -> M", weight)',
+        "pass",
+        "operand 2 `M`: the value differs between devices of t, d",
+    ),
+    "a norm weight is gathered over d alone": (
+        '"M/t/d -> M", weight',
+        '"M/t/d -> M/t", weight',
+        "operand 2 `M`: the value differs between devices of t",
+    ),
+    "a norm weight is gathered over t first": ('"M/t/d -> M", weight', '"M/t/d -> M/d", weight', "another order"),
+    "a norm weight multiplies without einsum": (
+        'shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", normed, weight)',
+        "(normed * weight)",
+        "f32[8], a copy on each device of r",
+    ),
+    "a weight is stored in the other axis order": (
+        'final_norm: f32["M/t/d"]',
+        'final_norm: f32["M/d/t"]',
+        "dim M/d/t has its axes in the wrong order",
+    ),
+    "a weight is not sharded over d at rest": (
+        'w_down: f32["F/t M/d"]',
+        'w_down: f32["F/t M"]',
+        "the value is the same on every device of d|size mismatch: dim M is 8, but here it is 16",
+    ),
+    "the embedding is not gathered": (
+        'embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))',
+        "embed = w.embed.astype(dtype)",
+        "operand 1 `[V/t] M`: the value differs between devices of d",
+    ),
+    "replicas are not marked": (
+        'w = shardops.replicate("... -> ... *r", w)',
+        "pass",
+        "the same on every device of r, over which the result varies: its gradient would be all-reduced over r unseen",
+    ),
+    "replicas are marked over d": (
+        'replicate("... -> ... *r", w)',
+        'replicate("... -> ... *d", w)',
+        "operand 1.embed, f32[10,4] {varying over t, d}, differs between devices of d already",
+    ),
+    # activations
+    "normed positions are not gathered": (
+        'nx = gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.attention_norm, c.norm_epsilon))',
+        "nx = rms_norm(x, w.attention_norm, c.norm_epsilon)",
+        "operand 1 `B/r/d L M`: the value differs between devices of t",
+    ),
+    "normed positions are gathered over d": (
+        'gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.mlp_norm',
+        'gather("B/r/d L/t M -> B/r L/t M", rms_norm(x, w.mlp_norm',
+        "the value differs between devices of t",
+    ),
+    "each device projects its own positions alone": (
+        'einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_gate)',
+        'einsum("B/r/d L/t M, M F/t -> B/r/d L/t F", rms_norm(x, w.mlp_norm, c.norm_epsilon), w_gate)',
+        "axis t shards both L and F",
+    ),
+    "attention's output is not reduced": (f"x + {SCATTER}out))", "x + out)", "a partial sum over t"),
+    "the MLP's output is not reduced": (f"return x + {SCATTER}out)", "return x + out", "a partial sum over t"),
+    "the MLP returns its partial sum": (
+        f"return x + {SCATTER}out)",
+        "return out",
+        "layer, result: act['B/r/d L/t M']: the value is a partial sum over t",
+    ),
+    "the MLP's output is reduced whole": (
+        f"return x + {SCATTER}out)",
+        'return x + shardops.psum("B/r/d L M +t -> B/r/d L M", out)',
+        "add got incompatible shapes for broadcasting",
+    ),
+    "the MLP's output is scattered along M": (
+        f"return x + {SCATTER}out)",
+        'return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L M/t", out)',
+        "add got incompatible shapes for broadcasting",
+    ),
+    "the MLP's output is reduced twice": (
+        f"return x + {SCATTER}out)",
+        f'return x + {SCATTER}shardops.psum("B/r/d L M +t -> B/r/d L M", out))',
+        "is none: it is reduced already",
+    ),
+    "the MLP's output is reduced over d": (
+        f"return x + {SCATTER}out)",
+        'return x + shardops.psum_scatter("B/r L M +d -> B/r L/t M", out)',
+        "the value is a partial sum over t, `B/r L M +d` says +d",
+    ),
+    "the + of a product is left out": (
+        "F/t, F/t M -> B/r/d L M +t",
+        "F/t, F/t M -> B/r/d L M",
+        "contracting F/t sums only this device's block",
+    ),
+    "a + is put where nothing is summed": (
+        'M, M F/t -> B/r/d L F/t", nx, w_gate',
+        'M, M F/t -> B/r/d L F +t", nx, w_gate',
+        "F/t in an operand becomes F in the result",
+    ),
+    "a local is annotated as if it were whole": (
+        'hidden: act["B/r/d L F/t"]',
+        'hidden: act["B/r/d L F"]',
+        "layer, local hidden: act['B/r/d L F']: the value differs between devices of t",
+    ),
+    "the embedded tokens are not reduced": (
+        'x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x)',
+        "pass",
+        "layer, argument x: act['B/r/d L/t M']: the value is a partial sum over t",
+    ),
+    "the lookup takes the table for whole": (
+        '"[V/t] M, B/r/d L -> B/r/d L M +t"',
+        '"[V] M, B/r/d L -> B/r/d L M"',
+        "operand 1 `[V] M`: the value differs between devices of t",
+    ),
+    # the loss
+    "each device takes its own maximum": (
+        'shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits))',
+        "jnp.max(lax.stop_gradient(logits), axis=-1)",
+        "cross_entropy, result: f32['B/r/d L']: the value differs between devices of t",
+    ),
+    "each device normalizes over its own vocabulary": (
+        'shardops.psum("B/r/d L +t -> B/r/d L", terms)',
+        "jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)",
+        "cross_entropy, result: f32['B/r/d L']: the value differs between devices of t",
+    ),
+    "the normalizer's sum is not reduced": (
+        'shardops.psum("B/r/d L +t -> B/r/d L", terms)',
+        "terms",
+        "a partial sum over t",
+    ),
+    "the target's logit is not reduced": (
+        'at_target = shardops.psum("B/r/d L +t -> B/r/d L", at_target)',
+        "pass",
+        "a partial sum over t",
+    ),
+    "the loss stays per device": (
+        'shardops.psum("+r +d ->", total), ',
+        "jnp.sum(losses * batch.loss_mask), ",
+        "loss_sums, result: [0]: f32['']: the value differs between devices of r, d",
+    ),
+    "the loss is reduced over d, not r": (
+        'shardops.psum("+r +d ->", total), ',
+        'shardops.psum("+r +d -> +r", total), ',
+        "loss_sums, result: [0]: f32['']: the value is a partial sum over r",
+    ),
+    "the loss is reduced over t too": (
+        'total = shardops.einsum_unreduced("B/r/d L -> +r +d"',
+        'total = shardops.einsum_unreduced("B/r/d L -> +r +t +d"',
+        "the result says +t, but no contracted dim is sharded over it",
+    ),
+    "the count of targets stays per device": (
+        'shardops.psum("+r +d ->", count)',
+        "jnp.float32(jnp.sum(batch.loss_mask))",
+        "loss_sums, result: [1]: f32['']: the value differs between devices of r, d",
+    ),
+    # the optimizer
+    "the gradient's norm stays per device": (
+        'shardops.psum("+t +d ->", functools.reduce(lambda a, b: a + b, squares))',
+        "sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(g))",
+        "clip_by_global_norm, result: ",
+    ),
+    "the gradient's norm is reduced over t alone": (
+        '"+t +d ->", functools',
+        '"+t ->", functools',
+        "the value is a partial sum over t, d, `+t` says +t",
+    ),
+    "the gradient's norm counts r too": (
+        '"N/t/d -> +t +d"',
+        '"N/r/t/d -> +r +t +d"',
+        "einsum_unreduced('N/r/t/d -> +r +t +d'): operand 1 `N/r/t/d` is the same on every device of r|size mismatch",
+    ),
+}
+
+
+@pytest.fixture
+def trace_step():
+    """A function that traces the training step of a module's source, and forgets the module."""
+    name = "mutated_train"
+
+    def trace(source: str) -> None:
+        module = types.ModuleType(name)
+        module.__file__ = f"<{name} {hash(source)}>"
+        linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
+        sys.modules[name] = module
+        exec(compile(source, module.__file__, "exec"), vars(module))
+        config = module.Config(
+            model=module.ModelConfig(vocab=20, d_model=8, layers=2, n_kv=2, n_q_per_kv=3, d_head=6, d_ff=12),
+            optimizer=module.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, cosine_steps=2),
+            mesh=module.MeshConfig(),
+            data=module.FlatTokensConfig(filespec="unused"),
+            training=module.TrainingConfig(batch_size=8, seq_len=4, steps=1),
+            hardware=module.HardwareConfig(),
+            paths=module.PathsConfig(),
+        )
+        with jax.sharding.use_abstract_mesh(MESH):
+            state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), config.model))
+            array = lambda dtype, sharding: jax.ShapeDtypeStruct((8, 4), dtype, sharding=sharding)
+            dtypes = TokenBatch(targets=jnp.uint32, is_seq_start=jnp.bool_, loss_mask=jnp.bool_)
+            batch = jax.tree.map(array, dtypes, make_shardings(TokenBatch))
+            module.make_training_step(config).eval_shape(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+
+    yield trace
+    sys.modules.pop(name, None)
+    for file in [file for file in linecache.cache if file.startswith(f"<{name} ")]:
+        del linecache.cache[file]
+
+
+def test_the_step_as_it_stands_traces(trace_step):
+    trace_step(SOURCE)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_broken_step_does_not_trace(trace_step, name):
+    text, instead, message = MUTATIONS[name]
+    assert text in SOURCE, f"train.py no longer has {text!r}"
+    with pytest.raises((ShardError, TypeError, ValueError)) as raised:
+        trace_step(SOURCE.replace(text, instead))
+    assert any(part in str(raised.value) for part in message.split("|"))
