@@ -1,0 +1,521 @@
+"""Each op against the dense computation on whole arrays, values and gradients; and that typed ops add no operation."""
+
+import collections
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from shardlib import shardops
+from shardlib.shardops import (
+    all_gather,
+    all_to_all,
+    einsum_unreduced,
+    index_unreduced,
+    pmax,
+    ppermute,
+    psum,
+    psum_scatter,
+    replicate,
+)
+from shardlib.shardtypes import Array, Copy, Partial, f32, i32, pytree_dataclass, typed, typed_shard_map
+
+SIZES = {"B": 8, "L": 8, "M": 16, "N": 8, "F": 24, "V": 32, "K": 8, "layers": 3}
+
+
+@functools.cache
+def mesh_of(**sizes: int) -> jax.sharding.Mesh:
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    axis_types = (AxisType.Explicit,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)
+
+
+MESHES = {"one device": (1, 1), "d=8": (8, 1), "d=4 t=2": (4, 2), "d=2 t=4": (2, 4)}
+
+
+@pytest.fixture(params=MESHES)
+def mesh(request):
+    d, t = MESHES[request.param]
+    with jax.set_mesh(mesh_of(d=d, t=t)):
+        yield {"d": d, "t": t}
+
+
+def random_array(t, seed: int) -> np.ndarray:
+    rng, shape = np.random.default_rng(seed), [SIZES[dim.name] for dim in t.spec.dims]
+    return (
+        rng.integers(0, SIZES["V"], shape).astype(np.int32) if t is ids else rng.normal(size=shape).astype(np.float32)
+    )
+
+
+ids = i32["B/d L"]
+
+
+# Most of the time of these tests would go into optimizing programs that run once.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def typed_body(body: Callable, operands, result):
+    """`body` under typed_shard_map, with these types on its arguments and result."""
+
+    def fn(*args):
+        return body(*args)
+
+    names = [f"x{i}" for i in range(len(operands))]
+    fn.__signature__ = inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    )
+    fn.__annotations__ = dict(zip(names, operands, strict=True)) | {"return": result}
+    return typed_shard_map(fn)
+
+
+def value_and_gradients(fn, operands, gradients: bool):
+    """`fn` on random arrays of these types, and the gradients of a weighted sum of its result."""
+    arrays = [random_array(t, seed) for seed, t in enumerate(operands)]
+    floats = tuple(i for i, t in enumerate(operands) if t.dtype == "f32")
+    if not gradients:
+        return [jit(fn)(*arrays)]
+
+    def weighted(*args):
+        out = fn(*args)
+        return jnp.sum(out * np.cos(np.arange(out.size, dtype=np.float32)).reshape(out.shape)), out
+
+    (_, out), grads = jit(jax.value_and_grad(weighted, argnums=floats, has_aux=True))(*arrays)
+    return [out, *grads]
+
+
+@functools.cache
+def dense_value_and_gradients(dense, operands, gradients: bool):
+    with jax.set_mesh(mesh_of(one=1)):
+        return [np.asarray(x) for x in value_and_gradients(dense, operands, gradients)]
+
+
+def assert_same_values_and_gradients(body, operands, result, dense, gradients=True):
+    """`body` on the blocks of random arrays, on the mesh in force, against `dense` on whole ones."""
+    expected = dense_value_and_gradients(dense, tuple(operands), gradients)
+    found = value_and_gradients(typed_body(body, operands, result), operands, gradients)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6 * np.max(np.abs(y)))
+
+
+class Case(NamedTuple):
+    body: Callable
+    operands: tuple
+    result: object
+    dense: Callable
+
+
+def down(h, w):
+    return einsum_unreduced("B/d F/t, F/t M -> B/d M +t", h, all_gather("F/t M/d -> F/t M", w))
+
+
+def scan_over(stack, x, product):
+    return lax.scan(lambda x, w: (jnp.tanh(product(x, w)), None), x, stack)[0]
+
+
+CASES = {
+    "all_gather: a weight over d": Case(
+        lambda x, w: einsum_unreduced(
+            "B/d M, M N/t -> B/d N/t", replicate("B/d M -> B/d M *t", x), all_gather("M/d N/t -> M N/t", w)
+        ),
+        (f32["B/d M"], f32["M/d N/t"]),
+        f32["B/d N/t"],
+        lambda x, w: x @ w,
+    ),
+    "all_gather: a dim over two axes at once": Case(
+        lambda x, w: einsum_unreduced("B/d L/t M, M -> B/d L/t M", x, all_gather("M/t/d -> M", w)),
+        (f32["B/d L/t M"], f32["M/t/d"]),
+        f32["B/d L/t M"],
+        lambda x, w: x * w,
+    ),
+    "all_gather: a dim over two axes one by one": Case(
+        lambda x, w: einsum_unreduced(
+            "B/d L/t M, M -> B/d L/t M", x, all_gather("M/t -> M", all_gather("M/t/d -> M/t", w))
+        ),
+        (f32["B/d L/t M"], f32["M/t/d"]),
+        f32["B/d L/t M"],
+        lambda x, w: x * w,
+    ),
+    "all_gather: two dims at once": Case(
+        lambda x, w: einsum_unreduced("B/t/d M, M N -> B/t/d N", x, all_gather("M/d N/t -> M N", w)),
+        (f32["B/t/d M"], f32["M/d N/t"]),
+        f32["B/t/d N"],
+        lambda x, w: x @ w,
+    ),
+    "all_gather into a copy, through scan": Case(
+        lambda x, w: scan_over(
+            all_gather("layers M/d L -> layers M L *d", w),
+            x,
+            lambda x, w: einsum_unreduced("B/d M, M L -> B/d M", x, w),
+        ),
+        (f32["B/d M"], f32["layers M/d L"]),
+        f32["B/d M"],
+        lambda x, w: scan_over(w, x, lambda x, w: x * jnp.sum(w, axis=1)),
+    ),
+    "all_gather within scan": Case(
+        lambda x, w: scan_over(
+            w, x, lambda x, w: einsum_unreduced("B/d M, M L -> B/d M", x, all_gather("M/d L -> M L", w))
+        ),
+        (f32["B/d M"], f32["layers M/d L"]),
+        f32["B/d M"],
+        lambda x, w: scan_over(w, x, lambda x, w: x * jnp.sum(w, axis=1)),
+    ),
+    "replicate, through scan and remat": Case(
+        lambda x, w: scan_over(
+            replicate("layers M -> layers M *t *d", w),
+            x,
+            jax.checkpoint(lambda x, w: einsum_unreduced("B/t/d M, M -> B/t/d M", x, w)),
+        ),
+        (f32["B/t/d M"], f32["layers M"]),
+        f32["B/t/d M"],
+        lambda x, w: scan_over(w, x, lambda x, w: x * w),
+    ),
+    "replicate, then all_gather": Case(
+        lambda x, w: einsum_unreduced(
+            "B/t/d M, M N -> B/t/d N", x, all_gather("M/d N -> M N", replicate("... -> ... *t", w))
+        ),
+        (f32["B/t/d M"], f32["M/d N"]),
+        f32["B/t/d N"],
+        lambda x, w: x @ w,
+    ),
+    "replicate twice": Case(
+        lambda x, w: einsum_unreduced(
+            "B/t/d M, M -> B/t/d M", x, replicate("M *t -> M *t *d", replicate("M -> M *t", w))
+        ),
+        (f32["B/t/d M"], f32["M"]),
+        f32["B/t/d M"],
+        lambda x, w: x * w,
+    ),
+    "copies multiplied by copies, reduced at last": Case(
+        lambda x, v, w: psum(
+            "N +d -> N",
+            einsum_unreduced(
+                "B/d M, M N -> N +d",
+                x,
+                einsum_unreduced("M, M N -> M N", replicate("M -> M *d", v), replicate("M N -> M N *d", w)),
+            ),
+        ),
+        (f32["B/d M"], f32["M"], f32["M N"]),
+        f32["N"],
+        lambda x, v, w: jnp.einsum("bm,m,mn->n", x, v, w),
+    ),
+    "psum_scatter": Case(
+        lambda h, w: psum_scatter("B/d M +t -> B/d M/t", down(h, w)),
+        (f32["B/d F/t"], f32["F/t M/d"]),
+        f32["B/d M/t"],
+        lambda h, w: h @ w,
+    ),
+    "psum_scatter over two axes into one dim": Case(
+        lambda x: psum_scatter("M +t +d -> M/t/d", einsum_unreduced("B/t/d M -> M +t +d", x)),
+        (f32["B/t/d M"],),
+        f32["M/t/d"],
+        lambda x: jnp.sum(x, axis=0),
+    ),
+    "psum_scatter over two axes into two dims": Case(
+        lambda x: psum_scatter("M N +t +d -> M/d N/t", einsum_unreduced("B/t/d M, B/t/d N -> M N +t +d", x, x[:, :8])),
+        (f32["B/t/d M"],),
+        f32["M/d N/t"],
+        lambda x: x.T @ x[:, :8],
+    ),
+    "psum_scatter over one axis of two, then psum": Case(
+        lambda x: psum("M/t +d -> M/t", psum_scatter("M +t +d -> M/t +d", einsum_unreduced("B/t/d M -> M +t +d", x))),
+        (f32["B/t/d M"],),
+        f32["M/t"],
+        lambda x: jnp.sum(x, axis=0),
+    ),
+    "psum_scatter into a dim that is sharded already": Case(
+        lambda x: psum_scatter("M/t +d -> M/t/d", einsum_unreduced("B/d M/t -> M/t +d", x)),
+        (f32["B/d M/t"],),
+        f32["M/t/d"],
+        lambda x: jnp.sum(x, axis=0),
+    ),
+    "psum": Case(
+        lambda h, w: psum("B/d M +t -> B/d M", down(h, w)),
+        (f32["B/d F/t"], f32["F/t M/d"]),
+        f32["B/d M"],
+        lambda h, w: h @ w,
+    ),
+    "psum of a sum of partial sums": Case(
+        lambda h, w: psum("B/d M +t -> B/d M", down(h, w) + down(jnp.sin(h), w)),
+        (f32["B/d F/t"], f32["F/t M/d"]),
+        f32["B/d M"],
+        lambda h, w: (h + jnp.sin(h)) @ w,
+    ),
+    "psum to a scalar": Case(
+        lambda x: jnp.square(psum("+t +d ->", einsum_unreduced("B/d M/t, B/d M/t -> +t +d", x, jnp.sin(x)))),
+        (f32["B/d M/t"],),
+        f32[""],
+        lambda x: jnp.square(jnp.sum(x * jnp.sin(x))),
+    ),
+    "einsum of three operands": Case(
+        lambda x, y, z: psum("M +t -> M", einsum_unreduced("F/t, F/t M, M -> M +t", x, y, replicate("M -> M *t", z))),
+        (f32["F/t"], f32["F/t M"], f32["M"]),
+        f32["M"],
+        lambda x, y, z: jnp.einsum("f,fm,m->m", x, y, z),
+    ),
+    "einsum of one operand, transposed": Case(
+        lambda x: einsum_unreduced("B/d L M/t -> M/t B/d", x),
+        (f32["B/d L M/t"],),
+        f32["M/t B/d"],
+        lambda x: jnp.sum(x, axis=1).T,
+    ),
+    "index_unreduced in a sharded dim": Case(
+        lambda table, i: psum_scatter(
+            "B/d L M +t -> B/d L/t M",
+            index_unreduced("[V/t] M, B/d L -> B/d L M +t", all_gather("V/t M/d -> V/t M", table), i),
+        ),
+        (f32["V/t M/d"], ids),
+        f32["B/d L/t M"],
+        lambda table, i: table[i],
+    ),
+    "index_unreduced in a dim over two axes": Case(
+        lambda table: psum_scatter(
+            "N L M +t +d -> N L M/t/d",
+            index_unreduced("[V/t/d] M, N L -> N L M +t +d", table, jnp.arange(64).reshape(8, 8) * 5 % 32),
+        ),
+        (f32["V/t/d M"],),
+        f32["N L M/t/d"],
+        lambda table: table[jnp.arange(64).reshape(8, 8) * 5 % 32],
+    ),
+    "index_unreduced in a dim that is whole": Case(
+        lambda table, i: index_unreduced("N [V], B/d L -> B/d L N", replicate("N V -> N V *d", table), i),
+        (f32["N V"], ids),
+        f32["B/d L N"],
+        lambda table, i: jnp.moveaxis(table[:, i], 0, -1),
+    ),
+    "index_unreduced with dims in common": Case(
+        lambda x, i: psum("B/d L +t -> B/d L", index_unreduced("B/d L [V/t], B/d L -> B/d L +t", x, i)),
+        (f32["B/d L V/t"], ids),
+        f32["B/d L"],
+        lambda x, i: jnp.take_along_axis(x, i[..., None], axis=-1)[..., 0],
+    ),
+    "index_unreduced with dims in common, the looked-up dim first": Case(
+        lambda x, i: index_unreduced("[V] B/d L, B/d L -> B/d L", x, i),
+        (f32["V B/d L"], ids),
+        f32["B/d L"],
+        lambda x, i: jnp.take_along_axis(x, i[None], axis=0)[0],
+    ),
+    "all_to_all": Case(
+        lambda x: all_to_all("B/d L/t K -> B/d L K/t", x), (f32["B/d L/t K"],), f32["B/d L K/t"], lambda x: x
+    ),
+    "all_to_all of two axes together": Case(
+        lambda x: all_to_all("B L/t/d K -> B L K/t/d", x), (f32["B L/t/d K"],), f32["B L K/t/d"], lambda x: x
+    ),
+    "all_to_all of the last axis of a dim": Case(
+        lambda x: all_to_all("B L/t/d K -> B L/t K/d", x), (f32["B L/t/d K"],), f32["B L/t K/d"], lambda x: x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_op_against_dense(name, mesh):
+    assert_same_values_and_gradients(*CASES[name])
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_ppermute_against_roll(shift, mesh):
+    assert_same_values_and_gradients(
+        lambda x: ppermute("B/d M/t", x, axis="t", shift=shift),
+        (f32["B/d M/t"],),
+        f32["B/d M/t"],
+        lambda x: jnp.roll(x, shift * 16 // mesh["t"], axis=1),
+    )
+
+
+@pytest.mark.parametrize(("kept", "axis"), [("B/d", 1), ("M/t", 0), ("", None)])
+def test_pmax_against_max(kept, axis, mesh):
+    assert_same_values_and_gradients(
+        lambda x: pmax(f"B/d M/t -> {kept}", x),
+        (f32["B/d M/t"],),
+        f32[kept],
+        lambda x: jnp.max(x, axis=axis),
+        gradients=False,
+    )
+
+
+def test_axis_size_and_index(mesh):
+    def body(x):
+        assert shardops.axis_size("t d") == shardops.axis_size("t") * shardops.axis_size("d") == mesh["d"] * mesh["t"]
+        block = shardops.axis_index("t") * shardops.axis_size("d") + shardops.axis_index("d")
+        return x * 0 + block
+
+    blocks = np.repeat(np.arange(mesh["d"] * mesh["t"]), 16 // (mesh["d"] * mesh["t"]))
+    assert_same_values_and_gradients(body, (f32["M/t/d"],), f32["M/t/d"], lambda x: x * 0 + blocks, gradients=False)
+
+
+def random_einsum(seed: int):
+    """A random product of two or three operands: typed spec, plain formula, the operands' types and the axes over which
+    they must be copies, and the type of the result before it is reduced over the marked axes."""
+    rng = np.random.default_rng(seed)
+    shardings = dict(zip(rng.permutation(["B", "L", "M", "N", "F"]), ["/d", "/t", "", "", ""], strict=True))
+    names = list(shardings)
+    operands = [list(rng.permutation(names)[: rng.integers(2, 5)]) for _ in range(rng.integers(2, 4))]
+    used = sorted({name for operand in operands for name in operand})
+    result = [name for name in rng.permutation(used) if rng.random() < 0.5]
+    varying = {axis for name in used if (axis := shardings[name])}
+    typed_dims = lambda dims: " ".join(name + shardings[name] for name in dims)
+    marks = sorted(f"+{shardings[name][1:]}" for name in used if name not in result and shardings[name])
+    spec = f"{', '.join(map(typed_dims, operands))} -> {typed_dims(result)} {' '.join(marks)}"
+    formula = f"{','.join(''.join(operand) for operand in operands)}->{''.join(result)}"
+    copies = [" ".join(sorted(f"*{a[1:]}" for a in varying - {shardings[n] for n in operand})) for operand in operands]
+    return spec, formula, [f32[typed_dims(operand)] for operand in operands], copies, f32[typed_dims(result)], marks
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_einsum_against_jnp(seed):
+    spec, formula, types, copies, result, marks = random_einsum(seed)
+
+    def body(*operands):
+        marked = [replicate(f"... -> ... {copy}", x) if copy else x for x, copy in zip(operands, copies, strict=True)]
+        out = einsum_unreduced(spec, *marked)
+        assert isinstance(out, Partial) == bool(marks)
+        return psum(f"{result.spec} {' '.join(marks)} -> {result.spec}", out) if marks else out
+
+    with jax.set_mesh(mesh_of(d=2, t=4)):
+        assert_same_values_and_gradients(body, types, result, functools.partial(jnp.einsum, formula))
+
+
+def test_preferred_element_type_and_astype():
+    with jax.set_mesh(mesh_of(d=2, t=4)):
+
+        @typed_shard_map
+        def fn(x: f32["B M/t"]) -> f32["B"]:
+            low = einsum_unreduced("B M/t -> B +t", x.astype(jnp.bfloat16))
+            high = einsum_unreduced(
+                "B M/t, B M/t -> B +t",
+                x.astype(jnp.bfloat16),
+                x.astype(jnp.bfloat16),
+                preferred_element_type=jnp.float32,
+            )
+            assert (low.dtype, high.dtype, low.astype(jnp.float32).dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
+            return psum("B +t -> B", low.astype(jnp.float32) + high)
+
+        x = np.ones((2, 8), np.float32)
+        np.testing.assert_array_equal(fn(x), 16)
+
+
+def test_opaque_values_pass_through_scan_cond_jit_and_vmap():
+    """As pytrees they may be carried anywhere; what they are is checked where they are used."""
+    with jax.set_mesh(mesh_of(d=2, t=4)):
+
+        @typed_shard_map
+        def fn(x: f32["L M/t"], w: f32["M"]) -> f32["L"]:
+            w = replicate("M -> M *d", w)
+            assert isinstance(jax.jit(lambda w: w)(w), Copy)
+            rows = jax.vmap(lambda row: einsum_unreduced("M/t -> +t", row))(x)
+            doubled, _ = lax.scan(
+                lambda carry, _: (carry + carry, None), lax.cond(True, lambda: rows, lambda: rows), length=2
+            )
+            return psum("L +t -> L", doubled)
+
+        x = np.arange(32, dtype=np.float32).reshape(4, 8)
+        np.testing.assert_array_equal(fn(x, np.ones(8, np.float32)), 4 * x.sum(1))
+
+
+# ---- no added operation -----------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class Layer:
+    norm: f32["M/t/d"]
+    w_up: f32["M/d F/t"]
+    w_down: f32["F/t M/d"]
+
+
+@pytree_dataclass
+class Model:
+    embed: f32["V/t M/d"]
+    layers: Array["layers", Layer]
+
+
+def rms(x):
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
+
+
+@typed
+def typed_layer(x: f32["B/d L/t M"], w: Layer) -> f32["B/d L/t M"]:
+    nx = einsum_unreduced("B/d L/t M, M -> B/d L/t M", rms(x), all_gather("M/t/d -> M", w.norm))
+    nx = all_gather("B/d L/t M -> B/d L M", nx)
+    h: f32["B/d L F/t"] = jax.nn.silu(
+        einsum_unreduced("B/d L M, M F/t -> B/d L F/t", nx, all_gather("M/d F/t -> M F/t", w.w_up))
+    )
+    out = einsum_unreduced("B/d L F/t, F/t M -> B/d L M +t", h, all_gather("F/t M/d -> F/t M", w.w_down))
+    return x + psum_scatter("B/d L M +t -> B/d L/t M", out)
+
+
+@typed
+def typed_loss(w: Model, tokens: i32["B/d L"]) -> f32[""]:
+    embed = all_gather("V/t M/d -> V/t M", w.embed)
+    x = psum_scatter("B/d L M +t -> B/d L/t M", index_unreduced("[V/t] M, B/d L -> B/d L M +t", embed, tokens))
+    x, _ = lax.scan(jax.checkpoint(lambda x, w: (typed_layer(x, w), None)), x, w.layers)
+    x = all_gather("B/d L/t M -> B/d L M", x)
+    logits = einsum_unreduced("B/d L M, V/t M -> B/d L V/t", x, embed)
+    total = psum("B/d L +t -> B/d L", einsum_unreduced("B/d L V/t -> B/d L +t", jnp.exp(logits)))
+    return psum("+d ->", einsum_unreduced("B/d L -> +d", jnp.log(total)))
+
+
+def typed_step(w: Model, tokens: i32["B/d L"]) -> tuple[f32[""], Model]:
+    loss, grads = jax.value_and_grad(typed_loss)(w, tokens)
+    return loss, jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
+
+
+gather = functools.partial(lax.all_gather, tiled=True)
+scatter = functools.partial(lax.psum_scatter, tiled=True)
+
+
+def plain_layer(x, w):
+    nx = jnp.einsum("blm,m->blm", rms(x), gather(w.norm, ("t", "d")))
+    nx = gather(nx, "t", axis=1)
+    h = jax.nn.silu(jnp.einsum("blm,mf->blf", nx, gather(w.w_up, "d", axis=0)))
+    out = jnp.einsum("blf,fm->blm", h, gather(w.w_down, "d", axis=1))
+    return x + scatter(out, "t", scatter_dimension=1)
+
+
+def plain_loss(w, tokens):
+    embed = gather(w.embed, "d", axis=1)
+    ids = tokens - lax.axis_index("t") * embed.shape[0]
+    rows = jnp.take(embed, ids, axis=0, mode="clip")
+    x = jnp.where(((ids >= 0) & (ids < embed.shape[0]))[..., None], rows, 0.0)
+    x = scatter(x, "t", scatter_dimension=1)
+    x, _ = lax.scan(jax.checkpoint(lambda x, w: (plain_layer(x, w), None)), x, w.layers)
+    logits = jnp.einsum("blm,vm->blv", gather(x, "t", axis=1), embed)
+    return lax.psum(jnp.sum(jnp.log(lax.psum(jnp.sum(jnp.exp(logits), axis=-1), "t"))), "d")
+
+
+def plain_step(w, tokens):
+    loss, grads = jax.value_and_grad(plain_loss)(w, tokens)
+    return loss, jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
+
+
+def operations(step, *args) -> collections.Counter:
+    """How often each (opcode, shape) stands in the optimized HLO of `step`, over all its computations."""
+    text = jax.jit(step).lower(*args).compile().as_text()
+    found = re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(", text, re.MULTILINE)
+    return collections.Counter((opcode, re.sub(r"\{[^}]*\}|/\*.*?\*/", "", shape)) for shape, opcode in found)
+
+
+def test_typed_ops_compile_to_what_plain_jax_does():
+    p = PartitionSpec
+    specs = Model(
+        embed=p("t", "d"), layers=Layer(norm=p(None, ("t", "d")), w_up=p(None, "d", "t"), w_down=p(None, "t", "d"))
+    )
+    with jax.set_mesh(mesh_of(d=4, t=2)):
+        rng = np.random.default_rng(0)
+        array = lambda shape, spec: jax.device_put(rng.normal(size=shape).astype(np.float32), spec)
+        shapes = Model(embed=(32, 16), layers=Layer(norm=(2, 16), w_up=(2, 16, 24), w_down=(2, 24, 16)))
+        w = jax.tree.map(array, shapes, specs, is_leaf=lambda x: isinstance(x, tuple))
+        tokens = jax.device_put(rng.integers(0, 32, (8, 4)).astype(np.int32), p("d"))
+        plain = jax.shard_map(plain_step, in_specs=(specs, p("d")), out_specs=(p(), specs))
+        typed = typed_shard_map(typed_step)
+        counted, expected = operations(typed, w, tokens), operations(plain, w, tokens)
+        assert counted == expected
+        assert sum(n for (opcode, _), n in counted.items() if opcode == "reduce-scatter") == 8
+        for result, reference in zip(jax.tree.leaves(typed(w, tokens)), jax.tree.leaves(plain(w, tokens)), strict=True):
+            np.testing.assert_allclose(result, reference, rtol=1e-5, atol=1e-5)
