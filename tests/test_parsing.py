@@ -1,0 +1,102 @@
+"""The grammar of spec strings: what parses, to what, and what does not, beside what nearly does."""
+
+import re
+
+import pytest
+
+from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_op, parse_shape, sort_axes
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("", ShapeSpec()),
+        ("B", ShapeSpec((Dim("B"),))),
+        ("B/d L M", ShapeSpec((Dim("B", ("d",)), Dim("L"), Dim("M")))),
+        ("M/t/d", ShapeSpec((Dim("M", ("t", "d")),))),
+        ("d_model/d 3", ShapeSpec((Dim("d_model", ("d",)), Dim("3")))),
+        ("B/data/model", ShapeSpec((Dim("B", ("data", "model")),))),
+        ("  B   L  ", ShapeSpec((Dim("B"), Dim("L")))),
+        ("B +t", ShapeSpec((Dim("B"),), partial=("t",))),
+        ("+d +t", ShapeSpec(partial=("t", "d"))),  # marks are a set, kept in the project's order
+        ("M *d *r", ShapeSpec((Dim("M"),), copies=("r", "d"))),
+        ("M *d +t", ShapeSpec((Dim("M"),), partial=("t",), copies=("d",))),
+        ("[V/t] M", ShapeSpec((Dim("V", ("t",)), Dim("M")), index=0)),
+        ("B [V/t]", ShapeSpec((Dim("B"), Dim("V", ("t",))), index=1)),
+        ("... *r", ShapeSpec(copies=("r",), open=True)),
+    ],
+)
+def test_shape(text, spec):
+    assert parse_shape(text) == parse_shape(text.encode()) == spec
+    assert parse_shape(str(spec)) == spec
+
+
+def test_shape_properties():
+    spec = parse_shape("B/d L 3 +t")
+    assert spec.names == ("B", "L", "3")
+    assert spec.sharded == {"d"}
+    assert [dim.literal_size for dim in spec.dims] == [None, None, 3]
+    assert str(parse_shape("B/d  L [V/t] *r")) == "B/d L [V/t] *r"
+
+
+@pytest.mark.parametrize(
+    ("text", "neighbour", "problem", "remedy"),
+    [
+        ("M/d/t", "M/t/d", "dim M/d/t has its axes in the wrong order", "write M/t/d"),
+        ("B/d/r", "B/r/d", "dim B/d/r has its axes in the wrong order", "write B/r/d"),
+        ("M/p/d", "M/d/p", "dim M/p/d has its axes in the wrong order", "write M/d/p"),
+        ("M/b/a", "M/a/b", "dim M/b/a has its axes in the wrong order", "then alphabetically: write M/a/b"),
+        ("M/d F/d", "M/d F/t", "spec 'M/d F/d' names axis d more than once", "gather or reduce over d first"),
+        ("M/d/d", "M/d", "spec 'M/d/d' names axis d more than once", "or use another axis"),
+        ("M/d +d", "M/d +t", "spec 'M/d +d' names axis d more than once", "or use another axis"),
+        ("M +d *d", "M +d *t", "spec 'M +d *d' names axis d more than once", "or use another axis"),
+        ("+t M", "M +t", "in spec '+t M', 'M' stands behind a + or * mark", "write all dims first"),
+        ("... M", "...", "spec '... M' has dims beside '...'", "'...' stands for all dims"),
+        ("[V/t] [M]", "[V/t] M", "spec '[V/t] [M]' has two [dims]", "one dim is looked up at a time"),
+        ("M-1", "M_1", "'M-1' is not a dim of a spec", "write a name or a size, then axes"),
+        ("M/", "M", "'M/' is not a dim of a spec", "write a name or a size, then axes"),
+        ("/d", "M/d", "'/d' is not a dim of a spec", "write a name or a size, then axes"),
+        ("+", "+d", "'+' is not a dim of a spec", "write a name or a size, then axes"),
+        ("3M", "M3", "'3M' is not a dim of a spec", "write a name or a size, then axes"),
+        ("[V/t", "[V/t]", "'[V/t' is not a dim of a spec", "write a name or a size, then axes"),
+        ("B,L", "B L", "'B,L' is not a dim of a spec", "write a name or a size, then axes"),
+    ],
+)
+def test_shape_that_does_not_parse(text, neighbour, problem, remedy):
+    parse_shape(neighbour)
+    with pytest.raises(ShardError, match=rf"^{re.escape(problem)}(.|\n)*remedy: .*{re.escape(remedy)}"):
+        parse_shape(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "operands", "printed"),
+    [
+        ("M/d F/t -> M F/t", 1, "M/d F/t -> M F/t"),
+        ("B/d F/t,M F/t->B/d M +t", 2, "B/d F/t, M F/t -> B/d M +t"),
+        ("B, B, -> B", 3, "B, B,  -> B"),
+        ("+d +t ->", 1, "+t +d ->"),
+        (b"B -> B", 1, "B -> B"),
+    ],
+)
+def test_op(text, operands, printed):
+    op = parse_op(text)
+    assert len(op.lhs) == operands
+    assert str(op) == printed
+
+
+@pytest.mark.parametrize("text", ["B", "B -> B -> B", ""])
+def test_op_without_a_single_arrow(text):
+    with pytest.raises(ShardError, match=r"has no single '->'\n  remedy: write `operand, operand -> result`"):
+        parse_op(text)
+
+
+def test_axes_have_one_order_and_no_repeats():
+    assert sort_axes(["x", "p", "d", "t", "r", "a", "d"]) == ("r", "t", "d", "p", "a", "x")
+
+
+def test_error_shows_problem_context_and_remedy():
+    assert str(ShardError("problem", "remedy", "  context")) == "problem\n  context\n  remedy: remedy"
+    assert str(ShardError("problem")) == "problem"
+    assert isinstance(ShardError("problem"), ValueError)
