@@ -36,6 +36,7 @@ from jax import lax
 from jax.sharding import AxisType
 from omegaconf import OmegaConf
 
+import training_io
 from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, TokenBatch
 from jax_extra import TRUNCATED_NORMAL_STD, explicit_activation_checkpointing, fold_in_str, save_for_backward
 from shardlib import shardops
@@ -50,16 +51,6 @@ from shardlib.shardtypes import (
     typed,
     typed_shard_map,
     u32,
-)
-from training_io import (
-    Checkpointer,
-    RunLog,
-    StepProfiler,
-    compile_with_hlo_dump,
-    config_differences,
-    model_flops_per_token,
-    peak_flops,
-    start_rendering,
 )
 
 act = dtype_name("act")  # the compute dtype, bound to config.training.compute_dtype where the step is traced
@@ -139,7 +130,7 @@ class TrainingConfig:
     compute_dtype: str = "bf16"
     """bf16, or f32 for exact work. Weights and optimizer state are f32 either way."""
     eval_batches: int = 8
-    """Batches of the validation split in the evaluation after the last step; 0 for none."""
+    """Batches of the validation split, at most, in the evaluation after the last step; 0 for none."""
     log_interval: int = 10
     """Steps between progress lines where the output is no terminal."""
     checkpoint_interval: int = 1000
@@ -500,6 +491,8 @@ def check_config(c: Config) -> None:
         )
     if t.compute_dtype not in COMPUTE_DTYPES:
         raise ValueError(f"training.compute_dtype is {t.compute_dtype!r}; choose one of {', '.join(COMPUTE_DTYPES)}.")
+    if c.hardware.hosts > 1 and c.paths.model_name is None:
+        raise ValueError(f"hardware.hosts is {c.hardware.hosts}; give paths.model_name, so that all hosts agree on it.")
     if t.eval_batches < 0:
         raise ValueError(f"training.eval_batches is {t.eval_batches}; it must be 0 or more.")
 
@@ -509,7 +502,7 @@ FIXED = ("model", "optimizer", "data.filespec", "data.seed", "data.shuffle", "da
 FIXED += tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype"))
 
 
-def start_state(c: Config, checkpoints: Checkpointer) -> tuple[State, int]:
+def start_state(c: Config, checkpoints: training_io.Checkpointer) -> tuple[State, int]:
     """The state to go on from, and how many steps it has behind it: the last checkpoint's, or fresh and 0."""
     init = functools.partial(init_state, c=c.model)
     key = jax.random.key(c.training.seed)
@@ -517,7 +510,7 @@ def start_state(c: Config, checkpoints: Checkpointer) -> tuple[State, int]:
     done = checkpoints.latest_step()
     if done is None:
         return jax.jit(init)(key), 0
-    differences = config_differences(checkpoints.metadata(done)["config"], dataclasses.asdict(c), FIXED)
+    differences = training_io.config_differences(checkpoints.metadata(done)["config"], dataclasses.asdict(c), FIXED)
     if differences:
         raise ValueError(
             f"the run in {checkpoints.directory.parent} was made with another configuration:\n  "
@@ -537,13 +530,14 @@ def train(c: Config, directory: Path) -> None:
         in_order = dataclasses.replace(c.data, shuffle=False)
         validation = FlatTokensLoader(in_order, "validation", t.batch_size, t.seq_len, m.vocab)
     with contextlib.ExitStack() as cleanup:
-        checkpoints = cleanup.enter_context(Checkpointer(directory / "checkpoints"))
+        checkpoints = cleanup.enter_context(training_io.Checkpointer(directory / "checkpoints"))
         state, start = start_state(c, checkpoints)
         metadata = {"config": dataclasses.asdict(c)}
-        OmegaConf.save(OmegaConf.structured(c), directory / "config.yaml")
+        if jax.process_index() == 0:
+            OmegaConf.save(OmegaConf.structured(c), directory / "config.yaml")
 
         parameters = sum(x.size for x in jax.tree.leaves(state.weights))
-        flops = model_flops_per_token(
+        flops = training_io.model_flops_per_token(
             parameters=parameters,
             input_embedding_parameters=state.weights.embed.size,
             tied_embeddings=m.tied_embeddings,
@@ -552,7 +546,7 @@ def train(c: Config, directory: Path) -> None:
             head_dim=m.d_head,
             sequence_length=t.seq_len,
         )
-        peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
+        peak = training_io.peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
         entropy = loader.unigram_entropy()
         say(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
         say(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
@@ -563,18 +557,23 @@ def train(c: Config, directory: Path) -> None:
             say(f"All {t.steps} steps are done already; to go on, set training.steps higher.")
             return
 
-        # Tracing checks every type of the step; what communicates wrongly does not get past this line.
-        lowered = make_training_step(c).lower(state, loader.load(start), np.int32(start))
-        training_step, graph = compile_with_hlo_dump(lowered, directory)
+        # Tracing checks every type of the step: what communicates wrongly does not get past this line.
+        rows = (t.batch_size, t.seq_len)
+        of_dtype = lambda dtype, sharding: jax.ShapeDtypeStruct(rows, dtype, sharding=sharding)
+        batch = jax.tree.map(of_dtype, TokenBatch(jnp.uint32, jnp.bool_, jnp.bool_), make_shardings(TokenBatch))
+        lowered = make_training_step(c).lower(state, batch, np.int32(start))
+        training_step, graph = training_io.compile_with_hlo_dump(lowered, directory)
+        if graph is None:
+            say("HLO graph: none, because the compiled step came from JAX's compilation cache")
         rendering = None
 
-        batches = cleanup.enter_context(Prefetcher(loader.load, start, t.steps))
-        profiler = StepProfiler(
+        prefetched = cleanup.enter_context(Prefetcher(loader.load, start, t.steps))
+        profiler = training_io.StepProfiler(
             directory, steps=t.steps - start, tokens_per_step=loader.tokens_per_batch, flops=flops, peak=peak
         )
         cleanup.callback(profiler.close)
         log = cleanup.enter_context(
-            RunLog(
+            training_io.RunLog(
                 directory,
                 total_steps=t.steps,
                 start_step=start,
@@ -586,17 +585,18 @@ def train(c: Config, directory: Path) -> None:
         )
         for step in range(start, t.steps):
             profiler.before_step(step - start)
-            state, metrics = training_step(state, next(batches), np.int32(step))
+            state, metrics = training_step(state, next(prefetched), np.int32(step))
             log.log(step, vars(metrics))
             profiler.after_step(step - start, metrics)
             if (step + 1) % t.checkpoint_interval == 0 or step + 1 == t.steps:
                 checkpoints.save(step + 1, state, metadata)
             if graph and (step - start == 4 or step + 1 == t.steps) and rendering is None:
-                rendering = start_rendering(graph)
+                rendering = training_io.start_rendering(graph)
 
         if t.eval_batches:
             evaluation_step = make_evaluation_step(c)
-            sums = [evaluation_step(state.weights, validation.load(i)) for i in range(t.eval_batches)]
+            batches = min(t.eval_batches, math.ceil(validation.steps_per_epoch))
+            sums = [evaluation_step(state.weights, validation.load(i)) for i in range(batches)]
             nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
             log.log_event(t.steps - 1, "validation", {"loss": nats / targets, "targets": targets})
         log.close()
@@ -612,15 +612,12 @@ def train(c: Config, directory: Path) -> None:
             say(rendering.result())
 
 
-def config_schema():
-    """Config with each section filled in, its required fields missing: so that an override can name any of them."""
+def register_schema() -> None:
+    """Tells Hydra the types of all fields; required ones are there but missing, so that an override can name them."""
     schema = OmegaConf.structured(Config)
     for section in dataclasses.fields(Config):
         schema[section.name] = OmegaConf.structured(section.type)
-    return schema
-
-
-ConfigStore.instance().store(name="config_schema", node=config_schema())
+    ConfigStore.instance().store(name="config_schema", node=schema)
 
 
 @hydra.main(version_base="1.3", config_path="configs")
@@ -644,4 +641,5 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
+    register_schema()
     main()

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.quick
 
 
 def load(name: str, *overrides: str) -> train.Config:
+    train.register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose(name, overrides=list(overrides))
     assert not OmegaConf.missing_keys(config)

@@ -51,9 +51,9 @@ def test_third_and_fourth_step_are_timed_and_traced(tmp_path, capsys):
     assert float(lines[1].split()[3]) == pytest.approx(seconds / 2, abs=1e-4)
     assert float(lines[1].split()[7].replace(",", "")) == pytest.approx(rate, rel=0.01)
     assert float(lines[2].split()[1].rstrip("%")) == pytest.approx(rate * 1e6 / 1e9 * 100, rel=0.01)
-    assert lines[2].endswith("% with causal attention counted half: causal formula = 1.00 MFLOP a token")
+    assert lines[2].endswith("%  attention half: 1.00 MFLOP/token = causal formula")
     assert float(lines[3].split()[1].rstrip("%")) == pytest.approx(rate * 1.5e6 / 1e9 * 100, rel=0.01)
-    assert lines[3].endswith("% with attention counted in full: full formula = 1.50 MFLOP a token")
+    assert lines[3].endswith("%  attention full: 1.50 MFLOP/token = full formula")
     assert lines[4] == "  peak   0.001 TFLOP/s: the source of the peak"
     assert len(lines) == 5
 

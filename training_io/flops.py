@@ -114,12 +114,11 @@ def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
     size = 2048 if own.platform == "cpu" else 8192
     measured = _matmul_flops(own, dtype, size)
     units = len({device.process_index for device in devices}) if own.platform == "cpu" else len(devices)
-    shared = ", all its simulated devices together" if own.platform == "cpu" else ""
+    shared = " (shared by its devices)" if own.platform == "cpu" else ""
     count = "" if units == 1 else f"{units} x {measured / 1e12:.4g} TFLOP/s, "
     return PeakFlops(
         measured * units,
-        f"{count}measured here, not a maker's figure: the best of several {size} x {size} {dtype.name} matrix products "
-        f"on this {kind}{shared}",
+        f"{count}measured here: the best of several {size} x {size} {dtype.name} products on this {kind}{shared}",
     )
 
 

@@ -99,11 +99,11 @@ class StepProfiler:
         lines = [f"profile of {which} of this run, data fetching included"]
         lines.append(f"  time   {seconds:.4f} s: {seconds / count:.4f} s a step, {rate:,.0f} tokens/s")
         for per_token, formula, label in (
-            (self._flops.causal, self._flops.causal_formula, "causal attention counted half"),
-            (self._flops.full, self._flops.full_formula, "attention counted in full"),
+            (self._flops.causal, self._flops.causal_formula, "attention half"),
+            (self._flops.full, self._flops.full_formula, "attention full"),
         ):
             mfu = 100 * rate * per_token / self._peak.total
-            lines.append(f"  MFU    {mfu:.2f}% with {label}: {formula} = {per_token / 1e6:,.2f} MFLOP a token")
+            lines.append(f"  MFU    {mfu:.1f}%  {label}: {per_token / 1e6:,.2f} MFLOP/token = {formula}")
         lines.append(f"  peak   {self._peak.total / 1e12:,.4g} TFLOP/s: {self._peak.source}")
         if self._first < 2:
             lines.append("  a run of fewer than 4 steps: its first steps may still be warming up")
