@@ -149,6 +149,7 @@ def typed(fn):
     annotations = {k: t for k, t in inspect.get_annotations(fn, eval_str=True).items() if is_typed(t)}
     result = annotations.pop("return", None)
     signature = inspect.signature(fn)
+    annotations = {name: annotations[name] for name in signature.parameters if name in annotations}
     for name in annotations:
         if signature.parameters[name].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
             raise ShardError(f"{fn.__qualname__}: array types on *{name}", "name each argument that holds arrays")
