@@ -627,3 +627,19 @@ def test_jax_rejects_a_gathered_operand_of_plain_jnp_under_grad():
 
     with pytest.raises((TypeError, ValueError), match=r"reduced|cotangent"):
         on_mesh(body, f32["F/t U"])
+
+
+# docs/sharding-types.md says that these pass, and what to do about each. Should one be caught one day, tell it there.
+@pytest.mark.parametrize(
+    ("body", "result"),
+    [
+        (lambda h: jax.nn.softmax(h, axis=-1), f32["B/d L F/t"]),  # normalizes over one device's block
+        (lambda h: h - jnp.mean(h, axis=-1, keepdims=True), f32["B/d L F/t"]),
+        (lambda losses: lax.psum(lax.psum(jnp.sum(losses, axis=0), "d"), "d"), f32["L"]),  # counts each device twice
+        (lambda h: psum("B/d L +t -> B/d L", jax.tree.map(jnp.exp, total(h))), f32["B/d L"]),
+        (lambda x, bias: x + bias, f32["B/d L/t M"]),
+        (lambda losses: jnp.argsort(losses[0]) * 1.0, f32["L"]),  # JAX takes it for the same everywhere
+    ],
+)
+def test_what_the_types_do_not_catch(body, result):
+    on_mesh(body, result)
