@@ -52,8 +52,9 @@ $(DEVELOPMENT): PACKAGES = .[$(EXTRAS)]
 $(RUNTIME) $(DEVELOPMENT): pyproject.toml $(CONSTRAINTS) | check-venv
 	@if [ -e $(VENV)/.unfinished ]; then rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && touch $(VENV)/.unfinished
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) pip install -e '$(PACKAGES)' $(CONSTRAINTS:%=-c %)
+	@echo "setting up $(VENV) with Python $(VERSION): about a minute"
+	@$(PYTHON) -m venv $(VENV)
+	@$(RUN) pip install --quiet -e '$(PACKAGES)' $(CONSTRAINTS:%=-c %)
 	@rm $(VENV)/.unfinished && touch $(RUNTIME) $@
 
 # Local version suffixes go, because 2.13.0+cpu is on no registry, where 2.13.0 accepts either build; and so do the CUDA
