@@ -91,36 +91,50 @@ class Reader:
 
     def __init__(self, filespec: str, split: str, *, cache_bytes: int = 2**28):
         self.path = f"{filespec.rstrip('/')}/{split}"
-        root = open_kvstore(filespec)
-        self.attributes, self._driver = self._read_attributes(root, split)
+        self._connect(filespec, cache_bytes)
+        self.attributes, self._driver = self._read_attributes(split)
         self.max_token_id = self._attribute("max_token_id")
+        # tensorstore refuses the Delta filter of seqax's seq_starts.
+        has_filter = self._driver == "zarr" and self._read_json(f"{split}/seq_starts/.zarray").get("filters")
+        self._tokens = self._open_array(f"{split}/encoded_tokens", np.uint32)
+        starts = f"{split}/seq_starts"
+        self._starts = _read_with_zarr(filespec, starts) if has_filter else self._open_array(starts, np.uint64)
+        self.num_tokens = self._tokens.shape[0]
+        self.num_documents = self._starts.shape[0] - 1
+        self._check_extent()
+
+    def _connect(self, filespec: str, cache_bytes: int) -> None:
+        self._root = open_kvstore(filespec)
         # The rows of a batch are asked for at once: a store that answers slowly should see them all at once too.
         limit = {"limit": STORE_REQUESTS}
         stores = dict.fromkeys(("http_request_concurrency", "gcs_request_concurrency", "s3_request_concurrency"), limit)
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
 
-        self._tokens = self._open_array(root / f"{split}/encoded_tokens/", np.uint32)
-        self.num_tokens = self._tokens.shape[0]
-        # tensorstore refuses the Delta filter of seqax's seq_starts.
-        has_filter = self._driver == "zarr" and _read_json(root, f"{split}/seq_starts/.zarray").get("filters")
-        starts = f"{split}/seq_starts"
-        self._starts = (
-            _read_with_zarr(filespec, starts) if has_filter else self._open_array(root / (starts + "/"), np.uint64)
-        )
-        self.num_documents = self._starts.shape[0] - 1
-        self._check_extent()
+    def _read_json(self, key: str) -> dict[str, Any]:
+        """The JSON object at `key`, empty if there is none."""
+        read = self._root.read(key).result()
+        return self._parse_json(key, read.value) if read.state == "value" else {}
 
-    def _read_attributes(self, root: ts.KvStore, split: str) -> tuple[dict[str, Any], str]:
-        if group := _read_json(root, f"{split}/zarr.json"):
+    def _parse_json(self, key: str, content: bytes) -> dict[str, Any]:
+        try:
+            return json.loads(content)
+        except ValueError as e:
+            raise ValueError(f"{self.path}: {key} is not JSON: {e}. Write or copy the dataset again.") from e
+
+    def _list_splits(self) -> str:
+        return _list_splits(self._root)
+
+    def _read_attributes(self, split: str) -> tuple[dict[str, Any], str]:
+        if group := self._read_json(f"{split}/zarr.json"):
             attributes, driver = group.get("attributes", {}), "zarr3"
-        elif _read_json(root, f"{split}/.zgroup"):
-            attributes, driver = _read_json(root, f"{split}/.zattrs"), "zarr"
-        elif _read_json(root, f"{split}/encoded_tokens/zarr.json"):
+        elif self._read_json(f"{split}/.zgroup"):
+            attributes, driver = self._read_json(f"{split}/.zattrs"), "zarr"
+        elif self._read_json(f"{split}/encoded_tokens/zarr.json"):
             raise ValueError(
                 f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
             )
         else:
-            raise ValueError(f"No flat-tokens split at {self.path}. {_list_splits(root)}")
+            raise ValueError(f"No flat-tokens split at {self.path}. {self._list_splits()}")
         if "max_token_id" not in attributes:
             raise ValueError(
                 f"{self.path} is not a flat-tokens split: its group has no attribute max_token_id, "
@@ -139,26 +153,32 @@ class Reader:
             raise ValueError(f"{self.path}: attribute {name} is {value!r}, not a nonnegative integer.")
         return value
 
-    def _open_array(self, kvstore: ts.KvStore, dtype: type) -> ts.TensorStore:
+    def _open_array(self, key: str, dtype: type) -> Any:
         spec = {
             "driver": self._driver,
-            "kvstore": kvstore.spec().to_json(),
+            "kvstore": (self._root / f"{key}/").spec().to_json(),
             # Without this a missing file reads as zeros.
             "fill_missing_data_reads": False,
             "recheck_cached_metadata": "open",
             "recheck_cached_data": "open",
         }
-        name = kvstore.path.rstrip("/").rsplit("/", 1)[-1]
         try:
             array = ts.open(spec, open=True, read=True, context=self._context).result()
         except ValueError as e:
-            raise ValueError(f"{self.path}: its array {name} is missing or not readable as {self._driver}.") from e
-        if array.rank != 1 or array.dtype.numpy_dtype != dtype:
-            raise ValueError(
-                f"{self.path}: {name} has rank {array.rank} and dtype {array.dtype.name}; "
-                f"flat-tokens has rank 1 and {np.dtype(dtype).name}."
-            )
+            raise self._no_array(key) from e
+        self._check_array(key, array.shape, array.dtype.numpy_dtype, dtype)
         return array
+
+    def _no_array(self, key: str) -> ValueError:
+        name = key.rsplit("/", 1)[-1]
+        return ValueError(f"{self.path}: its array {name} is missing or not readable as {self._driver}.")
+
+    def _check_array(self, key: str, shape: tuple[int, ...], dtype: np.dtype, expected: type) -> None:
+        if len(shape) != 1 or dtype != expected:
+            raise ValueError(
+                f"{self.path}: {key.rsplit('/', 1)[-1]} has rank {len(shape)} and dtype {dtype}; "
+                f"flat-tokens has rank 1 and {np.dtype(expected).name}."
+            )
 
     def _check_extent(self) -> None:
         """Truncation shows here: in the counts, or in the last element of either array."""
@@ -170,7 +190,7 @@ class Reader:
                 )
         if self.num_documents < 0:
             raise ValueError(f"{self.path}: seq_starts is empty; its last entry must be the number of tokens.")
-        end = int(self._read_starts(slice(self.num_documents, self.num_documents + 1))[0])
+        end = int(self._begin(self._starts, [(self.num_documents, self.num_documents + 1)], "seq_starts")()[0])
         if end != self.num_tokens:
             raise ValueError(
                 f"{self.path} is truncated: seq_starts ends at token {end}, encoded_tokens at {self.num_tokens}. "
@@ -179,18 +199,28 @@ class Reader:
         if self.num_tokens:
             self.read(np.array([0, self.num_tokens - 1]), np.array([1, 1]))
 
-    def _read_starts(self, where: slice) -> np.ndarray:
-        values = self._starts[where]
-        return values if isinstance(values, np.ndarray) else self._result(values.read(), "seq_starts")
+    def _begin(self, array: Any, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
+        """Begins to read `array` over each (start, end); the function returned waits, and joins them."""
+        if isinstance(array, np.ndarray):
+            joined = np.concatenate([array[start:end] for start, end in spans])
+            return lambda: joined
+        # One read of joined views costs tensorstore less than a read each.
+        views = [array[start:end] for start, end in spans]
+        future = (ts.concat(views, axis=0) if len(views) > 1 else views[0]).read()
 
-    def _result(self, future: ts.Future, what: str) -> np.ndarray:
-        try:
-            return future.result()
-        except ValueError as e:
-            raise ValueError(
-                f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt. "
-                "Write or copy the dataset again."
-            ) from e
+        def wait() -> np.ndarray:
+            try:
+                return future.result()
+            except ValueError as e:
+                raise self._damage(what) from e
+
+        return wait
+
+    def _damage(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt. "
+            "Write or copy the dataset again."
+        )
 
     def begin_read(self, starts: Places, lengths: Places) -> Callable[[], SomeTokens]:
         """Begins to read the stored tokens `[starts[i], starts[i] + lengths[i])` of each row i, all at once.
@@ -203,10 +233,9 @@ class Reader:
         first = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]))
         last = np.concatenate([first[1:], [starts.size]]) - 1
         spans = list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
-        # One read of joined views costs tensorstore less than a read each.
-        views = [self._tokens[start:end] for start, end in spans]
-        future = (ts.concat(views, axis=0) if len(views) > 1 else views[0]).read()
-        return lambda: self._result(future, f"tokens between {starts.min()} and {ends.max() - 1}")
+        between = "between " if len(spans) > 1 else ""
+        what = f"tokens {between}{starts.min()} {'and' if between else 'to'} {ends.max() - 1}"
+        return self._begin(self._tokens, spans, what)
 
     def read(self, starts: Places, lengths: Places) -> list[SomeTokens]:
         """The stored tokens `[starts[i], starts[i] + lengths[i])` of each row i; all rows are read at once.
@@ -218,12 +247,10 @@ class Reader:
 
     def document_spans(self, documents: Places) -> tuple[Places, Places]:
         """`(starts, lengths)` of documents, given by their index in [0, num_documents), in tokens."""
-        if isinstance(self._starts, np.ndarray):
-            pairs = [self._starts[i : i + 2] for i in documents.tolist()]
-        else:
-            futures = [self._starts[i : i + 2].read() for i in documents.tolist()]
-            pairs = [self._result(future, "seq_starts") for future in futures]
-        spans = np.array(pairs, np.int64).reshape(-1, 2)
+        if not documents.size:
+            return documents, documents
+        pairs = self._begin(self._starts, [(i, i + 2) for i in documents.tolist()], "seq_starts")()
+        spans = pairs.astype(np.int64).reshape(-1, 2)
         return spans[:, 0], spans[:, 1] - spans[:, 0]
 
     def blocks(self, max_tokens: int | None = None) -> Iterator[SomeTokens]:
@@ -232,17 +259,6 @@ class Reader:
         block = 2**20
         for start in range(0, stop, block):
             yield self.read(np.array([start]), np.array([min(block, stop - start)]))[0]
-
-
-def _read_json(kvstore: ts.KvStore, key: str) -> dict[str, Any]:
-    """The JSON object at `key`, empty if there is none."""
-    read = kvstore.read(key).result()
-    if read.state != "value":
-        return {}
-    try:
-        return json.loads(read.value)
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{kvstore.url}{key} is not JSON: {e}. Write or copy the dataset again.") from e
 
 
 def _list_splits(root: ts.KvStore) -> str:
