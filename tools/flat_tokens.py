@@ -98,7 +98,9 @@ class Reader:
         has_filter = self._driver == "zarr" and self._read_json(f"{split}/seq_starts/.zarray").get("filters")
         self._tokens = self._open_array(f"{split}/encoded_tokens", np.uint32)
         starts = f"{split}/seq_starts"
-        self._starts = _read_with_zarr(filespec, starts) if has_filter else self._open_array(starts, np.uint64)
+        self._starts = (
+            _open_with_zarr(filespec, starts, cache_bytes) if has_filter else self._open_array(starts, np.uint64)
+        )
         self.num_tokens = self._tokens.shape[0]
         self.num_documents = self._starts.shape[0] - 1
         self._check_extent()
@@ -201,7 +203,7 @@ class Reader:
 
     def _begin(self, array: Any, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
         """Begins to read `array` over each (start, end); the function returned waits, and joins them."""
-        if isinstance(array, np.ndarray):
+        if not isinstance(array, ts.TensorStore):
             joined = np.concatenate([array[start:end] for start, end in spans])
             return lambda: joined
         # One read of joined views costs tensorstore less than a read each.
@@ -273,13 +275,14 @@ def _list_splits(root: ts.KvStore) -> str:
     return f"The splits there are {splits}." if splits else "The directory holds no flat-tokens dataset."
 
 
-def _read_with_zarr(filespec: str, name: str) -> np.ndarray:
+def _open_with_zarr(filespec: str, name: str, memory: int) -> Any:
+    """The array, in `memory` if that many bytes hold it, else as zarr reads it at each access."""
     import zarr
 
     array = zarr.open_array(filespec, path=name, mode="r")
     if array.ndim != 1 or array.dtype != np.uint64:
         raise ValueError(f"{filespec}/{name} has shape {array.shape} and dtype {array.dtype}, not rank 1 and uint64.")
-    return np.asarray(array[:])
+    return array[:] if array.nbytes <= memory else array
 
 
 def _is_there(root: ts.KvStore, split: str) -> bool:
