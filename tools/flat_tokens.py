@@ -149,6 +149,16 @@ class Reader:
             )
         return attributes, driver
 
+    @property
+    def zarr_format(self) -> int:
+        """2 or 3."""
+        return 3 if self._driver == "zarr3" else 2
+
+    @property
+    def file_tokens(self) -> int:
+        """Elements of encoded_tokens in one file, at least 1; the last file may hold fewer."""
+        return self._tokens.chunk_layout.write_chunk.shape[0]
+
     def _attribute(self, name: str) -> int:
         value = self.attributes[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
