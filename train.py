@@ -143,6 +143,10 @@ class HardwareConfig:
     """What the run is meant for, in words."""
     hosts: int = 1
     """Processes. More than one: JAX finds the others by itself under Slurm, Open MPI, Kubernetes and on Cloud TPU."""
+    coordinator: str | None = None
+    """Elsewhere: address:port of process 0, the same on all."""
+    host: int | None = None
+    """Elsewhere: which process this is, in [0, hosts)."""
     xla_flags: str = ""
     """Put behind those in the environment's XLA_FLAGS before the devices start."""
 
@@ -631,7 +635,8 @@ def main(config) -> None:
     check_config(c)
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {c.hardware.xla_flags}".strip()
     if c.hardware.hosts > 1:
-        jax.distributed.initialize()
+        found_by_jax = c.hardware.coordinator is None
+        jax.distributed.initialize(c.hardware.coordinator, None if found_by_jax else c.hardware.hosts, c.hardware.host)
     if c.paths.model_name is None:
         c.paths.model_name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     directory = Path(c.paths.root_working_dir) / c.paths.model_name

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -124,14 +125,36 @@ def test_a_contradicting_configuration_is_refused(unbroken):
     assert "start another run with a new paths.model_name" in str(error.value)
 
 
+@pytest.mark.slow
+def test_two_processes_run_as_one(tmp_path):
+    """Two processes of four devices each train as one process of eight does: the same batches, the same checkpoint."""
+    settings = ["training.steps=5", "training.compute_dtype=f32", f"paths.root_working_dir={tmp_path}"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    hosts = ["paths.model_name=two", "hardware.hosts=2", f"hardware.coordinator=127.0.0.1:{port}"]
+    started = [start(4, *settings, *hosts, f"hardware.host={i}") for i in range(2)]
+    started.append(start(8, *settings, "paths.model_name=one"))
+    for process in started:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+    # And one process goes on from what the two saved.
+    process = start(8, *settings, "training.steps=6", "paths.model_name=two")
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert len(losses(tmp_path / "two")) == 6
+
+
 # ---- the command line -------------------------------------------------------------------------------------------
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        [sys.executable, "-m", "train", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+def start(devices: int, *arguments: str) -> subprocess.Popen:
+    """The demo with other settings, on simulated devices."""
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    program = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(program, cwd=ROOT, env=os.environ | flags, **pipes)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +171,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
         (["training.steps=0"], "training.steps is 0; it must be positive."),
         (["training.compute_dtype=f8"], "training.compute_dtype is 'f8'; choose one of bf16, f32."),
         (["optimizer.warmup_steps=500"], "optimizer.warmup_steps is 500 and optimizer.cosine_steps"),
+        (["hardware.hosts=2"], "hardware.hosts is 2; give paths.model_name"),
         (["mesh.d=3"], "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2"),
         (["mesh.t=5"], "mesh r=1 d=-1 t=5 does not fit 8 devices."),
         (["model.d_model=252"], "dim M of size 252 is not divisible by its axes t/d, 8 devices"),
@@ -156,12 +180,14 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     ],
 )
 def test_bad_settings_get_one_clear_error(arguments, message, tmp_path):
-    result = command("--config-name=local_test_synthetic", f"paths.root_working_dir={tmp_path}", *arguments)
-    assert result.returncode != 0
-    assert message in result.stderr
+    process = start(8, f"paths.root_working_dir={tmp_path}", *arguments)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert message in errors
+    assert not list(tmp_path.glob("*/checkpoints/*"))
 
 
 def test_a_run_needs_a_name():
-    result = command()
+    result = subprocess.run([sys.executable, "-m", "train"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode != 0
-    assert "--config-name" in result.stderr
+    assert "name a run: --config-name=" in result.stderr
