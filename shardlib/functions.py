@@ -67,7 +67,6 @@ class _CheckLocals(ast.NodeTransformer):
         return node  # its annotations declare fields
 
     def visit_AnnAssign(self, node: ast.AnnAssign):
-        self.generic_visit(node)
         if node.value is not None and isinstance(node.target, ast.Name):
             call = ast.Call(
                 func=ast.Name("__check_local__", ast.Load()),

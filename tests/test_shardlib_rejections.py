@@ -367,6 +367,13 @@ CASES = {
         "so in its spec, e.g. `M/d`",
         lambda norm: drop(all_gather("M/t/d -> M", norm)),
     ),
+    "size mismatch between two ops": Case(
+        lambda norm, small: drop(all_gather("X/t/d -> X", norm), all_gather("X/t U -> X U", small)),
+        "all_gather('X/t U -> X U'): operand 1 `X/t U`: size mismatch: dim X is 8, but here it is 12",
+        "give the two dims different names, or mend the shape; a dim that is sharded in fact must say so "
+        "in its spec, e.g. `M/d`",
+        lambda norm, small: drop(all_gather("X/t/d -> X", norm), all_gather("Y/t U -> Y U", small)),
+    ),
     "rank mismatch": Case(
         lambda w_down: all_gather("M/d -> M", w_down),
         "all_gather('M/d -> M'): operand 1 `M/d`: rank mismatch: `M/d` has 1 dims, the array has 2: [6, 4]",

@@ -501,6 +501,23 @@ def operations(step, *args) -> collections.Counter:
     return collections.Counter((opcode, re.sub(r"\{[^}]*\}|/\*.*?\*/", "", shape)) for shape, opcode in found)
 
 
+def test_the_gradient_of_a_copy_is_reduced_where_it_was_made_not_in_the_loop():
+    def all_reduces(mark):
+        def body(x, w):
+            loss = lambda w: psum("+d ->", einsum_unreduced("B/d M -> +d", scan_over(mark(w), x, product)))
+            return jax.grad(loss)(w)
+
+        product = lambda x, w: einsum_unreduced("B/d M, M -> B/d M", x, w)
+        fn = typed_body(body, (f32["B/d M"], f32["layers M"]), f32["layers M"])
+        text = jax.jit(fn).lower(np.ones((8, 16), np.float32), np.ones((3, 16), np.float32)).compile().as_text()
+        entry = text[text.index("\nENTRY ") :]
+        return len(re.findall(r" all-reduce(?:-start)?\(", entry)), len(re.findall(r" all-reduce(?:-start)?\(", text))
+
+    with jax.set_mesh(mesh_of(d=4, t=2)):
+        inside, everywhere = all_reduces(lambda w: replicate("... -> ... *d", w))
+        assert inside == everywhere > 0
+
+
 def test_typed_ops_compile_to_what_plain_jax_does():
     p = PartitionSpec
     specs = Model(

@@ -151,6 +151,19 @@ def test_nested_functions_start_from_the_sizes_around_them():
         outer(jnp.ones((2, 3)), 3)
 
 
+def module_level(x: f32["B"]) -> f32["B"]:
+    return x
+
+
+def test_a_function_of_a_module_is_not_nested_wherever_it_is_decorated():
+    @typed
+    def outer(x: f32["B M"]) -> f32["B M"]:
+        typed(module_level)(x[0])
+        return x
+
+    outer(jnp.ones((2, 3)))
+
+
 def test_a_check_that_fails_binds_nothing():
     @typed
     def outer(x: f32["A"]) -> f32["A"]:
