@@ -9,9 +9,10 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Bool, Int64, Integer, UInt32
 
+from tools.growing_array import CRC, LITTLE_ENDIAN, GrowingArray
+
 # Dims of the same name agree within a call.
 Ids = Integer[np.ndarray, "tokens"]
-IsStart = Bool[np.ndarray, "tokens"]
 Encoded = UInt32[np.ndarray, "tokens"]
 Lengths = Integer[np.ndarray, "documents"]
 Places = Int64[np.ndarray, "rows"]
@@ -34,26 +35,38 @@ STARTS_SHARD = 2**22
 STORE_REQUESTS = 256
 """Most requests that a reader has under way at a remote store."""
 
-_LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
-_CRC = {"name": "crc32c"}
-TOKENS_CODECS = [_LITTLE_ENDIAN, {"name": "zstd", "configuration": {"level": 3}}, _CRC]
+TOKENS_CODECS = [LITTLE_ENDIAN, {"name": "zstd", "configuration": {"level": 3}}, CRC]
 STARTS_CODECS = [
-    _LITTLE_ENDIAN,
+    LITTLE_ENDIAN,
     {
         "name": "blosc",
         "configuration": {"cname": "zstd", "clevel": 5, "shuffle": "bitshuffle", "typesize": 8, "blocksize": 0},
     },
-    _CRC,
+    CRC,
 ]
 
 
-def encode(ids: Ids, is_start: IsStart) -> Encoded:
-    """Tokens as they are stored: 2·id, plus 1 where a document starts. `ids` lie in [0, MAX_TOKEN_ID]."""
-    return ids.astype(np.uint32) << np.uint32(1) | is_start
+def mark_starts(ids: Ids, lengths: Lengths, where: str = "flat-tokens") -> Encoded:
+    """Whole documents as they are stored: 2·id, plus 1 where one starts.
+
+    Args:
+        ids: of one document after the other.
+        lengths: the number of tokens of each.
+
+    Raises:
+        ValueError: an empty document, or lengths that do not add up to the tokens; it names `where`.
+    """
+    if (ids.size and not lengths.size) or (lengths < 1).any():
+        raise ValueError(f"{where}: a document is empty, and has no token to carry its start. Leave it out.")
+    if lengths.sum() != ids.size:
+        raise ValueError(f"{where}: documents of {lengths.sum()} tokens in all, but {ids.size} tokens given.")
+    encoded = ids.astype(np.uint32) << np.uint32(1)
+    encoded[np.cumsum(lengths) - lengths] |= np.uint32(1)
+    return encoded
 
 
 def decode(encoded: AnyEncoded) -> tuple[AnyEncoded, AnyIsStart]:
-    """`(ids, is_start)` of stored tokens: the inverse of `encode`."""
+    """`(ids, is_start)` of stored tokens."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
 
 
@@ -305,6 +318,16 @@ def check_absent(filespec: str, split: str) -> None:
         raise ValueError(f"{filespec.rstrip('/')}/{split} is already there. Delete it, or choose another path.")
 
 
+def delete_split(filespec: str, split: str) -> None:
+    """Deletes a complete split, if there is one."""
+    root = open_kvstore(filespec)
+    if _is_there(root, split):
+        # The marker goes first: a split that is half deleted must not look whole.
+        for marker in ("zarr.json", ".zgroup"):
+            root.write(f"{split}/{marker}", None).result()
+        root.delete_range(ts.KvStore.KeyRange(f"{split}/", f"{split}0")).result()
+
+
 class Writer:
     """Writes one split of a dataset, in zarr v3.
 
@@ -314,32 +337,58 @@ class Writer:
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
-        overwrite: replace a complete split. An incomplete one is always replaced.
+        overwrite: replace a complete split. An incomplete one is always replaced, unless `resume` is given.
+        with_bytes: also keep the UTF-8 bytes of each document, in an array `seq_bytes` that readers ignore.
+        resume: what `state` gave; the split goes on from there, and its files become what they would have been.
 
     Raises:
         ValueError: the split is already there.
     """
 
-    def __init__(self, filespec: str, split: str, *, overwrite: bool = False):
+    def __init__(
+        self,
+        filespec: str,
+        split: str,
+        *,
+        overwrite: bool = False,
+        with_bytes: bool = False,
+        resume: Mapping[str, np.ndarray] | None = None,
+    ):
         self.path = f"{filespec.rstrip('/')}/{split}"
         self._root = open_kvstore(filespec)
         self._split = split
         if not overwrite:
             check_absent(filespec, split)
-        elif _is_there(self._root, split):
-            # The marker goes first: a split that is half deleted must not look whole.
-            for marker in ("zarr.json", ".zgroup"):
-                self._root.write(f"{split}/{marker}", None).result()
-            self._root.delete_range(ts.KvStore.KeyRange(f"{split}/", f"{split}0")).result()
-        self._tokens = _ArrayWriter(
-            self._root / f"{split}/encoded_tokens/", np.dtype(np.uint32), TOKENS_SHARD, TOKENS_CODECS
-        )
-        self._starts = _ArrayWriter(
-            self._root / f"{split}/seq_starts/", np.dtype(np.uint64), STARTS_SHARD, STARTS_CODECS
-        )
-        self._max_token_id = self._num_documents = 0
+        else:
+            delete_split(filespec, split)
+        self._tokens = self._array("encoded_tokens", np.uint32, TOKENS_SHARD, TOKENS_CODECS, resume)
+        self._starts = self._array("seq_starts", np.uint64, STARTS_SHARD, STARTS_CODECS, resume)
+        self._bytes = self._array("seq_bytes", np.uint64, STARTS_SHARD, STARTS_CODECS, resume) if with_bytes else None
+        self._num_documents = self._starts.length
+        self._max_token_id = 0 if resume is None else int(resume["max_token_id"])
         self.attributes: dict[str, Any] = {}
         """JSON values to be written with the format's own attributes, by name."""
+
+    def _array(
+        self, name: str, dtype: type, shard: int, codecs: list[Any], resume: Mapping[str, np.ndarray] | None
+    ) -> GrowingArray:
+        state = None if resume is None else (int(resume[f"{name}.written"]), resume[f"{name}.pending"])
+        where = self._root / f"{self._split}/{name}/"
+        return GrowingArray(where, np.dtype(dtype), shard, INNER_CHUNK, codecs, state)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What `resume` needs beside the files: at most a shard of each array.
+
+        Raises:
+            ValueError: a failed write.
+        """
+        result = {"max_token_id": np.array(self._max_token_id)}
+        arrays = {"encoded_tokens": self._tokens, "seq_starts": self._starts, "seq_bytes": self._bytes}
+        for name, array in arrays.items():
+            if array is not None:
+                written, pending = array.state()
+                result |= {f"{name}.written": np.array(written), f"{name}.pending": pending}
+        return result
 
     @property
     def num_tokens(self) -> int:
@@ -358,22 +407,29 @@ class Writer:
             ValueError: an id outside [0, MAX_TOKEN_ID], an empty document, lengths that do not add up to the tokens,
                 or a failed write.
         """
-        if lengths.size == 0 and ids.size == 0:
-            return
-        if lengths.size == 0 or lengths.min() < 1:
-            raise ValueError(f"{self.path}: a document is empty, and has no token to carry its start. Leave it out.")
-        if lengths.sum() != ids.size:
-            raise ValueError(f"{self.path}: documents of {lengths.sum()} tokens in all, but {ids.size} tokens given.")
-        if (low := int(ids.min())) < 0 or (high := int(ids.max())) > MAX_TOKEN_ID:
+        if ids.size and ((low := int(ids.min())) < 0 or (high := int(ids.max())) > MAX_TOKEN_ID):
             raise ValueError(f"{self.path}: token id {low if low < 0 else high} is outside [0, {MAX_TOKEN_ID}].")
-        offsets = np.zeros(lengths.size, np.uint64)
-        np.cumsum(lengths[:-1], out=offsets[1:])
-        is_start = np.zeros(ids.size, np.bool_)
-        is_start[offsets.astype(np.int64)] = True
-        self._starts.append(offsets + np.uint64(self.num_tokens))
-        self._tokens.append(encode(ids, is_start))
+        self.append_encoded(mark_starts(ids, lengths, self.path), lengths)
+
+    def append_encoded(self, encoded: Encoded, lengths: Lengths, num_bytes: Lengths | None = None) -> None:
+        """Adds whole documents as they are stored, with the number of tokens of each.
+
+        Args:
+            num_bytes: the UTF-8 bytes of each document, for a writer `with_bytes`.
+
+        Raises:
+            ValueError: a failed write.
+        """
+        if not encoded.size:
+            return
+        starts = np.full(lengths.size, self.num_tokens, np.uint64)
+        starts[1:] += np.cumsum(lengths[:-1], dtype=np.uint64)
+        self._starts.append(starts)
+        self._tokens.append(encoded)
+        if self._bytes is not None:
+            self._bytes.append(num_bytes.astype(np.uint64))
         self._num_documents += lengths.size
-        self._max_token_id = max(self._max_token_id, high)
+        self._max_token_id = max(self._max_token_id, int(encoded.max()) >> 1)
 
     def close(self) -> None:
         """Writes what is left, then makes the split visible.
@@ -382,8 +438,8 @@ class Writer:
             ValueError: a failed write; the split stays incomplete.
         """
         self._starts.append(np.array([self.num_tokens], np.uint64))
-        self._tokens.close()
-        self._starts.close()
+        for array in self._arrays():
+            array.close()
         own = {
             "format": "flat-tokens",
             "version": FORMAT_VERSION,
@@ -405,79 +461,8 @@ class Writer:
         if exc_type is None:
             self.close()
         else:
-            self._tokens.abandon()
-            self._starts.abandon()
+            for array in self._arrays():
+                array.abandon()
 
-
-class _ArrayWriter:
-    """A one-dimensional zarr v3 array that grows by whole shards, each written once."""
-
-    def __init__(self, kvstore: ts.KvStore, dtype: np.dtype, shard: int, codecs: list[dict[str, Any]]):
-        self._kvstore, self._dtype, self._shard, self._codecs = kvstore, dtype, shard, codecs
-        self._pending: list[np.ndarray] = []
-        self._num_pending = 0
-        self._array: ts.TensorStore | None = None
-        self._write: ts.WriteFutures | None = None
-        self.length = 0
-        # What an interrupted writer left must not mix with what comes.
-        kvstore.delete_range(ts.KvStore.KeyRange()).result()
-
-    def append(self, values: np.ndarray) -> None:
-        self._pending.append(values)
-        self._num_pending += values.size
-        self.length += values.size
-        if self._num_pending >= self._shard:
-            pending = np.concatenate(self._pending)
-            whole = pending.size // self._shard * self._shard
-            for start in range(0, whole, self._shard):
-                self._write_shard(pending[start : start + self._shard])
-            self._pending = [pending[whole:].copy()]
-            self._num_pending = pending.size - whole
-
-    def _write_shard(self, values: np.ndarray) -> None:
-        self._wait()
-        if self._array is None:
-            self._array = self._create()
-        start = self._array.shape[0]
-        self._array = self._array.resize(exclusive_max=[start + values.size], expand_only=True).result()
-        self._write = self._array[start:].write(values)
-
-    def _wait(self) -> None:
-        if self._write is not None:
-            self._write.result()
-            self._write = None
-
-    def _create(self) -> ts.TensorStore:
-        # The index of a shard has a fixed size, so a dataset smaller than one takes a smaller shard.
-        chunks = min(self._shard, max(self.length, 1) + INNER_CHUNK - 1) // INNER_CHUNK
-        sharding = {
-            "chunk_shape": [INNER_CHUNK],
-            "codecs": self._codecs,
-            "index_codecs": [_LITTLE_ENDIAN, _CRC],
-        }
-        spec = {
-            "driver": "zarr3",
-            "kvstore": self._kvstore.spec().to_json(),
-            # Readers take a missing chunk for damage, so chunks of zeros are stored too.
-            "store_data_equal_to_fill_value": True,
-            "metadata": {
-                "shape": [0],
-                "data_type": self._dtype.name,
-                "fill_value": 0,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunks * INNER_CHUNK]}},
-                "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-            },
-        }
-        return ts.open(spec, create=True).result()
-
-    def close(self) -> None:
-        if self._array is None:
-            self._array = self._create()
-        if self._num_pending:
-            self._write_shard(np.concatenate(self._pending))
-        self._wait()
-
-    def abandon(self) -> None:
-        # A write still under way would land in what another writer puts here. Whether it fails no longer matters.
-        if self._write is not None:
-            self._write.exception()
+    def _arrays(self) -> list[GrowingArray]:
+        return [array for array in (self._tokens, self._starts, self._bytes) if array is not None]
