@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
 INSTALLED_EXTRAS = ("tools", "test", "oracle")
-PACKAGES = ("shardlib", "training_io", "tools")
+PACKAGES = ("input_loader", "shardlib", "training_io", "tools")
 
 
 def requirements(*extras: str) -> list[Requirement]:

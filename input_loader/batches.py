@@ -1,0 +1,200 @@
+"""What all loaders have in common: batches, their way to the devices, and loading them ahead of use."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import jax
+import numpy as np
+
+from input_loader.shuffle import Indices
+from shardlib.shardtypes import bool_, make_shardings, pytree_dataclass, u32
+
+T = TypeVar("T")
+
+
+@pytree_dataclass
+class TokenBatch:
+    """One batch on the devices."""
+
+    targets: u32["B/r/d L"]
+    """Token ids, each to be predicted from those before it in its document; 0 in padding."""
+    is_seq_start: bool_["B/r/d L"]
+    """Where a document starts. Nothing before such a place in its row may be seen from it or after it."""
+    loss_mask: bool_["B/r/d L"]
+    """False in padding, where there is nothing to predict."""
+
+
+class Rows(NamedTuple):
+    """Rows of a batch on the host: the fields of TokenBatch, each of shape (rows, seq_len)."""
+
+    targets: np.ndarray
+    is_seq_start: np.ndarray
+    loss_mask: np.ndarray
+
+
+class Limit(NamedTuple):
+    """How long the data lasts."""
+
+    steps: int
+    """Batches that can be read."""
+    reason: str
+    """What ends then, in words."""
+
+
+class Loader:
+    """Batches of one split. What a batch holds does not depend on the mesh or on the number of hosts.
+
+    Args:
+        batch_size: rows in a batch, over all hosts.
+        seq_len: tokens in a row.
+        shardings: where `load` places a batch; by default as TokenBatch says, on the mesh that is set now. Without
+            either, only `rows` works.
+
+    Raises:
+        ValueError: a size out of range, or a batch that the mesh does not divide.
+    """
+
+    parallel_loads: int
+    """How many calls of `load` may run at once in different threads: the `threads` for a Prefetcher."""
+    num_tokens: int | None
+    """Tokens in the split, all sources together; None where nobody knows."""
+    limit: Limit | None = None
+    """How long the data lasts, None if it repeats without end."""
+
+    def __init__(self, batch_size: int, seq_len: int, shardings: TokenBatch | None = None):
+        check_range({"batch_size": (batch_size, 1), "seq_len": (seq_len, 1)})
+        self.batch_size, self.seq_len = batch_size, seq_len
+        if shardings is None and not jax.sharding.get_abstract_mesh().empty:
+            shardings = make_shardings(TokenBatch)
+        self._shardings = shardings
+        if shardings is not None:
+            self._check_divides(shardings)
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Tokens in a batch, over all hosts, padding included."""
+        return self.batch_size * self.seq_len
+
+    def rows(self, step: int, rows: Indices) -> Rows:
+        """The given rows, each in [0, batch_size), of the batch of `step`, at least 0.
+
+        Raises:
+            ValueError: a step that cannot be read, or data that is missing or damaged.
+        """
+        raise NotImplementedError
+
+    def source_tokens(self, step: int) -> dict[str, int]:
+        """Tokens of each source in the batch of `step`, padding included; empty if there is only one source."""
+        self._check_step(step)
+        return {}
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint must hold, as JSON, for a run to go on with the batch of `step`; for `make_loader`.
+
+        Empty where any step can be read at any time.
+        """
+        self._check_step(step)
+        return {}
+
+    def epoch_steps(self) -> dict[str, float]:
+        """Batches until each row of a source has come once, by the source's name; empty where nobody knows."""
+        return {}
+
+    def unigram_entropy(self) -> float | None:
+        """Entropy of single tokens in nats, None where nobody knows: the loss of a model of frequencies alone."""
+        return None
+
+    def load(self, step: int) -> TokenBatch:
+        """The batch of `step` on the devices, read as far as this host's devices need it.
+
+        Raises:
+            ValueError: a step that cannot be read, or data that is missing or damaged.
+        """
+        if self._shardings is None:
+            raise ValueError("The loader has no mesh to place batches on. Make it under jax.set_mesh(mesh).")
+        shape = (self.batch_size, self.seq_len)
+        indices = self._shardings.targets.addressable_devices_indices_map(shape).values()
+        spans = sorted({rows.indices(self.batch_size)[:2] for rows, _ in indices})
+        host = self.rows(step, np.concatenate([np.arange(start, stop) for start, stop in spans]))
+        ends = np.cumsum([stop - start for start, stop in spans]).tolist()
+        place = {span: slice(end - (span[1] - span[0]), end) for span, end in zip(spans, ends, strict=True)}
+
+        def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+            def shard(index: tuple[slice, ...]) -> np.ndarray:
+                return values[place[index[0].indices(self.batch_size)[:2]], index[1]]
+
+            return jax.make_array_from_callback(shape, sharding, shard)
+
+        return jax.tree.map(put, TokenBatch(*host), self._shardings)
+
+    def _check_step(self, step: int) -> None:
+        if step < 0:
+            raise ValueError(f"step is {step}; steps count from 0.")
+
+    def _check_divides(self, shardings: TokenBatch) -> None:
+        try:
+            shardings.targets.shard_shape((self.batch_size, self.seq_len))
+        except ValueError as e:
+            raise ValueError(
+                f"A batch of {self.batch_size} rows and {self.seq_len} tokens does not divide evenly over the mesh "
+                f"{dict(shardings.targets.mesh.shape)}, sharded as {shardings.targets.spec}. "
+                "Choose a multiple of the axes' product for the batch size."
+            ) from e
+
+
+def check_range(values: Mapping[str, tuple[int, int]]) -> None:
+    """Raises ValueError unless each value, given with its lower bound, lies between that and 2**63."""
+    for name, (value, low) in values.items():
+        if not low <= value < 2**63:
+            raise ValueError(f"{name} is {value}; it must lie in [{low}, 2**63).")
+
+
+class Prefetcher(Generic[T]):
+    """Yields `load(step)` for each step in [start, stop), in order, computed in background threads ahead of use.
+
+    An error in `load` is raised by the `next` that asks for its step. To be closed, best as a context manager: that
+    drops what nobody asked for, and waits for the calls of `load` that are running.
+
+    Args:
+        load: with more than one thread, it has to be thread-safe. It sees no mesh: `jax.set_mesh` is per thread.
+        start: the first step.
+        stop: one past the last step.
+        depth: batches in flight ahead of the one in use, at least 1; each takes its place on the devices.
+        threads: calls of `load` that run at once, at least 1. Several hide the time that a store takes to answer.
+    """
+
+    def __init__(self, load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1):
+        check_range({"depth": (depth, 1), "threads": (threads, 1)})
+        self._load = load
+        self._steps = iter(range(start, stop))
+        self._pool = ThreadPoolExecutor(min(threads, depth), thread_name_prefix="prefetch")
+        self._ahead: deque[Future[T]] = deque()
+        for _ in range(depth):
+            self._submit()
+
+    def _submit(self) -> None:
+        for step in itertools.islice(self._steps, 1):
+            self._ahead.append(self._pool.submit(self._load, step))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        if not self._ahead:
+            raise StopIteration
+        batch = self._ahead.popleft()
+        self._submit()
+        return batch.result()
+
+    def close(self) -> None:
+        """Ends the threads. A later `next` raises."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,142 @@
+"""The `data` section of a run's configuration, the loader it asks for, and the length of a run."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from input_loader.batches import Loader, TokenBatch, check_range
+from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
+from input_loader.mixture import MixtureLoader, SourceConfig
+from input_loader.stream import StreamConfig, StreamLoader
+
+
+@dataclass(kw_only=True)
+class DataConfig(ReadingConfig):
+    """Where the tokens come from: exactly one of `filespec`, `mixture` and `stream`. docs/loading.md has examples."""
+
+    filespec: str | None = None
+    """A flat-tokens dataset (docs/flat-tokens.md): a local path, or a URL (`gs://`, `s3://`, `http://`, and whatever
+    fsspec knows)."""
+    mixture: dict[str, SourceConfig] = field(default_factory=dict)
+    """Several flat-tokens datasets by name, with their weights."""
+    stream: StreamConfig | None = None
+    """Text that is tokenized while training, for quick trials."""
+    prefetch: int = 8
+    """Batches that are loaded ahead of use, at least 1."""
+
+
+def make_loader(
+    config: DataConfig,
+    split: str,
+    batch_size: int,
+    seq_len: int,
+    vocab_size: int | None = None,
+    shardings: TokenBatch | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Loader:
+    """The loader that `config` asks for. Splits other than `train` are read in order, and as often as one likes.
+
+    Args:
+        config: where the tokens come from.
+        split: `train` or `validation`.
+        batch_size: rows in a batch, over all hosts.
+        seq_len: tokens in a row.
+        vocab_size: bound on the token ids, or None for no check.
+        shardings: where `load` places a batch; by default as TokenBatch says, on the mesh that is set now.
+        state: what `Loader.state` gave for the step to go on with; None or empty for the beginning.
+
+    Raises:
+        ValueError: settings that contradict each other or are out of range, a state that does not fit them, or data
+            that is missing, damaged, too short, or beyond the vocabulary.
+    """
+    given = [name for name in ("filespec", "mixture", "stream") if getattr(config, name)]
+    if len(given) != 1:
+        found = " and ".join(f"data.{name}" for name in given) if given else "none of them"
+        raise ValueError(f"Set one of data.filespec, data.mixture and data.stream; {found} is set.")
+    check_range({"prefetch": (config.prefetch, 1)})
+    if config.mixture and config.max_epochs is not None:
+        raise ValueError(
+            f"data.max_epochs is {config.max_epochs}, but the sources of a mixture repeat at different steps. "
+            "Set data.mixture.<name>.max_epochs."
+        )
+    reading = {field.name: getattr(config, field.name) for field in dataclasses.fields(ReadingConfig)}
+    mixture = config.mixture
+    if split != "train":
+        reading |= {"shuffle": False, "max_epochs": None}
+        mixture = {name: dataclasses.replace(source, max_epochs=None) for name, source in mixture.items()}
+    sizes = split, batch_size, seq_len, vocab_size, shardings
+    if config.stream is not None:
+        return StreamLoader(config.stream, ReadingConfig(**reading), *sizes, state=dict(state) if state else None)
+    if state:
+        raise ValueError(
+            f"A checkpoint of a stream, with the state {sorted(state)}, cannot go on with data.{given[0]}. "
+            "Resume with the data settings of the checkpoint."
+        )
+    if mixture:
+        return MixtureLoader(mixture, ReadingConfig(**reading), *sizes)
+    return FlatTokensLoader(FlatTokensConfig(config.filespec, **reading), *sizes)
+
+
+def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
+    """The settings that decide what stands in a batch, dotted, without `data.`: those of all the given `data` sections
+    (as plain dicts), so that a checkpoint's and a run's can be compared. max_epochs, cache and prefetch may change."""
+    names = {"filespec", "stream", "seed", "shuffle", "sequence_packing"}
+    for section in data:
+        names |= {f"mixture.{name}.{key}" for name in section.get("mixture") or {} for key in ("filespec", "weight")}
+    return tuple(sorted(names))
+
+
+def steps_for(
+    loader: Loader, *, steps: int | None = None, tokens: int | None = None, epochs: float | None = None
+) -> int:
+    """Steps in a run whose length is given in one of three ways.
+
+    Args:
+        loader: of the training split.
+        steps: the steps themselves, at least 1.
+        tokens: the most tokens to train on, padding included; at least one batch.
+        epochs: how often the dataset is to be read, at least one batch; whole batches only, so that no row comes more
+            often. Only for a single flat-tokens dataset.
+
+    Raises:
+        ValueError: none or several of them, a value out of range, or a run for which the data does not last.
+    """
+    given = {
+        name: value for name, value in (("steps", steps), ("tokens", tokens), ("epochs", epochs)) if value is not None
+    }
+    if len(given) != 1:
+        found = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
+        raise ValueError(f"Give the length of the run as one of steps, tokens and epochs; given: {found}.")
+    ((name, value),) = given.items()
+    if not 0 < value < 2**63:
+        raise ValueError(f"{name} is {value}; it must be above 0.")
+    if steps is not None:
+        count = steps
+    elif tokens is not None:
+        count = tokens // loader.tokens_per_batch
+    else:
+        count = _epochs_to_steps(loader, epochs)
+    if count < 1:
+        raise ValueError(
+            f"{name}={value} is less than one batch of {loader.tokens_per_batch} tokens. Train for longer, or set a "
+            "smaller batch_size."
+        )
+    if loader.limit is not None and count > loader.limit.steps:
+        raise ValueError(
+            f"The run is to take {count} steps, but the data lasts for {loader.limit.steps}: "
+            f"then {loader.limit.reason}. Train for fewer steps, allow more epochs, or get more data."
+        )
+    return count
+
+
+def _epochs_to_steps(loader: Loader, epochs: float) -> int:
+    lengths = loader.epoch_steps()
+    if len(lengths) != 1:
+        why = ", ".join(f"{name} takes {steps:.1f} steps" for name, steps in lengths.items())
+        what = f"the sources of a mixture repeat at different steps ({why})" if why else "a stream's length is unknown"
+        raise ValueError(f"epochs is {epochs}, but {what}. Give the length of the run in steps or tokens.")
+    (length,) = lengths.values()
+    # Rounding must not lose the last batch of a whole number of epochs.
+    return math.floor(epochs * length * (1 + 1e-12))

@@ -1,0 +1,154 @@
+"""Batches of one flat-tokens dataset: a pure function of dataset, seed and step."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from input_loader import shuffle
+from input_loader.batches import Limit, Loader, Rows, TokenBatch, check_range
+from input_loader.shuffle import Indices
+from tools import flat_tokens
+from tools.flat_tokens_stores import open_reader
+
+
+@dataclass(kw_only=True)
+class ReadingConfig:
+    """How data is read, wherever it comes from."""
+
+    seed: int = 0
+    """Selects the order of the rows, in [0, 2**63). Another seed and another epoch give unrelated orders."""
+    shuffle: bool = True
+    """Whether rows come in random order, drawn anew for each epoch, or as they lie in the dataset."""
+    sequence_packing: bool = True
+    """True: rows are consecutive windows of seq_len tokens, whatever documents they hold; the last num_tokens % seq_len
+    tokens are left out. False: each row is one document, cut or padded to seq_len."""
+    max_epochs: float | None = None
+    """How often each row may come in a run, above 0: a longer run is an error at its start. Null for no bound."""
+    cache_bytes: int = 2**28
+    """Host memory for decoded chunks, in bytes, at least 0; shared out evenly among the sources of a mixture."""
+
+
+@dataclass
+class FlatTokensConfig(ReadingConfig):
+    """A flat-tokens dataset (docs/flat-tokens.md) and the order in which it is read."""
+
+    filespec: str
+    """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`, and whatever fsspec knows)."""
+
+
+class FlatTokensLoader(Loader):
+    """Batches of one split of a flat-tokens dataset.
+
+    Any step can be read at any time, from several threads, at the same cost.
+
+    Args:
+        config: the dataset and its order.
+        split: `train` or `validation`.
+        batch_size: rows in a batch, over all hosts.
+        seq_len: tokens in a row.
+        vocab_size: bound on the token ids, or None for no check.
+        shardings: where `load` places a batch; see Loader.
+
+    Raises:
+        ValueError: a setting out of range, a dataset that is missing, damaged or too short, token ids that exceed the
+            vocabulary, or a batch that the mesh does not divide.
+    """
+
+    parallel_loads = 8
+
+    def __init__(
+        self,
+        config: FlatTokensConfig,
+        split: str,
+        batch_size: int,
+        seq_len: int,
+        vocab_size: int | None = None,
+        shardings: TokenBatch | None = None,
+    ):
+        super().__init__(batch_size, seq_len, shardings)
+        check_range({"seed": (config.seed, 0), "cache_bytes": (config.cache_bytes, 0)})
+        self.config = config
+        self.dataset = open_reader(config.filespec, split, cache_bytes=config.cache_bytes)
+        path, largest = self.dataset.path, self.dataset.max_token_id
+        if vocab_size is not None and largest >= vocab_size:
+            raise ValueError(
+                f"{path} holds token ids up to {largest}, the model's vocabulary has {vocab_size}. "
+                f"Set the vocabulary to {largest + 1} or more, or choose a dataset made with the model's tokenizer."
+            )
+        self.num_tokens = self.dataset.num_tokens
+        self.rows_per_epoch = self.num_tokens // seq_len if config.sequence_packing else self.dataset.num_documents
+        if self.rows_per_epoch == 0:
+            raise ValueError(
+                f"{path} is too short: {self.num_tokens} tokens do not fill one row of seq_len {seq_len}. "
+                "Use a shorter seq_len or a larger dataset."
+            )
+        if (most := self.most_rows()) is not None:
+            self.limit = Limit(most // batch_size, f"{path} has been read max_epochs={config.max_epochs:g} times")
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest token id in the split."""
+        return self.dataset.max_token_id
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Batches until each row has come once. Epochs follow one another without a gap, within a batch too."""
+        return self.rows_per_epoch / self.batch_size
+
+    def epoch_steps(self) -> dict[str, float]:
+        return {self.config.filespec: self.steps_per_epoch}
+
+    def most_rows(self) -> int | None:
+        """Rows in max_epochs epochs, None if there is no such bound."""
+        epochs = self.config.max_epochs
+        if epochs is not None and not 0 < epochs < 2**31:
+            raise ValueError(f"max_epochs is {epochs} for {self.config.filespec}; it must be above 0, or null.")
+        return None if epochs is None else math.floor(epochs * self.rows_per_epoch)
+
+    def rows(self, step: int, rows: Indices) -> Rows:
+        self._check_step(step)
+        return self.begin(step * self.batch_size + rows)()
+
+    def spans(self, numbers: Indices) -> tuple[Indices, Indices]:
+        """`(starts, lengths)`, in tokens of the dataset, of the rows that have these numbers over all epochs."""
+        epoch, row = np.divmod(numbers, self.rows_per_epoch)
+        if self.config.shuffle:
+            row = shuffle.permute(row, self.rows_per_epoch, self.config.seed, epoch)
+        if self.config.sequence_packing:
+            return row * self.seq_len, np.full_like(row, self.seq_len)
+        starts, lengths = self.dataset.document_spans(row)
+        if lengths.min() < 1:
+            raise ValueError(
+                f"{self.dataset.path}: document {row[lengths.argmin()]} is empty. Write the dataset again without it, "
+                "or set sequence_packing=true, which does not read seq_starts."
+            )
+        return starts, np.minimum(lengths, self.seq_len)
+
+    def begin(self, numbers: Indices) -> Callable[[], Rows]:
+        """Begins to read rows, given by their numbers over all epochs, at least one; what it returns waits for them."""
+        starts, lengths = self.spans(numbers)
+        reading = self.dataset.begin_read(starts, lengths)
+        loss_mask = np.arange(self.seq_len) < lengths[:, None]
+
+        def finish() -> Rows:
+            encoded = np.zeros(loss_mask.shape, np.uint32)
+            encoded[loss_mask] = reading()
+            targets, is_seq_start = flat_tokens.decode(encoded)
+            if targets.max() > self.max_token_id:
+                raise ValueError(
+                    f"{self.dataset.path} holds the token id {targets.max()}, but its attribute max_token_id is "
+                    f"{self.max_token_id}. Write or copy the dataset again."
+                )
+            return Rows(targets, is_seq_start, loss_mask)
+
+        return finish
+
+    def unigram_entropy(self, max_tokens: int = 2**22) -> float:
+        """Entropy of single tokens in the first `max_tokens` of the split, in nats: see flat_tokens.unigram_entropy."""
+        return flat_tokens.unigram_entropy(self.sample(max_tokens))
+
+    def sample(self, max_tokens: int) -> np.ndarray:
+        """The first `max_tokens` token ids of the split."""
+        return flat_tokens.decode(np.concatenate(list(self.dataset.blocks(max_tokens))))[0]

@@ -1,0 +1,226 @@
+"""Batches mixed from several flat-tokens datasets by weight: a pure function of datasets, weights, seed and step.
+
+Rows are numbered over the whole run. Each block of 1024 of them holds a fixed number of rows from each source, in
+random order; a source's rows come as the source alone would give them, so that its epochs are exact.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
+
+from input_loader import shuffle
+from input_loader.batches import Limit, Loader, Rows, TokenBatch
+from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
+from input_loader.shuffle import Indices
+
+Counts = Int64[np.ndarray, "sources"]
+
+BLOCK = 1024
+"""Rows within which each source has its share, up to less than one row."""
+PERIOD = 1024
+"""Blocks after which each source has had its share exactly: shares are counted in 1 / (BLOCK · PERIOD)."""
+_SEED = 0x6D69_7874_7572_6573
+"""Sets the order within blocks apart from that of a dataset of BLOCK rows."""
+
+
+@dataclass
+class SourceConfig:
+    """One dataset of a mixture."""
+
+    filespec: str
+    """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`, and whatever fsspec knows)."""
+    weight: float = 1.0
+    """This source's part of the rows, relative to the other weights; above 0. Rows are as long as tokens go, so with
+    sequence_packing it is the part of the tokens too."""
+    max_epochs: float | None = None
+    """How often each of its rows may come in a run, above 0: a longer run is an error at its start. Null: no bound."""
+
+
+class Quotas:
+    """Which source each row comes from.
+
+    Args:
+        weights: one for each source, above 0, and large enough for one row in BLOCK · PERIOD.
+        seed: in [0, 2**63).
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int):
+        total = BLOCK * PERIOD
+        exact = np.asarray(weights, np.float64) / np.sum(weights) * total
+        shares = np.floor(exact).astype(np.int64)
+        # Largest remainders; the earlier source where they are equal.
+        shares[np.argsort(shares - exact, kind="stable")[: total - shares.sum()]] += 1
+        self.shares: Counts = shares
+        """Rows of each source in each BLOCK · PERIOD."""
+        self._seed = seed ^ _SEED
+        # A share of c rows per block and a fraction r/PERIOD: c + 1 rows in r blocks of a period, c in the others. The
+        # sources take their turns as if at the marks of a ruler that shifts by 1/PERIOD a block; counted with the bits
+        # of the shift reversed, the larger blocks of each source are spread evenly over the period.
+        bits = PERIOD.bit_length() - 1
+        shift = np.array([int(f"{block:0{bits}b}"[::-1], 2) for block in range(PERIOD)])
+        self._bounds = -((shift[:, None] - np.cumsum(shares)) // PERIOD)
+        """[block of a period, source]: one past the source's places in the block, before they are permuted."""
+        quotas = np.diff(self._bounds, axis=1, prepend=0)
+        self._before = np.concatenate([np.zeros_like(quotas[:1]), np.cumsum(quotas, axis=0)])
+        """[block of a period, source]: rows of the source in the period before the block."""
+
+    def locate(self, numbers: Indices) -> tuple[Indices, Indices]:
+        """`(source, number)` of rows given by their numbers in the mixture: the source's index, and the row's number
+        among all rows of that source, over all epochs."""
+        which, inverse = np.unique(numbers // BLOCK, return_inverse=True)
+        source, rank = self._blocks(which)
+        place = numbers % BLOCK
+        period, block = np.divmod(which[inverse], PERIOD)
+        source, rank = source[inverse, place], rank[inverse, place]
+        return source, period * self.shares[source] + self._before[block, source] + rank
+
+    def counts(self, num_rows: int) -> Counts:
+        """Rows of each source among the first `num_rows` of the mixture."""
+        which, rest = divmod(num_rows, BLOCK)
+        period, block = divmod(which, PERIOD)
+        source, _ = self._blocks(np.array([which]))
+        within = np.bincount(source[0, :rest], minlength=self.shares.size)
+        return period * self.shares + self._before[block] + within
+
+    def _blocks(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[block, place]: the source of each row in these blocks, and how many rows of that source stand before it."""
+        slots = np.tile(np.arange(BLOCK), which.size)
+        place = shuffle.permute(slots, BLOCK, self._seed, np.repeat(which, BLOCK)).reshape(which.size, BLOCK)
+        bounds = self._bounds[which % PERIOD]
+        source, rank = np.zeros_like(place), np.zeros_like(place)
+        for i in range(self.shares.size):
+            start = bounds[:, i - 1, None] if i else 0
+            own = (start <= place) & (place < bounds[:, i, None])
+            source[own] = i
+            rank[own] = (np.cumsum(own, axis=1) - 1)[own]
+        return source, rank
+
+
+class MixtureLoader(Loader):
+    """Batches mixed from several datasets. Any step can be read at any time, from several threads, at the same cost.
+
+    Args:
+        sources: the datasets by name, at least one.
+        reading: how all of them are read. Its max_epochs is not used: each source has its own.
+        split: `train` or `validation`; each source has it.
+        batch_size, seq_len, vocab_size, shardings: as for FlatTokensLoader.
+
+    Raises:
+        ValueError: a weight out of range, one dataset named twice, or what FlatTokensLoader raises for one of them.
+    """
+
+    parallel_loads = 8
+
+    def __init__(
+        self,
+        sources: Mapping[str, SourceConfig],
+        reading: ReadingConfig,
+        split: str,
+        batch_size: int,
+        seq_len: int,
+        vocab_size: int | None = None,
+        shardings: TokenBatch | None = None,
+    ):
+        super().__init__(batch_size, seq_len, shardings)
+        _check_sources(sources)
+        shared = {field.name: getattr(reading, field.name) for field in dataclasses.fields(ReadingConfig)}
+        shared["cache_bytes"] //= len(sources)
+        self.sources = {
+            name: FlatTokensLoader(
+                FlatTokensConfig(source.filespec, **shared | {"max_epochs": source.max_epochs}),
+                split,
+                batch_size,
+                seq_len,
+                vocab_size,
+                shardings,
+            )
+            for name, source in sources.items()
+        }
+        self.quotas = Quotas([source.weight for source in sources.values()], reading.seed)
+        for name, share in zip(sources, self.quotas.shares.tolist(), strict=True):
+            if share < 1:
+                raise ValueError(
+                    f"mixture.{name}.weight is {sources[name].weight}: less than one row in {BLOCK * PERIOD} would "
+                    "come from it. Give it a larger weight, or leave it out."
+                )
+        self.num_tokens = sum(loader.num_tokens for loader in self.sources.values())
+        self.limit = self._find_limit()
+
+    def rows(self, step: int, rows: Indices) -> Rows:
+        self._check_step(step)
+        source, number = self.quotas.locate(step * self.batch_size + rows)
+        reading: list[tuple[np.ndarray, Callable[[], Rows]]] = []
+        for i, loader in enumerate(self.sources.values()):
+            where = np.flatnonzero(source == i)
+            if where.size:
+                reading.append((where, loader.begin(number[where])))
+        batch = Rows(*(np.zeros((rows.size, self.seq_len), dtype) for dtype in (np.uint32, np.bool_, np.bool_)))
+        for where, finish in reading:
+            for whole, part in zip(batch, finish(), strict=True):
+                whole[where] = part
+        return batch
+
+    def source_tokens(self, step: int) -> dict[str, int]:
+        self._check_step(step)
+        counts = self.quotas.counts((step + 1) * self.batch_size) - self.quotas.counts(step * self.batch_size)
+        return dict(zip(self.sources, (counts * self.seq_len).tolist(), strict=True))
+
+    def epoch_steps(self) -> dict[str, float]:
+        total = self.quotas.shares.sum()
+        return {
+            name: loader.steps_per_epoch * float(total / share)
+            for (name, loader), share in zip(self.sources.items(), self.quotas.shares, strict=True)
+        }
+
+    def unigram_entropy(self, max_tokens: int = 2**22) -> float:
+        """Entropy of single tokens in nats, in a sample of the mixture: the first tokens of each source, by weight."""
+        shares = self.quotas.shares / self.quotas.shares.sum()
+        samples = [
+            loader.sample(max(1, int(share * max_tokens)))
+            for loader, share in zip(self.sources.values(), shares, strict=True)
+        ]
+        size = max(int(sample.max()) for sample in samples) + 1
+        p = sum(
+            share * np.bincount(sample, minlength=size) / sample.size
+            for share, sample in zip(shares, samples, strict=True)
+        )
+        p = p[p > 0]
+        return float(-(p * np.log(p)).sum())
+
+    def _find_limit(self) -> Limit | None:
+        """The last step at which every source is within its max_epochs, by bisection: counts only grow."""
+        bounds = [(i, loader.most_rows()) for i, loader in enumerate(self.sources.values())]
+        bounds = [(i, most) for i, most in bounds if most is not None]
+        if not bounds:
+            return None
+
+        def exceeded(steps: int) -> list[int]:
+            counts = self.quotas.counts(steps * self.batch_size)
+            return [i for i, most in bounds if counts[i] > most]
+
+        low, high = 0, 1
+        while not exceeded(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if exceeded(middle) else (middle, high)
+        name = list(self.sources)[exceeded(high)[0]]
+        epochs = self.sources[name].config.max_epochs
+        return Limit(low, f"the source {name} of the mixture has been read max_epochs={epochs:g} times")
+
+
+def _check_sources(sources: Mapping[str, SourceConfig]) -> None:
+    if not sources:
+        raise ValueError("The mixture has no sources; name at least one, with its filespec and weight.")
+    seen: dict[str, str] = {}
+    for name, source in sources.items():
+        if not 0 < source.weight < float("inf"):
+            raise ValueError(f"mixture.{name}.weight is {source.weight}; it must be above 0 and finite.")
+        if (other := seen.setdefault(source.filespec.rstrip("/"), name)) != name:
+            raise ValueError(
+                f"The sources {other} and {name} of the mixture are one dataset, {source.filespec}, whose rows would "
+                f"come twice. Leave {name} out and add its weight to that of {other}."
+            )

@@ -1,0 +1,326 @@
+"""Batches tokenized on the fly from a Hugging Face dataset or from text files, for trials that are not worth a dataset.
+
+Unlike a flat-tokens dataset, a stream is read from its beginning to its end: only the steps that follow a known state
+can be read. Such a state is small, since it names a place in the stream and not what was read before it.
+"""
+
+import threading
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from input_loader import shuffle
+from input_loader.batches import Loader, Rows, TokenBatch, check_range
+from input_loader.flat import ReadingConfig
+from input_loader.shuffle import Indices
+
+KEPT_STATES = 256
+"""Most recent steps whose states are kept: a checkpoint may be that many steps older than what is prefetched."""
+TOKENIZED_AT_ONCE = 64
+"""Documents that go to the tokenizer together."""
+
+
+@dataclass
+class StreamConfig:
+    """Text to be tokenized while training. Either `dataset`, or `train_files` and `validation_files`."""
+
+    dataset: str | None = None
+    """Name of a Hugging Face dataset."""
+    dataset_config: str | None = None
+    """The dataset's configuration (subset), where it has several."""
+    train: str = "train"
+    """The dataset's split to train on."""
+    validation: str = "validation"
+    """The dataset's split to validate on."""
+    train_files: list[str] = field(default_factory=list)
+    """Files, globs or URLs to train on: all .jsonl or .json, .parquet, or .txt with a document a line;
+    also compressed."""
+    validation_files: list[str] = field(default_factory=list)
+    """Likewise, to validate on."""
+    text_field: str = "text"
+    """The column or JSON key that holds the document."""
+    tokenizer: str | None = None
+    """A tokenizer's name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. Null: UTF-8 bytes,
+    with ids as tools/huggingface_to_flat_tokens gives them."""
+    end_token: str | None = None
+    """A token put at the end of each document, null for none; `</s>` is that of bytes."""
+    shuffle_block: int = 1024
+    """With `shuffle`, documents change places within blocks of this many, at least 1, which are held in memory
+    and read again after a restart."""
+
+
+class StreamLoader(Loader):
+    """Batches of one split of a stream. Every host reads the whole stream and places its own rows.
+
+    `load` and `rows` give the steps in order, from the one that `state` belongs to or from 0; a step that was left
+    behind can be given again, by reading again, while its state is kept, and step 0 always.
+
+    Args:
+        config: the stream.
+        reading: how it is read. max_epochs bounds its repetitions; where the stream ends is known only once it does.
+        split: `train` or `validation`.
+        batch_size, seq_len, shardings: see Loader.
+        vocab_size: bound on the tokenizer's ids, or None for no check.
+        state: what `state(step)` gave in another run of the same config.
+
+    Raises:
+        ValueError: a setting out of range or missing, a dataset or tokenizer that is missing, token ids that exceed the
+            vocabulary, a state of another kind of loader, or packages that are not installed.
+    """
+
+    parallel_loads = 1
+    num_tokens = None
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        reading: ReadingConfig,
+        split: str,
+        batch_size: int,
+        seq_len: int,
+        vocab_size: int | None = None,
+        shardings: TokenBatch | None = None,
+        state: dict[str, Any] | None = None,
+    ):
+        super().__init__(batch_size, seq_len, shardings)
+        check_range({"seed": (reading.seed, 0), "shuffle_block": (config.shuffle_block, 1)})
+        self.config, self._reading = config, reading
+        self._name, arguments = _source(config, split)
+        self._tokenizer = _make_tokenizer(config)
+        if vocab_size is not None and self._tokenizer.vocab_size > vocab_size:
+            raise ValueError(
+                f"The tokenizer of the stream {self._name} has {self._tokenizer.vocab_size} ids, more than the model's "
+                f"vocabulary of {vocab_size}. Set that to {self._tokenizer.vocab_size}, or choose another tokenizer."
+            )
+        self._documents = _Documents(self._name, arguments, config, reading)
+        first = {"step": 0} | _Place().as_json() if state is None else state
+        if first.keys() != {"step", *_Place().as_json()}:
+            raise ValueError(
+                f"This is no state of a stream: {sorted(first)}. Resume with the data settings of the checkpoint."
+            )
+        self._states: dict[int, dict[str, Any]] = {0: {"step": 0} | _Place().as_json(), first["step"]: first}
+        self._lock = threading.Lock()
+        self._last: tuple[int, Rows] | None = None
+        self._pieces: Generator[tuple[_Place, _Place, np.ndarray]] | None = None
+        self._seek(first["step"])
+
+    def rows(self, step: int, rows: Indices) -> Rows:
+        self._check_step(step)
+        with self._lock:
+            if self._last is None or self._last[0] != step:
+                if step != self._next:
+                    self._seek(step)
+                self._last = step, self._read_batch()
+                self._next = step + 1
+                self._states[self._next] = {"step": self._next} | self._place.as_json()
+                for old in sorted(self._states)[1:-KEPT_STATES]:
+                    del self._states[old]
+            return Rows(*(part[rows] for part in self._last[1]))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The state from which the batch of `step` is the next, known once the batch before it has been read."""
+        self._check_step(step)
+        # Without the lock: it is held while a batch is read, and a checkpoint should not wait for that.
+        found = self._states.get(step)
+        if found is None:
+            raise ValueError(self._unknown(step))
+        return found
+
+    def _unknown(self, step: int) -> str:
+        known = sorted(dict(self._states))
+        return (
+            f"The stream {self._name} has no state for step {step}, only for {known[0]} and {known[-1]}, and some "
+            "between them: a stream is read in order. Resume from a checkpoint that holds its state."
+        )
+
+    def _seek(self, step: int) -> None:
+        if step not in self._states:
+            raise ValueError(self._unknown(step))
+        self._place = _Place(**{key: value for key, value in self._states[step].items() if key != "step"})
+        self._next = step
+        if self._pieces is not None:
+            self._pieces.close()
+        self._pieces = self._tokenize()
+        self._ids = np.zeros(0, np.uint32)
+        self._offset = 0
+
+    def _read_batch(self) -> Rows:
+        shape = (self.batch_size, self.seq_len)
+        targets, is_seq_start = np.zeros(shape, np.uint32), np.zeros(shape, np.bool_)
+        loss_mask = np.zeros(shape, np.bool_)
+        if self._reading.sequence_packing:
+            self._fill(targets.reshape(-1), is_seq_start.reshape(-1))
+            loss_mask[:] = True
+        else:
+            for row, starts, mask in zip(targets, is_seq_start, loss_mask, strict=True):
+                ids = self._next_document()
+                count = min(ids.size, self.seq_len)
+                row[:count], starts[0], mask[:count] = ids[:count], True, True
+                self._offset = self._ids.size
+                self._place = self._after
+        return Rows(targets, is_seq_start, loss_mask)
+
+    def _fill(self, targets: np.ndarray, is_seq_start: np.ndarray) -> None:
+        done = 0
+        while done < targets.size:
+            if self._offset == self._ids.size:
+                self._next_document()
+            count = min(self._ids.size - self._offset, targets.size - done)
+            targets[done : done + count] = self._ids[self._offset : self._offset + count]
+            is_seq_start[done] = self._offset == 0
+            done += count
+            self._offset += count
+            ended = self._offset == self._ids.size
+            self._place = self._after if ended else self._here.at_token(self._offset)
+
+    def _next_document(self) -> np.ndarray:
+        """Makes the next document with tokens the current one, at the offset where the place in it says."""
+        self._here, self._after, self._ids = next(self._pieces)
+        self._offset = self._here.tokens
+        return self._ids
+
+    def _tokenize(self) -> "Generator[tuple[_Place, _Place, np.ndarray]]":
+        """Each document from the current place on: the place at its beginning, the one after it, and its tokens."""
+        place = self._place
+        for texts, places, after in self._documents.read(place):
+            encoded = self._tokenizer.encode(texts)
+            ends = np.cumsum(encoded.lengths)
+            pieces = np.split(encoded.ids, ends[:-1])
+            for ids, here, next_place in zip(pieces, places, [*places[1:], after], strict=True):
+                # Only the document that a state points into begins past its first token.
+                here = here.at_token(place.tokens) if here.same_document(place) else here
+                if ids.size:
+                    yield here, next_place, ids
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place in the stream: some documents into a block, some tokens into the document after these."""
+
+    epoch: int = 0
+    block: int = 0
+    """Blocks of the epoch before this one."""
+    source: dict[str, Any] | None = None
+    """Where the `datasets` library stands at the beginning of the block; None for the beginning of the epoch."""
+    documents: int = 0
+    tokens: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def at_token(self, tokens: int) -> "_Place":
+        return _Place(self.epoch, self.block, self.source, self.documents, tokens)
+
+    def same_document(self, other: "_Place") -> bool:
+        return (self.epoch, self.block, self.documents) == (other.epoch, other.block, other.documents)
+
+
+class _Documents:
+    """The texts of a stream from any place on, epoch after epoch, those without text left out."""
+
+    def __init__(self, name: str, arguments: dict[str, Any], config: StreamConfig, reading: ReadingConfig):
+        self._name, self._config, self._reading = name, config, reading
+        self._data = _open(name, arguments)
+        self._beginning = self._data.state_dict()
+
+    def read(self, place: _Place) -> Iterator[tuple[list[str], list[_Place], _Place]]:
+        """Documents in groups, each with its place, and the place after the group."""
+        while self._reading.max_epochs is None or place.epoch < self._reading.max_epochs:
+            found = False
+            for texts, block, following in self._blocks(place):
+                found = True
+                order = np.arange(len(texts))
+                if self._reading.shuffle:
+                    key = np.full_like(order, place.epoch << 32 | block.block)
+                    order = shuffle.permute(order, len(texts), self._reading.seed, key)
+                for start in range(block.documents, len(texts), TOKENIZED_AT_ONCE):
+                    stop = min(start + TOKENIZED_AT_ONCE, len(texts))
+                    places = [_Place(block.epoch, block.block, block.source, i) for i in range(start, stop)]
+                    after = _Place(block.epoch, block.block, block.source, stop)
+                    yield (
+                        [texts[i] for i in order[start:stop]],
+                        places,
+                        following if stop == len(texts) else after,
+                    )
+            if not found and place == _Place(place.epoch):
+                raise ValueError(f"The stream {self._name} holds no text.")
+            place = _Place(place.epoch + 1)
+        raise ValueError(
+            f"The stream {self._name} has been read max_epochs={self._reading.max_epochs:g} times. "
+            "Train for fewer steps, allow more epochs, or choose a larger source."
+        )
+
+    def _blocks(self, place: _Place) -> Iterator[tuple[list[str], _Place, _Place]]:
+        """Blocks of the epoch from `place` on: texts in their order in the source, the place, and that after it."""
+        self._data.load_state_dict(self._beginning if place.source is None else place.source)
+        texts: list[str] = []
+        for example in self._data:
+            if self._config.text_field not in example:
+                raise ValueError(
+                    f"{self._name}: no column {self._config.text_field!r}; "
+                    f"set data.stream.text_field to one of {sorted(example)}."
+                )
+            text = example[self._config.text_field]
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"{self._name}: {self._config.text_field!r} is {type(text).__name__}, not text.")
+            if not text:
+                continue
+            texts.append(text)
+            if len(texts) == self._config.shuffle_block:
+                following = _Place(place.epoch, place.block + 1, self._data.state_dict())
+                yield texts, place, following
+                texts, place = [], following
+        if texts:
+            yield texts, place, _Place(place.epoch + 1)
+
+
+def _source(config: StreamConfig, split: str) -> tuple[str, dict[str, Any]]:
+    """The stream's name for messages, and the arguments of datasets.load_dataset."""
+    all_files = {"train": config.train_files, "validation": config.validation_files}
+    if split not in all_files:
+        raise ValueError(f"split is {split!r}; a stream has {' and '.join(all_files)}.")
+    files = all_files[split]
+    if (config.dataset is None) == (not files):
+        raise ValueError(
+            f"data.stream: give either `dataset`, or `{split}_files`; dataset is {config.dataset!r}, "
+            f"{split}_files is {list(files)}."
+        )
+    if config.dataset is not None:
+        source = config.train if split == "train" else config.validation
+        return f"{config.dataset} ({source})", {
+            "path": config.dataset,
+            "name": config.dataset_config,
+            "split": source,
+        }
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+    found = {kind for name in files for suffix, kind in kinds.items() if suffix in name.rsplit("/", 1)[-1]}
+    if len(found) != 1:
+        raise ValueError(
+            f"data.stream.{split}_files is {list(files)}; name files of one of these kinds: {', '.join(kinds)}."
+        )
+    name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
+    return name, {"path": found.pop(), "data_files": {split: list(files)}, "split": split}
+
+
+def _open(name: str, arguments: dict[str, Any]) -> Any:
+    try:
+        import datasets
+    except ImportError as e:
+        raise ValueError("Streaming needs the package datasets: pip install 'shardwright[tools]'.") from e
+    try:
+        return datasets.load_dataset(**arguments, streaming=True)
+    except (FileNotFoundError, ConnectionError, ValueError) as e:
+        raise ValueError(f"Cannot open the stream {name}: {e} Check its name, its split and the connection.") from e
+
+
+def _make_tokenizer(config: StreamConfig) -> Any:
+    from tools import text_tokenizers
+
+    if config.tokenizer is None:
+        if config.end_token not in (None, "</s>"):
+            raise ValueError(f"data.stream.end_token is {config.end_token!r}; that of bytes is </s>, or null.")
+        return text_tokenizers.ByteTokenizer(append_end=config.end_token is not None)
+    definition = text_tokenizers.read_definition(config.tokenizer)
+    return text_tokenizers.HuggingFaceTokenizer(definition, config.end_token)
