@@ -74,7 +74,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     "a weight is not sharded over d at rest": (
         'w_down: f32["F/t M/d"]',
         'w_down: f32["F/t M"]',
-        "the value is the same on every device of d|size mismatch: dim M is 8, but here it is 16",
+        "operand 1 `F/t M/d`: size mismatch: dim M is 8, but here it is 16",
     ),
     "the embedding is not gathered": (
         'embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))',
@@ -214,7 +214,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     "the gradient's norm counts r too": (
         '"N/t/d -> +t +d"',
         '"N/r/t/d -> +r +t +d"',
-        "einsum_unreduced('N/r/t/d -> +r +t +d'): operand 1 `N/r/t/d` is the same on every device of r|size mismatch",
+        "operand 1 `N/r/t/d`: size mismatch: dim N is ",
     ),
 }
 
@@ -262,4 +262,4 @@ def test_broken_step_does_not_trace(trace_step, name):
     assert text in SOURCE, f"train.py no longer has {text!r}"
     with pytest.raises((ShardError, TypeError, ValueError)) as raised:
         trace_step(SOURCE.replace(text, instead))
-    assert any(part in str(raised.value) for part in message.split("|"))
+    assert message in str(raised.value)
