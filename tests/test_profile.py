@@ -1,3 +1,4 @@
+import contextlib
 import gzip
 import json
 import time
@@ -93,7 +94,8 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys):
     (tmp_path / "plugins").write_text("in the way")
     assert train(tmp_path, 4) is None
     assert "profile: the trace could not be written: " in capsys.readouterr().out
-    # JAX keeps a trace that it could not write: write it, so that the tests after this one can start theirs.
+    # jax 0.10 keeps a trace that it could not write: write it, so that the tests after this one can start theirs.
     (tmp_path / "plugins").unlink()
-    jax.profiler.stop_trace()
+    with contextlib.suppress(RuntimeError):  # jax 0.12 has none left
+        jax.profiler.stop_trace()
     assert train(tmp_path / "next", 4).is_file()
