@@ -308,20 +308,21 @@ def _open_with_zarr(filespec: str, name: str, memory: int) -> Any:
     return array[:] if array.nbytes <= memory else array
 
 
-def _is_there(root: ts.KvStore, split: str) -> bool:
+def is_there(root: ts.KvStore, split: str) -> bool:
+    """Whether the dataset has a complete split of that name."""
     return any(root.read(f"{split}/{marker}").result().state == "value" for marker in ("zarr.json", ".zgroup"))
 
 
 def check_absent(filespec: str, split: str) -> None:
     """Raises ValueError if the dataset has a complete split of that name already."""
-    if _is_there(open_kvstore(filespec), split):
+    if is_there(open_kvstore(filespec), split):
         raise ValueError(f"{filespec.rstrip('/')}/{split} is already there. Delete it, or choose another path.")
 
 
 def delete_split(filespec: str, split: str) -> None:
     """Deletes a complete split, if there is one."""
     root = open_kvstore(filespec)
-    if _is_there(root, split):
+    if is_there(root, split):
         # The marker goes first: a split that is half deleted must not look whole.
         for marker in ("zarr.json", ".zgroup"):
             root.write(f"{split}/{marker}", None).result()
@@ -409,26 +410,25 @@ class Writer:
         """
         if ids.size and ((low := int(ids.min())) < 0 or (high := int(ids.max())) > MAX_TOKEN_ID):
             raise ValueError(f"{self.path}: token id {low if low < 0 else high} is outside [0, {MAX_TOKEN_ID}].")
-        self.append_encoded(mark_starts(ids, lengths, self.path), lengths)
+        self.append_encoded(mark_starts(ids, lengths, self.path))
 
-    def append_encoded(self, encoded: Encoded, lengths: Lengths, num_bytes: Lengths | None = None) -> None:
-        """Adds whole documents as they are stored, with the number of tokens of each.
+    def append_encoded(self, encoded: Encoded, num_bytes: Lengths | None = None) -> None:
+        """Adds tokens as they are stored; what stands before the first mark continues the last document.
 
         Args:
-            num_bytes: the UTF-8 bytes of each document, for a writer `with_bytes`.
+            num_bytes: the UTF-8 bytes of each document that starts here, for a writer `with_bytes`.
 
         Raises:
             ValueError: a failed write.
         """
         if not encoded.size:
             return
-        starts = np.full(lengths.size, self.num_tokens, np.uint64)
-        starts[1:] += np.cumsum(lengths[:-1], dtype=np.uint64)
-        self._starts.append(starts)
+        starts = np.flatnonzero(encoded & np.uint32(1)).astype(np.uint64)
+        self._starts.append(starts + np.uint64(self.num_tokens))
         self._tokens.append(encoded)
         if self._bytes is not None:
             self._bytes.append(num_bytes.astype(np.uint64))
-        self._num_documents += lengths.size
+        self._num_documents += starts.size
         self._max_token_id = max(self._max_token_id, int(encoded.max()) >> 1)
 
     def close(self) -> None:

@@ -1,123 +1,432 @@
-"""Documents from local files and from Hugging Face datasets, as `(place, text)`: the place is for messages."""
+"""Documents of local files and of Hugging Face datasets, in pieces that are read apart from each other.
+
+A source is a list of pieces, in the order of its documents; a piece is a sequence of blocks of about BLOCK_BYTES. Both
+depend on the source alone, so a place in it is two numbers, and every n-th piece is a share of it. A block can be sent
+to another process and read there.
+"""
 
 import glob
+import itertools
 import json
 import os
-from collections.abc import Iterator
-from typing import IO, Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
-Record = tuple[str, Any]
+BLOCK_BYTES = 2**21
+"""Text handed on at once: enough to keep the cost of handing it on small, little enough to keep memory flat."""
+PIECE_BYTES = 2**24
+"""Size of the pieces of a file that can be read from any place."""
+PIECE_ROWS = 2**12
+"""Rows in a piece of a downloaded Hugging Face dataset."""
 
-
-def read_huggingface(
-    dataset: str, dataset_config: str | None, split: str, streaming: bool, text_field: str
-) -> Iterator[Record]:
-    """The documents of a split of a dataset on the Hugging Face hub.
-
-    Raises:
-        ValueError: the dataset, the split or the column is missing.
-    """
-    import datasets
-
-    try:
-        data = datasets.load_dataset(dataset, dataset_config, split=split, streaming=streaming)
-    except (FileNotFoundError, ConnectionError) as e:
-        raise ValueError(
-            f"Cannot load the dataset {dataset!r}: {e} Check its name and the connection, "
-            "or download its files and read those."
-        ) from e
-    where = f"{dataset} ({split})"
-    for batch in data.iter(batch_size=256):
-        if text_field not in batch:
-            raise ValueError(f"{where}: no column {text_field!r}; set text_field to one of {sorted(batch)}.")
-        yield from ((where, text) for text in batch[text_field])
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 
-def read_files(patterns: list[str], text_field: str) -> Iterator[Record]:
+class Block(ABC):
+    """Some documents in a row."""
+
+    size: int
+    """Its share of its piece's size."""
+
+    @abstractmethod
+    def texts(self) -> list[str]:
+        """The documents; those without text as "".
+
+        Raises:
+            ValueError: a file that is missing or corrupt, a record without text.
+        """
+
+
+class Piece(ABC):
+    size: int | None
+    """How much of the source it is, in bytes or rows, the same for all pieces; None if that is unknown."""
+
+    @abstractmethod
+    def blocks(self, skip: int) -> Iterator[Block]:
+        """All blocks but the first `skip`.
+
+        Raises:
+            ValueError: a file that is missing or corrupt, a record without text.
+        """
+
+
+# ---- local files --------------------------------------------------------------------------------------------------
+
+
+def open_files(patterns: list[str], text_field: str, separator: str | None) -> list[Piece]:
     """The documents of local files: one a line of .jsonl and .json, a row of .parquet, a file of .txt.
 
     All but .parquet may be compressed too: .gz, .bz2, .xz, .zst.
 
+    Args:
+        patterns: paths or globs, read in this order; the matches of a glob are sorted.
+        text_field: the JSON key or column that holds the document.
+        separator: what stands between the documents of a .txt file; None if such a file is one document.
+
     Raises:
-        ValueError: a pattern without a match, a file that is not of these kinds, a record without the field.
+        ValueError: a pattern without a match, a file that is not of these kinds, or one that is corrupt.
     """
-    for path in [path for pattern in patterns for path in _matches(pattern)]:
-        yield from _read_file(path, text_field)
+    pieces: list[Piece] = []
+    for path in match(patterns):
+        size = os.path.getsize(path)
+        stem, suffix = os.path.splitext(path)
+        compressed = suffix in COMPRESSIONS
+        kind = os.path.splitext(stem)[1] if compressed else suffix
+        if suffix == ".parquet":
+            pieces += _parquet_pieces(path, text_field)
+        elif kind in (".jsonl", ".json") and compressed:
+            pieces.append(CompressedLines(path, size, text_field))
+        elif kind in (".jsonl", ".json"):
+            for start in range(0, size, PIECE_BYTES):
+                pieces.append(LineRange(path, start, min(start + PIECE_BYTES, size), text_field))
+        elif kind == ".txt" and separator is not None:
+            pieces.append(SeparatedText(path, size, separator))
+        elif kind == ".txt" and pieces and isinstance(pieces[-1], WholeTexts) and pieces[-1].size + size < BLOCK_BYTES:
+            pieces[-1] = WholeTexts([*pieces[-1].paths, path], pieces[-1].size + size)
+        elif kind == ".txt":
+            pieces.append(WholeTexts([path], size))
+        else:
+            raise ValueError(
+                f"{path}: unknown kind of file. Known are .jsonl, .json, .txt, each also with "
+                f"{', '.join(COMPRESSIONS)}, and .parquet."
+            )
+    return pieces
 
 
-def _matches(pattern: str) -> list[str]:
-    paths = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-    if not paths:
-        raise ValueError(f"No file matches {pattern!r} in {os.getcwd()}.")
+def match(patterns: list[str]) -> list[str]:
+    """The files that `patterns` name.
+
+    Raises:
+        ValueError: a pattern without a match.
+    """
+    paths: list[str] = []
+    for pattern in patterns:
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [path for path in found if os.path.isfile(path)]
+        if not found:
+            raise ValueError(f"No file matches {pattern!r} in {os.getcwd()}.")
+        paths += found
     return paths
 
 
-def _read_file(path: str, text_field: str) -> Iterator[Record]:
-    stem, compression = os.path.splitext(path)
-    kind = os.path.splitext(stem)[1] if compression in (".gz", ".bz2", ".xz", ".zst") else compression
-    if path.endswith(".parquet"):
-        yield from _read_parquet(path, text_field)
-    elif kind in (".jsonl", ".json"):
-        with _open_binary(path) as lines:
-            for number, line in enumerate(lines, start=1):
-                yield f"{path}:{number}", _text_of_line(f"{path}:{number}", line, text_field)
-    elif kind == ".txt":
-        with _open_binary(path) as content:
-            yield path, _decode_utf8(path, content.read())
-    else:
-        raise ValueError(
-            f"{path}: unknown kind of file. Known are .jsonl, .json, .txt, each also with .gz, .bz2, .xz or .zst, "
-            "and .parquet."
-        )
+def _read(path: str) -> Iterator[tuple[bytes, int]]:
+    """The content of a file, unpacked, in blocks of BLOCK_BYTES; with each, the bytes of the file that it took."""
+    import lzma
+
+    suffix = os.path.splitext(path)[1]
+    try:
+        if suffix == ".xz":
+            with open(path, "rb") as file, lzma.open(file) as unpacked:
+                yield from _blocks(unpacked, file)
+        elif suffix in COMPRESSIONS:
+            # Unlike zstandard's, its reader of .zst notices a truncated file.
+            import pyarrow
+
+            with pyarrow.OSFile(path) as file, pyarrow.CompressedInputStream(file, COMPRESSIONS[suffix]) as unpacked:
+                yield from _blocks(unpacked, file)
+        else:
+            with open(path, "rb") as file:
+                yield from _blocks(file, file)
+    except (OSError, EOFError, lzma.LZMAError) as e:
+        raise ValueError(f"{path} is corrupt, or cannot be read: {e}. Download or write it again.") from e
 
 
-def _open_binary(path: str) -> IO[bytes]:
-    match os.path.splitext(path)[1]:
-        case ".gz":
-            import gzip
+def _blocks(unpacked: Any, file: Any) -> Iterator[tuple[bytes, int]]:
+    before = 0
+    while content := unpacked.read(BLOCK_BYTES):
+        yield content, file.tell() - before
+        before = file.tell()
 
-            return gzip.open(path)
-        case ".bz2":
-            import bz2
 
-            return bz2.open(path)
-        case ".xz":
-            import lzma
+@dataclass(frozen=True)
+class WholeTexts(Piece):
+    """Files that are one document each."""
 
-            return lzma.open(path)
-        case ".zst":
-            import io
+    paths: list[str]
+    size: int
 
+    def blocks(self, skip: int) -> Iterator[Block]:
+        return iter([_WholeTextsBlock(self.paths, self.size)][skip:])
+
+
+@dataclass(frozen=True)
+class _WholeTextsBlock(Block):
+    paths: list[str]
+    size: int
+
+    def texts(self) -> list[str]:
+        return [_decode_utf8(path, b"".join(content for content, _ in _read(path))) for path in self.paths]
+
+
+@dataclass(frozen=True)
+class SeparatedText(Piece):
+    """A file whose documents have a separator between them, to which the line breaks around it belong."""
+
+    path: str
+    size: int
+    separator: str
+
+    def blocks(self, skip: int) -> Iterator[Block]:
+        return itertools.islice(self._blocks(), skip, None)
+
+    def _blocks(self) -> Iterator[Block]:
+        separator = self.separator.encode()
+        documents: list[bytearray] = []
+        num_bytes = num_read = 0
+        rest = bytearray()
+        for content, size in _read(self.path):
+            num_read += size
+            # Of a long document, only the end can hold part of a separator.
+            searched = max(len(rest) - len(separator), 0)
+            rest += content
+            if rest.find(separator, searched) < 0:
+                continue
+            *whole, rest = rest.split(separator)
+            documents += whole
+            num_bytes += sum(map(len, whole))
+            if num_bytes >= BLOCK_BYTES:
+                yield _Documents(self.path, num_read, documents)
+                documents, num_bytes, num_read = [], 0, 0
+        # What follows the last separator is a document only if there is something.
+        documents += [rest] if rest.strip(b"\r\n") else []
+        if documents:
+            yield _Documents(self.path, num_read, documents)
+
+
+@dataclass(frozen=True)
+class _Documents(Block):
+    path: str
+    size: int
+    documents: list[bytearray]
+
+    def texts(self) -> list[str]:
+        return [_decode_utf8(self.path, document.strip(b"\r\n")) for document in self.documents]
+
+
+@dataclass(frozen=True)
+class LineRange(Piece):
+    """The lines of a file that start within [start, stop)."""
+
+    path: str
+    start: int
+    stop: int
+    text_field: str
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def blocks(self, skip: int) -> Iterator[Block]:
+        for start in range(self.start + skip * BLOCK_BYTES, self.stop, BLOCK_BYTES):
+            yield _LineRangeBlock(self.path, start, min(start + BLOCK_BYTES, self.stop), self.text_field)
+
+
+@dataclass(frozen=True)
+class _LineRangeBlock(Block):
+    path: str
+    start: int
+    stop: int
+    text_field: str
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def texts(self) -> list[str]:
+        try:
+            with open(self.path, "rb") as file:
+                if self.start:
+                    file.seek(self.start - 1)
+                    file.readline()
+                first = file.tell()
+                content = file.read(max(self.stop - first, 0))
+                if content and not content.endswith(b"\n"):
+                    content += file.readline()
+        except OSError as e:
+            raise ValueError(f"{self.path} cannot be read: {e}.") from e
+
+        def lines_before() -> int:
+            with open(self.path, "rb") as file:
+                return sum(file.read(min(BLOCK_BYTES, first - i)).count(b"\n") for i in range(0, first, BLOCK_BYTES))
+
+        return _parse_lines(self.path, lines_before, content, self.text_field)
+
+
+@dataclass(frozen=True)
+class CompressedLines(Piece):
+    path: str
+    size: int
+    text_field: str
+
+    def blocks(self, skip: int) -> Iterator[Block]:
+        return itertools.islice(self._blocks(), skip, None)
+
+    def _blocks(self) -> Iterator[Block]:
+        rest: list[bytes] = []
+        num_lines = 0
+        for content, size in _read(self.path):
+            end = content.rfind(b"\n") + 1
+            if not end:
+                rest.append(content)
+                continue
+            lines = b"".join([*rest, content[:end]])
+            yield _Lines(self.path, size, num_lines, lines, self.text_field)
+            rest = [content[end:]]
+            num_lines += lines.count(b"\n")
+        if last := b"".join(rest):
+            yield _Lines(self.path, 0, num_lines, last, self.text_field)
+
+
+@dataclass(frozen=True)
+class _Lines(Block):
+    path: str
+    size: int
+    lines_before: int
+    content: bytes
+    text_field: str
+
+    def texts(self) -> list[str]:
+        return _parse_lines(self.path, lambda: self.lines_before, self.content, self.text_field)
+
+
+def _parse_lines(path: str, lines_before: Any, content: bytes, text_field: str) -> list[str]:
+    """The texts of JSON lines. `lines_before` is asked, for a message, how many lines of the file stand before them."""
+    texts = []
+    parse = json.JSONDecoder().raw_decode
+    for number, line in enumerate(_lines(path, lines_before, content), start=1):
+        if not line or line.isspace():
+            continue
+        try:
+            record, end = parse(line)
+            if end != len(line):
+                record = json.loads(line)
+            text = record[text_field]
+        except (ValueError, KeyError, TypeError, IndexError) as e:
             try:
-                import zstandard
-            except ImportError as e:
-                raise ValueError(f"{path}: reading .zst needs the package zstandard: pip install zstandard") from e
+                # With white space before it, which raw_decode does not take.
+                text = json.loads(line)[text_field]
+            except (ValueError, KeyError, TypeError, IndexError):
+                raise _bad_line(f"{path}:{lines_before() + number}", line, text_field) from e
+        if not isinstance(text, str) or not text.isascii():
+            text = clean_text(text, text_field, lambda n=number: f"{path}:{lines_before() + n}")
+        texts.append(text)
+    return texts
 
-            return io.BufferedReader(zstandard.open(path, "rb"))
-        case _:
-            return open(path, "rb")
+
+def _lines(path: str, lines_before: Any, content: bytes) -> list[str]:
+    try:
+        return content.decode().split("\n")
+    except UnicodeDecodeError as e:
+        number = lines_before() + content.count(b"\n", 0, e.start) + 1
+        raise ValueError(f"{path}:{number} is not UTF-8: {e}.") from e
 
 
-def _read_parquet(path: str, text_field: str) -> Iterator[Record]:
+def _bad_line(where: str, line: str, text_field: str) -> ValueError:
+    try:
+        record = json.loads(line)
+    except ValueError as e:
+        return ValueError(f"{where} is not JSON: {e}. Each line must be one JSON object.")
+    if not isinstance(record, dict):
+        return ValueError(f"{where}: a JSON {type(record).__name__}; each line must be one JSON object.")
+    return ValueError(f"{where}: no key {text_field!r}; set text_field to one of {sorted(record)}.")
+
+
+def _parquet_pieces(path: str, text_field: str) -> Iterator[Piece]:
+    import pyarrow
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        if text_field not in file.schema_arrow.names:
-            raise ValueError(f"{path}: no column {text_field!r}; set text_field to one of {file.schema_arrow.names}.")
-        for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
-            yield from ((path, text) for text in batch.column(0).to_pylist())
-
-
-def _text_of_line(where: str, line: bytes, text_field: str) -> Any:
     try:
-        record = json.loads(_decode_utf8(where, line))
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{where} is not JSON: {e}. Each line must be one JSON object.") from e
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: a JSON {type(record).__name__}; each line must be one JSON object.")
-    if text_field not in record:
-        raise ValueError(f"{where}: no key {text_field!r}; set text_field to one of {sorted(record)}.")
-    return record[text_field]
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if text_field not in names:
+                raise ValueError(f"{path}: no column {text_field!r}; set text_field to one of {names}.")
+            found = file.schema_arrow.field(text_field).type
+            if not (pyarrow.types.is_string(found) or pyarrow.types.is_large_string(found)):
+                raise ValueError(f"{path}: {text_field!r} is {found}, not text.")
+            columns = [i for i in range(len(file.schema)) if file.schema.column(i).path.split(".")[0] == text_field]
+            groups: list[int] = []
+            size = 0
+            for group in range(file.num_row_groups):
+                groups.append(group)
+                size += sum(file.metadata.row_group(group).column(i).total_uncompressed_size for i in columns)
+                if size >= 4 * BLOCK_BYTES:
+                    yield RowGroups(path, groups, size, text_field)
+                    groups, size = [], 0
+            if groups:
+                yield RowGroups(path, groups, size, text_field)
+    except (OSError, pyarrow.ArrowInvalid) as e:
+        raise ValueError(f"{path} is corrupt, or cannot be read: {e}. Download or write it again.") from e
+
+
+@dataclass(frozen=True)
+class RowGroups(Piece):
+    """Row groups of a Parquet file."""
+
+    path: str
+    groups: list[int]
+    size: int
+    text_field: str
+
+    def blocks(self, skip: int) -> Iterator[Block]:
+        if self.size <= PIECE_BYTES:
+            return iter([_RowGroupsBlock(self)][skip:])
+        # Too much to read at once: the process that tokenizes gets the text itself.
+        parts = (Texts(self.path, size, values, self.text_field) for size, values in self.batches())
+        return itertools.islice(parts, skip, None)
+
+    def batches(self) -> Iterator[tuple[int, list[Any]]]:
+        """The column in parts of about BLOCK_BYTES, each with its size."""
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            with pyarrow.parquet.ParquetFile(self.path) as file:
+                num_rows = sum(file.metadata.row_group(group).num_rows for group in self.groups)
+                rows = max(1, num_rows * BLOCK_BYTES // max(self.size, 1))
+                for batch in file.iter_batches(rows, row_groups=self.groups, columns=[self.text_field]):
+                    yield self.size * batch.num_rows // num_rows, batch.column(0).to_pylist()
+        except (OSError, pyarrow.ArrowInvalid) as e:
+            raise ValueError(f"{self.path} is corrupt, or cannot be read: {e}. Download or write it again.") from e
+
+
+@dataclass(frozen=True)
+class _RowGroupsBlock(Block):
+    piece: RowGroups
+
+    @property
+    def size(self) -> int:
+        return self.piece.size
+
+    def texts(self) -> list[str]:
+        values = [value for _, part in self.piece.batches() for value in part]
+        return Texts(self.piece.path, self.size, values, self.piece.text_field).texts()
+
+
+@dataclass(frozen=True)
+class Texts(Block):
+    where: str
+    size: int
+    values: list[Any]
+    text_field: str
+
+    def texts(self) -> list[str]:
+        return [clean_text(value, self.text_field, lambda: self.where) for value in self.values]
+
+
+def clean_text(value: Any, text_field: str, where: Any) -> str:
+    """A document without text as "". `where` is asked for the place, for a message."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"{where()}: {text_field!r} is {type(value).__name__}, not text.")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        # JSON can name half of a surrogate pair, which is no character and has no UTF-8: it becomes U+FFFD.
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value
 
 
 def _decode_utf8(where: str, content: bytes) -> str:
@@ -125,3 +434,116 @@ def _decode_utf8(where: str, content: bytes) -> str:
         return content.decode()
     except UnicodeDecodeError as e:
         raise ValueError(f"{where} is not UTF-8: {e}.") from e
+
+
+# ---- Hugging Face -------------------------------------------------------------------------------------------------
+
+
+def open_huggingface(
+    dataset: str, dataset_config: str | None, revision: str | None, split: str, streaming: bool, text_field: str
+) -> list[Piece]:
+    """A split of a dataset on the Hugging Face hub: a piece for each of its files, or for each PIECE_ROWS rows.
+
+    Args:
+        streaming: read the files while they download, or download them first.
+
+    Raises:
+        ValueError: the dataset, the split or the column is missing.
+    """
+    import datasets
+
+    try:
+        data = datasets.load_dataset(dataset, dataset_config, split=split, revision=revision, streaming=streaming)
+    except (FileNotFoundError, ConnectionError) as e:
+        raise ValueError(
+            f"Cannot load the dataset {dataset!r}: {e} Check its name and the connection, "
+            "or download its files and read those."
+        ) from e
+    where = f"{dataset} ({split})"
+    if data.column_names is not None:
+        _check_column(where, data.column_names, text_field)
+        data = data.select_columns([text_field])
+    if not streaming:
+        starts = range(0, len(data), PIECE_ROWS)
+        return [Rows(where, data, start, min(start + PIECE_ROWS, len(data)), text_field) for start in starts]
+    info = data.info.splits.get(split) if data.info.splits else None
+    size = info.num_examples // data.num_shards if info is not None and info.num_examples else None
+    return [StreamedFile(where, data, index, size, text_field) for index in range(data.num_shards)]
+
+
+def _check_column(where: str, names: Iterable[str], text_field: str) -> None:
+    if text_field not in names:
+        raise ValueError(f"{where}: no column {text_field!r}; set text_field to one of {sorted(names)}.")
+
+
+@dataclass(frozen=True)
+class StreamedFile(Piece):
+    where: str
+    dataset: Any
+    index: int
+    size: int | None
+    text_field: str
+
+    def blocks(self, skip: int) -> Iterator[Block]:
+        return itertools.islice(_group(self.where, self._values(), self.text_field), skip, None)
+
+    def _values(self) -> Iterator[Any]:
+        for batch in self.dataset.shard(self.dataset.num_shards, self.index).iter(batch_size=64):
+            _check_column(self.where, batch, self.text_field)
+            yield from batch[self.text_field]
+
+
+@dataclass(frozen=True)
+class Rows(Piece):
+    """Rows [start, stop) of a downloaded dataset."""
+
+    where: str
+    dataset: Any
+    start: int
+    stop: int
+    text_field: str
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def blocks(self, skip: int) -> Iterator[Block]:
+        return itertools.islice(_group(self.where, self._values(), self.text_field), skip, None)
+
+    def _values(self) -> Iterator[Any]:
+        for start in range(self.start, self.stop, 256):
+            yield from self.dataset[start : min(start + 256, self.stop)][self.text_field]
+
+
+def _group(where: str, values: Iterable[Any], text_field: str) -> Iterator[Block]:
+    """Documents in blocks of about BLOCK_BYTES characters."""
+    group: list[Any] = []
+    characters = 0
+    for value in values:
+        group.append(value)
+        characters += len(value) if isinstance(value, str) else 0
+        if characters >= BLOCK_BYTES:
+            yield Texts(where, len(group), group, text_field)
+            group, characters = [], 0
+    if group:
+        yield Texts(where, len(group), group, text_field)
+
+
+# ---- part of a source ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slice(Piece):
+    """Documents [start, stop) of a source, None for its end, as one piece."""
+
+    pieces: list[Piece]
+    start: int
+    stop: int | None
+    size = None
+
+    def blocks(self, skip: int) -> Iterator[Block]:
+        return itertools.islice(_group("", self._texts(), ""), skip, None)
+
+    def _texts(self) -> Iterator[str]:
+        texts = (text for piece in self.pieces for block in piece.blocks(0) for text in block.texts())
+        return itertools.islice(texts, self.start, self.stop)

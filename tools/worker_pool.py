@@ -1,0 +1,103 @@
+"""A function applied to many things by several processes, with the results in order."""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+ENOUGH = 5
+"""With fewer things to do, starting processes takes longer than doing them."""
+
+_function: Callable[[Any], Any]
+
+
+def available_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class WorkerPool:
+    """Processes that apply one function, as a context manager; they start when there is enough to do.
+
+    Args:
+        function: sent to each process once; where none is started, it is called here.
+        num_workers: processes, at least 1. With 1, none is started.
+    """
+
+    def __init__(self, function: Callable[[Item], Result], num_workers: int):
+        self._function, self._num_workers = function, num_workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
+        """Each item with its result, in order; at most three of them a worker are held.
+
+        Raises:
+            ValueError: what the function raises, or a process that was killed.
+        """
+        items = iter(items)
+        first = [] if self._num_workers == 1 else list(itertools.islice(items, ENOUGH))
+        if len(first) < ENOUGH:
+            for item in itertools.chain(first, items):
+                yield item, self._function(item)
+            return
+        try:
+            yield from self._map(itertools.chain(first, items))
+        except BrokenProcessPool as e:
+            raise ValueError(
+                f"One of {self._num_workers} processes was killed, perhaps for want of memory: try fewer num_workers."
+            ) from e
+
+    def _map(self, items: Iterator[Item]) -> Iterator[tuple[Item, Result]]:
+        if self._pool is None:
+            context = multiprocessing.get_context("forkserver")
+            self._pool = ProcessPoolExecutor(self._num_workers, context, _start, (self._function,))
+        ahead: deque[tuple[Item, Future[Result]]] = deque()
+        try:
+            for item in items:
+                ahead.append((item, self._pool.submit(_apply, item)))
+                if len(ahead) == 3 * self._num_workers:
+                    item, future = ahead.popleft()
+                    yield item, future.result()
+            while ahead:
+                item, future = ahead.popleft()
+                yield item, future.result()
+        finally:
+            # Whoever asks for no more has what it needs.
+            for _, future in ahead:
+                future.cancel()
+
+
+def _start(function: Callable[[Any], Any]) -> None:
+    # The processes are the parallelism here.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Ctrl-C reaches all processes; the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    global _function
+    _function = function
+
+
+def _exit_with_parent() -> None:
+    """A killed parent cannot say so: its children would wait for work for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _apply(item: Any) -> Any:
+    return _function(item)
