@@ -130,11 +130,15 @@ class FlatTokensLoader(Loader):
         """Begins to read rows, given by their numbers over all epochs, at least one; what it returns waits for them."""
         starts, lengths = self.spans(numbers)
         reading = self.dataset.begin_read(starts, lengths)
-        loss_mask = np.arange(self.seq_len) < lengths[:, None]
 
         def finish() -> Rows:
-            encoded = np.zeros(loss_mask.shape, np.uint32)
-            encoded[loss_mask] = reading()
+            if self.config.sequence_packing:
+                encoded = reading().reshape(-1, self.seq_len)
+                loss_mask = np.ones(encoded.shape, np.bool_)
+            else:
+                loss_mask = np.arange(self.seq_len) < lengths[:, None]
+                encoded = np.zeros(loss_mask.shape, np.uint32)
+                encoded[loss_mask] = reading()
             targets, is_seq_start = flat_tokens.decode(encoded)
             if targets.max() > self.max_token_id:
                 raise ValueError(
