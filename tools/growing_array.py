@@ -40,7 +40,9 @@ class GrowingArray:
         self.length = written + pending.size
         if written:
             # The shards beyond, if any, are written again; they would come out the same.
-            self._array = ts.open(self._spec(shard), open=True).result().resize(exclusive_max=[written]).result()
+            spec = self._spec(shard)
+            del spec["metadata"]["shape"]
+            self._array = ts.open(spec, open=True).result().resize(exclusive_max=[written]).result()
         else:
             # What an interrupted writer left must not mix with what comes.
             kvstore.delete_range(ts.KvStore.KeyRange()).result()
