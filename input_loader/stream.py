@@ -18,6 +18,7 @@ from input_loader.shuffle import Indices
 
 KEPT_STATES = 256
 """Most recent steps whose states are kept: a checkpoint may be that many steps older than what is prefetched."""
+TOKENIZER_KINDS = ("bytes", "huggingface", "tiktoken", "mistral")
 TOKENIZED_AT_ONCE = 64
 """Documents that go to the tokenizer together."""
 
@@ -41,9 +42,11 @@ class StreamConfig:
     """Likewise, to validate on."""
     text_field: str = "text"
     """The column or JSON key that holds the document."""
+    tokenizer_kind: str = "bytes"
+    """`bytes`, `huggingface`, `tiktoken` or `mistral`: as in tools/huggingface_to_flat_tokens, with the same ids."""
     tokenizer: str | None = None
-    """A tokenizer's name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. Null: UTF-8 bytes,
-    with ids as tools/huggingface_to_flat_tokens gives them."""
+    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. For the other
+    kinds: what tools/huggingface_to_flat_tokens takes for a name. None for `bytes`."""
     end_token: str | None = None
     """A token put at the end of each document, null for none; `</s>` is that of bytes."""
     shuffle_block: int = 1024
@@ -316,11 +319,26 @@ def _open(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _make_tokenizer(config: StreamConfig) -> Any:
-    from tools import text_tokenizers
+    from tools import text_tokenizers, tokenizer_definitions
 
-    if config.tokenizer is None:
-        if config.end_token not in (None, "</s>"):
-            raise ValueError(f"data.stream.end_token is {config.end_token!r}; that of bytes is </s>, or null.")
-        return text_tokenizers.ByteTokenizer(append_end=config.end_token is not None)
-    definition = text_tokenizers.read_definition(config.tokenizer)
-    return text_tokenizers.HuggingFaceTokenizer(definition, config.end_token)
+    kind, name = config.tokenizer_kind, config.tokenizer
+    if kind not in TOKENIZER_KINDS:
+        raise ValueError(f"data.stream.tokenizer_kind is {kind!r}; choose one of {', '.join(TOKENIZER_KINDS)}.")
+    if (kind == "bytes") != (name is None):
+        raise ValueError(
+            f"data.stream.tokenizer is {name!r} and tokenizer_kind {kind}: bytes need no name, all others do."
+        )
+    match kind:
+        case "bytes":
+            if config.end_token not in (None, "</s>"):
+                raise ValueError(f"data.stream.end_token is {config.end_token!r}; that of bytes is </s>, or null.")
+            return text_tokenizers.ByteTokenizer(append_end=config.end_token is not None)
+        case "huggingface":
+            definition = tokenizer_definitions.find_huggingface(name)
+            reference = text_tokenizers.Tokenizers(definition)
+        case "tiktoken":
+            definition, reference = text_tokenizers.open_tiktoken(name)
+        case "mistral":
+            definition, reference = text_tokenizers.open_mistral(name)
+    tokenizer, _ = text_tokenizers.make_text_tokenizer(definition, reference, config.end_token, "reference")
+    return tokenizer
