@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorstore as ts
-from jaxtyping import Bool, Int64, Integer, UInt32
+from jaxtyping import Bool, Int64, Integer, UInt32, UInt64
 
 from tools.growing_array import CRC, LITTLE_ENDIAN, GrowingArray
 
@@ -17,6 +17,7 @@ Encoded = UInt32[np.ndarray, "tokens"]
 Lengths = Integer[np.ndarray, "documents"]
 Places = Int64[np.ndarray, "rows"]
 SomeTokens = UInt32[np.ndarray, "_"]
+Starts = UInt64[np.ndarray, "_"]
 AnyIds = Integer[np.ndarray, "*shape"]
 AnyIsStart = Bool[np.ndarray, "*shape"]
 AnyEncoded = UInt32[np.ndarray, "*shape"]
@@ -277,6 +278,10 @@ class Reader:
         pairs = self._begin(self._starts, [(i, i + 2) for i in documents.tolist()], "seq_starts")()
         spans = pairs.astype(np.int64).reshape(-1, 2)
         return spans[:, 0], spans[:, 1] - spans[:, 0]
+
+    def read_starts(self, start: int, stop: int) -> Starts:
+        """The entries [start, stop) of seq_starts: at least one, and stop at most num_documents + 1."""
+        return self._begin(self._starts, [(start, stop)], "seq_starts")()
 
     def blocks(self, max_tokens: int | None = None) -> Iterator[SomeTokens]:
         """The stored tokens in order, in blocks of a few MiB; the first `max_tokens` of them, or all."""
