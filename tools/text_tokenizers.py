@@ -248,7 +248,7 @@ class TextTokenizer(Tokenizer):
     ):
         self.definition, self._reference, self._fast, self._end = definition, reference, fast, end
         self._decoder = decoder
-        self._budget = FIRST_CHECKED_CHARACTERS
+        self._budget, self._is_first = FIRST_CHECKED_CHARACTERS, True
 
     def __reduce__(self) -> tuple:
         return TextTokenizer, (self.definition, self._reference, self._fast, self._end)
@@ -271,10 +271,12 @@ class TextTokenizer(Tokenizer):
         return Encoded(*_with_end(ids, lengths, self._end), np.fromiter(utf8_bytes, np.int64, len(texts)))
 
     def _check(self, texts: list[str], ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Compares documents from a place on that depends on the content, until the budget is used up."""
+        """Compares documents until the budget is used up, the first ones at first, then from a place on that varies."""
         ends = np.cumsum(lengths)
         place = int(ids[:: max(1, ids.size // 64)].sum())
-        for i in range(place % len(texts), len(texts)):
+        first = 0 if self._is_first else place % len(texts)
+        self._is_first = False
+        for i in range(first, len(texts)):
             if self._budget <= 0:
                 break
             text = texts[i]
