@@ -12,6 +12,9 @@ from input_loader.shuffle import Indices
 from tools import flat_tokens
 from tools.flat_tokens_stores import open_reader
 
+CHECKED_DOCUMENTS = 2**16
+"""Documents at either end of a split whose lengths are looked at when it is opened to be read unpacked."""
+
 
 @dataclass(kw_only=True)
 class ReadingConfig:
@@ -84,6 +87,9 @@ class FlatTokensLoader(Loader):
                 f"{path} is too short: {self.num_tokens} tokens do not fill one row of seq_len {seq_len}. "
                 "Use a shorter seq_len or a larger dataset."
             )
+        if not config.sequence_packing:
+            for first in {0, max(0, self.rows_per_epoch - CHECKED_DOCUMENTS)}:
+                self._document_spans(np.arange(first, min(first + CHECKED_DOCUMENTS, self.rows_per_epoch)))
         if (most := self.most_rows()) is not None:
             self.limit = Limit(most // batch_size, f"{path} has been read max_epochs={config.max_epochs:g} times")
 
@@ -118,13 +124,21 @@ class FlatTokensLoader(Loader):
             row = shuffle.permute(row, self.rows_per_epoch, self.config.seed, epoch)
         if self.config.sequence_packing:
             return row * self.seq_len, np.full_like(row, self.seq_len)
-        starts, lengths = self.dataset.document_spans(row)
+        starts, lengths = self._document_spans(row)
+        return starts, np.minimum(lengths, self.seq_len)
+
+    def _document_spans(self, documents: Indices) -> tuple[Indices, Indices]:
+        if (documents[1:] == documents[:-1] + 1).all():
+            ends = self.dataset.read_starts(int(documents[0]), int(documents[-1]) + 2).astype(np.int64)
+            starts, lengths = ends[:-1], np.diff(ends)
+        else:
+            starts, lengths = self.dataset.document_spans(documents)
         if lengths.min() < 1:
             raise ValueError(
-                f"{self.dataset.path}: document {row[lengths.argmin()]} is empty. Write the dataset again without it, "
-                "or set sequence_packing=true, which does not read seq_starts."
+                f"{self.dataset.path}: document {documents[lengths.argmin()]} is empty. Write the dataset again "
+                "without it, or set sequence_packing=true, which does not read seq_starts."
             )
-        return starts, np.minimum(lengths, self.seq_len)
+        return starts, lengths
 
     def begin(self, numbers: Indices) -> Callable[[], Rows]:
         """Begins to read rows, given by their numbers over all epochs, at least one; what it returns waits for them."""
