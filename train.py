@@ -2,7 +2,8 @@
 
     python -m train --config-name=local_test_synthetic
 
-Read it from the top: configuration, weights, forward pass and loss, optimizer, training step, main loop.
+Read it from the top: weights, forward pass, loss, gradients, optimizer, training step, main loop. The settings, each
+with its meaning, are in configuration.py.
 
 Dims                                           Axes of the device mesh
   B  batch (sequences)      L  length            r  replicas: plain data parallel
@@ -30,14 +31,23 @@ import hydra
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from jax import lax
 from jax.sharding import AxisType
 from omegaconf import OmegaConf
 
 import training_io
-from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, TokenBatch
+from configuration import (
+    COMPUTE_DTYPES,
+    FIXED,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    check_config,
+    register_schema,
+)
+from input_loader import FlatTokensLoader, Prefetcher, TokenBatch
 from jax_extra import TRUNCATED_NORMAL_STD, explicit_activation_checkpointing, fold_in_str, save_for_backward
 from shardlib import shardops
 from shardlib.shardtypes import (
@@ -54,120 +64,6 @@ from shardlib.shardtypes import (
 )
 
 act = dtype_name("act")  # the compute dtype, bound to config.training.compute_dtype where the step is traced
-COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
-
-# ---- configuration ----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class ModelConfig:
-    vocab: int
-    """Number of token ids that the model knows; at least the data's largest id + 1. Sharded over t."""
-    d_model: int
-    """Width of the residual stream. A multiple of d·t devices, since the norm weights are sharded over both."""
-    layers: int
-    n_kv: int
-    """Key/value heads. Sharded over t."""
-    n_q_per_kv: int
-    """Query heads for each key/value head: 1 is multi-head attention, more is grouped-query attention."""
-    d_head: int
-    """Entries of one head; even, since RoPE turns pairs."""
-    d_ff: int
-    """Hidden width of the SwiGLU block. Sharded over t."""
-    rope_base: float = 10_000.0
-    """Base of the rotary wavelengths (arXiv 2104.09864)."""
-    norm_epsilon: float = 1e-5
-    """Added to the mean square under the root of RMSNorm (arXiv 1910.07467)."""
-    tied_embeddings: bool = False
-    """Whether the embedding table is also the output projection."""
-    embed_init_scale: float = 1.0
-    """Standard deviation of the embedding table at init."""
-    weight_init_scale: float = 1.0
-    """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
-
-
-@dataclasses.dataclass
-class OptimizerConfig:
-    learning_rate: float
-    """Peak learning rate, reached at the end of the warmup."""
-    warmup_steps: int
-    """Steps of linear warmup from 0. At least 0."""
-    cosine_steps: int
-    """Step at which the cosine decay reaches its floor, counted from step 0. More than warmup_steps."""
-    final_fraction: float = 0.1
-    """The floor of the decay as a fraction of the peak, in [0, 1]."""
-    adam_b1: float = 0.9
-    adam_b2: float = 0.95
-    adam_epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay on all weights (arXiv 1711.05101), multiplied by the learning rate."""
-    clip_norm: float = 1.0
-    """Gradients of a larger global norm are scaled down to it."""
-    z_loss: float = 0.0
-    """Factor on the squared log of the softmax normalizer (arXiv 2204.02311, section 5); 0 turns it off."""
-
-
-@dataclasses.dataclass
-class MeshConfig:
-    """Devices along each axis; at most one may be -1, which takes what is left."""
-
-    r: int = 1
-    d: int = -1
-    t: int = 1
-
-
-@dataclasses.dataclass
-class TrainingConfig:
-    batch_size: int
-    """Sequences in a step, over all devices. A multiple of r·d devices."""
-    seq_len: int
-    """Tokens in a sequence. A multiple of t devices."""
-    steps: int
-    """Length of the run."""
-    seed: int = 0
-    """Selects the weights at init, in [0, 2**63)."""
-    compute_dtype: str = "bf16"
-    """bf16, or f32 for exact work. Weights and optimizer state are f32 either way."""
-    eval_batches: int = 8
-    """Batches of the validation split, at most, in the evaluation after the last step; 0 for none."""
-    log_interval: int = 10
-    """Steps between progress lines where the output is no terminal."""
-    checkpoint_interval: int = 1000
-    """Steps between checkpoints; there is one after the last step too."""
-
-
-@dataclasses.dataclass
-class HardwareConfig:
-    name: str = "any"
-    """What the run is meant for, in words."""
-    hosts: int = 1
-    """Processes. More than one: JAX finds the others by itself under Slurm, Open MPI, Kubernetes and on Cloud TPU."""
-    coordinator: str | None = None
-    """Elsewhere: address:port of process 0, the same on all."""
-    host: int | None = None
-    """Elsewhere: which process this is, in [0, hosts)."""
-    xla_flags: str = ""
-    """Put behind those in the environment's XLA_FLAGS before the devices start."""
-
-
-@dataclasses.dataclass
-class PathsConfig:
-    root_working_dir: str = "runs"
-    model_name: str | None = None
-    """The run's directory in root_working_dir; a run that is there already is resumed. Null: config name and time."""
-
-
-@dataclasses.dataclass
-class Config:
-    model: ModelConfig
-    optimizer: OptimizerConfig
-    mesh: MeshConfig
-    data: FlatTokensConfig
-    training: TrainingConfig
-    hardware: HardwareConfig
-    paths: PathsConfig
-
 
 # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -318,10 +214,6 @@ def forward(w: Transformer, batch: TokenBatch, c: ModelConfig) -> f32["B/r/d L V
     angles = jnp.arange(inputs.shape[1], dtype=jnp.float32)[:, None] / wavelengths
     rope = jnp.cos(angles), jnp.sin(angles)
 
-    # The replicas' copies are made here, once: their gradients are all-reduced over r here, once, after the backward
-    # loop over layers.
-    w = shardops.replicate("... -> ... *r", w)
-
     embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))
     x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", embed, inputs)
     x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x)
@@ -350,20 +242,71 @@ def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: f
 
 
 @typed
-def loss_sums(w: Transformer, batch: TokenBatch, c: ModelConfig, z_loss: float = 0.0) -> tuple[f32[""], f32[""]]:
-    """Cross-entropy in nats summed over the targets that loss_mask selects in the whole batch, and their number."""
-    losses = cross_entropy(forward(w, batch, c), batch.targets, z_loss)
-    # Each device of t holds the same losses: the sum is over r and d alone.
-    total = shardops.einsum_unreduced("B/r/d L -> +r +d", losses * batch.loss_mask)
-    count = shardops.einsum_unreduced("B/r/d L -> +r +d", jnp.float32(batch.loss_mask))
-    return shardops.psum("+r +d ->", total), shardops.psum("+r +d ->", count)
+def count_targets(batch: TokenBatch) -> f32[""]:
+    """How many targets loss_mask selects in the whole batch."""
+    return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))
 
 
 @typed
-def mean_loss(w: Transformer, batch: TokenBatch, c: ModelConfig, z_loss: float = 0.0) -> f32[""]:
-    """Mean cross-entropy of the batch, in nats a token."""
-    total, count = loss_sums(w, batch, c, z_loss)
-    return total / count
+def total_loss(w: Transformer, batch: TokenBatch, c: ModelConfig, z_loss: float = 0.0) -> f32[""]:
+    """Cross-entropy in nats, summed over the targets that loss_mask selects in the whole batch."""
+    losses = cross_entropy(forward(w, batch, c), batch.targets, z_loss)
+    # Each device of t holds the same losses: the sum is over r and d alone.
+    return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", losses * batch.loss_mask))
+
+
+@typed
+def copies_for_step(w: Transformer, gather: bool = False) -> Transformer:
+    """The weights as the microbatches of a step use them: a copy for each replica, gathered over d too if `gather`.
+
+    The gradients of copies are reduced where the copies were made: here, once a step.
+    """
+    w = shardops.replicate("... -> ... *r", w)
+    if not gather:
+        return w
+    layers, norm = w.layers, "layers M/t/d -> layers M *t *d"
+    cast = lambda spec, x: shardops.all_gather(spec, x.astype(act.dtype))
+    return Transformer(
+        embed=cast("V/t M/d -> V/t M *d", w.embed),
+        layers=TransformerLayer(
+            attention_norm=shardops.all_gather(norm, layers.attention_norm),
+            w_q=cast("layers M/d K/t Q D -> layers M K/t Q D *d", layers.w_q),
+            w_k=cast("layers M/d K/t D -> layers M K/t D *d", layers.w_k),
+            w_v=cast("layers M/d K/t D -> layers M K/t D *d", layers.w_v),
+            w_o=cast("layers K/t Q D M/d -> layers K/t Q D M *d", layers.w_o),
+            mlp_norm=shardops.all_gather(norm, layers.mlp_norm),
+            w_gate=cast("layers M/d F/t -> layers M F/t *d", layers.w_gate),
+            w_up=cast("layers M/d F/t -> layers M F/t *d", layers.w_up),
+            w_down=cast("layers F/t M/d -> layers F/t M *d", layers.w_down),
+        ),
+        final_norm=shardops.all_gather("M/t/d -> M *t *d", w.final_norm),
+        unembed=None if w.unembed is None else cast("V/t M/d -> V/t M *d", w.unembed),
+    )
+
+
+@typed
+def loss_and_gradients(w: Transformer, batch: TokenBatch, c: Config) -> tuple[f32[""], Transformer]:
+    """Mean loss in nats a token, and its gradients; one microbatch after the other, in the memory of one."""
+    n = c.training.microbatches
+    targets = count_targets(batch)
+    copies, reduce_gradients = jax.vjp(lambda w: copies_for_step(w, c.training.gather_weights == "step"), w)
+
+    def microbatch(sums, batch):
+        share = lambda copies: total_loss(copies, batch, c.model, c.optimizer.z_loss) / targets
+        return jax.tree.map(lambda total, x: total + x, sums, jax.value_and_grad(share)(copies)), None
+
+    # Each device cuts its own rows into n parts; the sums are kept in f32.
+    rows = batch.targets.shape[0]
+    if rows % n:
+        raise ValueError(
+            f"training.microbatches is {n}, which does not divide the {rows} rows of a batch on each device; "
+            f"make training.batch_size a multiple of {n * shardops.axis_size('r d')}."
+        )
+    parts = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
+    zeros = jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), copies)
+    (loss, g), _ = lax.scan(microbatch, zeros, parts)
+    (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))
+    return loss, g
 
 
 # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -429,7 +372,7 @@ def make_training_step(c: Config):
 
     @typed_shard_map
     def per_device(state: State, batch: TokenBatch, step: i32[""]) -> tuple[State, Metrics]:
-        loss, g = jax.value_and_grad(mean_loss)(state.weights, batch, c.model, c.optimizer.z_loss)
+        loss, g = loss_and_gradients(state.weights, batch, c)
         g, grad_norm = clip_by_global_norm(g, c.optimizer.clip_norm)
         rate = learning_rate(step, c.optimizer)
         state = adamw(state, g, step, rate, c.optimizer)
@@ -448,7 +391,7 @@ def make_evaluation_step(c: Config):
 
     @typed_shard_map
     def per_device(w: Transformer, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
-        return loss_sums(w, batch, c.model)
+        return total_loss(copies_for_step(w), batch, c.model), count_targets(batch)
 
     @jax.jit
     def evaluation_step(w: Transformer, batch: TokenBatch):
@@ -475,35 +418,6 @@ def make_mesh(c: MeshConfig, devices: Sequence[jax.Device]) -> jax.sharding.Mesh
             + ". (-1, for one axis, takes what is left.)"
         )
     return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=devices)
-
-
-def check_config(c: Config) -> None:
-    """Raises ValueError for a setting out of range. Sizes that do not divide are found where arrays meet the mesh."""
-    o, t = c.optimizer, c.training
-    positive = {f"model.{f.name}": getattr(c.model, f.name) for f in dataclasses.fields(ModelConfig)}
-    positive |= {f"training.{name}": getattr(t, name) for name in ("batch_size", "seq_len", "steps", "log_interval")}
-    positive |= {"training.checkpoint_interval": t.checkpoint_interval, "optimizer.clip_norm": o.clip_norm}
-    for name, value in positive.items():
-        if value <= 0 and not isinstance(value, bool):
-            raise ValueError(f"{name} is {value}; it must be positive.")
-    if c.model.d_head % 2:
-        raise ValueError(f"model.d_head is {c.model.d_head}; RoPE turns pairs of entries, so it must be even.")
-    if not 0 <= o.warmup_steps < o.cosine_steps:
-        raise ValueError(
-            f"optimizer.warmup_steps is {o.warmup_steps} and optimizer.cosine_steps {o.cosine_steps}; "
-            "the warmup is 0 steps or more and ends before the decay does."
-        )
-    if t.compute_dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"training.compute_dtype is {t.compute_dtype!r}; choose one of {', '.join(COMPUTE_DTYPES)}.")
-    if c.hardware.hosts > 1 and c.paths.model_name is None:
-        raise ValueError(f"hardware.hosts is {c.hardware.hosts}; give paths.model_name, so that all hosts agree on it.")
-    if t.eval_batches < 0:
-        raise ValueError(f"training.eval_batches is {t.eval_batches}; it must be 0 or more.")
-
-
-# What a checkpoint and the run that goes on from it must agree on; mesh, hosts, logging and length are free.
-FIXED = ("model", "optimizer", "data.filespec", "data.seed", "data.shuffle", "data.sequence_packing")
-FIXED += tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype"))
 
 
 def start_state(c: Config, checkpoints: training_io.Checkpointer) -> tuple[State, int]:
@@ -614,14 +528,6 @@ def train(c: Config, directory: Path) -> None:
             say(f"trace      {trace}  (open it at ui.perfetto.dev)")
         if rendering:
             say(rendering.result())
-
-
-def register_schema() -> None:
-    """Tells Hydra the types of all fields; required ones are there but missing, so that an override can name them."""
-    schema = OmegaConf.structured(Config)
-    for section in dataclasses.fields(Config):
-        schema[section.name] = OmegaConf.structured(section.type)
-    ConfigStore.instance().store(name="config_schema", node=schema)
 
 
 @hydra.main(version_base="1.3", config_path="configs")

@@ -4,6 +4,7 @@ Everything here runs while JAX traces and adds nothing to the compiled program.
 """
 
 import contextvars
+import dataclasses
 import functools
 
 import jax
@@ -124,8 +125,11 @@ def check_divisible(dim: Dim, size: int) -> None:
         )
 
 
-def check_value(spec: ShapeSpec, value, bindings: Bindings) -> jax.Array:
+def check_value(spec: ShapeSpec, value, bindings: Bindings, *, gathered_ahead: bool = False) -> jax.Array:
     """Checks one value against `spec` and returns the array inside it.
+
+    `gathered_ahead`: whether a copy over d is accepted where the spec has `/d`, as the whole of that dim. An op that
+    accepts it must treat it so; annotations may, since only ops can use it.
 
     Inside shard_map: a partial sum or a copy exactly where the spec says so (a copy also where it says nothing, since
     only shardops can use it); rank and sizes; and that the value varies over no axis that the spec does not mention.
@@ -155,6 +159,9 @@ def check_value(spec: ShapeSpec, value, bindings: Bindings) -> jax.Array:
                 f"the value is a copy over {', '.join(copies)}, `{spec}` says a copy over {', '.join(spec.copies)}",
                 "make the copy over the axes that the spec names, with replicate or all_gather",
             )
+        if set(copies) & spec.sharded and gathered_ahead:
+            dims = (Dim(dim.name, tuple(axis for axis in dim.axes if axis not in copies)) for dim in spec.dims)
+            spec = dataclasses.replace(spec, dims=tuple(dims))
         if set(copies) & spec.sharded:
             raise ShardError(
                 f"the value is a copy over {', '.join(copies)}, but `{spec}` says it is sharded over one of them",

@@ -64,9 +64,9 @@ def no_copy(position: int, value) -> None:
         raise ShardError(f"operand {position} is a copy over {', '.join(value.axes)}", value.remedy())
 
 
-def check_operand(position: int, spec: ShapeSpec, value, bindings: Bindings) -> jax.Array:
+def check_operand(position: int, spec: ShapeSpec, value, bindings: Bindings, **allowed) -> jax.Array:
     try:
-        return check_value(spec, value, bindings)
+        return check_value(spec, value, bindings, **allowed)
     except ShardError as error:
         raise ShardError(f"operand {position} `{spec}`: {error.problem}", error.remedy) from None
 

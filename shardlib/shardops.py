@@ -65,16 +65,23 @@ def all_gather(spec, x):
 
     The result is the same on every device of d and may feed einsum_unreduced and index_unreduced only (their gradient
     with respect to it is a partial sum over d, which the backward pass reduce-scatters once). `M/d F/t -> M F/t *d`
-    gives a Copy instead, which may cross into a `lax.scan`.
+    gives a Copy instead, which may cross into a `lax.scan`; there, a later `M/d F/t -> M F/t` of it does nothing.
     """
     with checked_op("all_gather", spec, x) as bindings:
         op = parse(spec, 1, copies=True)
         lhs, rhs = op.lhs[0], op.rhs
         need_manual()
-        value = check_operand(1, lhs, x, bindings)
+        ahead = set(copy_axes(x)) & lhs.sharded
+        value = check_operand(1, lhs, x, bindings, gathered_ahead=bool(ahead))
         same_dims(lhs, rhs)
         removed = [last_axes(a, b) for a, b in zip(lhs.dims, rhs.dims, strict=True)]
         gathered = {axis for axes in removed for axis in axes}
+        if ahead and ahead != gathered:
+            raise ShardError(
+                f"the operand was gathered over {', '.join(sort_axes(ahead))} before, this gathers over "
+                f"{', '.join(sort_axes(gathered)) or 'nothing'}",
+                "gather ahead over the axes that are gathered here, all of them",
+            )
         if lhs.partial or rhs.partial:
             raise ShardError("a partial sum cannot be gathered", "reduce it first, with psum_scatter or psum")
         if not gathered:
@@ -87,6 +94,8 @@ def all_gather(spec, x):
                 "mark all axes removed from dims with *, or none: gather the others in a call of their own; "
                 "for an axis that shards no dim use replicate",
             )
+        if ahead:
+            return x
         value = meet(1, lhs, value, (), lhs.sharded)
     for i, axes in enumerate(removed):
         if axes:

@@ -18,15 +18,15 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 @functools.cache
 def optimized_hlo(mesh: str) -> str:
-    return compile_step(tiny.mesh(mesh))
+    return compile_step(mesh).as_text()
 
 
-def compile_step(mesh) -> str:
-    c = tiny.config()
-    with jax.set_mesh(mesh):
+def compile_step(mesh: str, **training):
+    c = tiny.config(**training)
+    with jax.set_mesh(tiny.mesh(mesh)):
         state = jax.jit(lambda key: train.init_state(key, c.model))(jax.random.key(0))
         batch = tiny.place(tiny.host_batch(), TokenBatch)
-        return train.make_training_step(c).lower(state, batch, np.int32(0)).compile().as_text()
+        return train.make_training_step(c).lower(state, batch, np.int32(0)).compile()
 
 
 def computations(hlo: str) -> dict[str, list[str]]:
@@ -49,21 +49,27 @@ def operands(instruction: str, opcode: str) -> int:
 
 
 def collectives(hlo: str) -> dict[str, collections.Counter]:
-    """How many arrays each kind of collective communicates: in the forward loop, in the backward loop, outside."""
+    """How many arrays each kind of collective communicates: in the forward loop over layers, in the backward loop, in
+    the loop over microbatches around them (if there is more than one), and outside of all loops."""
     bodies = re.findall(r" while\(.*body=%?([\w.\-]+)", hlo)
-    counts = {}
+    layers, found = [], {"microbatches": collections.Counter(), "outside": collections.Counter()}
     for name, instructions in computations(hlo).items():
-        place = bodies.index(name) if name in bodies else "outside"
+        count = collections.Counter()
         for line in instructions:
             for kind in KINDS:
                 for opcode in (kind, kind + "-start"):
                     if f" {opcode}(" in line:
-                        counts.setdefault(place, collections.Counter())[kind] += operands(line, opcode)
-    loops = [counts[place] for place in counts if place != "outside"]
-    assert len(loops) == 2, f"expected a forward and a backward loop over layers, found {counts}"
+                        count[kind] += operands(line, opcode)
+        if name not in bodies:
+            found["outside"] += count
+        elif any(" while(" in line for line in instructions):
+            found["microbatches"] += count
+        elif count:
+            layers.append(count)
+    assert len(layers) == 2, f"expected a forward and a backward loop over layers, found {layers}"
     # The backward loop computes the layer again, so it is the one that communicates more.
-    forward, backward = sorted(loops, key=lambda c: c.total())
-    return {"forward": forward, "backward": backward, "outside": counts["outside"]}
+    found["forward"], found["backward"] = sorted(layers, key=lambda count: count.total())
+    return found
 
 
 def written(name: str, *functions) -> int:
@@ -86,7 +92,7 @@ def test_every_collective_is_a_written_one(mesh):
 
     outer_gathers = written("all_gather", train.forward)
     outer_scatters = written("psum_scatter", train.forward)
-    sums = (train.cross_entropy, train.loss_sums, train.clip_by_global_norm)
+    sums = (train.cross_entropy, train.total_loss, train.count_targets, train.clip_by_global_norm)
     reductions = sum(written(op, *sums) for op in ("psum", "pmax"))
     c = tiny.model()
     weights = len(jax.tree.leaves(jax.eval_shape(lambda key: train_shapes(key, c), jax.random.key(0))))
@@ -132,4 +138,4 @@ def test_the_backward_pass_keeps_what_is_saved_for_it():
 
 def test_without_saving_the_backward_pass_keeps_the_layer_input_only(monkeypatch):
     monkeypatch.setattr(train, "save_for_backward", lambda x: x)
-    assert len(kept_for_backward(compile_step(tiny.mesh("d=4 t=2")), tiny.model().layers)) == 1
+    assert len(kept_for_backward(compile_step("d=4 t=2").as_text(), tiny.model().layers)) == 1

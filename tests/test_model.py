@@ -75,7 +75,7 @@ def losses_and_grads(w, batch, c):
         return train.forward(w, batch, c)
 
     def loss_and_grads(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
-        return jax.value_and_grad(train.mean_loss)(w, batch, c)
+        return train.loss_and_gradients(w, batch, tiny.config(c))
 
     batch = tiny.place(batch, TokenBatch)
     loss, grads = tiny.per_device(loss_and_grads)(w, batch)

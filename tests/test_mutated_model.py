@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+import configuration
 from input_loader import TokenBatch
 from shardlib.shardtypes import ShardError, make_shardings
 
@@ -181,24 +182,35 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "a partial sum over t",
     ),
     "the loss stays per device": (
-        'shardops.psum("+r +d ->", total), ',
-        "jnp.sum(losses * batch.loss_mask), ",
-        "loss_sums, result: [0]: f32['']: the value differs between devices of r, d",
+        'shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", losses * batch.loss_mask))',
+        "jnp.sum(losses * batch.loss_mask)",
+        "total_loss, result: f32['']: the value differs between devices of r, d",
     ),
     "the loss is reduced over d, not r": (
-        'shardops.psum("+r +d ->", total), ',
-        'shardops.psum("+r +d -> +r", total), ',
-        "loss_sums, result: [0]: f32['']: the value is a partial sum over r",
+        'shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", losses',
+        'shardops.psum("+r +d -> +r", shardops.einsum_unreduced("B/r/d L -> +r +d", losses',
+        "total_loss, result: f32['']: the value is a partial sum over r",
     ),
     "the loss is reduced over t too": (
-        'total = shardops.einsum_unreduced("B/r/d L -> +r +d"',
-        'total = shardops.einsum_unreduced("B/r/d L -> +r +t +d"',
+        'shardops.einsum_unreduced("B/r/d L -> +r +d", losses',
+        'shardops.einsum_unreduced("B/r/d L -> +r +t +d", losses',
         "the result says +t, but no contracted dim is sharded over it",
     ),
     "the count of targets stays per device": (
-        'shardops.psum("+r +d ->", count)',
+        'shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))',
         "jnp.float32(jnp.sum(batch.loss_mask))",
-        "loss_sums, result: [1]: f32['']: the value differs between devices of r, d",
+        "count_targets, result: f32['']: the value differs between devices of r, d",
+    ),
+    # the step: weights gathered ahead of the microbatches, gradients
+    "the weights are no copies": (
+        'w = shardops.replicate("... -> ... *r", w)',
+        "",
+        "its gradient would be all-reduced over r unseen",
+    ),
+    "the gradients are not reduced": (
+        "(g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))",
+        "",
+        "squared_norm, argument x: f32['N/t/d']: the value differs between devices of r",
     ),
     # the optimizer
     "the gradient's norm stays per device": (
@@ -234,10 +246,10 @@ def trace_step():
             model=module.ModelConfig(vocab=20, d_model=8, layers=2, n_kv=2, n_q_per_kv=3, d_head=6, d_ff=12),
             optimizer=module.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, cosine_steps=2),
             mesh=module.MeshConfig(),
-            data=module.FlatTokensConfig(filespec="unused"),
-            training=module.TrainingConfig(batch_size=8, seq_len=4, steps=1),
-            hardware=module.HardwareConfig(),
-            paths=module.PathsConfig(),
+            data=configuration.FlatTokensConfig(filespec="unused"),
+            training=configuration.TrainingConfig(batch_size=8, seq_len=4, steps=1),
+            hardware=configuration.HardwareConfig(),
+            paths=configuration.PathsConfig(),
         )
         with jax.sharding.use_abstract_mesh(MESH):
             state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), config.model))

@@ -27,7 +27,7 @@ def losses(directory: Path) -> list[float]:
 
 
 def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:
-    c = tiny.config(vocab=1280)
+    c = tiny.config(tiny.model(vocab=1280))
     c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
     c.training = dataclasses.replace(c.training, steps=steps, checkpoint_interval=3, eval_batches=2)
     for name, value in changes.items():

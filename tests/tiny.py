@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
+import configuration
 import train
 from input_loader import TokenBatch
 from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
@@ -29,15 +30,17 @@ def optimizer(**changes) -> train.OptimizerConfig:
     return train.OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 3, "cosine_steps": 12, **changes})
 
 
-def config(compute_dtype: str = "f32", **model_changes) -> train.Config:
+def config(c: train.ModelConfig | None = None, **training_changes) -> train.Config:
     return train.Config(
-        model=model(**model_changes),
+        model=c or model(),
         optimizer=optimizer(),
         mesh=train.MeshConfig(),
-        data=train.FlatTokensConfig(filespec="unused"),
-        training=train.TrainingConfig(batch_size=BATCH, seq_len=LENGTH, steps=20, compute_dtype=compute_dtype),
-        hardware=train.HardwareConfig(),
-        paths=train.PathsConfig(),
+        data=configuration.FlatTokensConfig(filespec="unused"),
+        training=configuration.TrainingConfig(
+            batch_size=BATCH, seq_len=LENGTH, steps=20, **{"compute_dtype": "f32", **training_changes}
+        ),
+        hardware=configuration.HardwareConfig(),
+        paths=configuration.PathsConfig(),
     )
 
 

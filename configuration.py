@@ -1,0 +1,168 @@
+"""Every setting of a run, typed: what configs/*.yaml and the command line are checked against.
+
+A field without a default has to be set by the run's configuration.
+"""
+
+import dataclasses
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from input_loader import FlatTokensConfig
+
+COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    vocab: int
+    """Number of token ids that the model knows; at least the data's largest id + 1. Sharded over t."""
+    d_model: int
+    """Width of the residual stream. A multiple of d·t devices, since the norm weights are sharded over both."""
+    layers: int
+    n_kv: int
+    """Key/value heads. Sharded over t."""
+    n_q_per_kv: int
+    """Query heads for each key/value head: 1 is multi-head attention, more is grouped-query attention."""
+    d_head: int
+    """Entries of one head; even, since RoPE turns pairs."""
+    d_ff: int
+    """Hidden width of the SwiGLU block. Sharded over t."""
+    rope_base: float = 10_000.0
+    """Base of the rotary wavelengths (arXiv 2104.09864)."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square under the root of RMSNorm (arXiv 1910.07467)."""
+    tied_embeddings: bool = False
+    """Whether the embedding table is also the output projection."""
+    embed_init_scale: float = 1.0
+    """Standard deviation of the embedding table at init."""
+    weight_init_scale: float = 1.0
+    """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    learning_rate: float
+    """Peak learning rate, reached at the end of the warmup."""
+    warmup_steps: int
+    """Steps of linear warmup from 0. At least 0."""
+    cosine_steps: int
+    """Step at which the cosine decay reaches its floor, counted from step 0. More than warmup_steps."""
+    final_fraction: float = 0.1
+    """The floor of the decay as a fraction of the peak, in [0, 1]."""
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay on all weights (arXiv 1711.05101), multiplied by the learning rate."""
+    clip_norm: float = 1.0
+    """Gradients of a larger global norm are scaled down to it."""
+    z_loss: float = 0.0
+    """Factor on the squared log of the softmax normalizer (arXiv 2204.02311, section 5); 0 turns it off."""
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """Devices along each axis; at most one may be -1, which takes what is left."""
+
+    r: int = 1
+    d: int = -1
+    t: int = 1
+
+
+@dataclasses.dataclass
+class TrainingConfig:
+    batch_size: int
+    """Sequences in a step, over all devices. A multiple of r·d devices."""
+    seq_len: int
+    """Tokens in a sequence. A multiple of t devices."""
+    steps: int
+    """Length of the run."""
+    seed: int = 0
+    """Selects the weights at init, in [0, 2**63)."""
+    microbatches: int = 1
+    """Parts of the batch that go through the model one after the other. batch_size is a multiple of them times r·d."""
+    gather_weights: str = "layer"
+    """layer: weights are gathered over d where they are used, in each microbatch. step: once a step, ahead of the
+    microbatches, their gradients scattered once after them; each device of d then holds all weights and gradients."""
+    compute_dtype: str = "bf16"
+    """bf16, or f32 for exact work. Weights and optimizer state are f32 either way."""
+    eval_batches: int = 8
+    """Batches of the validation split, at most, in the evaluation after the last step; 0 for none."""
+    log_interval: int = 10
+    """Steps between progress lines where the output is no terminal."""
+    checkpoint_interval: int = 1000
+    """Steps between checkpoints; there is one after the last step too."""
+
+
+@dataclasses.dataclass
+class HardwareConfig:
+    name: str = "any"
+    """What the run is meant for, in words."""
+    hosts: int = 1
+    """Processes. More than one: JAX finds the others by itself under Slurm, Open MPI, Kubernetes and on Cloud TPU."""
+    coordinator: str | None = None
+    """Elsewhere: address:port of process 0, the same on all."""
+    host: int | None = None
+    """Elsewhere: which process this is, in [0, hosts)."""
+    xla_flags: str = ""
+    """Put behind those in the environment's XLA_FLAGS before the devices start."""
+
+
+@dataclasses.dataclass
+class PathsConfig:
+    root_working_dir: str = "runs"
+    model_name: str | None = None
+    """The run's directory in root_working_dir; a run that is there already is resumed. Null: config name and time."""
+
+
+@dataclasses.dataclass
+class Config:
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    mesh: MeshConfig
+    data: FlatTokensConfig
+    training: TrainingConfig
+    hardware: HardwareConfig
+    paths: PathsConfig
+
+
+# What a checkpoint and the run that goes on from it must agree on; mesh, hosts, logging and length are free.
+FIXED = ("model", "optimizer", "data.filespec", "data.seed", "data.shuffle", "data.sequence_packing")
+FIXED += tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype"))
+
+
+def check_config(c: Config) -> None:
+    """Raises ValueError for a setting out of range. Sizes that do not divide are found where arrays meet the mesh."""
+    o, t = c.optimizer, c.training
+    positive = {f"model.{f.name}": getattr(c.model, f.name) for f in dataclasses.fields(ModelConfig)}
+    positive |= {f"training.{name}": getattr(t, name) for name in ("batch_size", "seq_len", "steps", "microbatches")}
+    positive |= {f"training.{name}": getattr(t, name) for name in ("log_interval", "checkpoint_interval")}
+    positive["optimizer.clip_norm"] = o.clip_norm
+    for name, value in positive.items():
+        if value <= 0 and not isinstance(value, bool):
+            raise ValueError(f"{name} is {value}; it must be positive.")
+    if c.model.d_head % 2:
+        raise ValueError(f"model.d_head is {c.model.d_head}; RoPE turns pairs of entries, so it must be even.")
+    if not 0 <= o.warmup_steps < o.cosine_steps:
+        raise ValueError(
+            f"optimizer.warmup_steps is {o.warmup_steps} and optimizer.cosine_steps {o.cosine_steps}; "
+            "the warmup is 0 steps or more and ends before the decay does."
+        )
+    if t.gather_weights not in ("layer", "step"):
+        raise ValueError(f"training.gather_weights is {t.gather_weights!r}; choose layer or step.")
+    if t.compute_dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"training.compute_dtype is {t.compute_dtype!r}; choose one of {', '.join(COMPUTE_DTYPES)}.")
+    if c.hardware.hosts > 1 and c.paths.model_name is None:
+        raise ValueError(f"hardware.hosts is {c.hardware.hosts}; give paths.model_name, so that all hosts agree on it.")
+    if t.eval_batches < 0:
+        raise ValueError(f"training.eval_batches is {t.eval_batches}; it must be 0 or more.")
+
+
+def register_schema() -> None:
+    """Tells Hydra the types of all fields; required ones are there but missing, so that an override can name them."""
+    schema = OmegaConf.structured(Config)
+    for section in dataclasses.fields(Config):
+        schema[section.name] = OmegaConf.structured(section.type)
+    ConfigStore.instance().store(name="config_schema", node=schema)
