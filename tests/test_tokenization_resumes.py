@@ -1,0 +1,323 @@
+"""A run that was ended at any moment goes on with the same command, and ends with the bytes of one that was not."""
+
+import os
+import random
+import shlex
+import signal
+import subprocess
+import time
+
+import pytest
+from tokenization import config, driver, random_texts, small, tree, write_jsonl
+
+from tools import huggingface_to_flat_tokens as tool
+from tools import tokenizer_definitions, unfinished, worker_pool
+from tools.huggingface_to_flat_tokens import TokenizerConfig, TokenizerKind
+from tools.unfinished import Unfinished
+
+__all__ = ["small"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_after(monkeypatch, num_states):
+    """The run ends, without a chance to clean up in what it writes, when it has written its state so often."""
+    write_state = Unfinished.write_state
+
+    def write(self, split, state):
+        nonlocal num_states
+        write_state(self, split, state)
+        num_states -= 1
+        if num_states == 0:
+            raise Killed
+
+    monkeypatch.setattr(Unfinished, "write_state", write)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "train_bpe"])
+def test_every_place_to_stop(tmp_path, small, monkeypatch, kind):
+    source = write_jsonl(tmp_path / "a.jsonl", random_texts(90))
+    tokenizer = TokenizerConfig(kind=TokenizerKind[kind], vocab_size=280)
+
+    def run(out):
+        tool.run(config(out, [source], tokenizer=tokenizer, train_max_tokens=5000, validation_max_documents=20))
+
+    run(tmp_path / "unbroken")
+    expected = tree(tmp_path / "unbroken")
+    assert len(expected) > 12
+    stopped = 0
+    for step in (1, 2, 3, 7, 19):
+        out = tmp_path / f"stopped_{step}"
+        for _ in range(200):
+            with monkeypatch.context() as patch:
+                kill_after(patch, step)
+                try:
+                    run(out)
+                    break
+                except Killed:
+                    stopped += 1
+                    assert (out / "unfinished.json").exists()
+        assert tree(out) == expected
+    assert stopped > 60
+
+
+def test_killed_processes(tmp_path, small):
+    """SIGKILL, once the first states are written; the workers end too."""
+    run_killed(tmp_path, rounds=1, kills=2, seed=0)
+
+
+@pytest.mark.slow
+def test_killed_processes_often(tmp_path, small):
+    run_killed(tmp_path, rounds=6, kills=8, seed=1)
+
+
+def run_killed(tmp_path, rounds, kills, seed):
+    rng = random.Random(seed)
+    source = write_jsonl(tmp_path / "a.jsonl", random_texts(400))
+    tool.run(config(tmp_path / "unbroken", [source], validation_max_documents=20))
+    expected = tree(tmp_path / "unbroken")
+    command, env = driver(tmp_path, 0.02)
+    settings = [f"train.files=[{source}]", f"validation.files=[{source}]", "validation.max_documents=20"]
+    settings += ["tokenizer.end_token='</s>'", "num_workers=2"]
+    for i in range(rounds):
+        out = tmp_path / f"killed_{i}"
+        run = [*command, f"out={out}", *settings]
+        for _ in range(kills):
+            with subprocess.Popen(run, env=env, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True) as p:
+                while p.poll() is None and not (out / "unfinished_train.npz").exists():
+                    time.sleep(0.01)
+                time.sleep(rng.uniform(0, 0.5))
+                p.kill()
+            deadline = time.monotonic() + 20
+            while processes_of(p.pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not processes_of(p.pid)
+        if (out / "unfinished.json").exists():
+            assert tree(out) != expected
+            subprocess.run(run, env=env, cwd=tmp_path, check=True)
+        assert tree(out) == expected, "not the bytes of the unbroken run"
+
+
+def processes_of(session):
+    """The processes of a session, which is named by the id of its first one."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                state, _, _, its_session = file.read().rsplit(")", 1)[1].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(its_session) == session and state != "Z":
+            found.append(int(pid))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "txt", "parquet", "huggingface"])
+def test_every_source_goes_on(tmp_path, small, monkeypatch, kind):
+    texts = random_texts(60)
+    settings = {}
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        source = str(tmp_path / "a.parquet")
+        parquet.write_table(pyarrow.table({"text": texts}), source, row_group_size=5)
+    elif kind == "txt":
+        source = str(tmp_path / "a.txt")
+        (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(texts))
+        settings["text_separator"] = "<|endoftext|>"
+    else:
+        (tmp_path / "data").mkdir()
+        source = write_jsonl(tmp_path / "data/a.jsonl", texts)
+        if kind == "gz":
+            subprocess.run(["gzip", source], check=True)
+            source += ".gz"
+        elif kind == "huggingface":
+            pytest.importorskip("datasets")
+            settings |= {"dataset": str(tmp_path / "data"), "train_source": "train"}
+            source = None
+
+    def run(out):
+        made = config(out, [source] if source else [], **settings)
+        made.validation = None
+        tool.run(made)
+
+    run(tmp_path / "unbroken")
+    for _ in range(100):
+        with monkeypatch.context() as patch:
+            kill_after(patch, 2)
+            try:
+                run(tmp_path / "stopped")
+                break
+            except Killed:
+                pass
+    assert tree(tmp_path / "stopped") == tree(tmp_path / "unbroken")
+
+
+def stopped(tmp_path, monkeypatch, **settings):
+    source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
+    with monkeypatch.context() as patch:
+        kill_after(patch, 3)
+        with pytest.raises(Killed):
+            tool.run(config(tmp_path / "d", [source], **settings))
+    return source
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer": TokenizerConfig()}, "tokenizer.end_token was </s>, is None"),
+        ({"train_max_tokens": 5}, "train.max_tokens was None, is 5"),
+        ({"validation_skip_documents": 1}, "validation.skip_documents was 0, is 1"),
+        ({"files": 2}, r"train.files was 1 of them, is 2"),
+    ],
+)
+def test_other_settings_are_refused(tmp_path, small, monkeypatch, change, message):
+    source = stopped(tmp_path, monkeypatch)
+    (tmp_path / "b.jsonl").write_text('{"body": "more"}\n')
+    other = write_jsonl(tmp_path / "b.jsonl", ["more"])
+    change = dict(change)
+    files = [source, other][: change.pop("files", 1)]
+    before = tree(tmp_path / "d")
+    with pytest.raises(ValueError, match=f"is unfinished, and was begun with other settings: {message}. Give the same"):
+        tool.run(config(tmp_path / "d", files, **change))
+    assert tree(tmp_path / "d") == before
+    # What the result does not depend on may be another.
+    tool.run(config(tmp_path / "d", [source], num_workers=2))
+    tool.run(config(tmp_path / "unbroken", [source]))
+    assert tree(tmp_path / "d") == tree(tmp_path / "unbroken")
+
+
+def test_a_changed_source_is_refused(tmp_path, small, monkeypatch):
+    source = stopped(tmp_path, monkeypatch)
+    with open(source, "a") as file:
+        file.write('{"text": "one more"}\n')
+    with pytest.raises(ValueError, match=r"train.files found was .*a.jsonl, \d+ bytes of \d+, is .*a.jsonl, \d+ bytes"):
+        tool.run(config(tmp_path / "d", [source]))
+    tool.run(config(tmp_path / "d", [source], overwrite=True))
+    tool.run(config(tmp_path / "new", [source]))
+    assert tree(tmp_path / "d") == tree(tmp_path / "new")
+
+
+def test_another_tokenizer_of_the_same_name_is_refused(tmp_path, small, monkeypatch):
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer_definitions.train_bpe(random_texts(60), 270))
+    tokenizer = TokenizerConfig(kind=TokenizerKind.huggingface, name=str(path))
+    source = stopped(tmp_path, monkeypatch, tokenizer=tokenizer)
+    path.write_text(tokenizer_definitions.train_bpe(random_texts(60), 275))
+    with pytest.raises(ValueError, match=r"other settings: tokenizer.json was [0-9a-f]{64}, is [0-9a-f]{64}"):
+        tool.run(config(tmp_path / "d", [source], tokenizer=tokenizer))
+
+
+def test_a_finished_split_is_not_written_again(tmp_path, small, monkeypatch, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
+    with monkeypatch.context() as patch:
+        delete_state = Unfinished.delete_state
+
+        def delete(self, split):
+            delete_state(self, split)
+            if split == "train" and self.is_complete("train"):
+                raise Killed
+
+        patch.setattr(Unfinished, "delete_state", delete)
+        with pytest.raises(Killed):
+            tool.run(config(tmp_path / "d", [source]))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "d/train").rglob("*")}
+    tool.run(config(tmp_path / "d", [source]))
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "d/train").rglob("*")}
+    assert "d/train: complete" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="d/train is already there"):
+        tool.run(config(tmp_path / "d", [source]))
+
+
+def test_two_processes_do_not_write_one_dataset(tmp_path, small):
+    source = write_jsonl(tmp_path / "a.jsonl", random_texts(6))
+    other = Unfinished(str(tmp_path / "d"))
+    with pytest.raises(ValueError, match=r"Another process is writing .*d\. Wait for it, or end it"):
+        tool.run(config(tmp_path / "d", [source]))
+    other.release()
+    tool.run(config(tmp_path / "d", [source]))
+
+
+def test_an_early_error_leaves_nothing_to_go_on_with(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [""] * 5)
+    with pytest.raises(ValueError, match="the source holds no text"):
+        tool.run(config(tmp_path / "d", [source]))
+    assert not (tmp_path / "d/unfinished.json").exists()
+    (tmp_path / "b.jsonl").write_text('{"text": "some"}\n')
+    tool.run(config(tmp_path / "d", [str(tmp_path / "b.jsonl")]))
+
+
+def test_a_late_error_can_be_gone_on_from(tmp_path, small):
+    """A full disk, made of a limit on the size of files, is named; with room again the same command goes on."""
+    source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
+    tool.run(config(tmp_path / "unbroken", [source]))
+    command, env = driver(tmp_path, 0)
+    run = [*command, f"out={tmp_path}/d", f"train.files=[{source}]", f"validation.files=[{source}]"]
+    run += ["tokenizer.end_token='</s>'", "num_workers=1"]
+    limit = f"ulimit -f 2; exec {shlex.join(run)}"
+    result = subprocess.run(["bash", "-c", limit], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "File too large" in result.stderr
+    subprocess.run(run, env=env, cwd=tmp_path, check=True)
+    assert tree(tmp_path / "d") == tree(tmp_path / "unbroken")
+
+
+def test_differences_are_named():
+    assert unfinished.find_difference({"a": 1, "b": [1, 2]}, {"a": 1, "b": [1, 2]}) is None
+    assert unfinished.find_difference({"a": 1}, {"a": 2}) == "a was 1, is 2"
+    assert unfinished.find_difference({"a": [1, 2]}, {"a": [1, 3]}) == "a was 2, is 3"
+    assert unfinished.find_difference({"a": [1, 2]}, {"a": [1]}) == "a was 2 of them, is 1"
+    assert unfinished.find_difference({"a": 1}, {}) == "a was 1, is None"
+
+
+# ---- processes ----------------------------------------------------------------------------------------------------
+
+
+def square(x):
+    time.sleep(0.001 * (x % 7))
+    if x == 1000:
+        raise ValueError(f"{x} is too much")
+    if x == 2000:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x * x
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with worker_pool.WorkerPool(square, 2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 4, 5, 6, 40])
+def test_results_are_in_order(pool, num_items):
+    assert list(pool.map(range(num_items))) == [(x, x * x) for x in range(num_items)]
+
+
+def test_few_items_are_held(pool):
+    taken = 0
+
+    def items():
+        nonlocal taken
+        for i in range(100):
+            taken += 1
+            yield i
+
+    for done, _ in enumerate(pool.map(items())):
+        assert taken <= done + 3 * 2
+
+
+def test_errors_in_processes_are_raised(pool):
+    with pytest.raises(ValueError, match="1000 is too much"):
+        list(pool.map([*range(20), 1000, *range(20)]))
+    assert list(pool.map(range(20)))[-1] == (19, 361)
+
+
+def test_a_killed_process_is_named():
+    with (
+        worker_pool.WorkerPool(square, 2) as pool,
+        pytest.raises(ValueError, match="One of 2 processes was killed, perhaps for want of memory"),
+    ):
+        list(pool.map([*range(20), 2000, *range(20)]))
