@@ -87,13 +87,13 @@ class Tokenizers(Reference):
     library = "tokenizers"
 
     def __post_init__(self):
-        object.__setattr__(self, "_tokenizer", load_definition(self.definition))
+        object.__setattr__(self, "tokenizer", load_definition(self.definition))
 
     def __reduce__(self) -> tuple:
         return Tokenizers, (self.definition,)
 
     def encode(self, texts: list[str]) -> Flat:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return _flatten([encoding.ids for encoding in encodings])
 
 
@@ -382,7 +382,7 @@ def make_text_tokenizer(
     Raises:
         ValueError: the vocabulary has no such end token; or gigatoken is asked for and does not do.
     """
-    decoder = load_definition(definition)
+    decoder = reference.tokenizer if isinstance(reference, Tokenizers) else load_definition(definition)
     end = None if end_token is None else decoder.token_to_id(end_token)
     if end_token is not None and end is None:
         special = sorted(token.content for token in decoder.get_added_tokens_decoder().values())
