@@ -132,11 +132,9 @@ def steps_for(
 
 
 def _epochs_to_steps(loader: Loader, epochs: float) -> int:
-    lengths = loader.epoch_steps()
-    if len(lengths) != 1:
+    if not isinstance(loader, FlatTokensLoader):
+        lengths = loader.epoch_steps()
         why = ", ".join(f"{name} takes {steps:.1f} steps" for name, steps in lengths.items())
         what = f"the sources of a mixture repeat at different steps ({why})" if why else "a stream's length is unknown"
         raise ValueError(f"epochs is {epochs}, but {what}. Give the length of the run in steps or tokens.")
-    (length,) = lengths.values()
-    # Rounding must not lose the last batch of a whole number of epochs.
-    return math.floor(epochs * length * (1 + 1e-12))
+    return math.floor(epochs * loader.rows_per_epoch) // loader.batch_size

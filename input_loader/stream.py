@@ -175,8 +175,7 @@ class StreamLoader(Loader):
             is_seq_start[done] = self._offset == 0
             done += count
             self._offset += count
-            ended = self._offset == self._ids.size
-            self._place = self._after if ended else self._here.at_token(self._offset)
+            self._place = self._here.at_token(self._offset)
 
     def _next_document(self) -> np.ndarray:
         """Makes the next document with tokens the current one, at the offset where the place in it says."""

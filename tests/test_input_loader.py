@@ -452,6 +452,17 @@ def test_prefetcher_depth():
         Prefetcher(lambda step: step, 0, 1, depth=0)
 
 
+def test_prefetcher_loads_in_as_many_threads_as_asked():
+    together = threading.Barrier(3)
+
+    def load(step):
+        together.wait(10)
+        return step
+
+    with Prefetcher(load, 0, 12, depth=6, threads=3) as batches:
+        assert list(batches) == list(range(12))
+
+
 def test_prefetched_batches_are_those_of_load(dataset):
     with jax.set_mesh(make_mesh(r=1, d=4, t=2)):
         loader = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 8, SEQ_LEN)

@@ -154,6 +154,8 @@ def test_shuffled_within_blocks(files, texts):
             for start in range(0, len(whole), 8):
                 assert sorted(epoch[start : start + 8]) == sorted(whole[start : start + 8])
         assert first != second
+        blocks = [[whole.index(text) - start for text in first[start : start + 8]] for start in range(0, 72, 8)]
+        assert len({tuple(block) for block in blocks}) > 5
         orders.append(first)
     assert orders[0] != orders[1]
 
@@ -316,6 +318,30 @@ def test_a_stream_without_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
     with pytest.raises(ValueError, match=r"The stream .*a.jsonl holds no text"):
         batches(make([str(tmp_path / "a.jsonl")]), [0])
+
+
+def test_documents_without_tokens(tmp_path):
+    """A tokenizer may know nothing of a text; such a document takes no row."""
+    import tokenizers
+
+    known = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    known.save(str(tmp_path / "tokenizer.json"))
+    texts = ["ab", "zz", "zz", "b", "zz", "aa"]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    settings = {"tokenizer_kind": "huggingface", "tokenizer": str(tmp_path)}
+    for packing, expected in ((False, [[0, 1], [1], [0, 0]]), (True, [[0, 1, 1, 0, 0]])):
+        loader = make(
+            [str(tmp_path / "a.jsonl")], shuffle=False, sequence_packing=packing, batch_size=1, stream_settings=settings
+        )
+        for step in range(7):
+            batch = loader.rows(step, np.arange(1))
+            if packing:
+                continuing = np.roll(np.resize(expected[0], 5), -16 * step)
+                np.testing.assert_array_equal(batch.targets[0], np.resize(continuing, 16))
+                marks = np.roll([True, False, True, True, False], -16 * step)
+                np.testing.assert_array_equal(batch.is_seq_start[0], np.resize(marks, 16))
+            else:
+                assert batch.targets[0][batch.loss_mask[0]].tolist() == expected[step % 3]
 
 
 def test_compressed_files(tmp_path):
