@@ -8,7 +8,8 @@ import dataclasses
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from input_loader import FlatTokensConfig
+from input_loader import DataConfig
+from input_loader import fixed_settings as fixed_data_settings
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 
@@ -77,8 +78,12 @@ class TrainingConfig:
     """Sequences in a step, over all devices. A multiple of r·d devices."""
     seq_len: int
     """Tokens in a sequence. A multiple of t devices."""
-    steps: int
-    """Length of the run."""
+    steps: int | None = None
+    """Length of the run: one of this, tokens and epochs."""
+    tokens: int | None = None
+    """Length of the run in tokens, padding included; the last batch is left out if it would go beyond."""
+    epochs: float | None = None
+    """Length of the run in passes over the dataset."""
     seed: int = 0
     """Selects the weights at init, in [0, 2**63)."""
     microbatches: int = 1
@@ -122,23 +127,31 @@ class Config:
     model: ModelConfig
     optimizer: OptimizerConfig
     mesh: MeshConfig
-    data: FlatTokensConfig
+    data: DataConfig
     training: TrainingConfig
     hardware: HardwareConfig
     paths: PathsConfig
 
 
-# What a checkpoint and the run that goes on from it must agree on; mesh, hosts, logging and length are free.
-FIXED = ("model", "optimizer", "data.filespec", "data.seed", "data.shuffle", "data.sequence_packing")
-FIXED += tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype"))
+def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
+    """What a checkpoint's configuration and that of the run that goes on from it must agree on, as dotted names.
+
+    Free are mesh, hosts, logging, microbatches, and the length of the run.
+    """
+    data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
+    training = tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype"))
+    return ("model", "optimizer", *data, *training)
 
 
 def check_config(c: Config) -> None:
     """Raises ValueError for a setting out of range. Sizes that do not divide are found where arrays meet the mesh."""
     o, t = c.optimizer, c.training
     positive = {f"model.{f.name}": getattr(c.model, f.name) for f in dataclasses.fields(ModelConfig)}
-    positive |= {f"training.{name}": getattr(t, name) for name in ("batch_size", "seq_len", "steps", "microbatches")}
+    positive |= {f"training.{name}": getattr(t, name) for name in ("batch_size", "seq_len", "microbatches")}
     positive |= {f"training.{name}": getattr(t, name) for name in ("log_interval", "checkpoint_interval")}
+    positive |= {
+        f"training.{name}": getattr(t, name) for name in ("steps", "tokens", "epochs") if getattr(t, name) is not None
+    }
     positive["optimizer.clip_norm"] = o.clip_norm
     for name, value in positive.items():
         if value <= 0 and not isinstance(value, bool):

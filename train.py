@@ -39,15 +39,15 @@ from omegaconf import OmegaConf
 import training_io
 from configuration import (
     COMPUTE_DTYPES,
-    FIXED,
     Config,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
     check_config,
+    fixed_settings,
     register_schema,
 )
-from input_loader import FlatTokensLoader, Prefetcher, TokenBatch
+from input_loader import Prefetcher, TokenBatch, make_loader, steps_for
 from jax_extra import TRUNCATED_NORMAL_STD, explicit_activation_checkpointing, fold_in_str, save_for_backward
 from shardlib import shardops
 from shardlib.shardtypes import (
@@ -420,37 +420,46 @@ def make_mesh(c: MeshConfig, devices: Sequence[jax.Device]) -> jax.sharding.Mesh
     return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=devices)
 
 
-def start_state(c: Config, checkpoints: training_io.Checkpointer) -> tuple[State, int]:
-    """The state to go on from, and how many steps it has behind it: the last checkpoint's, or fresh and 0."""
-    init = functools.partial(init_state, c=c.model)
-    key = jax.random.key(c.training.seed)
-    shapes = jax.eval_shape(init, key)
+def last_checkpoint(c: Config, checkpoints: training_io.Checkpointer) -> tuple[int, dict]:
+    """Steps behind the last checkpoint, and what the loader needs to go on from there; 0 and nothing without one."""
     done = checkpoints.latest_step()
     if done is None:
-        return jax.jit(init)(key), 0
-    differences = training_io.config_differences(checkpoints.metadata(done)["config"], dataclasses.asdict(c), FIXED)
+        return 0, {}
+    saved, current = checkpoints.metadata(done), dataclasses.asdict(c)
+    fixed = fixed_settings(saved["config"], current)
+    differences = training_io.config_differences(saved["config"], current, fixed)
     if differences:
         raise ValueError(
             f"the run in {checkpoints.directory.parent} was made with another configuration:\n  "
             + "\n  ".join(differences)
             + "\nChange these back to resume it, or start another run with a new paths.model_name."
         )
+    return done, saved["loader"]
+
+
+def start_state(c: Config, checkpoints: training_io.Checkpointer, done: int) -> State:
+    """The state after `done` steps, from the checkpoint; a fresh one if that is 0."""
+    init = functools.partial(init_state, c=c.model)
+    key = jax.random.key(c.training.seed)
+    if done == 0:
+        return jax.jit(init)(key)
+    shapes = jax.eval_shape(init, key)
     sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    return checkpoints.restore(done, jax.tree.map(sharded, shapes, make_shardings(State, like=shapes))), done
+    return checkpoints.restore(done, jax.tree.map(sharded, shapes, make_shardings(State, like=shapes)))
 
 
 def train(c: Config, directory: Path) -> None:
     """The whole run, on the mesh in force: leaves everything in `directory`."""
     say = print if jax.process_index() == 0 else lambda *_: None
     t, m, mesh = c.training, c.model, jax.sharding.get_mesh()
-    loader = FlatTokensLoader(c.data, "train", t.batch_size, t.seq_len, m.vocab)
-    if t.eval_batches:
-        in_order = dataclasses.replace(c.data, shuffle=False)
-        validation = FlatTokensLoader(in_order, "validation", t.batch_size, t.seq_len, m.vocab)
+    sizes = t.batch_size, t.seq_len, m.vocab
     with contextlib.ExitStack() as cleanup:
         checkpoints = cleanup.enter_context(training_io.Checkpointer(directory / "checkpoints"))
-        state, start = start_state(c, checkpoints)
-        metadata = {"config": dataclasses.asdict(c)}
+        start, loader_state = last_checkpoint(c, checkpoints)
+        loader = make_loader(c.data, "train", *sizes, state=loader_state)
+        validation = make_loader(c.data, "validation", *sizes) if t.eval_batches else None
+        steps = steps_for(loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
+        state = start_state(c, checkpoints, start)
         if jax.process_index() == 0:
             OmegaConf.save(OmegaConf.structured(c), directory / "config.yaml")
 
@@ -469,10 +478,13 @@ def train(c: Config, directory: Path) -> None:
         say(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
         say(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
         say(f"model      {parameters:,} parameters, {t.compute_dtype} compute")
-        say(f"data       {c.data.filespec}: {loader.num_tokens:,} tokens, {loader.tokens_per_batch:,} a step")
-        say(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
-        if start >= t.steps:
-            say(f"All {t.steps} steps are done already; to go on, set training.steps higher.")
+        name = c.data.filespec or " + ".join(c.data.mixture) or "stream"
+        length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
+        say(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
+        if entropy is not None:
+            say(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
+        if start >= steps:
+            say(f"All {steps} steps are done already; to go on, train for longer (training.steps).")
             return
 
         # Tracing checks every type of the step: what communicates wrongly does not get past this line.
@@ -485,15 +497,16 @@ def train(c: Config, directory: Path) -> None:
             say("HLO graph: none, because the compiled step came from JAX's compilation cache")
         rendering = None
 
-        prefetched = cleanup.enter_context(Prefetcher(loader.load, start, t.steps))
+        ahead = c.data.prefetch, loader.parallel_loads
+        batches = cleanup.enter_context(Prefetcher(loader.load, start, steps, *ahead))
         profiler = training_io.StepProfiler(
-            directory, steps=t.steps - start, tokens_per_step=loader.tokens_per_batch, flops=flops, peak=peak
+            directory, steps=steps - start, tokens_per_step=loader.tokens_per_batch, flops=flops, peak=peak
         )
         cleanup.callback(profiler.close)
         log = cleanup.enter_context(
             training_io.RunLog(
                 directory,
-                total_steps=t.steps,
+                total_steps=steps,
                 start_step=start,
                 tokens_per_step=loader.tokens_per_batch,
                 flops=flops,
@@ -501,29 +514,31 @@ def train(c: Config, directory: Path) -> None:
                 print_every=t.log_interval,
             )
         )
-        for step in range(start, t.steps):
+        for step in range(start, steps):
             profiler.before_step(step - start)
-            state, metrics = training_step(state, next(prefetched), np.int32(step))
-            log.log(step, vars(metrics))
+            state, metrics = training_step(state, next(batches), np.int32(step))
+            log.log(step, vars(metrics), loader.source_tokens(step))
             profiler.after_step(step - start, metrics)
-            if (step + 1) % t.checkpoint_interval == 0 or step + 1 == t.steps:
+            if (step + 1) % t.checkpoint_interval == 0 or step + 1 == steps:
+                metadata = {"config": dataclasses.asdict(c), "loader": loader.state(step + 1)}
                 checkpoints.save(step + 1, state, metadata)
-            if graph and (step - start == 4 or step + 1 == t.steps) and rendering is None:
+            if graph and (step - start == 4 or step + 1 == steps) and rendering is None:
                 rendering = training_io.start_rendering(graph)
 
-        if t.eval_batches:
+        if validation:
             evaluation_step = make_evaluation_step(c)
-            batches = min(t.eval_batches, math.ceil(validation.steps_per_epoch))
-            sums = [evaluation_step(state.weights, validation.load(i)) for i in range(batches)]
+            once = max(map(math.ceil, validation.epoch_steps().values()), default=t.eval_batches)
+            sums = [evaluation_step(state.weights, validation.load(i)) for i in range(min(t.eval_batches, once))]
             nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
-            log.log_event(t.steps - 1, "validation", {"loss": nats / targets, "targets": targets})
+            log.log_event(steps - 1, "validation", {"loss": nats / targets, "targets": targets})
         log.close()
         checkpoints.wait()
         trace = profiler.close()
 
-        say(f"loss {float(metrics.loss):.3f} nats a token at the last step; unigram entropy {entropy:.3f}")
+        known = f"; unigram entropy {entropy:.3f}" if entropy is not None else ""
+        say(f"loss {float(metrics.loss):.3f} nats a token at the last step{known}")
         say(f"metrics    {directory / 'metrics.jsonl'}")
-        say(f"checkpoint {directory / 'checkpoints' / f'{t.steps:010}'}")
+        say(f"checkpoint {directory / 'checkpoints' / f'{steps:010}'}")
         if trace:
             say(f"trace      {trace}  (open it at ui.perfetto.dev)")
         if rendering:

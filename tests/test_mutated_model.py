@@ -246,7 +246,7 @@ def trace_step():
             model=module.ModelConfig(vocab=20, d_model=8, layers=2, n_kv=2, n_q_per_kv=3, d_head=6, d_ff=12),
             optimizer=module.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, cosine_steps=2),
             mesh=module.MeshConfig(),
-            data=configuration.FlatTokensConfig(filespec="unused"),
+            data=configuration.DataConfig(filespec="unused"),
             training=configuration.TrainingConfig(batch_size=8, seq_len=4, steps=1),
             hardware=configuration.HardwareConfig(),
             paths=configuration.PathsConfig(),

@@ -115,7 +115,7 @@ def test_resuming_on_another_mesh_gives_the_same_losses(unbroken, tmp_path):
 def test_a_finished_run_says_so(unbroken, capsys):
     before = (unbroken / "metrics.jsonl").read_bytes()
     run(unbroken, 8)
-    assert "All 8 steps are done already; to go on, set training.steps higher." in capsys.readouterr().out
+    assert "All 8 steps are done already; to go on, train for longer (training.steps)." in capsys.readouterr().out
     assert (unbroken / "metrics.jsonl").read_bytes() == before
 
 

@@ -35,7 +35,7 @@ def config(c: train.ModelConfig | None = None, **training_changes) -> train.Conf
         model=c or model(),
         optimizer=optimizer(),
         mesh=train.MeshConfig(),
-        data=configuration.FlatTokensConfig(filespec="unused"),
+        data=configuration.DataConfig(filespec="unused"),
         training=configuration.TrainingConfig(
             batch_size=BATCH, seq_len=LENGTH, steps=20, **{"compute_dtype": "f32", **training_changes}
         ),

@@ -65,7 +65,7 @@ class RunLog:
         self._total_steps, self._start_step = total_steps, start_step
         self._tokens_per_step, self._flops, self._peak = tokens_per_step, flops, peak
         self._print_every = print_every
-        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._not_finite: set[tuple[str, str]] = set()
@@ -97,7 +97,7 @@ class RunLog:
     def __exit__(self, *exc_info) -> None:
         self.close()
 
-    def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    def log(self, step: int, metrics: Mapping[str, jax.Array], source_tokens: Mapping[str, int] | None = None) -> None:
         """Takes the metrics of a step just dispatched, and writes those of the step before it.
 
         Reading a step's metrics waits for that step; by then the next one is queued, so the devices do not wait. The
@@ -105,11 +105,13 @@ class RunLog:
 
         Args:
             metrics: scalars by name, the same on all devices. "loss" comes first on the terminal.
+            source_tokens: tokens of each of the data's sources in the step's batch, if there are several; they go into
+                the file as `source_tokens`.
         """
         for value in metrics.values():
             value.copy_to_host_async()
         self._write_pending()
-        self._pending = (step, metrics)
+        self._pending = (step, metrics, source_tokens)
         if step == self._total_steps - 1:
             self._write_pending()  # no step follows that would have to be dispatched first
 
@@ -145,12 +147,14 @@ class RunLog:
     def _write_pending(self) -> None:
         if self._pending is None:
             return
-        (step, metrics), self._pending = self._pending, None
+        (step, metrics, source_tokens), self._pending = self._pending, None
         values = _fetch(metrics)
         now = time.perf_counter()
         seconds = None if self._last_end is None else now - self._last_end
         self._last_end = now
         record = {"step": step, **values, "tokens": (step + 1) * self._tokens_per_step}
+        if source_tokens:
+            record["source_tokens"] = dict(source_tokens)
         if seconds is not None:
             self._durations.append(seconds)
             record |= {"seconds": seconds} | self._speed(seconds)
