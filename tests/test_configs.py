@@ -58,7 +58,7 @@ def test_composes_and_its_header_tells_the_truth(name):
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "c4" in name])
 def test_c4_runs_type_check_on_their_devices(name):
-    hardware, size = name.removeprefix("flat_tokens_c4_").split("_")
+    hardware, size = name.split("_c4_")[1].split("_")
     state = trace_step(load(name), DEVICES[hardware])
     assert sum(x.size for x in jax.tree.leaves(state.weights)) == pytest.approx(PARAMETERS[size], rel=5e-3)
 
