@@ -1,6 +1,6 @@
 """Text to flat-tokens by several tokenizers, beside what seqax does, on one text and in one run.
 
-    python -m benchmarks.tokenization [--megabytes 200] [--tokenizers bpe,mistral] [--keep DIR]
+    python -m benchmarks.tokenization [--megabytes 400] [--tokenizers bpe,mistral] [--keep DIR]
 
 Rows, each a program from its start to its end, on all cores:
 
@@ -193,7 +193,7 @@ def compare(directory: Path, which: str, text: Path, quarter: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--megabytes", type=float, default=200)
+    parser.add_argument("--megabytes", type=float, default=400)
     parser.add_argument("--tokenizers", default="bpe,mistral")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--as-seqax", nargs=4, metavar=("TEXT", "TOKENIZER", "END", "OUT"), help=argparse.SUPPRESS)

@@ -349,8 +349,10 @@ def test_bpe_is_trained_on_the_training_split(tmp_path):
 # ---- the examples -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["austen_bytes", "austen_bpe"])
+@pytest.mark.parametrize("name", ["austen_bytes", "austen_bpe32k", "austen_mistral"])
 def test_local_examples(tmp_path, name):
+    if name == "austen_mistral":
+        pytest.importorskip("mistral_common")
     command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"--config-name={name}", f"out={tmp_path}/d"]
     subprocess.run(command, cwd=ROOT, check=True)
     for split, novels in (("train", 246), ("validation", 24)):
@@ -359,7 +361,9 @@ def test_local_examples(tmp_path, name):
         documents, attributes = read(tmp_path / "d", split)
         assert len(documents) == novels == len(texts)
         assert attributes["utf8_bytes"] == sum(len(text.encode()) for text in texts)
-        assert all(document[-1] == 1 for document in documents)
+        vocab_size, end = {"austen_bytes": (259, 1), "austen_bpe32k": (22886, 1), "austen_mistral": (131072, 2)}[name]
+        assert attributes["tokenizer"]["vocab_size"] == vocab_size
+        assert all(document[-1] == end for document in documents)
         if name == "austen_bytes":
             assert documents[3][:-1] == byte_ids(texts[3])
         else:
@@ -368,7 +372,7 @@ def test_local_examples(tmp_path, name):
             assert tokenizer.decode(documents[3]) == texts[3]
 
 
-@pytest.mark.parametrize("name", ["c4_en", "tinystories"])
+@pytest.mark.parametrize("name", ["c4_en", "tinystories", "fineweb_edu"])
 def test_hub_examples_are_valid(tmp_path, name):
     """As far as one gets without a connection."""
     command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"--config-name={name}", f"out={tmp_path}/d"]

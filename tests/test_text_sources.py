@@ -112,10 +112,15 @@ def test_slice(tmp_path, small_blocks):
     texts = random_texts(50)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     pieces = open_files([str(tmp_path / "a.jsonl")], "text", None)
-    for start, stop in ((0, 7), (13, None), (13, 14), (49, 60), (50, None)):
+    for start, stop in ((0, 7), (13, 14), (49, 60), (50, 51)):
         part = text_sources.Slice(pieces, start, stop)
         assert read_all([part]) == texts[start:stop]
         check_places([part])
+    for start in (*range(20), 49, 50, 51):
+        rest = text_sources.skip_documents(pieces, start)
+        assert read_all(rest) == texts[start:]
+        check_places(rest)
+        assert len(pieces) - len(rest) >= start // 4
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -145,10 +145,9 @@ def open_source(config: Config, name: str) -> list[text_sources.Piece]:
             config.streaming,
             config.text_field,
         )
-    if not split.skip_documents and split.max_documents is None:
-        return pieces
-    stop = None if split.max_documents is None else split.skip_documents + split.max_documents
-    return [text_sources.Slice(pieces, split.skip_documents, stop)]
+    if split.max_documents is None:
+        return text_sources.skip_documents(pieces, split.skip_documents)
+    return [text_sources.Slice(pieces, split.skip_documents, split.skip_documents + split.max_documents)]
 
 
 # ---- tokenizing ---------------------------------------------------------------------------------------------------
@@ -431,7 +430,8 @@ def run(config: Config) -> None:
         going_on = unfinished.begin(_settings(config, names, tokenizer), names, config.overwrite)
         begun = True
         root.write("tokenizer.json", tokenizer.definition and tokenizer.definition.encode()).result()
-        with WorkerPool(Tokenize(tokenizer), config.num_workers or available_cores()) as workers:
+        num_workers = config.num_workers or available_cores()
+        with WorkerPool(Tokenize(tokenizer), num_workers, text_tokenizers.imports_of(tokenizer)) as workers:
             for name in names:
                 if going_on and unfinished.is_complete(name):
                     print(f"{out}/{name}: complete", flush=True)

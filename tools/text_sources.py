@@ -532,13 +532,55 @@ def _group(where: str, values: Iterable[Any], text_field: str) -> Iterator[Block
 # ---- part of a source ---------------------------------------------------------------------------------------------
 
 
+def skip_documents(pieces: list[Piece], num_documents: int) -> list[Piece]:
+    """A source without its first documents, which are read once to count them.
+
+    Raises:
+        ValueError: a file that is missing or corrupt, a record without text.
+    """
+    left = num_documents
+    for i, piece in enumerate(pieces):
+        if left == 0:
+            return pieces[i:]
+        before = left
+        for block in piece.blocks(0):
+            left -= len(block.texts())
+            if left < 0:
+                return [SkippedDocuments(piece, before), *pieces[i + 1 :]]
+    return []
+
+
+@dataclass(frozen=True)
+class SkippedDocuments(Piece):
+    """A piece without its first documents."""
+
+    piece: Piece
+    num_documents: int
+
+    @property
+    def size(self) -> int | None:
+        return self.piece.size
+
+    def blocks(self, skip: int) -> Iterator[Block]:
+        return itertools.islice(self._blocks(), skip, None)
+
+    def _blocks(self) -> Iterator[Block]:
+        left = self.num_documents
+        for block in self.piece.blocks(0):
+            if left:
+                texts = block.texts()
+                block = Texts("", block.size, texts[left:], "")
+                left -= min(left, len(texts))
+            yield block
+
+
 @dataclass(frozen=True)
 class Slice(Piece):
-    """Documents [start, stop) of a source, None for its end, as one piece."""
+    """Documents [start, stop) of a source, as one piece."""
 
     pieces: list[Piece]
     start: int
-    stop: int | None
+    stop: int
     size = None
 
     def blocks(self, skip: int) -> Iterator[Block]:

@@ -350,6 +350,13 @@ def open_mistral(name: str) -> tuple[str, Reference]:
     return definition, Tiktoken(encoding, num_special)
 
 
+def imports_of(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The modules that `encode` needs, which take their time to import."""
+    if not isinstance(tokenizer, TextTokenizer):
+        return ()
+    return ("tokenizers", "tiktoken") + (("gigatoken", "awkward") if tokenizer.library == "gigatoken" else ())
+
+
 def open_for_decoding(definition: bytes | None, about: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a dataset, given its tokenizer.json and the attribute `tokenizer`."""
     if definition is None:

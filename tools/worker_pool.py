@@ -31,10 +31,11 @@ class WorkerPool:
     Args:
         function: sent to each process once; where none is started, it is called here.
         num_workers: processes, at least 1. With 1, none is started.
+        imports: modules that the function imports when it is called; those that are not installed are left out.
     """
 
-    def __init__(self, function: Callable[[Item], Result], num_workers: int):
-        self._function, self._num_workers = function, num_workers
+    def __init__(self, function: Callable[[Item], Result], num_workers: int, imports: tuple[str, ...] = ()):
+        self._function, self._num_workers, self._imports = function, num_workers, imports
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "WorkerPool":
@@ -66,6 +67,8 @@ class WorkerPool:
     def _map(self, items: Iterator[Item]) -> Iterator[tuple[Item, Result]]:
         if self._pool is None:
             context = multiprocessing.get_context("forkserver")
+            # What is imported before the fork, all workers share.
+            context.set_forkserver_preload(["__main__", *self._imports])
             self._pool = ProcessPoolExecutor(self._num_workers, context, _start, (self._function,))
         ahead: deque[tuple[Item, Future[Result]]] = deque()
         try:
