@@ -4,6 +4,8 @@ A field without a default has to be set by the run's configuration.
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -35,8 +37,8 @@ class ModelConfig:
     """Added to the mean square under the root of RMSNorm (arXiv 1910.07467)."""
     tied_embeddings: bool = False
     """Whether the embedding table is also the output projection."""
-    embed_init_scale: float = 1.0
-    """Standard deviation of the embedding table at init."""
+    embed_init_scale: float | None = None
+    """Standard deviation of the embedding table at init; null: 1, or 1/sqrt(d_model) if tied."""
     weight_init_scale: float = 1.0
     """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
 
@@ -46,7 +48,7 @@ class OptimizerConfig:
     learning_rate: float
     """Peak learning rate, reached at the end of the warmup."""
     warmup_steps: int
-    """Steps of linear warmup from 0. At least 0."""
+    """Steps of linear warmup, at least 0. With a warmup, step 0 has learning rate 0."""
     cosine_steps: int
     """Step at which the cosine decay reaches its floor, counted from step 0. More than warmup_steps."""
     final_fraction: float = 0.1
@@ -99,6 +101,8 @@ class TrainingConfig:
     """Steps between progress lines where the output is no terminal."""
     checkpoint_interval: int = 1000
     """Steps between checkpoints; there is one after the last step too."""
+    keep_checkpoints: int | None = 3
+    """How many of the latest checkpoints are kept, at least 1; null: all."""
 
 
 @dataclasses.dataclass
@@ -133,6 +137,15 @@ class Config:
     paths: PathsConfig
 
 
+def with_defaults(saved: dict) -> dict:
+    """A checkpoint's configuration, with the defaults of settings that did not exist yet when it was made."""
+    filled = {}
+    for section in dataclasses.fields(Config):
+        defaults = {f.name: f.default for f in dataclasses.fields(section.type) if f.default is not dataclasses.MISSING}
+        filled[section.name] = defaults | saved.get(section.name, {})
+    return saved | filled
+
+
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     """What a checkpoint's configuration and that of the run that goes on from it must agree on, as dotted names.
 
@@ -144,33 +157,69 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
 
 
 def check_config(c: Config) -> None:
-    """Raises ValueError for a setting out of range. Sizes that do not divide are found where arrays meet the mesh."""
-    o, t = c.optimizer, c.training
-    positive = {f"model.{f.name}": getattr(c.model, f.name) for f in dataclasses.fields(ModelConfig)}
-    positive |= {f"training.{name}": getattr(t, name) for name in ("batch_size", "seq_len", "microbatches")}
-    positive |= {f"training.{name}": getattr(t, name) for name in ("log_interval", "checkpoint_interval")}
-    positive |= {
-        f"training.{name}": getattr(t, name) for name in ("steps", "tokens", "epochs") if getattr(t, name) is not None
+    """Raises ValueError for a setting out of its range."""
+    integers = {
+        "model": ("vocab", "d_model", "layers", "n_kv", "n_q_per_kv", "d_head", "d_ff"),
+        "training": ("batch_size", "seq_len", "steps", "tokens", "microbatches", "log_interval", "checkpoint_interval"),
+        "hardware": ("hosts",),
     }
-    positive["optimizer.clip_norm"] = o.clip_norm
-    for name, value in positive.items():
-        if value <= 0 and not isinstance(value, bool):
-            raise ValueError(f"{name} is {value}; it must be positive.")
+    ranges = {f"{section}.{name}": (1, 2**63) for section, names in integers.items() for name in names}
+    ranges |= {"training.keep_checkpoints": (1, 2**63), "training.eval_batches": (0, 2**63)}
+    ranges |= {"training.seed": (0, 2**63), "hardware.host": (0, c.hardware.hosts), "training.epochs": (0, math.inf)}
+    ranges |= {"optimizer.adam_b1": (0, 1), "optimizer.adam_b2": (0, 1), "optimizer.warmup_steps": (0, 2**63)}
+    ranges |= {"optimizer.final_fraction": (0, math.nextafter(1, 2))}
+    for name in ("learning_rate", "adam_epsilon", "weight_decay", "clip_norm", "z_loss"):
+        ranges[f"optimizer.{name}"] = (0, math.inf)
+    for name in ("rope_base", "norm_epsilon", "embed_init_scale", "weight_init_scale"):
+        ranges[f"model.{name}"] = (0, math.inf)
+    for name, (low, end) in ranges.items():
+        section, field = name.split(".")
+        value = getattr(getattr(c, section), field)
+        if value is not None and not low <= value < end:  # NaN is in no range
+            raise ValueError(f"{name} is {value}; it must be at least {low} and below {end}.")
     if c.model.d_head % 2:
         raise ValueError(f"model.d_head is {c.model.d_head}; RoPE turns pairs of entries, so it must be even.")
-    if not 0 <= o.warmup_steps < o.cosine_steps:
+    if c.optimizer.warmup_steps >= c.optimizer.cosine_steps:
         raise ValueError(
-            f"optimizer.warmup_steps is {o.warmup_steps} and optimizer.cosine_steps {o.cosine_steps}; "
-            "the warmup is 0 steps or more and ends before the decay does."
+            f"optimizer.warmup_steps is {c.optimizer.warmup_steps} and optimizer.cosine_steps "
+            f"{c.optimizer.cosine_steps}; the warmup must end before the decay does."
         )
-    if t.gather_weights not in ("layer", "step"):
-        raise ValueError(f"training.gather_weights is {t.gather_weights!r}; choose layer or step.")
-    if t.compute_dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"training.compute_dtype is {t.compute_dtype!r}; choose one of {', '.join(COMPUTE_DTYPES)}.")
+    choices = {"gather_weights": ("layer", "step"), "compute_dtype": tuple(COMPUTE_DTYPES)}
+    for name, allowed in choices.items():
+        value = getattr(c.training, name)
+        if value not in allowed:
+            raise ValueError(f"training.{name} is {value!r}; choose one of {', '.join(allowed)}.")
     if c.hardware.hosts > 1 and c.paths.model_name is None:
         raise ValueError(f"hardware.hosts is {c.hardware.hosts}; give paths.model_name, so that all hosts agree on it.")
-    if t.eval_batches < 0:
-        raise ValueError(f"training.eval_batches is {t.eval_batches}; it must be 0 or more.")
+    if c.paths.model_name == "":
+        raise ValueError("paths.model_name is empty; give the run a name.")
+
+
+def check_divides(c: Config, mesh: Mapping[str, int]) -> None:
+    """Raises ValueError for a size that the axes of the mesh do not divide."""
+    r, d, t = mesh["r"], mesh["d"], mesh["t"]
+    for name, axes, devices in (
+        ("model.vocab", "t", t),
+        ("model.d_model", "t·d", t * d),
+        ("model.n_kv", "t", t),
+        ("model.d_ff", "t", t),
+        ("training.seq_len", "t", t),
+        ("training.batch_size", "r·d·training.microbatches", r * d * c.training.microbatches),
+    ):
+        section, field = name.split(".")
+        value = getattr(getattr(c, section), field)
+        if value % devices:
+            raise ValueError(
+                f"{name} is {value}; on the mesh r={r} d={d} t={t} it must be a multiple of {axes} = {devices}."
+            )
+
+
+def check_booleans(overrides: Sequence[str], config) -> None:
+    """Raises ValueError for an override like `data.shuffle=2`, which OmegaConf would take for true."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if isinstance(OmegaConf.select(config, key), bool) and value.lower().strip("'\"") not in ("true", "false"):
+            raise ValueError(f"{key} is {value}; it must be true or false.")
 
 
 def register_schema() -> None:

@@ -43,9 +43,12 @@ from configuration import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    check_booleans,
     check_config,
+    check_divides,
     fixed_settings,
     register_schema,
+    with_defaults,
 )
 from input_loader import Prefetcher, TokenBatch, make_loader, steps_for
 from jax_extra import TRUNCATED_NORMAL_STD, explicit_activation_checkpointing, fold_in_str, save_for_backward
@@ -97,9 +100,10 @@ def init_weights(key: jax.Array, c: ModelConfig) -> Transformer:
     """
     heads, scale = c.n_kv * c.n_q_per_kv, c.weight_init_scale
     by_model, by_heads, by_ff = scale * c.d_model**-0.5, scale * (heads * c.d_head) ** -0.5, scale * c.d_ff**-0.5
+    by_embed = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
     n = c.layers
     table = Transformer(  # shape, and the standard deviation or None for ones
-        embed=((c.vocab, c.d_model), c.embed_init_scale),
+        embed=((c.vocab, c.d_model), by_embed),
         layers=TransformerLayer(
             attention_norm=((n, c.d_model), None),
             w_q=((n, c.d_model, c.n_kv, c.n_q_per_kv, c.d_head), by_model),
@@ -215,8 +219,9 @@ def forward(w: Transformer, batch: TokenBatch, c: ModelConfig) -> f32["B/r/d L V
     rope = jnp.cos(angles), jnp.sin(angles)
 
     embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))
-    x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", embed, inputs)
-    x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x)
+    # In f32 for the backward pass: a frequent token's row adds up thousands of gradients, which bf16 would round away.
+    x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", embed.astype(jnp.float32), inputs)
+    x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(dtype))
 
     @explicit_activation_checkpointing
     def body(x, layer_weights):
@@ -425,16 +430,16 @@ def last_checkpoint(c: Config, checkpoints: training_io.Checkpointer) -> tuple[i
     done = checkpoints.latest_step()
     if done is None:
         return 0, {}
-    saved, current = checkpoints.metadata(done), dataclasses.asdict(c)
-    fixed = fixed_settings(saved["config"], current)
-    differences = training_io.config_differences(saved["config"], current, fixed)
+    metadata, current = checkpoints.metadata(done), dataclasses.asdict(c)
+    saved = with_defaults(metadata["config"])
+    differences = training_io.config_differences(saved, current, fixed_settings(saved, current))
     if differences:
         raise ValueError(
             f"the run in {checkpoints.directory.parent} was made with another configuration:\n  "
             + "\n  ".join(differences)
             + "\nChange these back to resume it, or start another run with a new paths.model_name."
         )
-    return done, saved["loader"]
+    return done, metadata["loader"]
 
 
 def start_state(c: Config, checkpoints: training_io.Checkpointer, done: int) -> State:
@@ -448,21 +453,30 @@ def start_state(c: Config, checkpoints: training_io.Checkpointer, done: int) -> 
     return checkpoints.restore(done, jax.tree.map(sharded, shapes, make_shardings(State, like=shapes)))
 
 
+def evaluate(c: Config, weights: Transformer, validation) -> dict[str, float]:
+    """Mean loss in nats a token over the first eval_batches of the validation split, no row of it twice."""
+    evaluation_step = make_evaluation_step(c)
+    once = max(map(math.floor, validation.epoch_steps().values()), default=c.training.eval_batches)
+    batches = range(max(1, min(c.training.eval_batches, once)))
+    sums = [evaluation_step(weights, validation.load(i)) for i in batches]
+    nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
+    return {"loss": nats / targets, "targets": int(targets)}
+
+
 def train(c: Config, directory: Path) -> None:
     """The whole run, on the mesh in force: leaves everything in `directory`."""
     say = print if jax.process_index() == 0 else lambda *_: None
     t, m, mesh = c.training, c.model, jax.sharding.get_mesh()
+    check_divides(c, mesh.shape)
     sizes = t.batch_size, t.seq_len, m.vocab
     with contextlib.ExitStack() as cleanup:
-        checkpoints = cleanup.enter_context(training_io.Checkpointer(directory / "checkpoints"))
+        checkpoints = training_io.Checkpointer(directory / "checkpoints", keep=t.keep_checkpoints)
+        cleanup.enter_context(checkpoints)
         start, loader_state = last_checkpoint(c, checkpoints)
         loader = make_loader(c.data, "train", *sizes, state=loader_state)
         validation = make_loader(c.data, "validation", *sizes) if t.eval_batches else None
         steps = steps_for(loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
         state = start_state(c, checkpoints, start)
-        if jax.process_index() == 0:
-            OmegaConf.save(OmegaConf.structured(c), directory / "config.yaml")
-
         parameters = sum(x.size for x in jax.tree.leaves(state.weights))
         flops = training_io.model_flops_per_token(
             parameters=parameters,
@@ -483,9 +497,17 @@ def train(c: Config, directory: Path) -> None:
         say(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
         if entropy is not None:
             say(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
+
+        speed = {"tokens_per_step": loader.tokens_per_batch, "flops": flops, "peak": peak}
+        progress = {"total_steps": steps, "start_step": start, "print_every": t.log_interval}
+        log = cleanup.enter_context(training_io.RunLog(directory, **progress, **speed))
         if start >= steps:
-            say(f"All {steps} steps are done already; to go on, train for longer (training.steps).")
+            if validation and not training_io.has_event(directory, start - 1, "validation"):
+                log.log_event(start - 1, "validation", evaluate(c, state.weights, validation))
+            say(f"{start} steps are done already, of {steps}; to go on, train for longer (training.steps).")
             return
+        if jax.process_index() == 0:
+            OmegaConf.save(OmegaConf.structured(c), directory / "config.yaml")
 
         # Tracing checks every type of the step: what communicates wrongly does not get past this line.
         rows = (t.batch_size, t.seq_len)
@@ -497,40 +519,35 @@ def train(c: Config, directory: Path) -> None:
             say("HLO graph: none, because the compiled step came from JAX's compilation cache")
         rendering = None
 
-        ahead = c.data.prefetch, loader.parallel_loads
-        batches = cleanup.enter_context(Prefetcher(loader.load, start, steps, *ahead))
-        profiler = training_io.StepProfiler(
-            directory, steps=steps - start, tokens_per_step=loader.tokens_per_batch, flops=flops, peak=peak
-        )
+        profiler = training_io.StepProfiler(directory, steps=steps - start, **speed)
         cleanup.callback(profiler.close)
-        log = cleanup.enter_context(
-            training_io.RunLog(
-                directory,
-                total_steps=steps,
-                start_step=start,
-                tokens_per_step=loader.tokens_per_batch,
-                flops=flops,
-                peak=peak,
-                print_every=t.log_interval,
-            )
-        )
+        batches = Prefetcher(loader.load, start, steps, c.data.prefetch, loader.parallel_loads)
+        cleanup.enter_context(batches)
+        stop = cleanup.enter_context(training_io.StopRequest())
         for step in range(start, steps):
             profiler.before_step(step - start)
             state, metrics = training_step(state, next(batches), np.int32(step))
             log.log(step, vars(metrics), loader.source_tokens(step))
             profiler.after_step(step - start, metrics)
-            if (step + 1) % t.checkpoint_interval == 0 or step + 1 == steps:
+            if (step + 1) % t.checkpoint_interval == 0 or step + 1 == steps or stop.signal_name:
+                if not math.isfinite(metrics.loss):
+                    raise FloatingPointError(
+                        f"the loss is {float(metrics.loss)} after step {step + 1}, so this state is not saved; "
+                        f"the last checkpoint is of step {checkpoints.latest_step() or 0}. Look in metrics.jsonl for "
+                        "where it began; a lower learning rate or a longer warmup is the usual remedy."
+                    )
                 metadata = {"config": dataclasses.asdict(c), "loader": loader.state(step + 1)}
                 checkpoints.save(step + 1, state, metadata)
             if graph and (step - start == 4 or step + 1 == steps) and rendering is None:
                 rendering = training_io.start_rendering(graph)
+            if stop.signal_name and step + 1 < steps:
+                checkpoints.wait()
+                say(f"{stop.signal_name}: stopped and saved after {step + 1} steps of {steps}.")
+                say(f"To go on: the same command, with paths.model_name={c.paths.model_name}")
+                return
 
         if validation:
-            evaluation_step = make_evaluation_step(c)
-            once = max(map(math.ceil, validation.epoch_steps().values()), default=t.eval_batches)
-            sums = [evaluation_step(state.weights, validation.load(i)) for i in range(min(t.eval_batches, once))]
-            nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
-            log.log_event(steps - 1, "validation", {"loss": nats / targets, "targets": targets})
+            log.log_event(steps - 1, "validation", evaluate(c, state.weights, validation))
         log.close()
         checkpoints.wait()
         trace = profiler.close()
@@ -552,12 +569,18 @@ def main(config) -> None:
         raise ValueError(
             f"no value for {', '.join(missing)}." if missing else "name a run: --config-name=<file in configs/>"
         )
+    check_booleans(HydraConfig.get().overrides.task, config)
     c: Config = OmegaConf.to_object(config)
     check_config(c)
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {c.hardware.xla_flags}".strip()
     if c.hardware.hosts > 1:
         found_by_jax = c.hardware.coordinator is None
         jax.distributed.initialize(c.hardware.coordinator, None if found_by_jax else c.hardware.hosts, c.hardware.host)
+    if jax.process_count() != c.hardware.hosts:
+        raise ValueError(
+            f"hardware.hosts is {c.hardware.hosts}, but {jax.process_count()} processes found one another. "
+            "Start one process on each host, e.g. with srun, or set hardware.hosts."
+        )
     if c.paths.model_name is None:
         c.paths.model_name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     directory = Path(c.paths.root_working_dir) / c.paths.model_name

@@ -464,3 +464,14 @@ def test_the_documented_example_reads_a_checkpoint(tmp_path, monkeypatch, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "500 {'seed': 7}"
     assert [line.split()[0] for line in lines[1:]] == NAMES
+
+
+def test_only_the_latest_are_kept(tmp_path):
+    with Checkpointer(tmp_path, keep=2) as checkpoints:
+        for step in (1, 5, 20, 100):
+            checkpoints.save(step, placed(make_mesh(4, 2)), {})
+            checkpoints.wait()
+            assert len(checkpoints.steps()) <= 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000000020", "0000000100"]
+    with pytest.raises(ValueError, match="keep is 0"):
+        Checkpointer(tmp_path, keep=0)

@@ -1,5 +1,7 @@
 """Each configuration composes, and the steps of the large ones type-check on abstract meshes of their size."""
 
+import copy
+import dataclasses
 import re
 from pathlib import Path
 
@@ -10,8 +12,10 @@ from hydra import compose, initialize_config_dir
 from jax.sharding import AbstractMesh, AxisType
 from omegaconf import OmegaConf
 
+import configuration
 import train
 from input_loader import TokenBatch
+from training_io import config_differences
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")
@@ -24,7 +28,7 @@ pytestmark = pytest.mark.quick
 def load(name: str, *overrides: str) -> train.Config:
     train.register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = compose(name, overrides=list(overrides))
+        config = compose(name, overrides=["paths.model_name=test", *overrides])
     assert not OmegaConf.missing_keys(config)
     c = OmegaConf.to_object(config)
     train.check_config(c)
@@ -59,7 +63,9 @@ def test_composes_and_its_header_tells_the_truth(name):
 @pytest.mark.parametrize("name", [name for name in RUNS if "c4" in name])
 def test_c4_runs_type_check_on_their_devices(name):
     hardware, size = name.split("_c4_")[1].split("_")
-    state = trace_step(load(name), DEVICES[hardware])
+    c = load(name)
+    assert c.hardware.hosts == (4 if hardware == "a100x8x4" else 1)
+    state = trace_step(c, DEVICES[hardware])
     assert sum(x.size for x in jax.tree.leaves(state.weights)) == pytest.approx(PARAMETERS[size], rel=5e-3)
 
 
@@ -71,3 +77,15 @@ def test_the_step_type_checks_on_2048_devices():
 @pytest.mark.parametrize("hardware", ["a100", "h100", "h200", "cpu"])
 def test_hardware_is_one_setting(hardware):
     assert load("flat_tokens_c4_a100x8_84m", f"hardware={hardware}").hardware.name.lower().endswith(hardware)
+
+
+def test_a_checkpoint_made_before_a_setting_existed_is_as_if_it_had_the_default():
+    c = load("local_test_synthetic")
+    current = dataclasses.asdict(c)
+    saved = copy.deepcopy(current)
+    del saved["model"]["norm_epsilon"], saved["optimizer"]["z_loss"]
+    fixed = configuration.fixed_settings(saved, current)
+    assert config_differences(configuration.with_defaults(saved), current, fixed) == []
+    current["optimizer"]["z_loss"] = 0.5
+    lines = config_differences(configuration.with_defaults(saved), current, fixed)
+    assert lines == ["optimizer.z_loss: checkpoint has 0.0, this run has 0.5"]

@@ -111,7 +111,7 @@ def test_events_are_told_apart(tmp_path):
     lines = read(tmp_path)
     assert lines[1] == {"step": 0, "event": "validation", "loss": 1.25, "tokens": 640, "of": "tiny"}
     assert ["event" in line for line in lines] == [False, True, False]
-    assert "step 0  validation  loss 1.25  tokens 640  of tiny\n" in output.getvalue()
+    assert "step 1  validation  loss 1.25  tokens 640  of tiny\n" in output.getvalue()
 
 
 def test_an_events_time_is_not_the_next_steps(tmp_path):
@@ -147,9 +147,9 @@ def test_plain_lines_without_a_terminal(tmp_path):
         for step in range(25):
             log.log(step, metrics(step + 0.123))
     lines = output.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == ["0/25", "10/25", "20/25", "24/25"]
-    assert lines[0] == "step 0/25  loss 0.123  learning_rate 0.0003"
-    assert lines[1].startswith("step 10/25  loss 10.12  learning_rate 0.0003  ")
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    assert lines[0] == "step 1/25  loss 0.123  learning_rate 0.0003"
+    assert lines[1].startswith("step 10/25  loss 9.123  learning_rate 0.0003  ")
     assert " tokens/s  MFU " in lines[1]
     assert lines[-1].endswith("ETA 0:00:00")
     assert "\x1b" not in output.getvalue()
@@ -167,7 +167,7 @@ def test_a_live_bar_on_a_terminal(tmp_path):
     assert "12/12" in text
     assert "loss 4.5" in text
     assert "ETA 0:00:00" in text
-    assert "step 11  validation  loss 4.25" in text
+    assert "step 12  validation  loss 4.25" in text
     assert "step 5/12" not in text
 
 
@@ -191,3 +191,21 @@ def test_the_device_is_not_waited_for(tmp_path):
 def test_print_every_is_checked(tmp_path):
     with pytest.raises(ValueError, match="print_every is 0"):
         run_log(tmp_path, print_every=0)
+
+
+def test_metrics_of_a_run_without_a_checkpoint_are_kept(tmp_path):
+    with run_log(tmp_path) as log:
+        log.log(0, metrics(2.0))
+    with run_log(tmp_path) as log:
+        log.log(0, metrics(1.0))
+    assert [line["loss"] for line in read(tmp_path)] == [1.0]
+    assert json.loads((tmp_path / "metrics.jsonl.old").read_text())["loss"] == 2.0
+
+
+def test_source_tokens_are_written(tmp_path):
+    with run_log(tmp_path) as log:
+        log.log(0, metrics(2.0), {"web": 640, "books": 0})
+        log.log(1, metrics(2.0), {})
+    first, second = read(tmp_path)
+    assert first["source_tokens"] == {"web": 640, "books": 0}
+    assert "source_tokens" not in second

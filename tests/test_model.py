@@ -68,31 +68,37 @@ def llama_logits(model, batch: TokenBatch):
     return model(input_ids=torch.tensor(inputs), attention_mask=mask, use_cache=False).logits
 
 
-def losses_and_grads(w, batch, c):
+def losses_and_grads(w, batch, c, z_loss=0.0):
     """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
 
     def logits(w: train.Transformer, batch: TokenBatch) -> f32["B/r/d L V/t"]:
         return train.forward(w, batch, c)
 
     def loss_and_grads(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
-        return train.loss_and_gradients(w, batch, tiny.config(c))
+        settings = tiny.config(c)
+        settings.optimizer.z_loss = z_loss
+        return train.loss_and_gradients(w, batch, settings)
 
     batch = tiny.place(batch, TokenBatch)
     loss, grads = tiny.per_device(loss_and_grads)(w, batch)
     return jax.tree.map(np.asarray, (tiny.per_device(logits)(w, batch), loss, grads))
 
 
-@pytest.mark.parametrize(("mesh", "tied"), [*((name, False) for name in tiny.MESHES), ("r=2 d=2 t=2", True)])
-def test_logits_loss_and_gradients_equal_llama(mesh, tied):
-    c, batch = tiny.model(tied_embeddings=tied, embed_init_scale=0.3 if tied else 1.0), tiny.host_batch()
+@pytest.mark.parametrize(
+    ("mesh", "tied", "z_loss"),
+    [*((name, False, 0.0) for name in tiny.MESHES), ("r=2 d=2 t=2", True, 0.0), ("d=4 t=2", False, 0.01)],
+)
+def test_logits_loss_and_gradients_equal_llama(mesh, tied, z_loss):
+    c, batch = tiny.model(tied_embeddings=tied), tiny.host_batch()
     with jax.set_mesh(tiny.mesh(mesh)):
         w = tiny.weights(c)
-        logits, loss, grads = losses_and_grads(w, batch, c)
+        logits, loss, grads = losses_and_grads(w, batch, c, z_loss)
     model = llama(w, c)
     expected = llama_logits(model, batch)
     flat = expected.flatten(0, 1)
     targets = torch.tensor(batch.targets.astype(np.int64)).flatten()
     losses = torch.nn.functional.cross_entropy(flat, targets, reduction="none")
+    losses = losses + z_loss * torch.logsumexp(flat, dim=-1) ** 2
     mask = torch.tensor(batch.loss_mask).flatten()
     expected_loss = losses[mask].mean()
     expected_loss.backward()

@@ -151,7 +151,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "layer, local hidden: act['B/r/d L F']: the value differs between devices of t",
     ),
     "the embedded tokens are not reduced": (
-        'x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x)',
+        'x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(dtype))',
         "pass",
         "layer, argument x: act['B/r/d L/t M']: the value is a partial sum over t",
     ),

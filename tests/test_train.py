@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import zarr
 
 import train
 from input_loader import TokenBatch
+from shardlib.shardtypes import f32
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,12 +29,17 @@ def losses(directory: Path) -> list[float]:
     return [line["loss"] for line in steps]
 
 
+def events(directory: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "event" in line]
+
+
 def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:
     c = tiny.config(tiny.model(vocab=1280))
     c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
     c.training = dataclasses.replace(c.training, steps=steps, checkpoint_interval=3, eval_batches=2)
     for name, value in changes.items():
-        setattr(c.optimizer, name, value)
+        setattr(c.optimizer if hasattr(c.optimizer, name) else c.training, name, value)
     directory.mkdir(exist_ok=True)
     with jax.set_mesh(tiny.mesh(mesh)):
         train.train(c, directory)
@@ -66,9 +74,13 @@ def test_weights_at_init_do_not_depend_on_the_mesh():
         same = jax.tree.map(np.array_equal, weights, found["one device"])
         assert all(jax.tree.leaves(same)), f"{name}: {same}"
     w = found["one device"]
-    # Variance 1/fan-in, and cut at two standard deviations of the normal it was cut from.
-    assert np.std(w.layers.w_up) == pytest.approx(c.d_model**-0.5, rel=0.03)
-    assert np.abs(w.layers.w_up).max() < 2.3 * c.d_model**-0.5
+    # Variance 1/fan-in, and cut at two standard deviations of the normal that it was cut from.
+    m, heads = c.d_model, c.n_kv * c.n_q_per_kv * c.d_head
+    fan_in = {"w_q": m, "w_k": m, "w_v": m, "w_o": heads, "w_gate": m, "w_up": m, "w_down": c.d_ff}
+    arrays = {name: (getattr(w.layers, name), size**-0.5) for name, size in fan_in.items()}
+    for name, (array, std) in (arrays | {"embed": (w.embed, 1.0), "unembed": (w.unembed, m**-0.5)}).items():
+        assert np.std(array) == pytest.approx(std, rel=0.04), name
+        assert np.abs(array).max() < 2.3 * std, name
     assert not np.array_equal(w.layers.w_up[0], w.layers.w_up[1])
 
 
@@ -90,13 +102,63 @@ def unbroken(tmp_path_factory):
 def test_a_run_leaves_its_outputs(unbroken):
     assert sorted(p.name for p in (unbroken / "checkpoints").iterdir()) == [f"{n:010}" for n in (3, 6, 8)]
     assert len(losses(unbroken)) == 8
-    events = [json.loads(line) for line in (unbroken / "metrics.jsonl").read_text().splitlines() if "event" in line]
-    assert [e["event"] for e in events] == ["validation"]
-    assert np.isfinite(events[0]["loss"])
+    assert [e["event"] for e in events(unbroken)] == ["validation"]
     assert (unbroken / "config.yaml").is_file()
     assert len(list(unbroken.glob("plugins/profile/*/perfetto_trace.json.gz"))) == 1
     pictures = list(unbroken.glob("training_step_optimized_hlo_*"))
     assert [p.suffix in (".svg", ".dot") for p in pictures] == [True]
+
+
+def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
+    """Against the weights in the checkpoint, on rows read from the dataset itself."""
+    arrays = zarr.open_group(unbroken / "checkpoints" / "0000000008", mode="r")["weights"]
+    leaf = lambda path: np.asarray(arrays["/".join(str(key.name) for key in path)][:])
+    c = tiny.model(vocab=1280)
+    with jax.set_mesh(tiny.mesh("one device")):
+        shapes = jax.eval_shape(lambda key: train.init_weights(key, c), jax.random.key(0))
+        w = tiny.place(jax.tree_util.tree_map_with_path(lambda path, _: leaf(path), shapes), train.Transformer)
+        encoded = zarr.open_group(ROOT / "synthetic_dataset.zarr", mode="r")["validation/encoded_tokens"]
+        rows = np.asarray(encoded[: 2 * tiny.BATCH * tiny.LENGTH]).reshape(2 * tiny.BATCH, tiny.LENGTH)
+        batch = TokenBatch((rows >> 1).astype(np.uint32), rows % 2 == 1, np.ones(rows.shape, bool))
+
+        def loss(w: train.Transformer, batch: TokenBatch) -> f32[""]:
+            return train.loss_and_gradients(w, batch, tiny.config(c))[0]
+
+        expected = tiny.per_device(loss)(w, tiny.place(batch, TokenBatch))
+    assert events(unbroken)[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert events(unbroken)[0]["targets"] == rows.size
+
+
+def test_a_run_without_its_validation_gets_it_when_started_again(tmp_path):
+    run(tmp_path / "run", 2, eval_batches=0)
+    assert events(tmp_path / "run") == []
+    run(tmp_path / "run", 2)
+    run(tmp_path / "run", 2)
+    assert [(e["step"], e["event"]) for e in events(tmp_path / "run")] == [(1, "validation")]
+
+
+def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(unbroken, tmp_path, capsys, monkeypatch):
+    sent = []
+    log = train.training_io.RunLog.log
+
+    def log_and_interrupt(self, step, *arguments):
+        log(self, step, *arguments)
+        if step == 3 and not sent:
+            sent.append(signal.raise_signal(signal.SIGTERM))
+
+    monkeypatch.setattr(train.training_io.RunLog, "log", log_and_interrupt)
+    run(tmp_path / "run", 8)
+    assert "SIGTERM: stopped and saved after 4 steps of 8." in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    run(tmp_path / "run", 8)
+    assert losses(tmp_path / "run") == losses(unbroken)
+
+
+def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
+    with pytest.raises(FloatingPointError, match="the last checkpoint is of step 0") as error:
+        run(tmp_path / "run", 4, learning_rate=1e30, warmup_steps=0)
+    assert "the loss is nan after step 3" in str(error.value)
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 
 
 def test_resuming_gives_the_same_losses_to_the_bit(unbroken, tmp_path):
@@ -115,7 +177,7 @@ def test_resuming_on_another_mesh_gives_the_same_losses(unbroken, tmp_path):
 def test_a_finished_run_says_so(unbroken, capsys):
     before = (unbroken / "metrics.jsonl").read_bytes()
     run(unbroken, 8)
-    assert "All 8 steps are done already; to go on, train for longer (training.steps)." in capsys.readouterr().out
+    assert "8 steps are done already, of 8; to go on, train for longer (training.steps)." in capsys.readouterr().out
     assert (unbroken / "metrics.jsonl").read_bytes() == before
 
 
@@ -168,13 +230,20 @@ def start(devices: int, *arguments: str) -> subprocess.Popen:
         (["training.steps=many"], "full_key: training.steps"),
         (["model.tied_embeddings=perhaps"], "full_key: model.tied_embeddings"),
         (["training.steps=???"], "no value for training.steps"),
-        (["training.steps=0"], "training.steps is 0; it must be positive."),
+        (["training.steps=0"], "training.steps is 0; it must be at least 1"),
+        (["optimizer.adam_b1=1"], "optimizer.adam_b1 is 1.0; it must be at least 0 and below 1."),
+        (["optimizer.learning_rate=nan"], "optimizer.learning_rate is nan; it must be at least 0"),
+        (["training.seed=-1"], "training.seed is -1; it must be at least 0"),
+        (["data.shuffle=2"], "data.shuffle is 2; it must be true or false."),
+        (["training.seq_len=63"], "training.seq_len is 63; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
+        (["training.batch_size=62"], "training.batch_size is 62"),
+        (["model.n_kv=3"], "model.n_kv is 3; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
         (["training.compute_dtype=f8"], "training.compute_dtype is 'f8'; choose one of bf16, f32."),
         (["optimizer.warmup_steps=500"], "optimizer.warmup_steps is 500 and optimizer.cosine_steps"),
         (["hardware.hosts=2"], "hardware.hosts is 2; give paths.model_name"),
         (["mesh.d=3"], "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2"),
         (["mesh.t=5"], "mesh r=1 d=-1 t=5 does not fit 8 devices."),
-        (["model.d_model=252"], "dim M of size 252 is not divisible by its axes t/d, 8 devices"),
+        (["model.d_model=252"], "model.d_model is 252; on the mesh r=1 d=4 t=2 it must be a multiple of t·d = 8."),
         (["data.filespec=nowhere.zarr"], "nowhere.zarr"),
         (["model.vocab=64"], "the model's vocabulary has 64"),
     ],

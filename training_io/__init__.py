@@ -3,8 +3,9 @@
 from .checkpoint import Checkpointer, config_differences
 from .flops import ModelFlops, PeakFlops, model_flops_per_token, peak_flops
 from .hlo import compile_with_hlo_dump, render_svg, start_rendering
-from .metrics import RunLog
+from .metrics import RunLog, has_event
 from .profile import StepProfiler
+from .stopping import StopRequest
 
 __all__ = [
     "Checkpointer",
@@ -12,8 +13,10 @@ __all__ = [
     "PeakFlops",
     "RunLog",
     "StepProfiler",
+    "StopRequest",
     "compile_with_hlo_dump",
     "config_differences",
+    "has_event",
     "model_flops_per_token",
     "peak_flops",
     "render_svg",

@@ -38,16 +38,21 @@ class Checkpointer:
 
     Args:
         directory: a file-system path; created by the first save.
+        keep: how many of the latest complete checkpoints are kept, at least 1; None keeps all. Older ones are removed
+            when a new one is complete.
         commit_timeout_s: seconds that a process waits for the others to finish writing, before it gives the save up.
     """
 
-    def __init__(self, directory: str | os.PathLike, *, commit_timeout_s: float = 1800.0):
+    def __init__(self, directory: str | os.PathLike, *, keep: int | None = None, commit_timeout_s: float = 1800.0):
         if "://" in str(directory):
             raise ValueError(
                 f"checkpoint directory {str(directory)!r} is a URL: checkpoints are committed by renaming a directory, "
                 "which object stores cannot do. Give a path on a file system that all hosts share."
             )
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep is {keep}; keep at least 1 checkpoint, or None for all.")
         self.directory = Path(directory)
+        self._keep = keep
         self._commit_timeout_s = commit_timeout_s
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: concurrent.futures.Future | None = None
@@ -187,6 +192,12 @@ class Checkpointer:
                 if re.fullmatch(r"\d{10}\.tmp", entry.name):
                     shutil.rmtree(entry)
 
+    def _remove_oldest(self) -> None:
+        for step in self.steps()[: -self._keep] if self._keep else []:
+            # Renamed first, so that a checkpoint half removed is not taken for a whole one.
+            path = self._path(step)
+            shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))
+
     def _write(self, temporary: Path, final: Path, arrays: "list[_HostArray]", manifest: str) -> None:
         try:
             temporary.mkdir(parents=True, exist_ok=True)
@@ -195,6 +206,7 @@ class Checkpointer:
             if jax.process_index() == 0:
                 self._await(temporary, lambda: _count(temporary, "written") == jax.process_count())
                 _commit(temporary, final, [array.name for array in arrays], manifest)
+                self._remove_oldest()
             else:
                 self._await(temporary, (final / MANIFEST).is_file)
         except OSError as error:

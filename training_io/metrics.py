@@ -75,6 +75,9 @@ class RunLog:
             return
         path = Path(directory) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
+        if start_step == 0 and path.exists() and path.stat().st_size:
+            self._print(f"{path}: of a run without a checkpoint, kept as {path.name}.old")
+            path.rename(path.with_name(path.name + ".old"))
         dropped = _keep_steps_before(path, start_step)
         if dropped:
             self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
@@ -127,7 +130,9 @@ class RunLog:
         self._write_pending()
         values = _fetch(values)
         self._write_line({"step": step, "event": event} | values)
-        self._print(f"step {step}  {event}  " + "  ".join(f"{name} {_short(value)}" for name, value in values.items()))
+        self._print(
+            f"step {step + 1}  {event}  " + "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+        )
         self._warn_if_not_finite(step, values, event)
         if self._last_end is not None:
             self._last_end = time.perf_counter()  # the time that the event took is not the next step's
@@ -192,12 +197,19 @@ class RunLog:
             shown += [f"ETA {_duration((self._total_steps - step - 1) * seconds)}"]
         if self._progress is not None:
             self._progress.update(self._task, completed=step + 1, description="  ".join(shown))
-        elif step in (self._start_step, self._total_steps - 1) or step % self._print_every == 0:
-            self._print(f"step {step}/{self._total_steps}  " + "  ".join(shown))
+        elif step in (self._start_step, self._total_steps - 1) or (step + 1) % self._print_every == 0:
+            self._print(f"step {step + 1}/{self._total_steps}  " + "  ".join(shown))
 
     def _print(self, text: str) -> None:
         if jax.process_index() == 0:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def has_event(directory: str | os.PathLike, step: int, event: str) -> bool:
+    """Whether the run's metrics.jsonl has a line of this event at this step."""
+    path = Path(directory) / "metrics.jsonl"
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return any(f'"event": "{event}"' in line and f'"step": {step},' in line for line in lines)
 
 
 def _keep_steps_before(path: Path, start_step: int) -> int:

@@ -1,0 +1,74 @@
+"""The default compute dtype: how near its loss and gradients are to those in f32, and what is communicated in it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import train
+from input_loader import TokenBatch
+from shardlib.shardtypes import f32
+
+
+def loss_and_gradients(batch: TokenBatch, dtype: str, c: train.ModelConfig):
+    def per_device(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
+        return train.loss_and_gradients(w, batch, tiny.config(c))
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        return jax.tree.map(
+            np.asarray, tiny.per_device(per_device, dtype)(tiny.weights(c), tiny.place(batch, TokenBatch))
+        )
+
+
+def test_gradients_are_those_in_f32_up_to_bf16_rounding():
+    """Also for a token that comes thousands of times, whose row of the embedding table sums up that many gradients."""
+    c, rows, length = tiny.model(layers=1), 16, 512
+    rng = np.random.default_rng(5)
+    targets = np.where(rng.random((rows, length)) < 0.3, 7, rng.integers(0, c.vocab, (rows, length))).astype(np.uint32)
+    batch = TokenBatch(targets, rng.random((rows, length)) < 0.01, np.ones((rows, length), bool))
+    (loss, g), (exact, expected) = (loss_and_gradients(batch, dtype, c) for dtype in ("bfloat16", "float32"))
+    assert loss == pytest.approx(exact, rel=2e-3)
+    error = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
+    # bf16 has 8 bits: half a unit in the last place is 2e-3 of a value, and a gradient passes through a few roundings.
+    errors = jax.tree.map(error, g, expected)
+    assert max(jax.tree.leaves(errors)) < 0.02, errors
+    assert error(g.embed[7], expected.embed[7]) < 0.02, "the row of the frequent token"
+
+
+def test_matrices_are_communicated_in_bf16():
+    c = tiny.config(compute_dtype="bf16")
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        state = jax.jit(lambda key: train.init_state(key, c.model))(jax.random.key(0))
+        batch = tiny.place(tiny.host_batch(), TokenBatch)
+        text = train.make_training_step(c).lower(state, batch, np.int32(0)).as_text()
+    for op in ("all_gather", "reduce_scatter"):
+        results = re.findall(rf'"stablehlo.{op}".*?-> tensor<([\dx]*)x(\w+)>', text, flags=re.S)
+        assert len(results) > 10
+        # Norm weights, of one dim, are gathered and their gradients scattered in f32.
+        assert {dtype for shape, dtype in results if "x" in shape} == {"bf16"}, results
+        assert {dtype for shape, dtype in results if "x" not in shape} == {"f32"}, results
+
+
+def test_rotary_positions_are_exact_far_out():
+    """In bf16 itself, position 2047 would be 2048: the angles are computed in f32."""
+    length, dim = 2048, 16
+    wavelengths = 10_000.0 ** (np.arange(0, dim, 2) / dim)
+    angles = np.arange(length)[:, None] / wavelengths
+    rope = jnp.float32(np.cos(angles)), jnp.float32(np.sin(angles))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 1, dim)), jnp.bfloat16)
+    rotated = np.float32(train.rotate(jnp.broadcast_to(x, (1, length, 1, dim)), rope))[0, :, 0]
+    a, b = np.split(np.float64(x).ravel(), 2)
+    expected = np.concatenate(
+        [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1
+    )
+    np.testing.assert_allclose(rotated, expected, atol=2**-7 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_first_loss_is_near_that_of_guessing(tied):
+    c = tiny.model(tied_embeddings=tied, d_model=64)
+    loss, _ = loss_and_gradients(tiny.host_batch(), "bfloat16", c)
+    assert np.log(c.vocab) < loss < np.log(c.vocab) + 1
