@@ -96,7 +96,9 @@ class TrainingConfig:
     compute_dtype: str = "bf16"
     """bf16, or f32 for exact work. Weights and optimizer state are f32 either way."""
     eval_batches: int = 8
-    """Batches of the validation split, at most, in the evaluation after the last step; 0 for none."""
+    """Batches of the validation split, at most, in an evaluation; 0 for no evaluations."""
+    eval_interval: int | None = None
+    """Steps between evaluations; there is one after the last step too, and with null that one alone."""
     log_interval: int = 10
     """Steps between progress lines where the output is no terminal."""
     checkpoint_interval: int = 1000
@@ -160,7 +162,16 @@ def check_config(c: Config) -> None:
     """Raises ValueError for a setting out of its range."""
     integers = {
         "model": ("vocab", "d_model", "layers", "n_kv", "n_q_per_kv", "d_head", "d_ff"),
-        "training": ("batch_size", "seq_len", "steps", "tokens", "microbatches", "log_interval", "checkpoint_interval"),
+        "training": (
+            "batch_size",
+            "seq_len",
+            "steps",
+            "tokens",
+            "microbatches",
+            "log_interval",
+            "eval_interval",
+            "checkpoint_interval",
+        ),
         "hardware": ("hosts",),
     }
     ranges = {f"{section}.{name}": (1, 2**63) for section, names in integers.items() for name in names}

@@ -453,14 +453,19 @@ def start_state(c: Config, checkpoints: training_io.Checkpointer, done: int) -> 
     return checkpoints.restore(done, jax.tree.map(sharded, shapes, make_shardings(State, like=shapes)))
 
 
-def evaluate(c: Config, weights: Transformer, validation) -> dict[str, float]:
-    """Mean loss in nats a token over the first eval_batches of the validation split, no row of it twice."""
-    evaluation_step = make_evaluation_step(c)
+def evaluate(c: Config, evaluation_step, weights: Transformer, validation) -> dict[str, float]:
+    """Mean loss in nats a token over the first eval_batches of the validation split, no row of it twice.
+
+    Where the dataset knows how much text its tokens stand for, in bits a byte of UTF-8 too.
+    """
     once = max(map(math.floor, validation.epoch_steps().values()), default=c.training.eval_batches)
     batches = range(max(1, min(c.training.eval_batches, once)))
     sums = [evaluation_step(weights, validation.load(i)) for i in batches]
     nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
-    return {"loss": nats / targets, "targets": int(targets)}
+    result = {"loss": nats / targets, "targets": int(targets)}
+    if validation.bytes_per_token():
+        result["bits_per_byte"] = result["loss"] / math.log(2) / validation.bytes_per_token()
+    return result
 
 
 def train(c: Config, directory: Path) -> None:
@@ -477,6 +482,7 @@ def train(c: Config, directory: Path) -> None:
         validation = make_loader(c.data, "validation", *sizes) if t.eval_batches else None
         steps = steps_for(loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
         state = start_state(c, checkpoints, start)
+        evaluation_step = make_evaluation_step(c)
         parameters = sum(x.size for x in jax.tree.leaves(state.weights))
         flops = training_io.model_flops_per_token(
             parameters=parameters,
@@ -503,7 +509,7 @@ def train(c: Config, directory: Path) -> None:
         log = cleanup.enter_context(training_io.RunLog(directory, **progress, **speed))
         if start >= steps:
             if validation and not training_io.has_event(directory, start - 1, "validation"):
-                log.log_event(start - 1, "validation", evaluate(c, state.weights, validation))
+                log.log_event(start - 1, "validation", evaluate(c, evaluation_step, state.weights, validation))
             say(f"{start} steps are done already, of {steps}; to go on, train for longer (training.steps).")
             return
         if jax.process_index() == 0:
@@ -538,6 +544,8 @@ def train(c: Config, directory: Path) -> None:
                     )
                 metadata = {"config": dataclasses.asdict(c), "loader": loader.state(step + 1)}
                 checkpoints.save(step + 1, state, metadata)
+            if validation and (step + 1 == steps or (t.eval_interval and (step + 1) % t.eval_interval == 0)):
+                log.log_event(step, "validation", evaluate(c, evaluation_step, state.weights, validation))
             if graph and (step - start == 4 or step + 1 == steps) and rendering is None:
                 rendering = training_io.start_rendering(graph)
             if stop.signal_name and step + 1 < steps:
@@ -546,8 +554,6 @@ def train(c: Config, directory: Path) -> None:
                 say(f"To go on: the same command, with paths.model_name={c.paths.model_name}")
                 return
 
-        if validation:
-            log.log_event(steps - 1, "validation", evaluate(c, state.weights, validation))
         log.close()
         checkpoints.wait()
         trace = profiler.close()

@@ -107,6 +107,10 @@ class Loader:
         """Entropy of single tokens in nats, None where nobody knows: the loss of a model of frequencies alone."""
         return None
 
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of the split's text for each of its tokens; None where nobody knows."""
+        return None
+
     def load(self, step: int) -> TokenBatch:
         """The batch of `step` on the devices, read as far as this host's devices need it.
 

@@ -163,6 +163,10 @@ class FlatTokensLoader(Loader):
 
         return finish
 
+    def bytes_per_token(self) -> float | None:
+        utf8_bytes = self.dataset.attributes.get("utf8_bytes")
+        return utf8_bytes / self.dataset.num_tokens if utf8_bytes else None
+
     def unigram_entropy(self, max_tokens: int = 2**22) -> float:
         """Entropy of single tokens in the first `max_tokens` of the split, in nats: see flat_tokens.unigram_entropy."""
         return flat_tokens.unigram_entropy(self.sample(max_tokens))

@@ -481,3 +481,13 @@ def test_cache_is_bounded(tmp_path, monkeypatch):
     small, large = (FlatTokensLoader(c, "train", 4, 64).rows(1, np.arange(4)) for c in config)
     np.testing.assert_array_equal(small.targets, large.targets)
     assert Reader(SYNTHETIC, "train", cache_bytes=0).num_tokens
+
+
+def test_bytes_per_token_are_those_of_the_text(tmp_path):
+    ids, text = [], ["ä b", "cd"]
+    with flat_tokens.Writer(str(tmp_path / "d"), "train") as writer:
+        for document in text:
+            ids = np.frombuffer(document.encode(), np.uint8).astype(np.uint32)
+            writer.append(np.append(ids, 1), np.array([ids.size + 1]))
+        writer.attributes["utf8_bytes"] = sum(len(document.encode()) for document in text)
+    assert FlatTokensLoader(FlatTokensConfig(str(tmp_path / "d")), "train", 1, 4).bytes_per_token() == 6 / 8

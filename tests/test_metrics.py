@@ -209,3 +209,12 @@ def test_source_tokens_are_written(tmp_path):
     first, second = read(tmp_path)
     assert first["source_tokens"] == {"web": 640, "books": 0}
     assert "source_tokens" not in second
+
+
+def test_the_latest_validation_stays_on_the_progress_line(tmp_path):
+    output = io.StringIO()
+    with run_log(tmp_path, console=Console(file=output), print_every=1) as log:
+        log.log(0, metrics(2.0))
+        log.log_event(0, "validation", {"loss": 1.25})
+        log.log(1, metrics(1.0))
+    assert "step 2/25  loss 1  validation 1.25  learning_rate" in output.getvalue()

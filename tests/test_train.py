@@ -129,6 +129,11 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
     assert events(unbroken)[0]["targets"] == rows.size
 
 
+def test_evaluations_at_their_interval(tmp_path):
+    run(tmp_path / "run", 5, eval_interval=2)
+    assert [e["step"] for e in events(tmp_path / "run")] == [1, 3, 4]
+
+
 def test_a_run_without_its_validation_gets_it_when_started_again(tmp_path):
     run(tmp_path / "run", 2, eval_batches=0)
     assert events(tmp_path / "run") == []

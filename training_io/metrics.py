@@ -68,6 +68,7 @@ class RunLog:
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
+        self._validation: float | str | None = None
         self._not_finite: set[tuple[str, str]] = set()
         self._file = self._progress = None
         self._console = console or Console()
@@ -133,6 +134,8 @@ class RunLog:
         self._print(
             f"step {step + 1}  {event}  " + "  ".join(f"{name} {_short(value)}" for name, value in values.items())
         )
+        if event == "validation":
+            self._validation = values.get("loss")
         self._warn_if_not_finite(step, values, event)
         if self._last_end is not None:
             self._last_end = time.perf_counter()  # the time that the event took is not the next step's
@@ -190,6 +193,8 @@ class RunLog:
 
     def _show(self, step: int, values: Mapping[str, Any]) -> None:
         shown = [f"{name} {_short(values[name])}" for name in sorted(values, key=lambda name: name != "loss")]
+        if self._validation is not None:
+            shown.insert(1, f"validation {_short(self._validation)}")
         if self._durations:
             seconds = sum(self._durations) / len(self._durations)
             speed = self._speed(seconds)
