@@ -91,6 +91,22 @@ def test_shards_stop_when_the_others_have_enough(tmp_path, small):
     assert tree(tmp_path / "many") == tree(tmp_path / "one")
 
 
+def test_what_is_known_to_stand_before_a_piece(tmp_path):
+    """Against a walk over all pieces in order, of which each shard has told a different number."""
+    count = 3
+    told = [np.random.default_rng(index).integers(1, 100, (length, 2)) for index, length in enumerate((5, 2, 4))]
+    for index in range(count):
+        shards.write_counts(shards.Shard(index, count).directory(str(tmp_path / "d")), "train", told[index])
+    for index in range(count):
+        others = shards.Others(str(tmp_path / "d"), "train", shards.Shard(index, count))
+        for piece in range(len(told[index])):
+            known = 0
+            for place in range(piece * count + index):
+                shard, its_piece = place % count, place // count
+                known += told[shard][its_piece, 0] if its_piece < len(told[shard]) else 0
+            assert others.tokens_before(piece, told[index][:piece, 0]) == known
+
+
 def test_sources_in_files(tmp_path, small):
     """Pieces are files where a file can only be read from its beginning; shards without any are empty."""
     texts = random_texts(40)

@@ -81,6 +81,12 @@ def test_separated_text(tmp_path, small_blocks, suffix, separator):
     check_places(pieces)
 
 
+def test_separators_across_the_ends_of_blocks(tmp_path, small_blocks):
+    for length in range(30, 60):
+        (tmp_path / "a.txt").write_text("a" * length + "<|end|>" + "b" * 20)
+        assert read_all(open_files([str(tmp_path / "a.txt")], "text", "<|end|>")) == ["a" * length, "b" * 20]
+
+
 def test_line_breaks_around_a_separator_belong_to_it(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\none\n\n two \r\n<|end|>\r\nthree<|end|><|end|>\n<|end|>four\n<|end|>\n")
     texts = read_all(open_files([str(tmp_path / "a.txt")], "text", "<|end|>"))

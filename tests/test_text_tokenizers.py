@@ -16,7 +16,15 @@ import pytest
 from numpy_checks import check_modules
 
 from tools import text_tokenizers, tokenizer_definitions
-from tools.text_tokenizers import PROBES, Gigatoken, TextTokenizer, Tiktoken, Tokenizers, make_text_tokenizer
+from tools.text_tokenizers import (
+    PROBES,
+    Gigatoken,
+    TextTokenizer,
+    Tiktoken,
+    Tokenizers,
+    make_text_tokenizer,
+    without_special_tokens,
+)
 
 check_modules(text_tokenizers)
 
@@ -286,6 +294,17 @@ def test_tiktoken_encoding(tmp_path, texts):
     assert result.stdout.split()[0] in ("gigatoken", "tiktoken")
 
 
+def test_a_chunk_that_is_a_token_stays_whole():
+    """Though no merges lead to it."""
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([i]): i for i in range(256)} | {b"bc": 256, b"abcd": 257}
+    encoding = tiktoken.Encoding("small", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={})
+    translated = text_tokenizers.load_definition(tokenizer_definitions.from_ranks(ranks, r"\w+|\W+", {}))
+    for text in ("abcd", "abcd abcde", "xabcd", "bcbc"):
+        assert translated.encode(text).ids == encoding.encode_ordinary(text)
+    assert translated.encode("abcd").ids == [257]
+
+
 def test_tiktoken_names_that_are_not_there(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
     with pytest.raises(ValueError, match=r"tiktoken has no encoding 'cl100k'. It has \[.*'cl100k_base'"):
@@ -322,5 +341,6 @@ def test_reference_of_tiktoken_with_an_offset():
 
 def test_gigatoken_is_pickled_by_its_definition(bpe):
     pytest.importorskip("gigatoken")
-    copy = pickle.loads(pickle.dumps(Gigatoken(bpe)))
-    assert copy.encode(["hello"])[0].tolist() == Gigatoken(bpe).encode_one("hello").tolist()
+    tokenizer = Gigatoken(without_special_tokens(bpe))
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode(["hello"])[0].tolist() == tokenizer.encode_one("hello").tolist()

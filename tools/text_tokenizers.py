@@ -134,15 +134,12 @@ class SentencePiece(Reference):
 @dataclass(frozen=True)
 class Gigatoken:
     definition: str
+    """A tokenizer.json without special tokens, as `without_special_tokens` gives it."""
 
     def __post_init__(self):
         import gigatoken
 
-        definition = json.loads(self.definition)
-        # It would read special tokens in the text, where it quotes them, and put others around it.
-        definition["added_tokens"] = [token for token in definition["added_tokens"] if not token["special"]]
-        definition |= {"post_processor": None, "truncation": None, "padding": None}
-        object.__setattr__(self, "_tokenizer", gigatoken.Tokenizer.from_json(json.dumps(definition)))
+        object.__setattr__(self, "_tokenizer", gigatoken.Tokenizer.from_json(self.definition))
 
     def __reduce__(self) -> tuple:
         return Gigatoken, (self.definition,)
@@ -156,10 +153,17 @@ class Gigatoken:
         return self._tokenizer.encode(text)
 
 
+def without_special_tokens(definition: str) -> str:
+    """A tokenizer.json that neither finds special tokens in text, where it quotes them, nor puts others around it."""
+    content = json.loads(definition)
+    content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+    return json.dumps(content | {"post_processor": None, "truncation": None, "padding": None})
+
+
 def try_gigatoken(definition: str, reference: Reference) -> Gigatoken | str:
     """The tokenizer if it gives the same ids as the reference for PROBES; else why not."""
     try:
-        fast = Gigatoken(definition)
+        fast = Gigatoken(without_special_tokens(definition))
     except ImportError:
         return "gigatoken is not installed: pip install gigatoken"
     except BaseException as e:
