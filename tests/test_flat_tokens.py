@@ -82,7 +82,7 @@ def test_reads_rows_and_documents(tmp_path, small_chunks):
 
 def test_sizes_of_shards():
     # The promise of docs/flat-tokens.md; the other tests make them small.
-    assert (flat_tokens.INNER_CHUNK, flat_tokens.TOKENS_SHARD, flat_tokens.STARTS_SHARD) == (2**14, 2**24, 2**22)
+    assert (flat_tokens.INNER_CHUNK, flat_tokens.TOKENS_SHARD, flat_tokens.STARTS_SHARD) == (2**13, 2**24, 2**22)
 
 
 def test_shards_are_whole_files(tmp_path, small_chunks):

@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 MAX_TOKEN_ID = 2**31 - 1
 """The largest id that leaves room for the start bit in a uint32."""
 
-INNER_CHUNK = 2**14
+INNER_CHUNK = 2**13
 """Elements compressed together: what reading one row costs."""
 TOKENS_SHARD = 2**24
 """Tokens in one file, 64 MiB uncompressed: what the writer holds in memory."""
