@@ -519,11 +519,17 @@ CASES = {
         lambda bias: drop(replicate("... -> ... *t", bias)),
     ),
     "copy where the spec says it is sharded": Case(
-        lambda bias: all_gather("M/d -> M", copies(bias)),
-        "all_gather('M/d -> M'): operand 1 `M/d`: the value is a copy over d, but `M/d` says it is "
+        lambda bias: einsum_unreduced("M/d -> +d", copies(bias)),
+        "einsum_unreduced('M/d -> +d'): operand 1 `M/d`: the value is a copy over d, but `M/d` says it is "
         "sharded over one of them",
         "drop that axis from the spec",
-        lambda norm: drop(all_gather("M/t/d -> M/t", norm)),
+        lambda bias: drop(einsum_unreduced("M -> M *d", copies(bias))),
+    ),
+    "copy gathered ahead over fewer axes": Case(
+        lambda norm: all_gather("M/t/d -> M", all_gather("M/t/d -> M/t *d", norm)),
+        "all_gather('M/t/d -> M'): the operand was gathered over d before, this gathers over t, d",
+        "gather ahead over the axes that are gathered here, all of them",
+        lambda norm: drop(all_gather("M/t/d -> M/t", all_gather("M/t/d -> M/t *d", norm))),
     ),
     "array where the spec says a copy": Case(
         lambda bias: einsum_unreduced("M *d -> M", bias),
