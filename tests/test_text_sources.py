@@ -8,7 +8,7 @@ import lzma
 import numpy as np
 import pytest
 
-from tools import text_sources
+from tools import hub_sources, text_sources
 from tools.text_sources import open_files
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -132,17 +132,17 @@ def test_slice(tmp_path, small_blocks):
 @pytest.mark.parametrize("streaming", [True, False])
 def test_huggingface(tmp_path, small_blocks, streaming, monkeypatch):
     pytest.importorskip("datasets")
-    monkeypatch.setattr(text_sources, "PIECE_ROWS", 9)
+    monkeypatch.setattr(hub_sources, "PIECE_ROWS", 9)
     texts = random_texts(60)
     for i in range(3):
         lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts[20 * i : 20 * (i + 1)])
         (tmp_path / f"train-{i}.jsonl").write_text(lines)
-    pieces = text_sources.open_huggingface(str(tmp_path), None, None, "train", streaming, "text")
+    pieces = hub_sources.open_huggingface(str(tmp_path), None, None, "train", streaming, "text")
     assert read_all(pieces) == texts
     check_places(pieces)
     assert len(pieces) == (3 if streaming else 7)
     with pytest.raises(ValueError, match=r"no column 'body'; set text_field to one of \['id', 'text'\]"):
-        read_all(text_sources.open_huggingface(str(tmp_path), None, None, "train", streaming, "body"))
+        read_all(hub_sources.open_huggingface(str(tmp_path), None, None, "train", streaming, "body"))
 
 
 # ---- damage -------------------------------------------------------------------------------------------------------

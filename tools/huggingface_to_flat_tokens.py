@@ -21,7 +21,7 @@ import numpy as np
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from tools import flat_tokens, shards, text_sources, text_tokenizers, tokenizer_definitions
+from tools import flat_tokens, hub_sources, shards, text_sources, text_tokenizers, tokenizer_definitions
 from tools.progress import Progress
 from tools.text_tokenizers import Tokenizer
 from tools.unfinished import Unfinished
@@ -137,7 +137,7 @@ def open_source(config: Config, name: str) -> list[text_sources.Piece]:
     elif split.source is None:
         raise ValueError(f"{name}.source is missing: the split of {config.dataset} to read, for example `train`.")
     else:
-        pieces = text_sources.open_huggingface(
+        pieces = hub_sources.open_huggingface(
             config.dataset,
             config.dataset_config,
             config.dataset_revision,
@@ -480,7 +480,7 @@ def _settings(config: Config, names: list[str], tokenizer: Tokenizer) -> dict[st
     definition = tokenizer.definition
     settings["tokenizer.json"] = definition and hashlib.sha256(definition.encode()).hexdigest()
     # Where the pieces and blocks begin.
-    settings["pieces"] = [text_sources.BLOCK_BYTES, text_sources.PIECE_BYTES, text_sources.PIECE_ROWS]
+    settings["pieces"] = [text_sources.BLOCK_BYTES, text_sources.PIECE_BYTES, hub_sources.PIECE_ROWS]
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Documents of local files and of Hugging Face datasets, in pieces that are read apart from each other.
+"""Documents of local files, in pieces that are read apart from each other; those of datasets are in hub_sources.
 
 A source is a list of pieces, in the order of its documents; a piece is a sequence of blocks of about BLOCK_BYTES. Both
 depend on the source alone, so a place in it is two numbers, and every n-th piece is a share of it. A block can be sent
@@ -18,8 +18,6 @@ BLOCK_BYTES = 2**21
 """Text handed on at once: enough to keep the cost of handing it on small, little enough to keep memory flat."""
 PIECE_BYTES = 2**24
 """Size of the pieces of a file that can be read from any place."""
-PIECE_ROWS = 2**12
-"""Rows in a piece of a downloaded Hugging Face dataset."""
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
@@ -436,97 +434,18 @@ def _decode_utf8(where: str, content: bytes) -> str:
         raise ValueError(f"{where} is not UTF-8: {e}.") from e
 
 
-# ---- Hugging Face -------------------------------------------------------------------------------------------------
-
-
-def open_huggingface(
-    dataset: str, dataset_config: str | None, revision: str | None, split: str, streaming: bool, text_field: str
-) -> list[Piece]:
-    """A split of a dataset on the Hugging Face hub: a piece for each of its files, or for each PIECE_ROWS rows.
-
-    Args:
-        streaming: read the files while they download, or download them first.
-
-    Raises:
-        ValueError: the dataset, the split or the column is missing.
-    """
-    import datasets
-
-    try:
-        data = datasets.load_dataset(dataset, dataset_config, split=split, revision=revision, streaming=streaming)
-    except (FileNotFoundError, ConnectionError) as e:
-        raise ValueError(
-            f"Cannot load the dataset {dataset!r}: {e} Check its name and the connection, "
-            "or download its files and read those."
-        ) from e
-    where = f"{dataset} ({split})"
-    if data.column_names is not None:
-        _check_column(where, data.column_names, text_field)
-        data = data.select_columns([text_field])
-    if not streaming:
-        starts = range(0, len(data), PIECE_ROWS)
-        return [Rows(where, data, start, min(start + PIECE_ROWS, len(data)), text_field) for start in starts]
-    info = data.info.splits.get(split) if data.info.splits else None
-    size = info.num_examples // data.num_shards if info is not None and info.num_examples else None
-    return [StreamedFile(where, data, index, size, text_field) for index in range(data.num_shards)]
-
-
-def _check_column(where: str, names: Iterable[str], text_field: str) -> None:
-    if text_field not in names:
-        raise ValueError(f"{where}: no column {text_field!r}; set text_field to one of {sorted(names)}.")
-
-
-@dataclass(frozen=True)
-class StreamedFile(Piece):
-    where: str
-    dataset: Any
-    index: int
-    size: int | None
-    text_field: str
-
-    def blocks(self, skip: int) -> Iterator[Block]:
-        return itertools.islice(_group(self.where, self._values(), self.text_field), skip, None)
-
-    def _values(self) -> Iterator[Any]:
-        for batch in self.dataset.shard(self.dataset.num_shards, self.index).iter(batch_size=64):
-            _check_column(self.where, batch, self.text_field)
-            yield from batch[self.text_field]
-
-
-@dataclass(frozen=True)
-class Rows(Piece):
-    """Rows [start, stop) of a downloaded dataset."""
-
-    where: str
-    dataset: Any
-    start: int
-    stop: int
-    text_field: str
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def blocks(self, skip: int) -> Iterator[Block]:
-        return itertools.islice(_group(self.where, self._values(), self.text_field), skip, None)
-
-    def _values(self) -> Iterator[Any]:
-        for start in range(self.start, self.stop, 256):
-            yield from self.dataset[start : min(start + 256, self.stop)][self.text_field]
-
-
-def _group(where: str, values: Iterable[Any], text_field: str) -> Iterator[Block]:
+def group(where: str, values: Iterable[Any], text_field: str) -> Iterator[Block]:
     """Documents in blocks of about BLOCK_BYTES characters."""
-    group: list[Any] = []
+    together: list[Any] = []
     characters = 0
     for value in values:
-        group.append(value)
+        together.append(value)
         characters += len(value) if isinstance(value, str) else 0
         if characters >= BLOCK_BYTES:
-            yield Texts(where, len(group), group, text_field)
-            group, characters = [], 0
-    if group:
-        yield Texts(where, len(group), group, text_field)
+            yield Texts(where, len(together), together, text_field)
+            together, characters = [], 0
+    if together:
+        yield Texts(where, len(together), together, text_field)
 
 
 # ---- part of a source ---------------------------------------------------------------------------------------------
@@ -584,7 +503,7 @@ class Slice(Piece):
     size = None
 
     def blocks(self, skip: int) -> Iterator[Block]:
-        return itertools.islice(_group("", self._texts(), ""), skip, None)
+        return itertools.islice(group("", self._texts(), ""), skip, None)
 
     def _texts(self) -> Iterator[str]:
         texts = (text for piece in self.pieces for block in piece.blocks(0) for text in block.texts())
