@@ -4,35 +4,61 @@ A field without a default has to be set by the run's configuration.
 """
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from input_loader import DataConfig
 from input_loader import fixed_settings as fixed_data_settings
+from weights import KINDS
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 
 
 @dataclasses.dataclass
+class RopeScaling:
+    """Changes the rotary wavelengths of a model that was trained on shorter sequences."""
+
+    kind: str
+    """linear: positions divided by `factor` (arXiv 2306.15595). llama3: only long wavelengths, as Llama 3.1 does."""
+    factor: float
+    """How many times longer the sequences are than those of `original_length`; at least 1."""
+    original_length: int = 8192
+    """llama3: tokens in a sequence of the first training."""
+    low_frequency_factor: float = 1.0
+    """llama3: wavelengths above original_length / this are stretched by `factor`."""
+    high_frequency_factor: float = 4.0
+    """llama3: wavelengths below original_length / this stay; those between are interpolated."""
+
+
+@dataclasses.dataclass
 class ModelConfig:
-    vocab: int
+    """The transformer of train.py. docs/models.md tells what the configuration of another model must have."""
+
+    module: str = "train"
+    """Python module with the model's math. The other fields of this section are those of its own ModelConfig."""
+    vocab: int = dataclasses.field(kw_only=True)
     """Number of token ids that the model knows; at least the data's largest id + 1. Sharded over t."""
-    d_model: int
+    d_model: int = dataclasses.field(kw_only=True)
     """Width of the residual stream. A multiple of d·t devices, since the norm weights are sharded over both."""
-    layers: int
-    n_kv: int
+    layers: int = dataclasses.field(kw_only=True)
+    n_kv: int = dataclasses.field(kw_only=True)
     """Key/value heads. Sharded over t."""
-    n_q_per_kv: int
+    n_q_per_kv: int = dataclasses.field(kw_only=True)
     """Query heads for each key/value head: 1 is multi-head attention, more is grouped-query attention."""
-    d_head: int
+    d_head: int = dataclasses.field(kw_only=True)
     """Entries of one head; even, since RoPE turns pairs."""
-    d_ff: int
+    d_ff: int = dataclasses.field(kw_only=True)
     """Hidden width of the SwiGLU block. Sharded over t."""
     rope_base: float = 10_000.0
     """Base of the rotary wavelengths (arXiv 2104.09864)."""
+    rope_scaling: RopeScaling | None = None
+    """Null: none."""
     norm_epsilon: float = 1e-5
     """Added to the mean square under the root of RMSNorm (arXiv 1910.07467)."""
     tied_embeddings: bool = False
@@ -41,6 +67,36 @@ class ModelConfig:
     """Standard deviation of the embedding table at init; null: 1, or 1/sqrt(d_model) if tied."""
     weight_init_scale: float = 1.0
     """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
+    qk_norm: bool = False
+    """RMSNorm over each head of the queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388). Its weights are
+    sharded over t and d: d_head is then a multiple of d·t devices."""
+    logit_softcap: float | None = None
+    """Logits x become softcap·tanh(x/softcap) (arXiv 2408.00118, section 2); null: they stay."""
+    bos_id: int = 0
+    """The token id that stands before the first of each document, in [0, vocab)."""
+
+    sharded: ClassVar[dict[str, str]] = {"vocab": "t", "d_model": "t·d", "n_kv": "t", "d_ff": "t"}
+    """Which sizes the axes of the mesh must divide."""
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.n_kv * self.n_q_per_kv
+
+    def check(self) -> None:
+        """Raises ValueError for a setting out of its range."""
+        check_ranges("model", self, dict.fromkeys(("d_model", "n_kv", "n_q_per_kv", "d_head", "d_ff"), (1, 2**63)))
+        positive = ("rope_base", "norm_epsilon", "embed_init_scale", "weight_init_scale", "logit_softcap")
+        check_ranges("model", self, dict.fromkeys(positive, (0, math.inf)))
+        if self.d_head % 2:
+            raise ValueError(f"model.d_head is {self.d_head}; RoPE turns pairs of entries, so it must be even.")
+        if self.logit_softcap == 0:
+            raise ValueError("model.logit_softcap is 0, which would make all logits 0; null turns it off.")
+        if self.rope_scaling is not None:
+            names = ("factor", "original_length", "low_frequency_factor", "high_frequency_factor")
+            check_ranges("model.rope_scaling", self.rope_scaling, dict.fromkeys(names, (1, math.inf)))
+            if self.rope_scaling.kind not in ("linear", "llama3"):
+                raise ValueError(f"model.rope_scaling.kind is {self.rope_scaling.kind!r}; choose linear or llama3.")
 
 
 @dataclasses.dataclass
@@ -49,16 +105,34 @@ class OptimizerConfig:
     """Peak learning rate, reached at the end of the warmup."""
     warmup_steps: int
     """Steps of linear warmup, at least 0. With a warmup, step 0 has learning rate 0."""
-    cosine_steps: int
-    """Step at which the cosine decay reaches its floor, counted from step 0. More than warmup_steps."""
+    schedule_steps: int | None = None
+    """Step at which the learning rate reaches its floor, counted from step 0. More than warmup_steps. Not for
+    schedule=constant, which has no floor."""
+    schedule: str = "cosine"
+    """After the warmup. cosine: half a cosine down to the floor (arXiv 1608.03983). linear: a line down to it.
+    wsd: the peak, then a line down to the floor in the last cooldown_steps (arXiv 2405.18392). constant: the peak."""
+    cooldown_steps: int | None = None
+    """wsd: steps of its decay, before schedule_steps; at least 1."""
     final_fraction: float = 0.1
     """The floor of the decay as a fraction of the peak, in [0, 1]."""
+    algorithm: str = "adamw"
+    """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all else by AdamW."""
     adam_b1: float = 0.9
     adam_b2: float = 0.95
     adam_epsilon: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay on all weights (arXiv 1711.05101), multiplied by the learning rate."""
+    """Decoupled weight decay (arXiv 1711.05101), multiplied by the learning rate."""
+    decay_on: list[str] = dataclasses.field(default_factory=lambda: list(KINDS))
+    """The kinds of weights that decay: matrix, embedding, unembedding, vector (norms and biases). Tied tables are
+    embeddings."""
+    muon_momentum: float = 0.95
+    """Nesterov momentum of the matrices' gradients, in [0, 1)."""
+    muon_iterations: int = 5
+    """Newton-Schulz iterations that orthogonalize an update, at least 1."""
+    muon_rms: float = 0.2
+    """Root mean square of the entries of a matrix's update, times the learning rate; 0.2 is about AdamW's, so that
+    its learning rates serve (arXiv 2502.16982, section 2.2)."""
     clip_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to it."""
     z_loss: float = 0.0
@@ -130,7 +204,8 @@ class PathsConfig:
 
 @dataclasses.dataclass
 class Config:
-    model: ModelConfig
+    model: Any
+    """The ModelConfig of the module that model.module names."""
     optimizer: OptimizerConfig
     mesh: MeshConfig
     data: DataConfig
@@ -139,12 +214,50 @@ class Config:
     paths: PathsConfig
 
 
+def model_of(name: str):
+    """The module of this name, with the math of a model. Raises ValueError if there is none."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ValueError(f"model.module is {name!r}, and Python finds no module of that name.") from None
+    missing = [part for part in ("ModelConfig", "weight_table", "forward", "gather_ahead") if not hasattr(module, part)]
+    if missing:
+        raise ValueError(f"model.module is {name!r}, which has no {', '.join(missing)}; see docs/models.md.")
+    return module
+
+
+def to_config(composed: DictConfig) -> Config:
+    """What Hydra composed, typed: the model section by the model's own ModelConfig, the rest was by the schema.
+
+    Raises ValueError for a setting that is missing, unknown, or out of its range.
+    """
+    config = composed.copy()
+    module = model_of(config.model.module)
+    try:
+        config.model = OmegaConf.merge(OmegaConf.structured(module.ModelConfig), config.model)
+    except OmegaConfBaseException as error:
+        known = ", ".join(field.name for field in dataclasses.fields(module.ModelConfig))
+        remedy = f" There are {known}." if isinstance(error, ConfigKeyError) else ""
+        raise ValueError(f"model.{error.full_key}: {str(error).splitlines()[0]}.{remedy}") from None
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"no value for {', '.join(missing)}.")
+    c: Config = OmegaConf.to_object(config)
+    check_config(c)
+    return c
+
+
 def with_defaults(saved: dict) -> dict:
     """A checkpoint's configuration, with the defaults of settings that did not exist yet when it was made."""
     filled = {}
     for section in dataclasses.fields(Config):
-        defaults = {f.name: f.default for f in dataclasses.fields(section.type) if f.default is not dataclasses.MISSING}
-        filled[section.name] = defaults | saved.get(section.name, {})
+        given = saved.get(section.name, {})
+        kind = model_of(given.get("module", "train")).ModelConfig if section.name == "model" else section.type
+        defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+        made = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
+        filled[section.name] = defaults | made | given
     return saved | filled
 
 
@@ -158,70 +271,80 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     return ("model", "optimizer", *data, *training)
 
 
+def check_ranges(section: str, settings, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raises ValueError for a field of `settings` that is outside its [low, end). None is in every range."""
+    for name, (low, end) in ranges.items():
+        value = getattr(settings, name)
+        if value is not None and not low <= value < end:  # NaN is in no range
+            raise ValueError(f"{section}.{name} is {value}; it must be at least {low} and below {end}.")
+
+
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raises ValueError for a value that is none of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.")
+
+
 def check_config(c: Config) -> None:
     """Raises ValueError for a setting out of its range."""
-    integers = {
-        "model": ("vocab", "d_model", "layers", "n_kv", "n_q_per_kv", "d_head", "d_ff"),
-        "training": (
-            "batch_size",
-            "seq_len",
-            "steps",
-            "tokens",
-            "microbatches",
-            "log_interval",
-            "eval_interval",
-            "checkpoint_interval",
-        ),
-        "hardware": ("hosts",),
-    }
-    ranges = {f"{section}.{name}": (1, 2**63) for section, names in integers.items() for name in names}
-    ranges |= {"training.keep_checkpoints": (1, 2**63), "training.eval_batches": (0, 2**63)}
-    ranges |= {"training.seed": (0, 2**63), "hardware.host": (0, c.hardware.hosts), "training.epochs": (0, math.inf)}
-    ranges |= {"optimizer.adam_b1": (0, 1), "optimizer.adam_b2": (0, 1), "optimizer.warmup_steps": (0, 2**63)}
-    ranges |= {"optimizer.final_fraction": (0, math.nextafter(1, 2))}
-    for name in ("learning_rate", "adam_epsilon", "weight_decay", "clip_norm", "z_loss"):
-        ranges[f"optimizer.{name}"] = (0, math.inf)
-    for name in ("rope_base", "norm_epsilon", "embed_init_scale", "weight_init_scale"):
-        ranges[f"model.{name}"] = (0, math.inf)
-    for name, (low, end) in ranges.items():
-        section, field = name.split(".")
-        value = getattr(getattr(c, section), field)
-        if value is not None and not low <= value < end:  # NaN is in no range
-            raise ValueError(f"{name} is {value}; it must be at least {low} and below {end}.")
-    if c.model.d_head % 2:
-        raise ValueError(f"model.d_head is {c.model.d_head}; RoPE turns pairs of entries, so it must be even.")
-    if c.optimizer.warmup_steps >= c.optimizer.cosine_steps:
-        raise ValueError(
-            f"optimizer.warmup_steps is {c.optimizer.warmup_steps} and optimizer.cosine_steps "
-            f"{c.optimizer.cosine_steps}; the warmup must end before the decay does."
-        )
-    choices = {"gather_weights": ("layer", "step"), "compute_dtype": tuple(COMPUTE_DTYPES)}
-    for name, allowed in choices.items():
-        value = getattr(c.training, name)
-        if value not in allowed:
-            raise ValueError(f"training.{name} is {value!r}; choose one of {', '.join(allowed)}.")
+    count = (1, 2**63)
+    check_ranges("model", c.model, {"vocab": count, "layers": count, "bos_id": (0, c.model.vocab)})
+    c.model.check()
+    check_optimizer(c.optimizer)
+    names = ("batch_size", "seq_len", "steps", "tokens", "microbatches", "log_interval", "eval_interval")
+    check_ranges("training", c.training, dict.fromkeys((*names, "checkpoint_interval", "keep_checkpoints"), count))
+    check_ranges("training", c.training, {"eval_batches": (0, 2**63), "seed": (0, 2**63), "epochs": (0, math.inf)})
+    check_ranges("hardware", c.hardware, {"hosts": count, "host": (0, c.hardware.hosts)})
+    check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
+    check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     if c.hardware.hosts > 1 and c.paths.model_name is None:
         raise ValueError(f"hardware.hosts is {c.hardware.hosts}; give paths.model_name, so that all hosts agree on it.")
     if c.paths.model_name == "":
         raise ValueError("paths.model_name is empty; give the run a name.")
 
 
+def check_optimizer(c: OptimizerConfig) -> None:
+    """Raises ValueError for a setting out of its range."""
+    count, fraction, positive = (1, 2**63), (0, 1), (0, math.inf)
+    check_ranges("optimizer", c, {"adam_b1": fraction, "adam_b2": fraction, "muon_momentum": fraction})
+    check_ranges("optimizer", c, {"warmup_steps": (0, 2**63), "schedule_steps": count, "cooldown_steps": count})
+    check_ranges("optimizer", c, {"muon_iterations": count, "final_fraction": (0, math.nextafter(1, 2))})
+    names = ("learning_rate", "adam_epsilon", "weight_decay", "clip_norm", "z_loss", "muon_rms")
+    check_ranges("optimizer", c, dict.fromkeys(names, positive))
+    check_choice("optimizer.algorithm", c.algorithm, ("adamw", "muon"))
+    check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
+    for kind in c.decay_on:
+        check_choice("optimizer.decay_on", kind, KINDS)
+    needed = {"schedule_steps": c.schedule != "constant", "cooldown_steps": c.schedule == "wsd"}
+    for name, wanted in needed.items():
+        if wanted != (getattr(c, name) is not None):
+            raise ValueError(
+                f"optimizer.schedule is {c.schedule} and optimizer.{name} {getattr(c, name)}; "
+                + (f"give {name}." if wanted else "leave it null.")
+            )
+    if c.schedule_steps is not None and c.warmup_steps >= c.schedule_steps - (c.cooldown_steps or 0):
+        until = f"optimizer.schedule_steps {c.schedule_steps}" + (
+            f", cooldown {c.cooldown_steps}" * bool(c.cooldown_steps)
+        )
+        raise ValueError(
+            f"optimizer.warmup_steps is {c.warmup_steps} and {until}; the warmup must end before the decay does."
+        )
+
+
 def check_divides(c: Config, mesh: Mapping[str, int]) -> None:
     """Raises ValueError for a size that the axes of the mesh do not divide."""
-    r, d, t = mesh["r"], mesh["d"], mesh["t"]
-    for name, axes, devices in (
-        ("model.vocab", "t", t),
-        ("model.d_model", "t·d", t * d),
-        ("model.n_kv", "t", t),
-        ("model.d_ff", "t", t),
-        ("training.seq_len", "t", t),
-        ("training.batch_size", "r·d·training.microbatches", r * d * c.training.microbatches),
-    ):
+    model = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
+    if getattr(c.model, "qk_norm", False):
+        model["model.d_head"] = "t·d"
+    training = {"training.seq_len": "t", "training.batch_size": "r·d·training.microbatches"}
+    factors = {**mesh, "training.microbatches": c.training.microbatches}
+    for name, axes in {**model, **training}.items():
         section, field = name.split(".")
-        value = getattr(getattr(c, section), field)
+        value, devices = getattr(getattr(c, section), field), math.prod(factors[axis] for axis in axes.split("·"))
         if value % devices:
             raise ValueError(
-                f"{name} is {value}; on the mesh r={r} d={d} t={t} it must be a multiple of {axes} = {devices}."
+                f"{name} is {value}; on the mesh r={mesh['r']} d={mesh['d']} t={mesh['t']} it must be a multiple of "
+                f"{axes} = {devices}."
             )
 
 
@@ -237,5 +360,8 @@ def register_schema() -> None:
     """Tells Hydra the types of all fields; required ones are there but missing, so that an override can name them."""
     schema = OmegaConf.structured(Config)
     for section in dataclasses.fields(Config):
-        schema[section.name] = OmegaConf.structured(section.type)
+        if section.name != "model":
+            schema[section.name] = OmegaConf.structured(section.type)
+    # Which fields the model has, only its own module knows, and a composition can still name it: see to_config.
+    schema.model = OmegaConf.create({"module": "train"}, flags={"struct": False})
     ConfigStore.instance().store(name="config_schema", node=schema)

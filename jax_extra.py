@@ -1,9 +1,13 @@
 """Small helpers on top of JAX."""
 
+import itertools
+import math
 import zlib
+from collections.abc import Sequence
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 
 _SAVED = "saved_for_backward"
 
@@ -28,3 +32,22 @@ def fold_in_str(key: jax.Array, name: str) -> jax.Array:
 
 TRUNCATED_NORMAL_STD = 0.87962566103423978
 """Standard deviation of a unit normal cut off at ±2: divide by it to give `jax.random.truncated_normal` variance 1."""
+
+
+def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """The mesh of axes r, d, t over all `devices`, t innermost: neighbours along it are nearest.
+
+    One size may be -1, which takes what is left. Raises ValueError if they do not fit, with those that do.
+    """
+    sizes = [r, d, t]
+    if sizes.count(-1) == 1:
+        sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+        fits = [fit for fit in itertools.product(divisors, repeat=3) if math.prod(fit) == len(devices)]
+        raise ValueError(
+            f"mesh r={r} d={d} t={t} does not fit {len(devices)} devices. Those that do: "
+            + ", ".join(f"r={r} d={d} t={t}" for r, d, t in fits)
+            + ". (-1, for one axis, takes what is left.)"
+        )
+    return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=devices)

@@ -20,12 +20,13 @@ types. Between layers the residual stream is `act['B/r/d L/t M']`: each device o
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import hydra
 import jax
@@ -33,29 +34,31 @@ import jax.numpy as jnp
 import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from jax import lax
-from jax.sharding import AxisType
 from omegaconf import OmegaConf
 
 import training_io
 from configuration import (
     COMPUTE_DTYPES,
     Config,
-    MeshConfig,
     ModelConfig,
     OptimizerConfig,
     check_booleans,
-    check_config,
     check_divides,
     fixed_settings,
+    model_of,
     register_schema,
+    to_config,
     with_defaults,
 )
 from input_loader import Prefetcher, TokenBatch, make_loader, steps_for
-from jax_extra import TRUNCATED_NORMAL_STD, explicit_activation_checkpointing, fold_in_str, save_for_backward
+from jax_extra import explicit_activation_checkpointing, make_mesh, save_for_backward
+from optimizers import muon
+from rope import rope_frequencies
 from shardlib import shardops
 from shardlib.shardtypes import (
     Array,
     Scope,
+    Subset,
     dtype_name,
     f32,
     i32,
@@ -65,6 +68,7 @@ from shardlib.shardtypes import (
     typed_shard_map,
     u32,
 )
+from weights import Weight, initialize, matrix, vector
 
 act = dtype_name("act")  # the compute dtype, bound to config.training.compute_dtype where the step is traced
 
@@ -77,6 +81,8 @@ class TransformerLayer:
     w_q: f32["M/d K/t Q D"]
     w_k: f32["M/d K/t D"]
     w_v: f32["M/d K/t D"]
+    q_norm: f32["D/t/d"] | None  # None: no qk_norm
+    k_norm: f32["D/t/d"] | None
     w_o: f32["K/t Q D M/d"]
     mlp_norm: f32["M/t/d"]
     w_gate: f32["M/d F/t"]
@@ -92,54 +98,29 @@ class Transformer:
     unembed: f32["V/t M/d"] | None  # None: embeddings are tied
 
 
-@typed
-def init_weights(key: jax.Array, c: ModelConfig) -> Transformer:
-    """Fresh weights, generated block by block on the devices that hold them; the values do not depend on the mesh.
-
-    Matrices are normal, cut at two standard deviations, with variance 1/fan-in; norms are 1. Call it under jit.
-    """
-    heads, scale = c.n_kv * c.n_q_per_kv, c.weight_init_scale
-    by_model, by_heads, by_ff = scale * c.d_model**-0.5, scale * (heads * c.d_head) ** -0.5, scale * c.d_ff**-0.5
+def weight_table(c: ModelConfig) -> Transformer:
+    """What each weight is, and how it starts: matrices at variance 1/fan-in, norms at 1."""
+    n, scale = c.layers, c.weight_init_scale
+    model, heads, hidden = (c.d_model,), (c.n_kv, c.n_q_per_kv, c.d_head), (c.d_ff,)
     by_embed = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
-    n = c.layers
-    table = Transformer(  # shape, and the standard deviation or None for ones
-        embed=((c.vocab, c.d_model), by_embed),
+    return Transformer(
+        embed=Weight((c.vocab, c.d_model), "embedding", by_embed),
         layers=TransformerLayer(
-            attention_norm=((n, c.d_model), None),
-            w_q=((n, c.d_model, c.n_kv, c.n_q_per_kv, c.d_head), by_model),
-            w_k=((n, c.d_model, c.n_kv, c.d_head), by_model),
-            w_v=((n, c.d_model, c.n_kv, c.d_head), by_model),
-            w_o=((n, c.n_kv, c.n_q_per_kv, c.d_head, c.d_model), by_heads),
-            mlp_norm=((n, c.d_model), None),
-            w_gate=((n, c.d_model, c.d_ff), by_model),
-            w_up=((n, c.d_model, c.d_ff), by_model),
-            w_down=((n, c.d_ff, c.d_model), by_ff),
+            attention_norm=vector(n, c.d_model, value=1),
+            w_q=matrix(n, model, heads, scale),
+            w_k=matrix(n, model, (c.n_kv, c.d_head), scale),
+            w_v=matrix(n, model, (c.n_kv, c.d_head), scale),
+            q_norm=vector(n, c.d_head, value=1) if c.qk_norm else None,
+            k_norm=vector(n, c.d_head, value=1) if c.qk_norm else None,
+            w_o=matrix(n, heads, model, scale),
+            mlp_norm=vector(n, c.d_model, value=1),
+            w_gate=matrix(n, model, hidden, scale),
+            w_up=matrix(n, model, hidden, scale),
+            w_down=matrix(n, hidden, model, scale),
         ),
-        final_norm=((c.d_model,), None),
-        unembed=None if c.tied_embeddings else ((c.vocab, c.d_model), by_model),
+        final_norm=vector(c.d_model, value=1),
+        unembed=None if c.tied_embeddings else Weight((c.vocab, c.d_model), "unembedding", scale * c.d_model**-0.5),
     )
-    is_entry = lambda x: isinstance(x, tuple)
-    shapes: Transformer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x[0], jnp.float32), table, is_leaf=is_entry)
-
-    def array(path, entry, sharding):
-        shape, std = entry
-        if std is None:
-            return jnp.ones(shape, jnp.float32, out_sharding=sharding)
-        name_key = fold_in_str(key, jax.tree_util.keystr(path))
-        noise = jax.random.truncated_normal(name_key, -2, 2, shape, jnp.float32, out_sharding=sharding)
-        return noise * (std / TRUNCATED_NORMAL_STD)
-
-    shardings = make_shardings(Transformer, like=shapes)
-    return jax.tree_util.tree_map_with_path(array, table, shardings, is_leaf=is_entry)
-
-
-@pytree_dataclass
-class State:
-    """All that a checkpoint holds: f32, each array in blocks over both t and d."""
-
-    weights: Transformer
-    adam_mu: Transformer
-    adam_nu: Transformer
 
 
 # ---- forward pass -----------------------------------------------------------------------------------------------
@@ -148,15 +129,27 @@ class State:
 @typed
 def rms_norm(x: act["B/r/d L/t M"], weight: f32["M/t/d"], epsilon: float) -> act["B/r/d L/t M"]:
     """Each position over its root mean square, times the weight; in f32. Each device of t norms its own positions."""
-    x32 = jnp.float32(x)
-    normed = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
     weight = shardops.all_gather("M/t/d -> M", weight)
-    return shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", normed, weight).astype(x.dtype)
+    return shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", unit_rms(x, epsilon), weight).astype(x.dtype)
+
+
+def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
+    """x[…, N] over its root mean square along N (arXiv 1910.07467), in f32."""
+    x32 = jnp.float32(x)
+    return x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+
+
+def head_norm(heads: str, x: jax.Array, weight: Any, epsilon: float) -> jax.Array:
+    """RMSNorm of each head of x, whose type is `heads`. Nothing where the model has no such weight: without qk_norm."""
+    if weight is None:
+        return x
+    weight = shardops.all_gather("D/t/d -> D", weight)
+    return shardops.einsum_unreduced(f"{heads}, D -> {heads}", unit_rms(x, epsilon), weight).astype(x.dtype)
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """RoPE on x[B, L, …, D]: entry i of the first half and entry i of the second turn together, by L·base^(-2i/D)."""
-    cos, sin = (table.reshape(1, table.shape[0], *[1] * (x.ndim - 3), table.shape[1]) for table in rope)
+    """RoPE on x[B, L, …, D]: entry i of the first half and entry i of the second turn together, by rope[B, L, i]."""
+    cos, sin = (table.reshape(*table.shape[:2], *[1] * (x.ndim - 3), table.shape[2]) for table in rope)
     a, b = jnp.split(jnp.float32(x), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -179,8 +172,8 @@ def attention(
 
 @typed
 def layer(
-    x: act["B/r/d L/t M"], w: TransformerLayer, document: i32["B/r/d L"], rope: tuple, c: ModelConfig
-) -> act["B/r/d L/t M"]:
+    x: act["B/r/d L/t M"], w: TransformerLayer, rope: tuple, attend: Callable, cache: Any, c: ModelConfig
+) -> tuple[act["B/r/d L/t M"], Any]:
     """One transformer layer. Weights arrive sharded and are cast, then gathered over d where they are used."""
     gather, einsum, dtype = shardops.all_gather, shardops.einsum_unreduced, x.dtype
 
@@ -188,10 +181,13 @@ def layer(
     w_q = gather("M/d K/t Q D -> M K/t Q D", w.w_q.astype(dtype))
     w_k = gather("M/d K/t D -> M K/t D", w.w_k.astype(dtype))
     w_v = gather("M/d K/t D -> M K/t D", w.w_v.astype(dtype))
-    q = save_for_backward(rotate(einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w_q), rope))
-    k = save_for_backward(rotate(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_k), rope))
+    q = einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w_q)
+    k = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_k)
     v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_v))
-    attended = save_for_backward(attention(q, k, v, document))
+    q = save_for_backward(rotate(head_norm("B/r/d L K/t Q D", q, w.q_norm, c.norm_epsilon), rope))
+    k = save_for_backward(rotate(head_norm("B/r/d L K/t D", k, w.k_norm, c.norm_epsilon), rope))
+    attended, cache = attend(q, k, v, cache)
+    attended = save_for_backward(attended)
     w_o = gather("K/t Q D M/d -> K/t Q D M", w.w_o.astype(dtype))
     out = einsum("B/r/d L K/t Q D, K/t Q D M -> B/r/d L M +t", attended, w_o)
     x = save_for_backward(x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out))
@@ -204,34 +200,78 @@ def layer(
     hidden: act["B/r/d L F/t"] = jax.nn.silu(gate) * up
     w_down = gather("F/t M/d -> F/t M", w.w_down.astype(dtype))
     out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w_down)
-    return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
+    return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out), cache
 
 
 @typed
-def forward(w: Transformer, batch: TokenBatch, c: ModelConfig) -> f32["B/r/d L V/t"]:
-    """Logits for each target from the tokens before it in its document; id 0 stands before the first."""
+def forward(
+    w: Transformer,
+    ids: u32["B/r/d L"],
+    positions: i32["B/r/d L"],
+    c: ModelConfig,
+    attend: Callable,
+    caches: Any = None,
+    row_seeds: u32["B/r/d"] | None = None,
+) -> tuple[f32["B/r/d L V/t"], Any]:
+    """Logits for the token after each of `ids`, which stands at `positions` of its document.
+
+    attend(q, k, v, the layer's cache) gives what each query reads, and the cache as it is then: here is all that one
+    token learns from others, so sampling runs this function on tokens of different texts. `caches` are stacked over
+    layers, as those returned. `row_seeds` are for dropout, which this model has not.
+    """
     dtype = act.dtype
-    before = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
-    inputs: u32["B/r/d L"] = jnp.where(batch.is_seq_start, 0, before)
-    document: i32["B/r/d L"] = jnp.cumsum(batch.is_seq_start, axis=1, dtype=jnp.int32)
-    wavelengths = c.rope_base ** (jnp.arange(0, c.d_head, 2, dtype=jnp.float32) / c.d_head)
-    angles = jnp.arange(inputs.shape[1], dtype=jnp.float32)[:, None] / wavelengths
+    angles = jnp.float32(positions)[..., None] * rope_frequencies(c)
     rope = jnp.cos(angles), jnp.sin(angles)
 
     embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))
     # In f32 for the backward pass: a frequent token's row adds up thousands of gradients, which bf16 would round away.
-    x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", embed.astype(jnp.float32), inputs)
+    x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", embed.astype(jnp.float32), ids)
     x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(dtype))
 
     @explicit_activation_checkpointing
-    def body(x, layer_weights):
-        return layer(x, layer_weights, document, rope, c), None
+    def body(x, of_layer):
+        layer_weights, cache = of_layer
+        return layer(x, layer_weights, rope, attend, cache, c)
 
-    x, _ = lax.scan(body, x, w.layers)
+    x, caches = lax.scan(body, x, (w.layers, caches))
 
     nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.final_norm, c.norm_epsilon))
     unembed = embed if w.unembed is None else shardops.all_gather("V/t M/d -> V/t M", w.unembed.astype(dtype))
-    return shardops.einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", nx, unembed, preferred_element_type=jnp.float32)
+    spec = "B/r/d L M, V/t M -> B/r/d L V/t"
+    logits = shardops.einsum_unreduced(spec, nx, unembed, preferred_element_type=jnp.float32)
+    return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap), caches
+
+
+@typed
+def gather_ahead(w: Transformer) -> Transformer:
+    """The weights cast and gathered over d, once for all microbatches of a step; their gradients are scattered once."""
+    layers, norm = w.layers, "layers M/t/d -> layers M *t *d"
+    cast = lambda spec, x: shardops.all_gather(spec, x.astype(act.dtype))
+    head_norm = lambda x: None if x is None else shardops.all_gather("layers D/t/d -> layers D *t *d", x)
+    return Transformer(
+        embed=cast("V/t M/d -> V/t M *d", w.embed),
+        layers=TransformerLayer(
+            attention_norm=shardops.all_gather(norm, layers.attention_norm),
+            w_q=cast("layers M/d K/t Q D -> layers M K/t Q D *d", layers.w_q),
+            w_k=cast("layers M/d K/t D -> layers M K/t D *d", layers.w_k),
+            w_v=cast("layers M/d K/t D -> layers M K/t D *d", layers.w_v),
+            q_norm=head_norm(layers.q_norm),
+            k_norm=head_norm(layers.k_norm),
+            w_o=cast("layers K/t Q D M/d -> layers K/t Q D M *d", layers.w_o),
+            mlp_norm=shardops.all_gather(norm, layers.mlp_norm),
+            w_gate=cast("layers M/d F/t -> layers M F/t *d", layers.w_gate),
+            w_up=cast("layers M/d F/t -> layers M F/t *d", layers.w_up),
+            w_down=cast("layers F/t M/d -> layers F/t M *d", layers.w_down),
+        ),
+        final_norm=shardops.all_gather("M/t/d -> M *t *d", w.final_norm),
+        unembed=None if w.unembed is None else cast("V/t M/d -> V/t M *d", w.unembed),
+    )
+
+
+# ---- loss and gradients: of any model ---------------------------------------------------------------------------
+
+W = TypeVar("W")
+"""The model's weights: Transformer, or those of another module."""
 
 
 @explicit_activation_checkpointing
@@ -253,51 +293,49 @@ def count_targets(batch: TokenBatch) -> f32[""]:
 
 
 @typed
-def total_loss(w: Transformer, batch: TokenBatch, c: ModelConfig, z_loss: float = 0.0) -> f32[""]:
+def batch_logits(w: W, batch: TokenBatch, c: ModelConfig, row_seeds: u32["B/r/d"] | None = None) -> f32["B/r/d L V/t"]:
+    """Logits for each target, from the tokens before it in its document; c.bos_id stands before the first."""
+    before = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)), constant_values=c.bos_id)
+    inputs: u32["B/r/d L"] = jnp.where(batch.is_seq_start, jnp.uint32(c.bos_id), before)
+    document: i32["B/r/d L"] = jnp.cumsum(batch.is_seq_start, axis=1, dtype=jnp.int32)
+    place = jnp.arange(inputs.shape[1], dtype=jnp.int32)
+    positions: i32["B/r/d L"] = place - lax.cummax(jnp.where(batch.is_seq_start, place, 0), axis=1)
+    attend = lambda q, k, v, cache: (attention(q, k, v, document), cache)
+    logits, _ = model_of(c.module).forward(w, inputs, positions, c, attend, row_seeds=row_seeds)
+    return logits
+
+
+@typed
+def total_loss(
+    w: W, batch: TokenBatch, c: ModelConfig, z_loss: float = 0.0, row_seeds: u32["B/r/d"] | None = None
+) -> f32[""]:
     """Cross-entropy in nats, summed over the targets that loss_mask selects in the whole batch."""
-    losses = cross_entropy(forward(w, batch, c), batch.targets, z_loss)
+    losses = cross_entropy(batch_logits(w, batch, c, row_seeds), batch.targets, z_loss)
     # Each device of t holds the same losses: the sum is over r and d alone.
     return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", losses * batch.loss_mask))
 
 
 @typed
-def copies_for_step(w: Transformer, gather: bool = False) -> Transformer:
+def copies_for_step(w: W, c: ModelConfig, gather: bool = False) -> W:
     """The weights as the microbatches of a step use them: a copy for each replica, gathered over d too if `gather`.
 
     The gradients of copies are reduced where the copies were made: here, once a step.
     """
     w = shardops.replicate("... -> ... *r", w)
-    if not gather:
-        return w
-    layers, norm = w.layers, "layers M/t/d -> layers M *t *d"
-    cast = lambda spec, x: shardops.all_gather(spec, x.astype(act.dtype))
-    return Transformer(
-        embed=cast("V/t M/d -> V/t M *d", w.embed),
-        layers=TransformerLayer(
-            attention_norm=shardops.all_gather(norm, layers.attention_norm),
-            w_q=cast("layers M/d K/t Q D -> layers M K/t Q D *d", layers.w_q),
-            w_k=cast("layers M/d K/t D -> layers M K/t D *d", layers.w_k),
-            w_v=cast("layers M/d K/t D -> layers M K/t D *d", layers.w_v),
-            w_o=cast("layers K/t Q D M/d -> layers K/t Q D M *d", layers.w_o),
-            mlp_norm=shardops.all_gather(norm, layers.mlp_norm),
-            w_gate=cast("layers M/d F/t -> layers M F/t *d", layers.w_gate),
-            w_up=cast("layers M/d F/t -> layers M F/t *d", layers.w_up),
-            w_down=cast("layers F/t M/d -> layers F/t M *d", layers.w_down),
-        ),
-        final_norm=shardops.all_gather("M/t/d -> M *t *d", w.final_norm),
-        unembed=None if w.unembed is None else cast("V/t M/d -> V/t M *d", w.unembed),
-    )
+    return model_of(c.module).gather_ahead(w) if gather else w
 
 
 @typed
-def loss_and_gradients(w: Transformer, batch: TokenBatch, c: Config) -> tuple[f32[""], Transformer]:
+def loss_and_gradients(w: W, batch: TokenBatch, c: Config, row_seeds: u32["B/r/d"] | None = None) -> tuple[f32[""], W]:
     """Mean loss in nats a token, and its gradients; one microbatch after the other, in the memory of one."""
     n = c.training.microbatches
     targets = count_targets(batch)
-    copies, reduce_gradients = jax.vjp(lambda w: copies_for_step(w, c.training.gather_weights == "step"), w)
+    gather = c.training.gather_weights == "step"
+    copies, reduce_gradients = jax.vjp(lambda w: copies_for_step(w, c.model, gather), w)
 
-    def microbatch(sums, batch):
-        share = lambda copies: total_loss(copies, batch, c.model, c.optimizer.z_loss) / targets
+    def microbatch(sums, part):
+        batch, seeds = part
+        share = lambda copies: total_loss(copies, batch, c.model, c.optimizer.z_loss, seeds) / targets
         return jax.tree.map(lambda total, x: total + x, sums, jax.value_and_grad(share)(copies)), None
 
     # Each device cuts its own rows into n parts; the sums are kept in f32.
@@ -307,7 +345,7 @@ def loss_and_gradients(w: Transformer, batch: TokenBatch, c: Config) -> tuple[f3
             f"training.microbatches is {n}, which does not divide the {rows} rows of a batch on each device; "
             f"make training.batch_size a multiple of {n * shardops.axis_size('r d')}."
         )
-    parts = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
+    parts = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), (batch, row_seeds))
     zeros = jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), copies)
     (loss, g), _ = lax.scan(microbatch, zeros, parts)
     (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))
@@ -317,13 +355,25 @@ def loss_and_gradients(w: Transformer, batch: TokenBatch, c: Config) -> tuple[f3
 # ---- optimizer --------------------------------------------------------------------------------------------------
 
 
+@pytree_dataclass
+class State(Generic[W]):
+    """All that a checkpoint holds: f32, each array in blocks over both t and d."""
+
+    weights: W
+    adam_mu: W  # of matrices under Muon: its momentum
+    adam_nu: Subset[W]  # of matrices under Muon: None
+
+
 def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
-    """Linear warmup to the peak at warmup_steps, then half a cosine to its floor at cosine_steps, then the floor."""
-    step = jnp.float32(step)
-    warmup = step / max(c.warmup_steps, 1)
-    progress = jnp.clip((step - c.warmup_steps) / (c.cosine_steps - c.warmup_steps), 0, 1)
-    decay = c.final_fraction + (1 - c.final_fraction) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
-    return c.learning_rate * jnp.where(step < c.warmup_steps, warmup, decay)
+    """Linear warmup to the peak at warmup_steps, then the decay of c.schedule to its floor at schedule_steps."""
+    step, end = jnp.float32(step), c.schedule_steps
+    peak_left = 1.0
+    if c.schedule != "constant":
+        begin = end - c.cooldown_steps if c.schedule == "wsd" else c.warmup_steps
+        progress = jnp.clip((step - begin) / (end - begin), 0, 1)
+        peak_left = 0.5 * (1 + jnp.cos(jnp.pi * progress)) if c.schedule == "cosine" else 1 - progress
+    decay = c.final_fraction + (1 - c.final_fraction) * peak_left
+    return c.learning_rate * jnp.where(step < c.warmup_steps, step / max(c.warmup_steps, 1), decay)
 
 
 @typed
@@ -332,7 +382,7 @@ def squared_norm(x: f32["N/t/d"]) -> f32["+t +d"]:
 
 
 @typed
-def clip_by_global_norm(g: Transformer, limit: float) -> tuple[Transformer, f32[""]]:
+def clip_by_global_norm(g: W, limit: float) -> tuple[W, f32[""]]:
     """Gradients scaled down to a global norm of `limit` where theirs is larger, and the norm before that."""
     # Every array is in blocks over both t and d (is_fully_sharded), so flattened blocks cover each entry once.
     squares = [squared_norm(leaf.reshape(-1)) for leaf in jax.tree.leaves(g)]
@@ -342,19 +392,24 @@ def clip_by_global_norm(g: Transformer, limit: float) -> tuple[Transformer, f32[
 
 
 @typed
-def adamw(state: State, g: Transformer, step: i32[""], rate: f32[""], c: OptimizerConfig) -> State:
-    """One AdamW update (arXiv 1711.05101, algorithm 2), elementwise on each device's own blocks. Steps count from 0."""
+def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, table: Any) -> State[W]:
+    """One AdamW update (arXiv 1711.05101, algorithm 2) of the weights that have an adam_nu. Steps count from 0.
+
+    Elementwise on each device's own blocks. `table` is the model's weight_table: which weights decay depends on it.
+    """
     count = jnp.float32(step + 1)
 
-    def update(w, g, mu, nu):
+    def update(w, g, mu, nu, weight: Weight):
+        if nu is None:
+            return w, mu, nu
         mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
         nu = c.adam_b2 * nu + (1 - c.adam_b2) * jnp.square(g)
         unbiased_mu, unbiased_nu = mu / (1 - c.adam_b1**count), nu / (1 - c.adam_b2**count)
-        direction = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon) + c.weight_decay * w
-        return w - rate * direction, mu, nu
+        decay = c.weight_decay if weight.kind in c.decay_on else 0.0
+        return w - rate * (unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon) + decay * w), mu, nu
 
-    triples = jax.tree.map(update, state.weights, g, state.adam_mu, state.adam_nu)
-    return State(*jax.tree.transpose(jax.tree.structure(g), None, triples))
+    new = jax.tree.map(update, state.weights, g, state.adam_mu, state.adam_nu, table)
+    return State(*(jax.tree.map(lambda _, triple, i=i: triple[i], g, new) for i in range(3)))
 
 
 # ---- training step ----------------------------------------------------------------------------------------------
@@ -367,39 +422,52 @@ class Metrics:
     learning_rate: f32[""]
 
 
-def init_state(key: jax.Array, c: ModelConfig) -> State:
-    weights = init_weights(key, c)
-    return State(weights, jax.tree.map(jnp.zeros_like, weights), jax.tree.map(jnp.zeros_like, weights))
+def init_state(key: jax.Array, c: Config) -> State:
+    """Fresh weights, and zeros for the optimizer. Under jit; the values do not depend on the mesh."""
+    table = model_of(c.model.module).weight_table(c.model)
+    weights = initialize(table, key)
+    has_nu = lambda weight: c.optimizer.algorithm == "adamw" or weight.kind != "matrix"
+    nu = jax.tree.map(lambda weight, x: jnp.zeros_like(x) if has_nu(weight) else None, table, weights)
+    return State(weights, jax.tree.map(jnp.zeros_like, weights), nu)
 
 
 def make_training_step(c: Config):
     """The jitted training step: (state, batch, step) -> (state, metrics). The state's memory is used again."""
+    table = model_of(c.model.module).weight_table(c.model)
+    Weights = type(table)
 
     @typed_shard_map
-    def per_device(state: State, batch: TokenBatch, step: i32[""]) -> tuple[State, Metrics]:
-        loss, g = loss_and_gradients(state.weights, batch, c)
+    def per_device(
+        state: State[Weights], batch: TokenBatch, step: i32[""], row_seeds: u32["B/r/d"] | None
+    ) -> tuple[State[Weights], Metrics]:
+        loss, g = loss_and_gradients(state.weights, batch, c, row_seeds)
         g, grad_norm = clip_by_global_norm(g, c.optimizer.clip_norm)
         rate = learning_rate(step, c.optimizer)
-        state = adamw(state, g, step, rate, c.optimizer)
+        if c.optimizer.algorithm == "muon":
+            state = muon(state, g, rate, c.optimizer, table)
+        state = adamw(state, g, step, rate, c.optimizer, table)
         return state, Metrics(loss=loss, grad_norm=grad_norm, learning_rate=rate)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def training_step(state: State, batch: TokenBatch, step: jax.Array) -> tuple[State, Metrics]:
+        key = jax.random.fold_in(jax.random.key(c.training.seed), step)
+        row_seeds = jax.random.bits(key, batch.targets.shape[:1]) if getattr(c.model, "dropout", 0) else None
         with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]):
-            return per_device(state, batch, step)
+            return per_device(state, batch, step, row_seeds)
 
     return training_step
 
 
 def make_evaluation_step(c: Config):
     """The jitted sums of loss and targets of a validation batch: (weights, batch) -> (nats, number of targets)."""
+    Weights = type(model_of(c.model.module).weight_table(c.model))
 
     @typed_shard_map
-    def per_device(w: Transformer, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
-        return total_loss(copies_for_step(w), batch, c.model), count_targets(batch)
+    def per_device(w: Weights, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
+        return total_loss(copies_for_step(w, c.model), batch, c.model), count_targets(batch)
 
     @jax.jit
-    def evaluation_step(w: Transformer, batch: TokenBatch):
+    def evaluation_step(w: Any, batch: TokenBatch):
         with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]):
             return per_device(w, batch)
 
@@ -407,22 +475,6 @@ def make_evaluation_step(c: Config):
 
 
 # ---- main -------------------------------------------------------------------------------------------------------
-
-
-def make_mesh(c: MeshConfig, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """The mesh of axes r, d, t over all `devices`, t innermost: neighbours along it are nearest."""
-    sizes = [c.r, c.d, c.t]
-    if sizes.count(-1) == 1:
-        sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
-    if min(sizes) < 1 or math.prod(sizes) != len(devices):
-        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-        fits = [(r, d, t) for r, d, t in itertools.product(divisors, repeat=3) if r * d * t == len(devices)]
-        raise ValueError(
-            f"mesh r={c.r} d={c.d} t={c.t} does not fit {len(devices)} devices. Those that do: "
-            + ", ".join(f"r={r} d={d} t={t}" for r, d, t in fits)
-            + ". (-1, for one axis, takes what is left.)"
-        )
-    return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=devices)
 
 
 def last_checkpoint(c: Config, checkpoints: training_io.Checkpointer) -> tuple[int, dict]:
@@ -444,16 +496,18 @@ def last_checkpoint(c: Config, checkpoints: training_io.Checkpointer) -> tuple[i
 
 def start_state(c: Config, checkpoints: training_io.Checkpointer, done: int) -> State:
     """The state after `done` steps, from the checkpoint; a fresh one if that is 0."""
-    init = functools.partial(init_state, c=c.model)
+    init = functools.partial(init_state, c=c)
     key = jax.random.key(c.training.seed)
     if done == 0:
         return jax.jit(init)(key)
     shapes = jax.eval_shape(init, key)
     sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    return checkpoints.restore(done, jax.tree.map(sharded, shapes, make_shardings(State, like=shapes)))
+    return checkpoints.restore(
+        done, jax.tree.map(sharded, shapes, make_shardings(State[type(shapes.weights)], like=shapes))
+    )
 
 
-def evaluate(c: Config, evaluation_step, weights: Transformer, validation) -> dict[str, float]:
+def evaluate(c: Config, evaluation_step, weights: Any, validation) -> dict[str, float]:
     """Mean loss in nats a token over the first eval_batches of the validation split, no row of it twice.
 
     Where the dataset knows how much text its tokens stand for, in bits a byte of UTF-8 too.
@@ -489,7 +543,7 @@ def train(c: Config, directory: Path) -> None:
             input_embedding_parameters=state.weights.embed.size,
             tied_embeddings=m.tied_embeddings,
             layers=m.layers,
-            heads=m.n_kv * m.n_q_per_kv,
+            heads=m.heads,
             head_dim=m.d_head,
             sequence_length=t.seq_len,
         )
@@ -570,14 +624,10 @@ def train(c: Config, directory: Path) -> None:
 
 @hydra.main(version_base="1.3", config_path="configs")
 def main(config) -> None:
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing or not config:
-        raise ValueError(
-            f"no value for {', '.join(missing)}." if missing else "name a run: --config-name=<file in configs/>"
-        )
-    check_booleans(HydraConfig.get().overrides.task, config)
-    c: Config = OmegaConf.to_object(config)
-    check_config(c)
+    if not config:
+        raise ValueError("name a run: --config-name=<file in configs/>")
+    c = to_config(config)
+    check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {c.hardware.xla_flags}".strip()
     if c.hardware.hosts > 1:
         found_by_jax = c.hardware.coordinator is None
@@ -590,11 +640,12 @@ def main(config) -> None:
     if c.paths.model_name is None:
         c.paths.model_name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     directory = Path(c.paths.root_working_dir) / c.paths.model_name
-    with jax.set_mesh(make_mesh(c.mesh, jax.devices())):
+    with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices())):
         directory.mkdir(parents=True, exist_ok=True)
         train(c, directory)
 
 
 if __name__ == "__main__":
+    sys.modules["train"] = sys.modules["__main__"]  # what model.module=train imports is this module, not a second one
     register_schema()
     main()

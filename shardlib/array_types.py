@@ -103,6 +103,28 @@ def _stacked_type(dims: str, inner: type) -> StackedType:
     return StackedType(f"Array[{dims}]", (), {"dims": dims, "inner": inner})
 
 
+class SubsetType(type):
+    """The class of `Subset[Weights]`: the type `inner`, any of whose arrays may be None."""
+
+    inner: typing.Any
+
+    def __repr__(cls) -> str:
+        return f"Subset[{cls.inner!r}]"
+
+
+class Subset:
+    """`Subset[X]`: a dataclass of arrays like X in which any array may be None instead."""
+
+    @classmethod
+    def __class_getitem__(cls, inner) -> SubsetType:
+        return _subset_type(inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _subset_type(inner) -> SubsetType:
+    return SubsetType("Subset", (), {"inner": inner})
+
+
 def pytree_dataclass(cls=None, **kwargs):
     """A dataclass that is a JAX pytree. Fields with `metadata={'static': True}` are part of its structure, not data."""
     if cls is None:
@@ -116,9 +138,47 @@ ABSENT = object()
 """Stands in `arrays_of` for the arrays of an optional part that is None."""
 
 
-def _fields(cls) -> list[tuple[str, typing.Any]]:
+def _class_of(t):
+    """State of `State[Transformer]`; any other annotation as it is."""
+    return typing.get_origin(t) if dataclasses.is_dataclass(typing.get_origin(t)) else t
+
+
+def _fields(t) -> list[tuple[str, typing.Any]]:
+    cls = _class_of(t)
     hints = typing.get_type_hints(cls)
-    return [(f.name, hints[f.name]) for f in dataclasses.fields(cls) if not f.metadata.get("static")]
+    chosen = dict(zip(getattr(cls, "__parameters__", ()), typing.get_args(t), strict=False))
+    return [(f.name, _choose(hints[f.name], chosen)) for f in dataclasses.fields(cls) if not f.metadata.get("static")]
+
+
+def _choose(t, chosen: dict):
+    """`t` with the types chosen for its TypeVars."""
+    if isinstance(t, typing.TypeVar):
+        return chosen.get(t, t)
+    if isinstance(t, SubsetType):
+        return _subset_type(_choose(t.inner, chosen))
+    if isinstance(t, StackedType):
+        return _stacked_type(t.dims, _choose(t.inner, chosen))
+    variables = getattr(t, "__parameters__", ()) if typing.get_origin(t) else ()
+    return t[tuple(chosen.get(v, v) for v in variables)] if variables else t
+
+
+def _stands_for(variable: typing.TypeVar, value, path: str):
+    """The class that a TypeVar stands for: that of the value, the same throughout a call."""
+    if value is ABSENT:
+        raise ShardError(f"{path or 'value'}: {variable} stands for no class here", "choose one: State[Transformer]")
+    found = type(value)
+    if not (dataclasses.is_dataclass(found) and is_typed(found)):
+        raise ShardError(
+            f"{path or 'value'} is {describe(value)}, where {variable} stands for a dataclass of arrays", "pass one"
+        )
+    scope = current_scope()
+    known = scope.classes.setdefault(variable, found) if scope else found
+    if known is not found:
+        raise ShardError(
+            f"{path or 'value'} is a {found.__name__}, but {variable} is {known.__name__} in this call",
+            f"pass a {known.__name__}",
+        )
+    return found
 
 
 def _optional(t):
@@ -132,10 +192,12 @@ def _optional(t):
 
 def is_typed(t) -> bool:
     """Whether the annotation holds array types: only those are checked. Raises ShardError if they are out of reach."""
-    if isinstance(t, ArrayType | StackedType):
+    if isinstance(t, ArrayType | StackedType | SubsetType | typing.TypeVar):
         return True
     if _optional(t) is not None:
         return is_typed(_optional(t))
+    if _class_of(t) is not t:
+        return any(is_typed(inner) for _, inner in _fields(t))
     parts = [is_typed(a) for a in typing.get_args(t) if a is not Ellipsis and not isinstance(a, list)]
     if any(parts) and typing.get_origin(t) is not collections.abc.Callable:
         if typing.get_origin(t) is not tuple or Ellipsis in typing.get_args(t):
@@ -166,8 +228,9 @@ def _children(t, value, path: str):
             found = f"{len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
             raise ShardError(f"{path or 'value'}: {t} wants a tuple of {len(args)}, not {found}", "give one part each")
         return [(f"{path}[{i}]", a, v) for i, (a, v) in enumerate(zip(args, value, strict=True))]
-    if value is not ABSENT and not isinstance(value, t):
-        raise ShardError(f"{path or 'value'} is {describe(value)}, not a {t.__name__}", f"pass a {t.__name__}")
+    cls = _class_of(t)
+    if value is not ABSENT and not isinstance(value, cls):
+        raise ShardError(f"{path or 'value'} is {describe(value)}, not a {cls.__name__}", f"pass a {cls.__name__}")
     return [(f"{path}.{name}" if path else name, inner, getattr(value, name, ABSENT)) for name, inner in _fields(t)]
 
 
@@ -177,7 +240,12 @@ def arrays_of(t, value, path: str = "") -> Iterator[tuple[str, ArrayType, typing
     The array is ABSENT where `value` has None for an optional part, and everywhere if `value` is ABSENT itself.
     """
     stacked = isinstance(t, StackedType)
-    if isinstance(t, ArrayType):
+    if isinstance(t, typing.TypeVar):
+        yield from arrays_of(_stands_for(t, value, path), value, path)
+    elif isinstance(t, SubsetType):
+        for name, array, part in arrays_of(t.inner, value, path):
+            yield name, array, ABSENT if part is None else part
+    elif isinstance(t, ArrayType):
         yield path, t, value
     elif _optional(t.inner if stacked else t) is not None:
         inner = _restack(_optional(t.inner), t.dims) if stacked else _optional(t)
@@ -195,7 +263,7 @@ def check_boundary(t) -> None:
     """Raises ShardError unless all data in a value of type `t` is arrays that can cross the edge of shard_map."""
     for _, array, _ in arrays_of(t, ABSENT):
         partition_spec(array)
-    inner = _optional(t) or (t.inner if isinstance(t, StackedType) else t)
+    inner = _optional(t) or (t.inner if isinstance(t, StackedType | SubsetType) else t)
     if inner is not t:
         check_boundary(inner)
     elif not isinstance(t, ArrayType):
@@ -216,19 +284,22 @@ def _map_type(t, leaf, dims: str = ""):
     """A pytree shaped as a value of type `t`, with `leaf(array_type)` for each array (a prefix at optional parts)."""
     if isinstance(t, ArrayType):
         return leaf(_restack(t, dims))
+    if isinstance(t, SubsetType):
+        return _map_type(t.inner, leaf, dims)
     if isinstance(t, StackedType):
         return _map_type(t.inner, leaf, f"{dims} {t.dims}".strip())
     if _optional(t) is not None:
         return _map_type(_optional(t), leaf, dims)
     if typing.get_origin(t) is tuple:
         return tuple(_map_type(a, leaf, dims) for a in typing.get_args(t))
-    if dataclasses.is_dataclass(t):
-        for f in dataclasses.fields(t):
+    cls = _class_of(t)
+    if dataclasses.is_dataclass(cls):
+        for f in dataclasses.fields(cls):
             if f.metadata.get("static") and f.default is f.default_factory is dataclasses.MISSING:
                 raise ShardError(
-                    f"{t.__name__}.{f.name} is static and has no default", "pass a value of the type as `like`"
+                    f"{cls.__name__}.{f.name} is static and has no default", "pass a value of the type as `like`"
                 )
-        return t(**{name: _map_type(inner, leaf, dims) for name, inner in _fields(t)})
+        return cls(**{name: _map_type(inner, leaf, dims) for name, inner in _fields(t)})
     raise ShardError(
         f"{t!r} holds no array types", "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
     )

@@ -6,6 +6,7 @@ Everything here runs while JAX traces and adds nothing to the compiled program.
 import contextvars
 import dataclasses
 import functools
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from shardlib.values import (
 
 
 class Scope:
-    """The size of each dim, and the dtype of each dtype name, that the checks have bound so far.
+    """The size of each dim, the class of each TypeVar and the dtype of each dtype name, as the checks have bound them.
 
     `with Scope():` starts with no sizes; leaving it forgets what was bound. Functions under `typed` and
     `typed_shard_map` open one for each call, so nothing leaks from one call to the next. Outside any scope an op
@@ -34,6 +35,7 @@ class Scope:
 
     def __init__(self, parent: "Scope | None" = None, **dtypes):
         self.sizes: dict[str, int] = dict(parent.sizes) if parent else {}
+        self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
         self._own_dtypes = {name: jnp.dtype(dtype) for name, dtype in dtypes.items()}
         self.dtypes: dict[str, jnp.dtype] = {}
         self._tokens: list[contextvars.Token] = []

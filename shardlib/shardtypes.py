@@ -16,6 +16,7 @@ The grammar of the specs is in `parsing`, what each mark means in docs/sharding-
 from shardlib.array_types import (
     Array,
     ArrayType,
+    Subset,
     bf16,
     bool_,
     dtype_name,
@@ -47,6 +48,7 @@ __all__ = [
     "Partial",
     "Scope",
     "ShardError",
+    "Subset",
     "bf16",
     "bool_",
     "dtype_name",

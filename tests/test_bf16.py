@@ -41,7 +41,7 @@ def test_gradients_are_those_in_f32_up_to_bf16_rounding():
 def test_matrices_are_communicated_in_bf16():
     c = tiny.config(compute_dtype="bf16")
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        state = jax.jit(lambda key: train.init_state(key, c.model))(jax.random.key(0))
+        state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(0))
         batch = tiny.place(tiny.host_batch(), TokenBatch)
         text = train.make_training_step(c).lower(state, batch, np.int32(0)).as_text()
     for op in ("all_gather", "reduce_scatter"):
@@ -57,7 +57,7 @@ def test_rotary_positions_are_exact_far_out():
     length, dim = 2048, 16
     wavelengths = 10_000.0 ** (np.arange(0, dim, 2) / dim)
     angles = np.arange(length)[:, None] / wavelengths
-    rope = jnp.float32(np.cos(angles)), jnp.float32(np.sin(angles))
+    rope = jnp.float32(np.cos(angles))[None], jnp.float32(np.sin(angles))[None]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 1, dim)), jnp.bfloat16)
     rotated = np.float32(train.rotate(jnp.broadcast_to(x, (1, length, 1, dim)), rope))[0, :, 0]
     a, b = np.split(np.float64(x).ravel(), 2)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 from hydra import compose, initialize_config_dir
 from jax.sharding import AbstractMesh, AxisType
-from omegaconf import OmegaConf
 
 import configuration
 import train
@@ -25,24 +24,21 @@ DEVICES = {"a100x1": 1, "a100x8": 8, "a100x8x4": 32}
 pytestmark = pytest.mark.quick
 
 
-def load(name: str, *overrides: str) -> train.Config:
-    train.register_schema()
+def load(name: str, *overrides: str) -> configuration.Config:
+    configuration.register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose(name, overrides=["paths.model_name=test", *overrides])
-    assert not OmegaConf.missing_keys(config)
-    c = OmegaConf.to_object(config)
-    train.check_config(c)
-    return c
+    return configuration.to_config(config)
 
 
-def trace_step(c: train.Config, devices: int) -> train.State:
+def trace_step(c: configuration.Config, devices: int) -> train.State:
     """Type-checks the training step as it would run on so many devices, and gives the shapes of its state."""
     r, t = c.mesh.r, c.mesh.t
     mesh = AbstractMesh((r, devices // r // t, t), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     rows = (c.training.batch_size, c.training.seq_len)
     batch = TokenBatch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.uint32, jnp.bool_, jnp.bool_)))
     with jax.sharding.use_abstract_mesh(mesh):
-        state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c.model))
+        state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
         new, metrics = jax.eval_shape(train.make_training_step(c), state, batch, jax.ShapeDtypeStruct((), jnp.int32))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert metrics.loss.shape == ()

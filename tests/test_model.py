@@ -72,7 +72,7 @@ def losses_and_grads(w, batch, c, z_loss=0.0):
     """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
 
     def logits(w: train.Transformer, batch: TokenBatch) -> f32["B/r/d L V/t"]:
-        return train.forward(train.copies_for_step(w), batch, c)
+        return train.batch_logits(train.copies_for_step(w, c), batch, c)
 
     def loss_and_grads(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
         settings = tiny.config(c)

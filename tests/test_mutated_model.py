@@ -63,8 +63,8 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     ),
     "a norm weight is gathered over t first": ('"M/t/d -> M", weight', '"M/t/d -> M/d", weight', "another order"),
     "a norm weight multiplies without einsum": (
-        'shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", normed, weight)',
-        "(normed * weight)",
+        'shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", unit_rms(x, epsilon), weight)',
+        "(unit_rms(x, epsilon) * weight)",
         "f32[8], a copy on each device of r",
     ),
     "a weight is stored in the other axis order": (
@@ -109,30 +109,34 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "axis t shards both L and F",
     ),
     "attention's output is not reduced": (f"x + {SCATTER}out))", "x + out)", "a partial sum over t"),
-    "the MLP's output is not reduced": (f"return x + {SCATTER}out)", "return x + out", "a partial sum over t"),
+    "the MLP's output is not reduced": (
+        f"return x + {SCATTER}out), cache",
+        "return x + out, cache",
+        "a partial sum over t",
+    ),
     "the MLP returns its partial sum": (
-        f"return x + {SCATTER}out)",
-        "return out",
-        "layer, result: act['B/r/d L/t M']: the value is a partial sum over t",
+        f"return x + {SCATTER}out), cache",
+        "return out, cache",
+        "layer, result: [0]: act['B/r/d L/t M']: the value is a partial sum over t",
     ),
     "the MLP's output is reduced whole": (
-        f"return x + {SCATTER}out)",
-        'return x + shardops.psum("B/r/d L M +t -> B/r/d L M", out)',
+        f"return x + {SCATTER}out), cache",
+        'return x + shardops.psum("B/r/d L M +t -> B/r/d L M", out), cache',
         "add got incompatible shapes for broadcasting",
     ),
     "the MLP's output is scattered along M": (
-        f"return x + {SCATTER}out)",
-        'return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L M/t", out)',
+        f"return x + {SCATTER}out), cache",
+        'return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L M/t", out), cache',
         "add got incompatible shapes for broadcasting",
     ),
     "the MLP's output is reduced twice": (
-        f"return x + {SCATTER}out)",
-        f'return x + {SCATTER}shardops.psum("B/r/d L M +t -> B/r/d L M", out))',
+        f"return x + {SCATTER}out), cache",
+        f'return x + {SCATTER}shardops.psum("B/r/d L M +t -> B/r/d L M", out)), cache',
         "is none: it is reduced already",
     ),
     "the MLP's output is reduced over d": (
-        f"return x + {SCATTER}out)",
-        'return x + shardops.psum_scatter("B/r L M +d -> B/r L/t M", out)',
+        f"return x + {SCATTER}out), cache",
+        'return x + shardops.psum_scatter("B/r L M +d -> B/r L/t M", out), cache',
         "the value is a partial sum over t, `B/r L M +d` says +d",
     ),
     "the + of a product is left out": (
@@ -242,17 +246,19 @@ def trace_step():
         linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
         sys.modules[name] = module
         exec(compile(source, module.__file__, "exec"), vars(module))
-        config = module.Config(
-            model=module.ModelConfig(vocab=20, d_model=8, layers=2, n_kv=2, n_q_per_kv=3, d_head=6, d_ff=12),
-            optimizer=module.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, cosine_steps=2),
-            mesh=module.MeshConfig(),
+        config = configuration.Config(
+            model=module.ModelConfig(
+                module=name, vocab=20, d_model=8, layers=2, n_kv=2, n_q_per_kv=3, d_head=6, d_ff=12
+            ),
+            optimizer=module.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, schedule_steps=2),
+            mesh=configuration.MeshConfig(),
             data=configuration.DataConfig(filespec="unused"),
             training=configuration.TrainingConfig(batch_size=8, seq_len=4, steps=1),
             hardware=configuration.HardwareConfig(),
             paths=configuration.PathsConfig(),
         )
         with jax.sharding.use_abstract_mesh(MESH):
-            state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), config.model))
+            state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), config))
             array = lambda dtype, sharding: jax.ShapeDtypeStruct((8, 4), dtype, sharding=sharding)
             dtypes = TokenBatch(targets=jnp.uint32, is_seq_start=jnp.bool_, loss_mask=jnp.bool_)
             batch = jax.tree.map(array, dtypes, make_shardings(TokenBatch))

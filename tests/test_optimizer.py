@@ -12,10 +12,12 @@ import tiny
 import train
 from shardlib.shardtypes import f32, i32, is_fully_sharded
 
+State = train.State[train.Transformer]
+
 
 @pytest.mark.parametrize(("warmup", "decay", "final"), [(3, 12, 0.1), (0, 7, 0.0), (10, 11, 1.0)])
 def test_learning_rate_equals_optax(warmup, decay, final):
-    c = tiny.optimizer(warmup_steps=warmup, cosine_steps=decay, final_fraction=final)
+    c = tiny.optimizer(warmup_steps=warmup, schedule_steps=decay, final_fraction=final)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup, decay, 1e-2 * final)
     for step in range(20):
         np.testing.assert_allclose(train.learning_rate(jnp.int32(step), c), schedule(step), rtol=1e-5, atol=1e-9)
@@ -25,18 +27,18 @@ def test_learning_rate_equals_optax(warmup, decay, final):
 def test_five_updates_equal_optax(mesh):
     c, m = tiny.optimizer(clip_norm=30.0), tiny.model(layers=1)
 
-    def update(state: train.State, g: train.Transformer, step: i32[""]) -> tuple[train.State, f32[""]]:
+    def update(state: State, g: train.Transformer, step: i32[""]) -> tuple[State, f32[""]]:
         g, norm = train.clip_by_global_norm(g, c.clip_norm)
-        return train.adamw(state, g, step, train.learning_rate(step, c), c), norm
+        return train.adamw(state, g, step, train.learning_rate(step, c), c, train.weight_table(m)), norm
 
-    schedule = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup_steps, c.cosine_steps, 1e-3)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup_steps, c.schedule_steps, 1e-3)
     oracle = optax.chain(
         optax.clip_by_global_norm(c.clip_norm),
         optax.adamw(schedule, c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=c.weight_decay),
     )
     rng = np.random.default_rng(3)
     with jax.set_mesh(tiny.mesh(mesh)):
-        state = jax.jit(lambda key: train.init_state(key, m))(jax.random.key(1))
+        state = jax.jit(lambda key: train.init_state(key, tiny.config(m)))(jax.random.key(1))
         start = expected = jax.tree.map(np.asarray, state.weights)
         moments = oracle.init(expected)
         step_fn, norms = tiny.per_device(update), []
@@ -57,7 +59,7 @@ def test_five_updates_equal_optax(mesh):
 def test_every_array_of_the_state_is_fully_sharded():
     """Clipping counts each entry once because of this."""
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        assert is_fully_sharded(train.State)
+        assert is_fully_sharded(State)
         assert not is_fully_sharded(f32["M/d F"])
 
 

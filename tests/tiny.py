@@ -10,6 +10,7 @@ import configuration
 import train
 from input_loader import TokenBatch
 from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
+from weights import initialize
 
 MESHES = {  # name: r, d, t
     "one device": (1, 1, 1),
@@ -27,14 +28,14 @@ def model(**changes) -> train.ModelConfig:
 
 
 def optimizer(**changes) -> train.OptimizerConfig:
-    return train.OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 3, "cosine_steps": 12, **changes})
+    return train.OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 3, "schedule_steps": 12, **changes})
 
 
-def config(c: train.ModelConfig | None = None, **training_changes) -> train.Config:
-    return train.Config(
+def config(c: train.ModelConfig | None = None, **training_changes) -> configuration.Config:
+    return configuration.Config(
         model=c or model(),
         optimizer=optimizer(),
-        mesh=train.MeshConfig(),
+        mesh=configuration.MeshConfig(),
         data=configuration.DataConfig(filespec="unused"),
         training=configuration.TrainingConfig(
             batch_size=BATCH, seq_len=LENGTH, steps=20, **{"compute_dtype": "f32", **training_changes}
@@ -68,7 +69,7 @@ def place(tree, kind):
 
 def weights(c: train.ModelConfig) -> train.Transformer:
     """Fresh weights on the mesh in force, with norm weights that differ from one."""
-    w = jax.jit(lambda key: train.init_weights(key, c))(jax.random.key(7))
+    w = jax.jit(lambda key: initialize(train.weight_table(c), key))(jax.random.key(7))
     wobble = lambda x: x * (1 + 0.1 * np.cos(np.arange(x.size).reshape(x.shape)).astype(np.float32))
     w.final_norm = jax.device_put(wobble(np.asarray(w.final_norm)), w.final_norm.sharding)
     for name in ("attention_norm", "mlp_norm"):
