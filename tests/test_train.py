@@ -32,7 +32,7 @@ def losses(directory: Path) -> list[float]:
 
 def events(directory: Path) -> list[dict]:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "event" in line]
+    return [line for line in lines if line.get("event", "memory") != "memory"]
 
 
 def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:

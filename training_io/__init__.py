@@ -3,14 +3,17 @@
 from .checkpoint import Checkpointer, config_differences
 from .flops import ModelFlops, PeakFlops, model_flops_per_token, peak_flops
 from .hlo import compile_with_hlo_dump, render_svg, start_rendering
+from .memory import peak_memory
 from .metrics import RunLog, has_event
 from .profile import StepProfiler
 from .stopping import StopRequest
+from .sweeps import PickledByName
 
 __all__ = [
     "Checkpointer",
     "ModelFlops",
     "PeakFlops",
+    "PickledByName",
     "RunLog",
     "StepProfiler",
     "StopRequest",
@@ -19,6 +22,7 @@ __all__ = [
     "has_event",
     "model_flops_per_token",
     "peak_flops",
+    "peak_memory",
     "render_svg",
     "start_rendering",
 ]

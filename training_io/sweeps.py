@@ -1,0 +1,139 @@
+"""Sweeps (`--multirun`): each job has a directory of its own, and what fails is said at the end."""
+
+import atexit
+import functools
+import gc
+import importlib
+import inspect
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+
+class PickledByName:
+    """Decorates the program's function, beneath hydra.main, so that launchers can hand it to other processes.
+
+    As part of `__main__` it would be pickled by value, with all it refers to, which cannot be. So they import it from
+    its module.
+    """
+
+    def __init__(self, function: Callable):
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.__wrapped__(*args)
+
+    def __reduce__(self):
+        module = self.__module__
+        if module == "__main__":
+            spec = sys.modules["__main__"].__spec__
+            module = spec.name if spec else Path(self.__wrapped__.__code__.co_filename).stem
+        return _function_of, (module, self.__name__)
+
+
+def _function_of(module: str, name: str) -> Callable:
+    return inspect.unwrap(getattr(importlib.import_module(module), name))
+
+
+class Sweep(Callback):
+    """What Hydra calls around a sweep and its jobs; configs/base.yaml names it.
+
+    A sweep is a directory `<root_working_dir>/<paths.model_name>`, by default named as a run is, by config and time. In
+    it each job's run is named by the settings that are swept, and by those alone: another value of a setting that all
+    jobs share, such as a longer training.steps, finds the same runs again and resumes them.
+
+    Hydra turns an error raised here into a warning, so what is wrong with a sweep ends the program (SystemExit).
+    """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Gives each job the overrides that place it: they reach it with any launcher, in any process."""
+        if OmegaConf.select(config, "paths.root_working_dir") is None:
+            return  # no run is named; the program will say so
+        params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+        overrides = [f"{key}={value}" for key, value in params.items()] + list(config.hydra.overrides.task)
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
+        shared = sorted({override.key_or_group for override in parsed} - swept | {"paths.model_name"})
+        _check_swept(swept, config.hydra.launcher.get("_target_", ""))
+
+        name = config.paths.model_name
+        if name is None and config.hardware.hosts == 1:  # hosts could not agree on a time
+            name = f"{config.hydra.job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
+        if not name:
+            return  # refused by each job
+        run = f"{name}/${{hydra:job.override_dirname}}" if swept else name
+        with read_write(config), open_dict(config):
+            config.hydra.sweep.dir = f"{config.paths.root_working_dir}/{name}"
+            config.hydra.overrides.hydra += [
+                f"hydra.sweep.dir={_quoted(config.hydra.sweep.dir)}",
+                f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(_quoted, shared))}]",
+            ]
+            task = [text for text in config.hydra.overrides.task if not text.startswith("paths.model_name=")]
+            config.hydra.overrides.task = [*task, f"paths.model_name={_quoted(run)}"]
+        self._name, self._jobs = name, 0
+        self._failed: list[str] = []
+        atexit.register(self._say_failures, config.hydra.sweep.dir)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Says at once what went wrong in a job, since Hydra itself shows the first failure alone, at the end."""
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return
+        self._jobs = getattr(self, "_jobs", 0) + 1
+        if job_return.status == JobStatus.COMPLETED:
+            if job_return.return_value is not None:  # the signal that stopped the run
+                sys.exit(
+                    f"{job_return.return_value}: the sweep stops here. To go on with the sweep: its command again, "
+                    f"with paths.model_name={getattr(self, '_name', None) or 'its name'}"
+                )
+            return
+        try:
+            _ = job_return.return_value  # raises it, and prints the job's overrides before
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}\n", file=sys.stderr)
+            if not isinstance(error, ValueError):
+                traceback.print_exception(error)
+            if hasattr(self, "_failed"):
+                self._failed.append(f"{config.hydra.job.override_dirname}: {_first_line(error)}")
+            # The frames of the failed job hold its state: the next one needs the memory.
+            _forget_locals(error)
+
+    def _say_failures(self, directory: str) -> None:
+        if self._failed:
+            print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
+            print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)
+
+
+def _check_swept(swept: set[str], launcher: str) -> None:
+    if "paths.model_name" in swept:
+        sys.exit("paths.model_name is swept, but it names the whole sweep; its jobs are named by what else is swept.")
+    fixed = sorted(key for key in swept if key.split(".")[0] == "hardware")
+    if fixed and launcher.endswith(".BasicLauncher"):
+        sys.exit(
+            f"{', '.join(fixed)} cannot be swept in one process, whose devices start once. "
+            "Give each job its own, with hydra/launcher=submitit_slurm or submitit_local, or start it by itself."
+        )
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '\\"') + '"'
+
+
+def _first_line(error: BaseException) -> str:
+    line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return line if len(line) <= 160 else line[:159] + "…"
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
