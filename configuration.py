@@ -83,8 +83,8 @@ class ModelConfig:
         """Query heads."""
         return self.n_kv * self.n_q_per_kv
 
-    def check(self) -> None:
-        """Raises ValueError for a setting out of its range."""
+    def check(self, seq_len: int) -> None:
+        """Raises ValueError for a setting out of its range, or one that cannot do sequences of `seq_len` tokens."""
         check_ranges("model", self, dict.fromkeys(("d_model", "n_kv", "n_q_per_kv", "d_head", "d_ff"), (1, 2**63)))
         positive = ("rope_base", "norm_epsilon", "embed_init_scale", "weight_init_scale", "logit_softcap")
         check_ranges("model", self, dict.fromkeys(positive, (0, math.inf)))
@@ -124,8 +124,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay (arXiv 1711.05101), multiplied by the learning rate."""
     decay_on: list[str] = dataclasses.field(default_factory=lambda: list(KINDS))
-    """The kinds of weights that decay: matrix, embedding, unembedding, vector (norms and biases). Tied tables are
-    embeddings."""
+    """The kinds of weights that decay: matrix, embedding, unembedding (tied tables too), vector (norms, biases)."""
     muon_momentum: float = 0.95
     """Nesterov momentum of the matrices' gradients, in [0, 1)."""
     muon_iterations: int = 5
@@ -289,7 +288,7 @@ def check_config(c: Config) -> None:
     """Raises ValueError for a setting out of its range."""
     count = (1, 2**63)
     check_ranges("model", c.model, {"vocab": count, "layers": count, "bos_id": (0, c.model.vocab)})
-    c.model.check()
+    c.model.check(c.training.seq_len)
     check_optimizer(c.optimizer)
     names = ("batch_size", "seq_len", "steps", "tokens", "microbatches", "log_interval", "eval_interval")
     check_ranges("training", c.training, dict.fromkeys((*names, "checkpoint_interval", "keep_checkpoints"), count))

@@ -104,7 +104,7 @@ def weight_table(c: ModelConfig) -> Transformer:
     model, heads, hidden = (c.d_model,), (c.n_kv, c.n_q_per_kv, c.d_head), (c.d_ff,)
     by_embed = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
     return Transformer(
-        embed=Weight((c.vocab, c.d_model), "embedding", by_embed),
+        embed=Weight((c.vocab, c.d_model), "unembedding" if c.tied_embeddings else "embedding", by_embed),
         layers=TransformerLayer(
             attention_norm=vector(n, c.d_model, value=1),
             w_q=matrix(n, model, heads, scale),
@@ -156,9 +156,13 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @typed
 def attention(
-    q: act["B/r/d L K/t Q D"], k: act["B/r/d S K/t D"], v: act["B/r/d S K/t D"], document: i32["B/r/d L"]
+    q: act["B/r/d L K/t Q D"],
+    k: act["B/r/d S K/t D"],
+    v: act["B/r/d S K/t D"],
+    document: i32["B/r/d L"],
+    drop: Callable | None = None,
 ) -> act["B/r/d L K/t Q D"]:
-    """Causal softmax attention within each document, heads split over t. The softmax is in f32."""
+    """Causal softmax attention within each document, heads split over t. The softmax is in f32; `drop`: its dropout."""
     scores = shardops.einsum_unreduced(
         "B/r/d L K/t Q D, B/r/d S K/t D -> B/r/d K/t Q L S", q, k, preferred_element_type=jnp.float32
     )
@@ -167,6 +171,7 @@ def attention(
     visible = causal & (document[:, :, None] == document[:, None, :])
     scores = jnp.where(visible[:, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    weights = drop(weights) if drop else weights
     return shardops.einsum_unreduced("B/r/d K/t Q L S, B/r/d S K/t D -> B/r/d L K/t Q D", weights, v)
 
 
@@ -300,7 +305,7 @@ def batch_logits(w: W, batch: TokenBatch, c: ModelConfig, row_seeds: u32["B/r/d"
     document: i32["B/r/d L"] = jnp.cumsum(batch.is_seq_start, axis=1, dtype=jnp.int32)
     place = jnp.arange(inputs.shape[1], dtype=jnp.int32)
     positions: i32["B/r/d L"] = place - lax.cummax(jnp.where(batch.is_seq_start, place, 0), axis=1)
-    attend = lambda q, k, v, cache: (attention(q, k, v, document), cache)
+    attend = lambda q, k, v, cache, drop=None: (attention(q, k, v, document, drop), cache)
     logits, _ = model_of(c.module).forward(w, inputs, positions, c, attend, row_seeds=row_seeds)
     return logits
 
@@ -522,8 +527,8 @@ def evaluate(c: Config, evaluation_step, weights: Any, validation) -> dict[str, 
     return result
 
 
-def train(c: Config, directory: Path) -> None:
-    """The whole run, on the mesh in force: leaves everything in `directory`."""
+def train(c: Config, directory: Path) -> str | None:
+    """The whole run, on the mesh in force: leaves everything in `directory`; the signal, if one stopped it."""
     say = print if jax.process_index() == 0 else lambda *_: None
     t, m, mesh = c.training, c.model, jax.sharding.get_mesh()
     check_divides(c, mesh.shape)
@@ -538,10 +543,10 @@ def train(c: Config, directory: Path) -> None:
         state = start_state(c, checkpoints, start)
         evaluation_step = make_evaluation_step(c)
         parameters = sum(x.size for x in jax.tree.leaves(state.weights))
+        table = jax.tree.leaves(model_of(m.module).weight_table(m))
         flops = training_io.model_flops_per_token(
             parameters=parameters,
-            input_embedding_parameters=state.weights.embed.size,
-            tied_embeddings=m.tied_embeddings,
+            embedding_parameters=sum(math.prod(x.shape) for x in table if x.kind == "embedding"),
             layers=m.layers,
             heads=m.heads,
             head_dim=m.d_head,
@@ -589,6 +594,8 @@ def train(c: Config, directory: Path) -> None:
             state, metrics = training_step(state, next(batches), np.int32(step))
             log.log(step, vars(metrics), loader.source_tokens(step))
             profiler.after_step(step - start, metrics)
+            if step == start:
+                log.log_event(step, "memory", training_io.peak_memory(training_step, metrics))
             if (step + 1) % t.checkpoint_interval == 0 or step + 1 == steps or stop.signal_name:
                 if not math.isfinite(metrics.loss):
                     raise FloatingPointError(
@@ -606,7 +613,7 @@ def train(c: Config, directory: Path) -> None:
                 checkpoints.wait()
                 say(f"{stop.signal_name}: stopped and saved after {step + 1} steps of {steps}.")
                 say(f"To go on: the same command, with paths.model_name={c.paths.model_name}")
-                return
+                return stop.signal_name
 
         log.close()
         checkpoints.wait()
@@ -623,13 +630,14 @@ def train(c: Config, directory: Path) -> None:
 
 
 @hydra.main(version_base="1.3", config_path="configs")
-def main(config) -> None:
+@training_io.PickledByName
+def main(config) -> str | None:
     if not config:
         raise ValueError("name a run: --config-name=<file in configs/>")
     c = to_config(config)
     check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {c.hardware.xla_flags}".strip()
-    if c.hardware.hosts > 1:
+    if c.hardware.hosts > 1 and not jax.distributed.is_initialized():
         found_by_jax = c.hardware.coordinator is None
         jax.distributed.initialize(c.hardware.coordinator, None if found_by_jax else c.hardware.hosts, c.hardware.host)
     if jax.process_count() != c.hardware.hosts:
@@ -642,7 +650,7 @@ def main(config) -> None:
     directory = Path(c.paths.root_working_dir) / c.paths.model_name
     with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices())):
         directory.mkdir(parents=True, exist_ok=True)
-        train(c, directory)
+        return train(c, directory)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ class Weight:
 
     Attributes:
         shape: of the whole array, over all devices.
-        kind: one of KINDS. vector: gains and biases, anything that multiplies no vector.
+        kind: one of KINDS. embedding: a table in which rows are looked up. unembedding: the output projection, also
+            where the same table is looked up in. vector: gains and biases.
         std: standard deviation at init, of a normal cut at two of them; 0 for the constant `mean`.
         mean: at init.
         inputs: of a matrix, or a stack of them, how many of its dims are the product's inputs.

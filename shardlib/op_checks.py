@@ -46,7 +46,7 @@ def parse(spec, operands: int, *, index: bool = False, any_dims: bool = False, c
         if shape.copies and not copies:
             raise ShardError(
                 f"`{shape}` has a * mark",
-                "only all_gather, replicate, einsum_unreduced and index_unreduced know copies",
+                "only all_gather, replicate, broadcast, einsum_unreduced and index_unreduced know copies",
             )
     return op
 

@@ -9,6 +9,7 @@ operation it stands for. What each does to a type:
     pmax               'B L V/t -> B L'                     maximum over the dropped dims, on all their devices
     einsum_unreduced   'B L F/t, M F/t -> B L M +t'         a contracted sharded dim becomes a +
     index_unreduced    '[V/t] M, B L -> B L M +t'           a lookup in a sharded dim becomes a +
+    broadcast          'M -> B/d L M'                       repeats along new dims
     all_to_all         'L/t K -> L K/t'                     moves an axis from one dim to another
     ppermute           'B L/t M'                            shifts the blocks of a dim around the ring of its axis
     replicate          'M/d F/t -> M/d F/t *r'              marks independent use on each device of r, a Copy
@@ -272,6 +273,34 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None):
             ]
     value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
     return wrap(varying(value, axes), op.rhs.partial, copies, f"einsum_unreduced({op})")
+
+
+def broadcast(spec, x):
+    """Repeats `x` along new dims, e.g. a bias at each position: `M -> B/d L/t M`. Never communicates.
+
+    The new dims have the sizes that the scope in force has bound. The gradient is a sum over them, so over their axes
+    a partial sum: `x` is gathered, or a Copy, on those, as an operand of einsum_unreduced is.
+    """
+    with checked_op("broadcast", spec, x) as bindings:
+        op = parse(spec, 1, copies=True)
+        lhs, rhs = op.lhs[0], op.rhs
+        value = check_operand(1, lhs, x, bindings)
+        new = [dim for dim in rhs.dims if dim not in lhs.dims]
+        if tuple(dim for dim in rhs.dims if dim not in new) != lhs.dims or not new or lhs.partial or rhs.partial:
+            raise ShardError(
+                f"`{rhs}` is not `{lhs}` with some dims more", "keep the dims, their order and axes: `M -> B/d L M`"
+            )
+        for dim in new:
+            if dim.literal_size is None and dim.name not in bindings.sizes:
+                raise ShardError(f"no array here tells the size of {dim.name}", "annotate one that has it")
+        check_result_divisible(rhs, bindings)
+        axes, copies = rhs.sharded, set(copy_axes(x)) - rhs.sharded
+        check_result_copies(rhs, copies)
+        value = meet(1, lhs, value, copy_axes(x), axes | copies)
+        value = refuse_idle_gradient(1, value, "broadcast", spec, (x,), bindings)
+        blocks = [(dim.literal_size or bindings.sizes[dim.name]) // axes_product(dim.axes) for dim in rhs.dims]
+    value = lax.broadcast_in_dim(value, blocks, [i for i, dim in enumerate(rhs.dims) if dim not in new])
+    return wrap(value, (), copies, f"broadcast({op})")
 
 
 def index_unreduced(spec, table, ids):

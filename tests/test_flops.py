@@ -13,8 +13,7 @@ PARAMETERS = LAYERS * (4 * D_MODEL**2 + 3 * D_MODEL * D_FF + 2 * D_MODEL) + 2 * 
 def llama_flops(**changes):
     arguments = {
         "parameters": PARAMETERS,
-        "input_embedding_parameters": VOCAB * D_MODEL,
-        "tied_embeddings": False,
+        "embedding_parameters": VOCAB * D_MODEL,
         "layers": LAYERS,
         "heads": HEADS,
         "head_dim": HEAD_DIM,
@@ -39,7 +38,7 @@ def test_formulas_say_what_is_counted():
 
 
 def test_a_tied_table_is_counted_as_the_output_matrix():
-    tied = llama_flops(parameters=PARAMETERS - VOCAB * D_MODEL, tied_embeddings=True)
+    tied = llama_flops(parameters=PARAMETERS - VOCAB * D_MODEL, embedding_parameters=0)
     assert tied.causal == llama_flops().causal
     assert tied.causal_formula == "6*N + 6*layers*heads*head_dim*L"
 
@@ -52,8 +51,7 @@ def test_xla_counts_the_same_matrix_products():
     counted = step.lower(w, x).compile().cost_analysis()["flops"]
     flops = model_flops_per_token(
         parameters=w.size,
-        input_embedding_parameters=0,
-        tied_embeddings=False,
+        embedding_parameters=0,
         layers=0,
         heads=0,
         head_dim=0,

@@ -31,8 +31,7 @@ class PeakFlops(NamedTuple):
 def model_flops_per_token(
     *,
     parameters: int,
-    input_embedding_parameters: int,
-    tied_embeddings: bool,
+    embedding_parameters: int,
     layers: int,
     heads: int,
     head_dim: int,
@@ -42,14 +41,13 @@ def model_flops_per_token(
 
     Args:
         parameters: N, all parameters; a tied embedding table counts once.
-        input_embedding_parameters: those of the input embedding table, whose lookup multiplies nothing. A tied table
-            is the output layer's matrix too, so it is then left in N.
-        tied_embeddings: whether the input embedding is also the output layer.
+        embedding_parameters: those of the input embedding, whose lookup multiplies nothing. A tied table is none: it is
+            the output layer's matrix too, so it is left in N.
         layers, heads, head_dim: of the attention; heads are query heads.
         sequence_length: L, in tokens.
     """
-    matmul_parameters = parameters if tied_embeddings else parameters - input_embedding_parameters
-    n = "N" if tied_embeddings else "(N - input embedding)"
+    matmul_parameters = parameters - embedding_parameters
+    n = "(N - input embedding)" if embedding_parameters else "N"
     attention = layers * heads * head_dim * sequence_length
     causal = 6 * matmul_parameters + 6 * attention
     full = 6 * matmul_parameters + 12 * attention

@@ -1,0 +1,292 @@
+"""GPT-2 (Radford et al. 2019): a second model for train.py, chosen by `model.module: gpt2`.
+
+    python -m train --config-name=gpt2_124m
+
+Learned positions, LayerNorm with biases, GELU, one table for embedding and output, dropout. Dims and axes are those of
+train.py, besides P, the learned positions. All that train.py and the tools ask of a model is here: the settings
+(ModelConfig), the weights and what each is (weight_table), the math (forward), what may be gathered once a step
+(gather_ahead), and the exchange with Hugging Face. docs/models.md builds a model along these lines.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from configuration import check_ranges
+from jax_extra import explicit_activation_checkpointing, save_for_backward
+from shardlib import shardops
+from shardlib.shardtypes import Array, dtype_name, f32, i32, pytree_dataclass, typed, u32
+from weights import Weight, matrix, vector
+
+act = dtype_name("act")
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    module: str = "gpt2"
+    vocab: int = 50304
+    """Token ids; GPT-2's are 50257, here rounded up for the mesh. Sharded over t."""
+    positions: int = 1024
+    """Learned positions: the longest sequence. Sharded over t."""
+    d_model: int = 768
+    """Width of the residual stream. A multiple of d·t devices."""
+    layers: int = 12
+    heads: int = 12
+    """Sharded over t; their width d_model / heads is sharded over d at rest."""
+    dropout: float = 0.0
+    """Probability, in [0, 1), that an entry of embeddings, attention weights and layer outputs is 0 while training."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance under the root of LayerNorm (arXiv 1607.06450)."""
+    init_std: float = 0.02
+    """Standard deviation of matrices and tables at init; of what is added to the residual stream over √(2·layers)."""
+    bos_id: int = 50256
+    """The token id that stands before the first of each document: <|endoftext|>."""
+
+    sharded: ClassVar[dict[str, str]] = {
+        "vocab": "t",
+        "positions": "t",
+        "d_model": "t·d",
+        "heads": "t",
+        "d_head": "d",
+        "d_ff": "t·d",
+    }
+
+    @property
+    def d_head(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def d_ff(self) -> int:
+        return 4 * self.d_model
+
+    def check(self, seq_len: int) -> None:
+        """Raises ValueError for a setting out of its range, and for sequences longer than there are positions."""
+        check_ranges("model", self, dict.fromkeys(("positions", "d_model", "heads"), (1, 2**63)))
+        check_ranges("model", self, {"dropout": (0, 1), "norm_epsilon": (0, math.inf), "init_std": (0, math.inf)})
+        if self.d_model % self.heads:
+            raise ValueError(f"model.d_model is {self.d_model}; it must be a multiple of model.heads = {self.heads}.")
+        if seq_len > self.positions:
+            raise ValueError(f"sequences have {seq_len} tokens, but model.positions is {self.positions}; raise it.")
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class GPT2Layer:
+    attention_gain: f32["M/t/d"]
+    attention_bias: f32["M/t/d"]
+    w_q: f32["M/d K/t D"]
+    w_k: f32["M/d K/t D"]
+    w_v: f32["M/d K/t D"]
+    b_q: f32["K/t D/d"]
+    b_k: f32["K/t D/d"]
+    b_v: f32["K/t D/d"]
+    w_o: f32["K/t D M/d"]
+    b_o: f32["M/t/d"]
+    mlp_gain: f32["M/t/d"]
+    mlp_bias: f32["M/t/d"]
+    w_up: f32["M/d F/t"]
+    b_up: f32["F/t/d"]
+    w_down: f32["F/t M/d"]
+    b_down: f32["M/t/d"]
+
+
+@pytree_dataclass
+class GPT2:
+    embed: f32["V/t M/d"]
+    positions: f32["P/t M/d"]
+    layers: Array["layers", GPT2Layer]
+    final_gain: f32["M/t/d"]
+    final_bias: f32["M/t/d"]
+
+
+def weight_table(c: ModelConfig) -> GPT2:
+    """What each weight is, and how it starts: normal with init_std, gains at 1, biases at 0."""
+    n, model, heads, hidden = c.layers, (c.d_model,), (c.heads, c.d_head), (c.d_ff,)
+    into = lambda outputs: matrix(n, model, outputs, c.init_std * math.sqrt(c.d_model))
+    to_stream = lambda inputs: matrix(n, inputs, model, c.init_std * math.sqrt(math.prod(inputs) / (2 * n)))
+    return GPT2(
+        embed=Weight((c.vocab, c.d_model), "unembedding", c.init_std),
+        positions=Weight((c.positions, c.d_model), "embedding", c.init_std),
+        layers=GPT2Layer(
+            attention_gain=vector(n, c.d_model, value=1),
+            attention_bias=vector(n, c.d_model, value=0),
+            w_q=into(heads),
+            w_k=into(heads),
+            w_v=into(heads),
+            b_q=vector(n, *heads, value=0),
+            b_k=vector(n, *heads, value=0),
+            b_v=vector(n, *heads, value=0),
+            w_o=to_stream(heads),
+            b_o=vector(n, c.d_model, value=0),
+            mlp_gain=vector(n, c.d_model, value=1),
+            mlp_bias=vector(n, c.d_model, value=0),
+            w_up=into(hidden),
+            b_up=vector(n, c.d_ff, value=0),
+            w_down=to_stream(hidden),
+            b_down=vector(n, c.d_model, value=0),
+        ),
+        final_gain=vector(c.d_model, value=1),
+        final_bias=vector(c.d_model, value=0),
+    )
+
+
+# ---- forward pass -----------------------------------------------------------------------------------------------
+
+
+@typed
+def layer_norm(x: act["B/r/d L/t M"], gain: f32["M/t/d"], bias: f32["M/t/d"], epsilon: float) -> act["B/r/d L/t M"]:
+    """Each position to mean 0 and variance 1, times the gain, plus the bias (arXiv 1607.06450); in f32."""
+    x32 = jnp.float32(x)
+    centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    normed = centered * lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
+    gain, bias = (shardops.all_gather("M/t/d -> M", vector) for vector in (gain, bias))
+    scaled = shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", normed, gain)
+    return (scaled + shardops.broadcast("M -> B/r/d L/t M", bias)).astype(x.dtype)
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
+    """`x` with entries 0 with probability `rate`, the others over 1 - rate; `keys`: one for each leading index."""
+    if keys is None:
+        return x
+    trailing = x.shape[keys.ndim :]
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, trailing))(keys.reshape(-1)).reshape(x.shape)
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class DropoutKeys:
+    """Keys that depend on the row, and on where in it an entry stands: not on the mesh, nor on microbatches."""
+
+    rows: jax.Array | None
+    """A key for each row of this device, in this layer; None for no dropout."""
+
+    def of_positions(self, site: int, length: int) -> jax.Array | None:
+        """keys[B, length / t]: for each of this device's own positions."""
+        return self._of_blocks(site, length // shardops.axis_size("t"))
+
+    def of_heads(self, site: int, heads: int) -> jax.Array | None:
+        """keys[B, heads]: for each of this device's own heads."""
+        return self._of_blocks(site, heads)
+
+    def _of_blocks(self, site: int, own: int) -> jax.Array | None:
+        if self.rows is None:
+            return None
+        index = shardops.axis_index("t") * own + jnp.arange(own)
+        at = lambda row: jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(row, site), i))(index)
+        return jax.vmap(at)(self.rows)
+
+
+@typed
+def layer(
+    x: act["B/r/d L/t M"], w: GPT2Layer, attend: Callable, cache: Any, keys: DropoutKeys, c: ModelConfig
+) -> tuple[act["B/r/d L/t M"], Any]:
+    gather, einsum, broadcast, dtype = shardops.all_gather, shardops.einsum_unreduced, shardops.broadcast, x.dtype
+
+    nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.attention_gain, w.attention_bias, c.norm_epsilon))
+
+    def heads(weight, bias):
+        product = einsum(
+            "B/r/d L M, M K/t D -> B/r/d L K/t D", nx, gather("M/d K/t D -> M K/t D", weight.astype(dtype))
+        )
+        bias = gather("K/t D/d -> K/t D", bias.astype(dtype))
+        return save_for_backward(product + broadcast("K/t D -> B/r/d L K/t D", bias))
+
+    q: act["B/r/d L K/t D"] = heads(w.w_q, w.b_q)
+    k: act["B/r/d L K/t D"] = heads(w.w_k, w.b_k)
+    v: act["B/r/d L K/t D"] = heads(w.w_v, w.b_v)
+    drop_weights = lambda weights: dropout(weights, c.dropout, keys.of_heads(0, weights.shape[1]))
+    attended, cache = attend(q[..., None, :], k, v, cache, drop_weights)  # one query head for each of keys
+    attended: act["B/r/d L K/t D"] = save_for_backward(attended[..., 0, :])
+    w_o = gather("K/t D M/d -> K/t D M", w.w_o.astype(dtype))
+    out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", attended, w_o)
+    out = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
+    out = out + broadcast("M -> B/r/d L/t M", gather("M/t/d -> M", w.b_o.astype(dtype)))
+    x = save_for_backward(x + dropout(out, c.dropout, keys.of_positions(1, nx.shape[1])))
+
+    nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.mlp_gain, w.mlp_bias, c.norm_epsilon))
+    up = einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, gather("M/d F/t -> M F/t", w.w_up.astype(dtype)))
+    up = save_for_backward(up + broadcast("F/t -> B/r/d L F/t", gather("F/t/d -> F/t", w.b_up.astype(dtype))))
+    hidden: act["B/r/d L F/t"] = jax.nn.gelu(up, approximate=True)
+    w_down = gather("F/t M/d -> F/t M", w.w_down.astype(dtype))
+    out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w_down)
+    out = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
+    out = out + broadcast("M -> B/r/d L/t M", gather("M/t/d -> M", w.b_down.astype(dtype)))
+    return x + dropout(out, c.dropout, keys.of_positions(2, nx.shape[1])), cache
+
+
+@typed
+def forward(
+    w: GPT2,
+    ids: u32["B/r/d L"],
+    positions: i32["B/r/d L"],
+    c: ModelConfig,
+    attend: Callable,
+    caches: Any = None,
+    row_seeds: u32["B/r/d"] | None = None,
+) -> tuple[f32["B/r/d L V/t"], Any]:
+    """Logits for the token after each of `ids`, which stands at `positions` of its document.
+
+    train.forward tells about `attend` and `caches`. `row_seeds`: a random number for each row, for dropout; None: none.
+    """
+    dtype = act.dtype
+    embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))
+    table = shardops.all_gather("P/t M/d -> P/t M", w.positions)
+    # In f32 for the backward pass, where a frequent token's row adds up thousands of gradients.
+    x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", embed.astype(jnp.float32), ids)
+    x = x + shardops.index_unreduced("[P/t] M, B/r/d L -> B/r/d L M +t", table, positions)
+    x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(dtype))
+    rows = None if row_seeds is None else jax.vmap(jax.random.key)(row_seeds)
+    x = dropout(x, c.dropout, DropoutKeys(rows).of_positions(3, ids.shape[1]))
+
+    @explicit_activation_checkpointing
+    def body(x, of_layer):
+        layer_weights, index, cache = of_layer
+        in_layer = None if rows is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(rows)
+        return layer(x, layer_weights, attend, cache, DropoutKeys(in_layer), c)
+
+    x, caches = lax.scan(body, x, (w.layers, jnp.arange(c.layers), caches))
+    nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.final_gain, w.final_bias, c.norm_epsilon))
+    spec = "B/r/d L M, V/t M -> B/r/d L V/t"
+    return shardops.einsum_unreduced(spec, nx, embed, preferred_element_type=jnp.float32), caches
+
+
+@typed
+def gather_ahead(w: GPT2) -> GPT2:
+    """The weights cast and gathered over d, once for all microbatches of a step; their gradients are scattered once."""
+    layers, gather = w.layers, shardops.all_gather
+    cast = lambda spec, x: gather(spec, x.astype(act.dtype))
+    vectors = lambda x: gather("layers M/t/d -> layers M *t *d", x)
+    biases = lambda x: cast("layers M/t/d -> layers M *t *d", x)
+    into_heads = lambda x: cast("layers M/d K/t D -> layers M K/t D *d", x)
+    of_heads = lambda x: cast("layers K/t D/d -> layers K/t D *d", x)
+    return GPT2(
+        embed=cast("V/t M/d -> V/t M *d", w.embed),
+        positions=gather("P/t M/d -> P/t M *d", w.positions),
+        layers=GPT2Layer(
+            attention_gain=vectors(layers.attention_gain),
+            attention_bias=vectors(layers.attention_bias),
+            w_q=into_heads(layers.w_q),
+            w_k=into_heads(layers.w_k),
+            w_v=into_heads(layers.w_v),
+            b_q=of_heads(layers.b_q),
+            b_k=of_heads(layers.b_k),
+            b_v=of_heads(layers.b_v),
+            w_o=cast("layers K/t D M/d -> layers K/t D M *d", layers.w_o),
+            b_o=biases(layers.b_o),
+            mlp_gain=vectors(layers.mlp_gain),
+            mlp_bias=vectors(layers.mlp_bias),
+            w_up=cast("layers M/d F/t -> layers M F/t *d", layers.w_up),
+            b_up=cast("layers F/t/d -> layers F/t *d", layers.b_up),
+            w_down=cast("layers F/t M/d -> layers F/t M *d", layers.w_down),
+            b_down=biases(layers.b_down),
+        ),
+        final_gain=gather("M/t/d -> M *t *d", w.final_gain),
+        final_bias=gather("M/t/d -> M *t *d", w.final_bias),
+    )
