@@ -161,6 +161,9 @@ class TrainingConfig:
     """Length of the run in passes over the dataset."""
     seed: int = 0
     """Selects the weights at init, in [0, 2**63)."""
+    init_from: str | None = None
+    """A run's directory, or a checkpoint's, with the weights to begin with; the optimizer and the data begin anew. Its
+    model must be the same. A run that is resumed goes on from its own checkpoint."""
     microbatches: int = 1
     """Parts of the batch that go through the model one after the other. batch_size is a multiple of them times r·d."""
     gather_weights: str = "layer"
@@ -267,7 +270,19 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     """
     data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
     training = tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype"))
+    # Nothing reads it any more, and where it points to may be gone: it may be left out, but not say something else.
+    training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
     return ("model", "optimizer", *data, *training)
+
+
+def fixed_by_weights(config: dict) -> tuple[str, ...]:
+    """What a run and the one whose weights it starts from (training.init_from) must agree on, as dotted names.
+
+    The model, without how its weights were first drawn, and what further training is there to change: RoPE scaling, for
+    longer sequences, and dropout.
+    """
+    free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
+    return tuple(f"model.{name}" for name in config["model"] if name not in free)
 
 
 def check_ranges(section: str, settings, ranges: Mapping[str, tuple[float, float]]) -> None:

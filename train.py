@@ -44,6 +44,7 @@ from configuration import (
     OptimizerConfig,
     check_booleans,
     check_divides,
+    fixed_by_weights,
     fixed_settings,
     model_of,
     register_schema,
@@ -504,7 +505,11 @@ def start_state(c: Config, checkpoints: training_io.Checkpointer, done: int) -> 
     init = functools.partial(init_state, c=c)
     key = jax.random.key(c.training.seed)
     if done == 0:
-        return jax.jit(init)(key)
+        state, source = jax.jit(init)(key), c.training.init_from
+        if source is not None:
+            fixed = fixed_by_weights(dataclasses.asdict(c))
+            state.weights = training_io.read_weights(source, state.weights, dataclasses.asdict(c), with_defaults, fixed)
+        return state
     shapes = jax.eval_shape(init, key)
     sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     return checkpoints.restore(

@@ -67,7 +67,7 @@ def _layer_shape(name: str, c: ModelConfig) -> tuple[int, ...]:
 
 
 def _theirs(name: str, x: np.ndarray, c: ModelConfig) -> np.ndarray:
-    """One layer's weight, from our layout to torch's [outputs, inputs]. Heads are K-major, and halves rotate, in both."""
+    """One layer's weight, from our layout to torch's [outputs, inputs]. In both, heads are K-major."""
     if x.ndim == 1:
         return x
     return (x.reshape(-1, c.d_model) if name == "w_o" else x.reshape(x.shape[0], -1)).T
@@ -214,7 +214,6 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[M
         qk_norm=kind == "qwen3",
         bos_id=given["bos_token_id"],
     )
-    c.check()
     _check_names(c, tensors)
     return c, _weights(c, tensors)
 

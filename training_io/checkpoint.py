@@ -82,7 +82,7 @@ class Checkpointer:
 
     def metadata(self, step: int) -> dict:
         """The metadata given to `save` for this step."""
-        return self._manifest(step)["metadata"]
+        return self.manifest(step)["metadata"]
 
     def save(self, step: int, state: Any, metadata: dict) -> None:
         """Copies `state` to host memory, then writes it in the background.
@@ -140,7 +140,7 @@ class Checkpointer:
         finally:
             self._executor.shutdown()
 
-    def restore(self, step: int, like: Any) -> Any:
+    def restore(self, step: int, like: Any, *, part: str = "") -> Any:
         """The saved state of `step`, placed as `like` says.
 
         Each device receives its own region, read from disk by the process it belongs to, leaf after leaf. While it is
@@ -148,19 +148,20 @@ class Checkpointer:
 
         Args:
             step: a complete checkpoint's step.
-            like: a pytree of jax.ShapeDtypeStruct with shardings, on any mesh.
+            like: a pytree of jax.ShapeDtypeStruct with shardings (or of arrays like those wanted), on any mesh.
+            part: read only the arrays whose names begin so, such as `weights/`, which `like` then holds.
 
         Raises:
             ValueError: the checkpoint's arrays are not those of `like`.
             OSError: an array is missing, truncated, corrupt, or not as the manifest says.
         """
         path = self._path(step)
-        manifest = self._manifest(step)
+        saved = {name: array for name, array in self.manifest(step)["arrays"].items() if name.startswith(part)}
         expected = named_leaves(like)
         unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
         if unplaced:
             raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
-        _check_same_arrays(path, manifest["arrays"], expected)
+        _check_same_arrays(path, saved, expected)
         restored = [_read(path, name, leaf) for name, leaf in expected.items()]
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
@@ -169,7 +170,8 @@ class Checkpointer:
             raise ValueError(f"step {step} is outside 0 … 9,999,999,999.")
         return self.directory / f"{step:010}"
 
-    def _manifest(self, step: int) -> dict:
+    def manifest(self, step: int) -> dict:
+        """What the checkpoint of this step says of itself. Raises ValueError if there is none, OSError for damage."""
         path = self._path(step) / MANIFEST
         if not path.is_file():
             raise ValueError(f"no complete checkpoint of step {step} in {self.directory}; there are {self.steps()}.")

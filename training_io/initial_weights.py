@@ -1,0 +1,70 @@
+"""Where another run's weights are found, and how a new run starts from them."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .checkpoint import Checkpointer, config_differences
+
+
+def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[Checkpointer, int]:
+    """The checkpoints of a run, to be closed, and which of them is meant.
+
+    Args:
+        path: a run's directory, or that of one checkpoint.
+        step: which checkpoint of the run; None for the last.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    path = Path(path)
+    if re.fullmatch(r"\d{10}", path.name) and not (path / "checkpoints").is_dir():
+        if step not in (None, int(path.name)):
+            raise ValueError(f"{path} is the checkpoint of step {int(path.name)}; step={step} is another one.")
+        return Checkpointer(path.parent), int(path.name)
+    checkpoints = Checkpointer(path / "checkpoints")
+    found = checkpoints.latest_step() if step is None else step
+    if found is None:
+        checkpoints.close()
+        raise ValueError(
+            f"no complete checkpoint in {checkpoints.directory}: give a run's directory, such as runs/<name>, or "
+            "that of one checkpoint, such as runs/<name>/checkpoints/0000000500."
+        )
+    return checkpoints, found
+
+
+def read_weights(
+    path: str | os.PathLike, like: Any, config: dict, complete: Callable[[dict], dict], fixed: tuple[str, ...]
+) -> Any:
+    """The weights of another run, placed as `like`; each process reads its own part, as `restore` does.
+
+    Args:
+        path: a run's directory, whose last checkpoint is meant, or that of one checkpoint.
+        like: weights of the run that is to start from them.
+        config: the configuration of that run.
+        complete: adds, to a checkpoint's configuration, the defaults of settings that it does not have.
+        fixed: the settings that both must agree on, as dotted names. Other differences in the model are printed.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is of another model, or its arrays are others.
+        OSError: it is damaged.
+    """
+    checkpoints, step = find_checkpoint(path)
+    with checkpoints:
+        saved = complete(checkpoints.metadata(step)["config"])
+        if differences := config_differences(saved, config, fixed):
+            raise ValueError(
+                f"training.init_from is {path}, which has the weights of another model:\n  "
+                + "\n  ".join(differences)
+                + "\nChange these to what the checkpoint has, or start from another one."
+            )
+        weights = checkpoints.restore(step, {"weights": like}, part="weights/")["weights"]
+    if jax.process_index() == 0:
+        print(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
+        for line in config_differences(saved, config, ("model",)):
+            print(f"           {line}")
+    return weights
