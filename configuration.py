@@ -175,6 +175,17 @@ class TrainingConfig:
     """Batches of the validation split, at most, in an evaluation; 0 for no evaluations."""
     eval_interval: int | None = None
     """Steps between evaluations; there is one after the last step too, and with null that one alone."""
+    sample_interval: int | None = None
+    """Steps between texts that the model writes into samples.jsonl, which has some from before the first step and after
+    the last too. Null: none."""
+    sample_prompts: list[str] = dataclasses.field(default_factory=lambda: [""])
+    """What these texts begin with; an empty one is a document from its beginning."""
+    sample_tokens: int = 64
+    """Tokens to add to each, at least 1; fewer where a document ends."""
+    sample_temperature: float = 0.8
+    """What logits are divided by, at least 0; 0 always takes the likeliest token."""
+    sample_top_k: int | None = None
+    """Draw only from the likeliest this many tokens, at least 1; null: all."""
     log_interval: int = 10
     """Steps between progress lines where the output is no terminal."""
     checkpoint_interval: int = 1000
@@ -306,7 +317,8 @@ def check_config(c: Config) -> None:
     c.model.check(c.training.seq_len)
     check_optimizer(c.optimizer)
     names = ("batch_size", "seq_len", "steps", "tokens", "microbatches", "log_interval", "eval_interval")
-    check_ranges("training", c.training, dict.fromkeys((*names, "checkpoint_interval", "keep_checkpoints"), count))
+    names += ("checkpoint_interval", "keep_checkpoints", "sample_interval", "sample_tokens", "sample_top_k")
+    check_ranges("training", c.training, dict.fromkeys(names, count) | {"sample_temperature": (0, math.inf)})
     check_ranges("training", c.training, {"eval_batches": (0, 2**63), "seed": (0, 2**63), "epochs": (0, math.inf)})
     check_ranges("hardware", c.hardware, {"hosts": count, "host": (0, c.hardware.hosts)})
     check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))

@@ -69,6 +69,7 @@ from shardlib.shardtypes import (
     typed_shard_map,
     u32,
 )
+from training_io.samples import TrainingSamples
 from weights import Weight, initialize, matrix, vector
 
 act = dtype_name("act")  # the compute dtype, bound to config.training.compute_dtype where the step is traced
@@ -579,6 +580,7 @@ def train(c: Config, directory: Path) -> str | None:
         if jax.process_index() == 0:
             OmegaConf.save(OmegaConf.structured(c), directory / "config.yaml")
 
+        samples = TrainingSamples(c, directory, start, steps, log) if t.sample_interval else None
         # Tracing checks every type of the step: what communicates wrongly does not get past this line.
         rows = (t.batch_size, t.seq_len)
         of_dtype = lambda dtype, sharding: jax.ShapeDtypeStruct(rows, dtype, sharding=sharding)
@@ -594,6 +596,8 @@ def train(c: Config, directory: Path) -> str | None:
         batches = Prefetcher(loader.load, start, steps, c.data.prefetch, loader.parallel_loads)
         cleanup.enter_context(batches)
         stop = cleanup.enter_context(training_io.StopRequest())
+        if samples:
+            samples.after(start, state.weights)
         for step in range(start, steps):
             profiler.before_step(step - start)
             state, metrics = training_step(state, next(batches), np.int32(step))
@@ -601,6 +605,8 @@ def train(c: Config, directory: Path) -> str | None:
             profiler.after_step(step - start, metrics)
             if step == start:
                 log.log_event(step, "memory", training_io.peak_memory(training_step, metrics))
+            if samples:
+                samples.after(step + 1, state.weights)
             if (step + 1) % t.checkpoint_interval == 0 or step + 1 == steps or stop.signal_name:
                 if not math.isfinite(metrics.loss):
                     raise FloatingPointError(
