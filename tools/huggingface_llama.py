@@ -144,8 +144,9 @@ def to_huggingface(weights: Any, c: ModelConfig) -> tuple[dict, dict[str, Callab
     tensors: dict[str, Callable[[], np.ndarray]] = {}
     for name in ("embed", *([] if c.tied_embeddings else ["unembed"]), "final_norm"):
         tensors[_WHOLE[name]] = partial(np.asarray, getattr(weights, name))
-    for i in range(c.layers):
-        for name, theirs in _layer_weights(c):
+    # All layers of a weight in a row: a checkpoint's chunk may hold several of them.
+    for name, theirs in _layer_weights(c):
+        for i in range(c.layers):
             tensors[f"model.layers.{i}.{theirs}.weight"] = partial(_read_layer, weights.layers, name, i, c)
     return config, tensors
 

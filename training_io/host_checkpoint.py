@@ -5,7 +5,7 @@ The format is specified in docs/pytree-zarr-checkpoint.md.
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,29 @@ from .checkpoint import _STORE_ERRORS, _commit, _create_spec, _HostArray, _manif
 from .initial_weights import find_checkpoint
 
 CHUNK_BYTES = 2**26
-"""A chunk is the least that can be read: each process reads its part of the weights and little more."""
+"""Of a chunk at most, where one is written here: the least that can be read, so that a process reads little more than
+its own part of the weights."""
+
+
+CACHE_BYTES = 2**33
+
+
+class Blocks:
+    """What was read of arrays whose chunks hold several layers, the least recently used left out beyond CACHE_BYTES.
+
+    Reading a layer reads and verifies its chunks whole: without this, all the file for each layer in it.
+    """
+
+    def __init__(self):
+        self._blocks: dict[tuple[str, int], np.ndarray] = {}
+
+    def get(self, key: tuple[str, int], read: Callable[[], np.ndarray]) -> np.ndarray:
+        block = self._blocks.pop(key, None)
+        block = read() if block is None else block
+        while self._blocks and block.nbytes + sum(other.nbytes for other in self._blocks.values()) > CACHE_BYTES:
+            del self._blocks[next(iter(self._blocks))]
+        self._blocks[key] = block
+        return block
 
 
 class StoredArray:
@@ -27,8 +49,8 @@ class StoredArray:
         OSError: when indexed, if a chunk is missing or damaged.
     """
 
-    def __init__(self, path: Path, name: str):
-        self._name, self._path = name, path
+    def __init__(self, path: Path, name: str, blocks: Blocks):
+        self._name, self._path, self._blocks = name, path, blocks
         try:
             self._store = ts.open(
                 _spec(path / name) | {"fill_missing_data_reads": False}, open=True, read=True
@@ -38,6 +60,16 @@ class StoredArray:
         self.shape, self.dtype = tuple(self._store.shape), self._store.dtype.numpy_dtype
 
     def __getitem__(self, index: Any) -> np.ndarray:
+        together = self._store.chunk_layout.read_chunk.shape[0] if self.shape else 1
+        if not isinstance(index, int) or together == 1:
+            return self._read(index)
+        if not 0 <= index < self.shape[0]:
+            raise IndexError(f"{self._name}: index {index} is outside 0 … {self.shape[0] - 1}.")
+        block, start = index // together, index // together * together
+        stop = min(start + together, self.shape[0])
+        return self._blocks.get((self._name, block), lambda: self._read(slice(start, stop)))[index - start]
+
+    def _read(self, index: Any) -> np.ndarray:
         try:
             return self._store[index].read().result()
         except _STORE_ERRORS as error:
@@ -65,11 +97,13 @@ def open_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[i
         ValueError: there is no such checkpoint.
         OSError: it is damaged.
     """
-    checkpoints, found = find_checkpoint(path, step)
+    # Checkpointer.latest_step would start the devices, to ask whether there are other processes.
+    checkpoints, found = find_checkpoint(path, step, lambda checkpoints: max(checkpoints.steps(), default=None))
     with checkpoints:
         manifest = checkpoints.manifest(found)
         directory = checkpoints.directory / f"{found:010}"
-    return found, {name: StoredArray(directory, name) for name in manifest["arrays"]}, manifest["metadata"]
+    blocks = Blocks()
+    return found, {name: StoredArray(directory, name, blocks) for name in manifest["arrays"]}, manifest["metadata"]
 
 
 def write_checkpoint(

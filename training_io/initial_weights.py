@@ -11,12 +11,17 @@ import jax
 from .checkpoint import Checkpointer, config_differences
 
 
-def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[Checkpointer, int]:
+def find_checkpoint(
+    path: str | os.PathLike,
+    step: int | None = None,
+    latest: Callable[[Checkpointer], int | None] = Checkpointer.latest_step,
+) -> tuple[Checkpointer, int]:
     """The checkpoints of a run, to be closed, and which of them is meant.
 
     Args:
         path: a run's directory, or that of one checkpoint.
         step: which checkpoint of the run; None for the last.
+        latest: finds the last; by default such that several processes agree.
 
     Raises:
         ValueError: there is no such checkpoint.
@@ -27,7 +32,7 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
             raise ValueError(f"{path} is the checkpoint of step {int(path.name)}; step={step} is another one.")
         return Checkpointer(path.parent), int(path.name)
     checkpoints = Checkpointer(path / "checkpoints")
-    found = checkpoints.latest_step() if step is None else step
+    found = latest(checkpoints) if step is None else step
     if found is None:
         checkpoints.close()
         raise ValueError(
