@@ -10,11 +10,13 @@ train.py, besides P, the learned positions. All that train.py and the tools ask 
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from configuration import check_ranges
@@ -290,3 +292,125 @@ def gather_ahead(w: GPT2) -> GPT2:
         final_gain=gather("M/t/d -> M *t *d", w.final_gain),
         final_bias=gather("M/t/d -> M *t *d", w.final_bias),
     )
+
+
+# ---- exchange with transformers: docs/huggingface.md says what the two functions take and give -----------------------
+
+_LAYER = {  # transformers' name in a layer: our weights of it, side by side along its output dim
+    "ln_1.weight": ("attention_gain",),
+    "ln_1.bias": ("attention_bias",),
+    "attn.c_attn.weight": ("w_q", "w_k", "w_v"),
+    "attn.c_attn.bias": ("b_q", "b_k", "b_v"),
+    "attn.c_proj.weight": ("w_o",),
+    "attn.c_proj.bias": ("b_o",),
+    "ln_2.weight": ("mlp_gain",),
+    "ln_2.bias": ("mlp_bias",),
+    "mlp.c_fc.weight": ("w_up",),
+    "mlp.c_fc.bias": ("b_up",),
+    "mlp.c_proj.weight": ("w_down",),
+    "mlp.c_proj.bias": ("b_down",),
+}
+_WHOLE = {
+    "wte.weight": "embed",
+    "wpe.weight": "positions",
+    "ln_f.weight": "final_gain",
+    "ln_f.bias": "final_bias",
+}
+_FIXED = {  # what our math does, under transformers' names
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def to_huggingface(weights: GPT2, c: ModelConfig) -> tuple[dict, dict[str, Callable[[], np.ndarray]]]:
+    """config.json and tensors of a GPT2LMHeadModel."""
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": c.vocab,
+        "n_positions": c.positions,
+        "n_embd": c.d_model,
+        "n_layer": c.layers,
+        "n_head": c.heads,
+        "n_inner": c.d_ff,
+        "resid_pdrop": c.dropout,
+        "embd_pdrop": c.dropout,
+        "attn_pdrop": c.dropout,
+        "layer_norm_epsilon": c.norm_epsilon,
+        "initializer_range": c.init_std,
+        **_FIXED,
+    }
+
+    def in_layer(i: int, names: tuple[str, ...]) -> np.ndarray:
+        rows = c.d_ff if names == ("w_down",) else c.d_model
+        parts = [getattr(weights.layers, name)[i] for name in names]
+        return np.concatenate(
+            [x.reshape(rows, -1) if name[0] == "w" else x.ravel() for name, x in zip(names, parts, strict=True)], -1
+        )
+
+    tensors = {f"transformer.{name}": partial(np.asarray, getattr(weights, ours)) for name, ours in _WHOLE.items()}
+    for i in range(c.layers):
+        tensors |= {f"transformer.h.{i}.{name}": partial(in_layer, i, ours) for name, ours in _LAYER.items()}
+    return config, tensors
+
+
+def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]:
+    """The model section and the weights of a GPT2LMHeadModel or GPT2Model.
+
+    Raises:
+        ValueError: config.json asks for other math, or a tensor is missing, unknown or of another shape.
+    """
+    for name, ours in _FIXED.items():
+        if config.get(name, ours) != ours:
+            raise ValueError(f"{name} is {config[name]!r} in config.json; gpt2.py has {ours!r} only.")
+    rates = {config.get(f"{name}_pdrop", 0.1) for name in ("resid", "embd", "attn")}
+    if len(rates) > 1:
+        raise ValueError(f"resid_pdrop, embd_pdrop and attn_pdrop are {sorted(rates)}; gpt2.py has one rate for all.")
+    sizes = {
+        "vocab": "vocab_size",
+        "positions": "n_positions",
+        "d_model": "n_embd",
+        "layers": "n_layer",
+        "heads": "n_head",
+    }
+    absent = [name for name in sizes.values() if not isinstance(config.get(name), int)]
+    if absent:
+        raise ValueError(f"config.json gives no whole number for {', '.join(absent)}.")
+    c = ModelConfig(
+        **{ours: config[name] for ours, name in sizes.items()},
+        dropout=rates.pop(),
+        norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
+        init_std=config.get("initializer_range", 0.02),
+        bos_id=config["bos_token_id"],
+    )
+    if (config.get("n_inner") or c.d_ff) != c.d_ff:
+        raise ValueError(f"n_inner is {config['n_inner']} in config.json; gpt2.py has 4·n_embd = {c.d_ff} only.")
+    table = weight_table(c)
+    prefix = "transformer." if "transformer.wte.weight" in tensors else ""
+    used = {prefix + name for name in _WHOLE} | {f"{prefix}h.{i}.{name}" for i in range(c.layers) for name in _LAYER}
+    # Masks that older versions saved, and the tied output projection.
+    known = {f"{prefix}h.{i}.attn.{name}" for i in range(c.layers) for name in ("bias", "masked_bias")} | {
+        "lm_head.weight"
+    }
+    for what, names in (("lacks", used - set(tensors)), ("has, beyond GPT-2's,", set(tensors) - used - known)):
+        if names:
+            raise ValueError(f"the model {what} {len(names)} tensors, among them {min(names)}.")
+
+    def read(name: str, ours: tuple[str, ...], part: int) -> np.ndarray:
+        shape = getattr(table.layers, ours[part]).shape[1:]
+        whole = tensors[prefix + name]
+        if whole.size != len(ours) * math.prod(shape):
+            raise ValueError(
+                f"{prefix}{name} is {list(whole.shape)}; config.json asks for {len(ours)} of {list(shape)}."
+            )
+        return np.split(whole, len(ours), axis=-1)[part].reshape(shape)
+
+    layers = {}
+    for name, ours in _LAYER.items():
+        for part, field in enumerate(ours):
+            layers[field] = [partial(read, f"h.{i}.{name}", ours, part) for i in range(c.layers)]
+    whole = {ours: partial(tensors.__getitem__, prefix + name) for name, ours in _WHOLE.items()}
+    return c, GPT2(layers=GPT2Layer(**layers), **whole)

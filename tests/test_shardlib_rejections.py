@@ -13,6 +13,7 @@ from jax import lax
 from shardlib.shardops import (
     all_gather,
     all_to_all,
+    broadcast,
     einsum_unreduced,
     index_unreduced,
     pmax,
@@ -442,6 +443,28 @@ CASES = {
         "keep the other dims and their axes as they are",
         lambda losses: pmax("B/d L -> L", losses),
         f32["L"],
+    ),
+    "broadcast of a bias that is the same everywhere": Case(
+        lambda x, bias: x + broadcast("M -> B/d L/t M", bias),
+        "broadcast('M -> B/d L/t M'): operand 1 `M` is the same on every device of t, d, over which the result varies: "
+        "its gradient would be all-reduced over t, d unseen",
+        "say so once, where the value is made: x = replicate('... -> ... *t *d', x)",
+        lambda x, bias: x + broadcast("M -> B/d L/t M", replicate("M -> M *t *d", bias)),
+        f32["B/d L/t M"],
+    ),
+    "broadcast that changes a dim": Case(
+        lambda x, norm: x + broadcast("M/t -> B/d L/t M", all_gather("M/t/d -> M/t", norm)),
+        "broadcast('M/t -> B/d L/t M'): `B/d L/t M` is not `M/t` with some dims more",
+        "keep the dims, their order and axes: `M -> B/d L M`",
+        lambda x, norm: x + broadcast("M -> B/d L/t M", all_gather("M/t/d -> M", norm)),
+        f32["B/d L/t M"],
+    ),
+    "broadcast to a size that nothing tells": Case(
+        lambda x, norm: x + broadcast("M -> B/d S/t M", all_gather("M/t/d -> M", norm)),
+        "broadcast('M -> B/d S/t M'): no array here tells the size of S",
+        "annotate one that has it",
+        lambda x, norm: x + broadcast("M -> B/d L/t M", all_gather("M/t/d -> M", norm)),
+        f32["B/d L/t M"],
     ),
     "all_to_all that moves two axes": Case(
         lambda x: all_to_all("B/d L/t M -> B L M/t/d", x),

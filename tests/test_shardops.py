@@ -18,6 +18,7 @@ from shardlib import shardops
 from shardlib.shardops import (
     all_gather,
     all_to_all,
+    broadcast,
     einsum_unreduced,
     index_unreduced,
     pmax,
@@ -166,6 +167,26 @@ CASES = {
         (f32["B/d M"], f32["layers M/d L"]),
         f32["B/d M"],
         lambda x, w: scan_over(w, x, lambda x, w: x * jnp.sum(w, axis=1)),
+    ),
+    "broadcast: a gathered bias": Case(
+        lambda x, b: x * broadcast("M -> B/d L/t M", all_gather("M/t/d -> M", b)),
+        (f32["B/d L/t M"], f32["M/t/d"]),
+        f32["B/d L/t M"],
+        lambda x, b: x * b,
+    ),
+    "broadcast: a sharded bias, between other dims": Case(
+        lambda x, b: x * broadcast("F/t -> B/d F/t M", all_gather("F/t/d -> F/t", b)),
+        (f32["B/d F/t M"], f32["F/t/d"]),
+        f32["B/d F/t M"],
+        lambda x, b: x * b[:, None],
+    ),
+    "broadcast: a copy, through scan": Case(
+        lambda x, b: scan_over(
+            replicate("layers M -> layers M *t *d", b), x, lambda x, b: x * broadcast("M -> B/t/d M", b)
+        ),
+        (f32["B/t/d M"], f32["layers M"]),
+        f32["B/t/d M"],
+        lambda x, b: scan_over(b, x, lambda x, b: x * b),
     ),
     "replicate, through scan and remat": Case(
         lambda x, w: scan_over(

@@ -1,6 +1,7 @@
 """Array types: the sizes and dtypes bound in scopes, shardings and partition specs, dataclasses of arrays."""
 
 import dataclasses
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from shardlib.shardtypes import (
     ArrayType,
     Scope,
     ShardError,
+    Subset,
     bf16,
     bool_,
     dtype_name,
@@ -324,3 +326,98 @@ def test_optional_parts_may_be_absent(mesh):
         out, x = fn(value)
         assert jax.tree.structure(out) == jax.tree.structure(value)
         assert (x is None) == (value.layer is not None)
+
+
+# ---- generic dataclasses, subsets ---------------------------------------------------------------------------------
+
+W = TypeVar("W")
+
+
+@pytree_dataclass
+class TwoWeights:
+    a: f32["M/d"]
+    b: f32["M/d N/t"]
+
+
+@pytree_dataclass
+class OneWeight:
+    a: f32["M/d"]
+
+
+@pytree_dataclass
+class Moments(Generic[W]):
+    weights: W
+    second: Subset[W]
+
+
+def moments(second=True) -> Moments:
+    return Moments(
+        TwoWeights(jnp.ones(8), jnp.ones((8, 4))), TwoWeights(jnp.ones(8), jnp.ones((8, 4)) if second else None)
+    )
+
+
+@typed
+def doubled(state: Moments[W], g: W) -> Moments[W]:
+    return jax.tree.map(lambda x: 2 * x, state)
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_generic_dataclass_is_checked_as_what_it_holds(mesh, second):
+    @typed_shard_map
+    def step(state: Moments[TwoWeights], g: TwoWeights) -> Moments[TwoWeights]:
+        return doubled(state, g)
+
+    out = jax.jit(step)(moments(second), moments().weights)
+    assert out.weights.b.sharding.spec == P("d", "t")
+    np.testing.assert_array_equal(out.second.a, 2 * np.ones(8))
+    assert (out.second.b is None) == (not second)
+    assert make_shardings(Moments[TwoWeights], like=out).weights.b.spec == P("d", "t")
+    assert make_partition_specs(Moments[TwoWeights], like=out).second.b == (P("d", "t") if second else None)
+
+
+def test_a_type_variable_is_one_class_in_a_call(mesh):
+    @typed_shard_map
+    def step(state: Moments[TwoWeights], g: OneWeight) -> Moments[TwoWeights]:
+        return doubled(state, g)
+
+    with pytest.raises(
+        ShardError, match="doubled, argument g: value is a OneWeight, but ~W is TwoWeights in this call"
+    ):
+        jax.jit(step)(moments(), OneWeight(jnp.ones(8)))
+
+
+def test_what_a_type_variable_holds_is_checked(mesh):
+    @typed
+    def kept(w: W) -> W:
+        return w
+
+    @typed_shard_map
+    def step(state: Moments[TwoWeights]) -> Moments[TwoWeights]:
+        return Moments(
+            kept(TwoWeights(jax.lax.all_gather(state.weights.a, "d", tiled=True), state.weights.b)), state.second
+        )
+
+    with pytest.raises(ShardError, match=r"kept, argument w: b: f32\['M/d N/t'\]: size mismatch: dim M is 32"):
+        jax.jit(step)(moments())
+
+    with pytest.raises(ShardError, match="where ~W stands for a dataclass of arrays"):
+        kept(3)
+
+
+def test_arrays_outside_of_a_subset_may_not_be_absent(mesh):
+    @typed_shard_map
+    def step(state: Moments[TwoWeights]) -> Moments[TwoWeights]:
+        return state
+
+    state = moments()
+    state.weights.b = None
+    with pytest.raises(ShardError, match=r"weights\.b: f32\['M/d N/t'\]"):
+        jax.jit(step)(state)
+
+
+def test_the_boundary_needs_to_know_the_class():
+    with pytest.raises(ShardError, match=r"argument state: weights: ~W stands for no class here"):
+
+        @typed_shard_map
+        def step(state: Moments) -> Moments[TwoWeights]:
+            return state
