@@ -1,0 +1,227 @@
+"""Writes a model of `transformers` as a checkpoint from which a run continues training.
+
+    python -m tools.huggingface_to_checkpoint model=<directory, or name on the hub> output=runs/<name>
+
+Llama, models with its math (TinyLlama, SmolLM, Mistral without a sliding window …) and Qwen3 become models of train.py.
+For another model_type, the module of that name, or the one that `module` names, says itself how, with
+`from_huggingface`; docs/huggingface.md describes that function. What would change the math and is not supported here is
+refused by name. Needs no device, and memory for the largest tensor. In `output` it leaves
+
+    checkpoints/0000000000/    the weights, in f32; there as a whole or not at all
+    model/imported.yaml        the model section, as a config group
+    tokenizer.json             where the model has one, to make datasets with
+
+so that training.init_from=<output> with --config-dir=<output> model=imported starts from it.
+"""
+
+import dataclasses
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+import jax
+import numpy as np
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+from configuration import model_of
+from tools.huggingface_llama import ARCHITECTURES, mapping_of
+from training_io.checkpoint import Checkpointer, named_leaves
+from training_io.host_checkpoint import write_checkpoint
+from weights import shapes_of
+
+FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
+"""What is downloaded of a model on the hub; some have their weights a second time, in other formats."""
+
+
+@dataclass
+class Config:
+    model: str = MISSING
+    """A directory with config.json and safetensors, or a name on the Hugging Face hub."""
+    output: str = MISSING
+    """The directory to write, such as runs/<name>; must not have checkpoints yet."""
+    module: str | None = None
+    """What model.module becomes. Null: train for Llama, Mistral and Qwen3, else the module named as the model_type."""
+    bos_id: int | None = None
+    """The id that stands before the first token of each document. Null: the config's bos_token_id."""
+    ignore: list[str] = field(default_factory=list)
+    """Fields of config.json to pass over, because they do not change the logits."""
+
+
+class Tensors(Mapping):
+    """The tensors of a model's safetensors, read one at a time, as f32 arrays.
+
+    Args:
+        directory: has model.safetensors, or several files and model.safetensors.index.json.
+
+    Raises:
+        ValueError: there are none; later, if a file or a tensor in it cannot be read.
+    """
+
+    def __init__(self, directory: Path):
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            self._files = dict(json.loads(index.read_text())["weight_map"])
+        elif (directory / "model.safetensors").exists():
+            self._files = None
+        else:
+            raise ValueError(
+                f"{directory} has no model.safetensors, and no model.safetensors.index.json. Weights in other formats "
+                "can be saved as safetensors by transformers: from_pretrained(…).save_pretrained(…)."
+            )
+        self._directory = directory
+        self._open: dict[str, Any] = {}
+        if self._files is None:
+            self._files = dict.fromkeys(self._file("model.safetensors").keys(), "model.safetensors")
+
+    def _file(self, name: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self._directory / name, framework="numpy")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(
+                    f"cannot read {self._directory / name}: {error}. Copy or download it again."
+                ) from error
+        return self._open[name]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        from safetensors import SafetensorError
+
+        file = self._file(self._files[name])
+        try:
+            tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"cannot read {name} in {self._directory / self._files[name]}: {error}.") from error
+        if str(tensor.dtype) not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"{name} is {tensor.dtype}; only f32, f16 and bf16 become f32 without a change.")
+        return tensor.astype(np.float32, copy=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def find_model(name: str) -> Path:
+    """The directory of a model: itself, or what is downloaded of one on the hub.
+
+    Raises:
+        ValueError: it is missing, or has no config.json.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=FILES))
+        # Without a connection it raises one of several errors of the system, else its own.
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            raise ValueError(
+                f"model is {name!r}, which is no directory, and cannot be had from the Hugging Face hub: {error} Check "
+                "the name, the connection, and that you are logged in if access is restricted."
+            ) from error
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json: it is not a model of transformers.")
+    return directory
+
+
+def parts_of(weights: Any, table: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """The weights that `from_huggingface` gave, array by array or layer by layer: name, index, and values.
+
+    Raises:
+        ValueError: one is of another shape than `table` says.
+    """
+    values = jax.tree.structure(table).flatten_up_to(weights)
+    for (name, weight), value in zip(named_leaves({"weights": table}).items(), values, strict=True):
+        layers = value if isinstance(value, list) else [value]
+        shape = weight.shape[1:] if isinstance(value, list) else weight.shape
+        if isinstance(value, list) and len(value) != weight.shape[0]:
+            raise ValueError(f"{name} has {len(value)} layers; the model has {weight.shape[0]}.")
+        for i, part in enumerate(layers):
+            array = np.asarray(part() if callable(part) else part)
+            if array.shape != shape:
+                raise ValueError(f"{name} is {list(array.shape)} in the model's files; it must be {list(shape)}.")
+            yield name, i if isinstance(value, list) else ..., array.astype(np.float32, copy=False)
+
+
+def _end_token(tokenizer: Path, ids: Any) -> str:
+    """The setting, quoted for a shell, that ends documents with the model's eos token."""
+    ids = ids if isinstance(ids, list) else [ids]
+    added = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens", [])
+    ends = [token["content"] for token in added if token["id"] in ids]
+    return shlex.quote(f'tokenizer.end_token="{ends[0]}"') if ends else "tokenizer.end_token=null"
+
+
+def run(config: Config, say: Callable[[str], None] = print) -> None:
+    """Writes the checkpoint that `config` asks for.
+
+    Raises:
+        ValueError: a setting out of range, no such model, or one with other math than the module's.
+        OSError: the checkpoint could not be written.
+    """
+    directory, output = find_model(config.model), Path(config.output)
+    if Checkpointer(output / "checkpoints").steps():
+        raise ValueError(f"output is {config.output}, which has checkpoints already. Give another directory.")
+    content = json.loads((directory / "config.json").read_text())
+    content = {key: value for key, value in content.items() if key not in config.ignore}
+    bos = content.get("bos_token_id") if config.bos_id is None else config.bos_id
+    if not isinstance(bos, int):
+        raise ValueError(f"config.json: bos_token_id is {bos!r}; give bos_id=<the id that begins each document>.")
+    kind = content.get("model_type")
+    name = config.module or ("train" if kind in ARCHITECTURES else str(kind))
+    if not config.module and name != "train" and not (Path(__file__).parents[1] / f"{name}.py").exists():
+        raise ValueError(
+            f"config.json: model_type is {kind!r}, and no module here is named so; give module=<its module>."
+        )
+    tensors = Tensors(directory)
+    c, weights = mapping_of(name).from_huggingface(content | {"bos_token_id": bos}, tensors)
+    c.module = name
+    if not 0 <= c.bos_id < c.vocab:
+        raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
+
+    table = model_of(name).weight_table(c)
+    model = dataclasses.asdict(c)
+    (output / "model").mkdir(parents=True, exist_ok=True)
+    header = f"# {config.model}, as tools/huggingface_to_checkpoint read it.\n"
+    (output / "model" / "imported.yaml").write_text(header + OmegaConf.to_yaml(OmegaConf.create(model)))
+    has_tokenizer = (directory / "tokenizer.json").is_file()
+    if has_tokenizer:
+        shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
+    arrays = named_leaves({"weights": shapes_of(table)})
+    metadata = {"config": {"model": model}, "loader": {}}
+    checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata)
+
+    parameters = sum(array.size for array in arrays.values())
+    say(f"model      {kind}: {parameters:,} parameters, as model.module={name}")
+    say(f"checkpoint {checkpoint}")
+    if has_tokenizer:
+        end = _end_token(output / "tokenizer.json", content.get("eos_token_id"))
+        say("A dataset with its tokenizer, for example:")
+        say(
+            "  python -m tools.huggingface_to_flat_tokens --config-name=austen_bytes out=data/<name>.zarr "
+            f"tokenizer.kind=huggingface tokenizer.name={output / 'tokenizer.json'} {end}"
+        )
+    say("To continue training, with the settings of a run in configs/:")
+    say(
+        f"  python -m train --config-name=<run> --config-dir={config.output} model=imported "
+        f"training.init_from={config.output} data.filespec=data/<name>.zarr"
+    )
+
+
+def main() -> None:
+    ConfigStore.instance().store("huggingface_to_checkpoint_schema", Config)
+    program = hydra.main(version_base=None, config_path="configs", config_name="huggingface_to_checkpoint")
+    program(lambda config: run(OmegaConf.to_object(config)))()
+
+
+if __name__ == "__main__":
+    main()
