@@ -1,6 +1,7 @@
 """Schedule, clipping and AdamW against optax."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,51 +10,163 @@ import optax
 import pytest
 import tiny
 
+import configuration
 import train
 from shardlib.shardtypes import f32, i32, is_fully_sharded
 
 State = train.State[train.Transformer]
 
 
-@pytest.mark.parametrize(("warmup", "decay", "final"), [(3, 12, 0.1), (0, 7, 0.0), (10, 11, 1.0)])
-def test_learning_rate_equals_optax(warmup, decay, final):
-    c = tiny.optimizer(warmup_steps=warmup, schedule_steps=decay, final_fraction=final)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup, decay, 1e-2 * final)
+PEAK, FLOOR = 1e-2, 1e-3
+SCHEDULES = {  # settings -> the same schedule by optax
+    "cosine": ({"final_fraction": 0.1}, optax.warmup_cosine_decay_schedule(0.0, PEAK, 3, 12, FLOOR)),
+    "cosine to zero, no warmup": (
+        {"warmup_steps": 0, "schedule_steps": 7, "final_fraction": 0.0},
+        optax.warmup_cosine_decay_schedule(PEAK, PEAK, 0, 7, 0.0),
+    ),
+    "cosine that stays": (
+        {"warmup_steps": 10, "schedule_steps": 11, "final_fraction": 1.0},
+        optax.warmup_cosine_decay_schedule(0.0, PEAK, 10, 11, PEAK),
+    ),
+    "linear": (
+        {"schedule": "linear"},
+        optax.join_schedules([optax.linear_schedule(0.0, PEAK, 3), optax.linear_schedule(PEAK, FLOOR, 9)], [3]),
+    ),
+    "linear, no warmup": (
+        {"schedule": "linear", "warmup_steps": 0, "final_fraction": 0.0},
+        optax.linear_schedule(PEAK, 0.0, 12),
+    ),
+    "wsd": (
+        {"schedule": "wsd", "cooldown_steps": 4},
+        optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, PEAK, 3),
+                optax.constant_schedule(PEAK),
+                optax.linear_schedule(PEAK, FLOOR, 4),
+            ],
+            [3, 8],
+        ),
+    ),
+    "wsd that is nearly all cooldown": (
+        {"schedule": "wsd", "cooldown_steps": 11, "warmup_steps": 0, "final_fraction": 0.0},
+        optax.join_schedules([optax.constant_schedule(PEAK), optax.linear_schedule(PEAK, 0.0, 11)], [1]),
+    ),
+    "constant": (
+        {"schedule": "constant", "schedule_steps": None},
+        optax.join_schedules([optax.linear_schedule(0.0, PEAK, 3), optax.constant_schedule(PEAK)], [3]),
+    ),
+    "constant, no warmup": (
+        {"schedule": "constant", "schedule_steps": None, "warmup_steps": 0},
+        optax.constant_schedule(PEAK),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rate_equals_optax(name):
+    settings, oracle = SCHEDULES[name]
+    c = tiny.optimizer(learning_rate=PEAK, **settings)
+    configuration.check_optimizer(c)
     for step in range(20):
-        np.testing.assert_allclose(train.learning_rate(jnp.int32(step), c), schedule(step), rtol=1e-5, atol=1e-9)
+        np.testing.assert_allclose(train.learning_rate(jnp.int32(step), c), oracle(step), rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("mesh", tiny.MESHES)
-def test_five_updates_equal_optax(mesh):
-    c, m = tiny.optimizer(clip_norm=30.0), tiny.model(layers=1)
+def of_kinds(chosen) -> train.Transformer:
+    """Whether each weight is of one of the `chosen` kinds, with the kinds written out here rather than looked up."""
+    kinds = train.Transformer(
+        embed="embedding",
+        layers=train.TransformerLayer(
+            **dict.fromkeys(("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down"), "matrix"),
+            **dict.fromkeys(("attention_norm", "mlp_norm", "q_norm", "k_norm"), "vector"),
+        ),
+        final_norm="vector",
+        unembed="unembedding",
+    )
+    return jax.tree.map(lambda kind: kind in chosen, kinds)
+
+
+ALL_KINDS = ("matrix", "embedding", "unembedding", "vector")
+DECAY = [*((mesh, ALL_KINDS) for mesh in tiny.MESHES), ("d=8", ("vector", "embedding"))]
+DECAY += [(mesh, ("matrix", "unembedding")) for mesh in ("one device", "d=4 t=2")]
+# d_head is 8, which t·d divides on every mesh: the norms of queries and keys are sharded over both.
+MODEL = tiny.model(layers=1, d_head=8, qk_norm=True)
+
+
+SIZES = 1e-2, 1.0, 1e-2, 3.0, 1e-3  # of the gradients of five steps
+
+
+def random_like(table, seed: int, size: float = 1.0):
+    """Host arrays for the weights that `table` describes."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda weight: (size * rng.normal(size=weight.shape)).astype(np.float32), table)
+
+
+def updated_by_optax(oracle: optax.GradientTransformation, table) -> tuple[list, list[float]]:
+    """The weights before and after each of five updates on one device, and the norms of the gradients."""
+    moments = jax.jit(oracle.init)(random_like(table, 0))
+
+    @jax.jit
+    def step(weights, moments, g):
+        updates, moments = oracle.update(g, moments, weights)
+        return optax.apply_updates(weights, updates), moments, optax.tree.norm(g)
+
+    path, norms = [random_like(table, 0)], []
+    for i, size in enumerate(SIZES):
+        weights, moments, norm = step(path[-1], moments, random_like(table, i + 1, size))
+        path.append(jax.tree.map(np.asarray, weights))
+        norms.append(float(norm))
+    return path, norms
+
+
+def updated_on(mesh: str, update, start, table, act: str = "float32") -> tuple[list, list]:
+    """The weights before and after each of five updates of State `start` on the mesh, and what else `update` returns.
+
+    update(state, g, step) -> (state, other), per device. The gradients are those of updated_by_optax.
+    """
+    with jax.set_mesh(tiny.mesh(mesh)):
+        state = tiny.place(start, train.State[type(table)])
+        step_fn, path, others = tiny.per_device(update, act), [start.weights], []
+        for i, size in enumerate(SIZES):
+            state, other = step_fn(state, tiny.place(random_like(table, i + 1, size), type(table)), np.int32(i))
+            path.append(jax.tree.map(np.asarray, state.weights))
+            others.append(other)
+    return path, others
+
+
+def same(found: list, expected: list, **tolerance) -> None:
+    """Compares weights after each update, and makes sure that there was something to compare."""
+    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
+        close = lambda path, a, b, step=step: np.testing.assert_allclose(
+            a, b, **tolerance, err_msg=f"{jax.tree_util.keystr(path)} after {step} updates"
+        )
+        jax.tree_util.tree_map_with_path(close, a, b)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), expected[0], expected[-1])
+    assert min(jax.tree.leaves(moved)) > 1e-2
+
+
+@functools.cache
+def adamw_by_optax(decay_on: tuple[str, ...]):
+    c = tiny.optimizer(clip_norm=30.0)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup_steps, c.schedule_steps, 1e-3)
+    mask = of_kinds(decay_on)
+    oracle = optax.adamw(schedule, c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=c.weight_decay, mask=mask)
+    return updated_by_optax(optax.chain(optax.clip_by_global_norm(c.clip_norm), oracle), train.weight_table(MODEL))
+
+
+@pytest.mark.parametrize(("mesh", "decay_on"), DECAY)
+def test_five_updates_equal_optax(mesh, decay_on):
+    c, table = tiny.optimizer(clip_norm=30.0, decay_on=list(decay_on)), train.weight_table(MODEL)
 
     def update(state: State, g: train.Transformer, step: i32[""]) -> tuple[State, f32[""]]:
         g, norm = train.clip_by_global_norm(g, c.clip_norm)
-        return train.adamw(state, g, step, train.learning_rate(step, c), c, train.weight_table(m)), norm
+        return train.adamw(state, g, step, train.learning_rate(step, c), c, table), norm
 
-    schedule = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup_steps, c.schedule_steps, 1e-3)
-    oracle = optax.chain(
-        optax.clip_by_global_norm(c.clip_norm),
-        optax.adamw(schedule, c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=c.weight_decay),
-    )
-    rng = np.random.default_rng(3)
-    with jax.set_mesh(tiny.mesh(mesh)):
-        state = jax.jit(lambda key: train.init_state(key, tiny.config(m)))(jax.random.key(1))
-        start = expected = jax.tree.map(np.asarray, state.weights)
-        moments = oracle.init(expected)
-        step_fn, norms = tiny.per_device(update), []
-        for step, size in enumerate([1e-2, 1.0, 1e-2, 3.0, 1e-3]):
-            g = jax.tree.map(lambda x, size=size: (size * rng.normal(size=x.shape)).astype(np.float32), expected)
-            state, norm = step_fn(state, tiny.place(g, train.Transformer), jnp.int32(step))
-            updates, moments = oracle.update(g, moments, expected)
-            expected = jax.tree.map(np.asarray, optax.apply_updates(expected, updates))
-            norms.append(float(norm))
-            assert norms[-1] == pytest.approx(float(optax.tree.norm(g)), rel=1e-5)
-        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        jax.tree.map(close, state.weights, expected)
+    zeros = random_like(table, 0, size=0.0)
+    found, norms = updated_on(mesh, update, train.State(random_like(table, 0), zeros, zeros), table)
+    expected, expected_norms = adamw_by_optax(decay_on)
+    same(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
     assert min(norms) < c.clip_norm < max(norms), "both sides of the clip norm are tried"
-    moved = max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (start, expected)), strict=True))
-    assert moved > 1e-2
 
 
 def test_every_array_of_the_state_is_fully_sharded():
