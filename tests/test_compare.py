@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from tools.compare import Config, run
+from tools.compare_page import draw
 from tools.compare_runs import compare, find_runs, read_run, smoothed
 
 pytest.importorskip("matplotlib", reason="plots need the extra `tools`")
@@ -211,8 +212,11 @@ def test_many_runs_and_long_ones(tmp_path):
         write(tmp_path / str(i), list(3 + np.exp(-np.arange(4000 + 100 * i) / 500)), 0.1, learning_rate=i / 100)
     text = printed(runs=str(tmp_path), sort="learning_rate", output=str(tmp_path / "o.svg"))
     assert len([line for line in text.splitlines() if "0:0" in line]) == 12
-    # 250 kB: the curves are thinned out.
-    assert (tmp_path / "o.svg").stat().st_size < 2_000_000
+    c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "loss")
+    lines = [line for ax in draw(c, 50).axes[:3] for line in ax.lines]
+    assert len(lines) == 36
+    assert {len(line.get_xdata()) for line in lines} == {1500}  # thinned out, ends kept
+    assert max(line.get_xdata()[-1] for line in lines[:12]) == 5100
 
 
 @pytest.mark.parametrize(
