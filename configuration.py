@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
@@ -15,6 +16,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from input_loader import DataConfig
 from input_loader import fixed_settings as fixed_data_settings
+from training_io import config_differences
 from weights import KINDS
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
@@ -284,6 +286,18 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     # Nothing reads it any more, and where it points to may be gone: it may be left out, but not say something else.
     training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
     return ("model", "optimizer", *data, *training)
+
+
+def check_resumes(saved: dict, c: Config, directory: Path) -> None:
+    """Raises ValueError if `c` differs from the configuration of the run in `directory` in what must stay."""
+    saved, current = with_defaults(saved), dataclasses.asdict(c)
+    differences = config_differences(saved, current, fixed_settings(saved, current))
+    if differences:
+        raise ValueError(
+            f"the run in {directory} was made with another configuration:\n  "
+            + "\n  ".join(differences)
+            + "\nChange these back to resume it, or start another run with a new paths.model_name."
+        )
 
 
 def fixed_by_weights(config: dict) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import zlib
 from collections.abc import Sequence
 
@@ -51,3 +52,24 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device]) -> jax.shar
             + ". (-1, for one axis, takes what is left.)"
         )
     return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=devices)
+
+
+def start_devices(hosts: int, coordinator: str | None, host: int | None, xla_flags: str) -> None:
+    """Adds to XLA_FLAGS and joins the other processes, before anything else asks for devices.
+
+    Args:
+        hosts: processes of the run, at least 1.
+        coordinator, host: address:port of process 0, and which of them this is; None where JAX finds out by itself.
+        xla_flags: put behind those of the environment.
+
+    Raises:
+        ValueError: another number of processes found one another.
+    """
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
+    if hosts > 1 and not jax.distributed.is_initialized():
+        jax.distributed.initialize(coordinator, None if coordinator is None else hosts, host)
+    if jax.process_count() != hosts:
+        raise ValueError(
+            f"hardware.hosts is {hosts}, but {jax.process_count()} processes found one another. "
+            "Start one process on each host, e.g. with srun, or set hardware.hosts."
+        )

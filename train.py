@@ -20,8 +20,6 @@ types. Between layers the residual stream is `act['B/r/d L/t M']`: each device o
 import contextlib
 import dataclasses
 import functools
-import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -44,15 +42,15 @@ from configuration import (
     OptimizerConfig,
     check_booleans,
     check_divides,
+    check_resumes,
     fixed_by_weights,
-    fixed_settings,
     model_of,
     register_schema,
     to_config,
     with_defaults,
 )
-from input_loader import Prefetcher, TokenBatch, make_loader, steps_for
-from jax_extra import explicit_activation_checkpointing, make_mesh, save_for_backward
+from input_loader import Prefetcher, TokenBatch, batch_shapes, make_loader, steps_for
+from jax_extra import explicit_activation_checkpointing, make_mesh, save_for_backward, start_devices
 from optimizers import muon
 from rope import rope_frequencies
 from shardlib import shardops
@@ -346,12 +344,6 @@ def loss_and_gradients(w: W, batch: TokenBatch, c: Config, row_seeds: u32["B/r/d
         return jax.tree.map(lambda total, x: total + x, sums, jax.value_and_grad(share)(copies)), None
 
     # Each device cuts its own rows into n parts; the sums are kept in f32.
-    rows = batch.targets.shape[0]
-    if rows % n:
-        raise ValueError(
-            f"training.microbatches is {n}, which does not divide the {rows} rows of a batch on each device; "
-            f"make training.batch_size a multiple of {n * shardops.axis_size('r d')}."
-        )
     parts = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), (batch, row_seeds))
     zeros = jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), copies)
     (loss, g), _ = lax.scan(microbatch, zeros, parts)
@@ -489,15 +481,8 @@ def last_checkpoint(c: Config, checkpoints: training_io.Checkpointer) -> tuple[i
     done = checkpoints.latest_step()
     if done is None:
         return 0, {}
-    metadata, current = checkpoints.metadata(done), dataclasses.asdict(c)
-    saved = with_defaults(metadata["config"])
-    differences = training_io.config_differences(saved, current, fixed_settings(saved, current))
-    if differences:
-        raise ValueError(
-            f"the run in {checkpoints.directory.parent} was made with another configuration:\n  "
-            + "\n  ".join(differences)
-            + "\nChange these back to resume it, or start another run with a new paths.model_name."
-        )
+    metadata = checkpoints.metadata(done)
+    check_resumes(metadata["config"], c, checkpoints.directory.parent)
     return done, metadata["loader"]
 
 
@@ -512,25 +497,9 @@ def start_state(c: Config, checkpoints: training_io.Checkpointer, done: int) -> 
             state.weights = training_io.read_weights(source, state.weights, dataclasses.asdict(c), with_defaults, fixed)
         return state
     shapes = jax.eval_shape(init, key)
+    shardings = make_shardings(State[type(shapes.weights)], like=shapes)
     sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    return checkpoints.restore(
-        done, jax.tree.map(sharded, shapes, make_shardings(State[type(shapes.weights)], like=shapes))
-    )
-
-
-def evaluate(c: Config, evaluation_step, weights: Any, validation) -> dict[str, float]:
-    """Mean loss in nats a token over the first eval_batches of the validation split, no row of it twice.
-
-    Where the dataset knows how much text its tokens stand for, in bits a byte of UTF-8 too.
-    """
-    once = max(map(math.floor, validation.epoch_steps().values()), default=c.training.eval_batches)
-    batches = range(max(1, min(c.training.eval_batches, once)))
-    sums = [evaluation_step(weights, validation.load(i)) for i in batches]
-    nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
-    result = {"loss": nats / targets, "targets": int(targets)}
-    if validation.bytes_per_token():
-        result["bits_per_byte"] = result["loss"] / math.log(2) / validation.bytes_per_token()
-    return result
+    return checkpoints.restore(done, jax.tree.map(sharded, shapes, shardings))
 
 
 def train(c: Config, directory: Path) -> str | None:
@@ -548,33 +517,19 @@ def train(c: Config, directory: Path) -> str | None:
         steps = steps_for(loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
         state = start_state(c, checkpoints, start)
         evaluation_step = make_evaluation_step(c)
-        parameters = sum(x.size for x in jax.tree.leaves(state.weights))
-        table = jax.tree.leaves(model_of(m.module).weight_table(m))
-        flops = training_io.model_flops_per_token(
-            parameters=parameters,
-            embedding_parameters=sum(math.prod(x.shape) for x in table if x.kind == "embedding"),
-            layers=m.layers,
-            heads=m.heads,
-            head_dim=m.d_head,
-            sequence_length=t.seq_len,
-        )
+        table = model_of(m.module).weight_table(m)
+        flops = training_io.flops_of_model(table, m, t.seq_len)
         peak = training_io.peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
-        entropy = loader.unigram_entropy()
-        say(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
-        say(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
-        say(f"model      {parameters:,} parameters, {t.compute_dtype} compute")
-        name = c.data.filespec or " + ".join(c.data.mixture) or "stream"
-        length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
-        say(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
-        if entropy is not None:
-            say(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
+        model = f"{sum(x.size for x in jax.tree.leaves(state.weights)):,} parameters, {t.compute_dtype} compute"
+        training_io.say_start(directory, start, mesh, model, c.data, loader, steps)
+        evaluate = lambda weights: training_io.evaluate(evaluation_step, weights, validation, t.eval_batches)
 
         speed = {"tokens_per_step": loader.tokens_per_batch, "flops": flops, "peak": peak}
-        progress = {"total_steps": steps, "start_step": start, "print_every": t.log_interval}
-        log = cleanup.enter_context(training_io.RunLog(directory, **progress, **speed))
+        log = training_io.RunLog(directory, total_steps=steps, start_step=start, print_every=t.log_interval, **speed)
+        cleanup.enter_context(log)
         if start >= steps:
             if validation and not training_io.has_event(directory, start - 1, "validation"):
-                log.log_event(start - 1, "validation", evaluate(c, evaluation_step, state.weights, validation))
+                log.log_event(start - 1, "validation", evaluate(state.weights))
             say(f"{start} steps are done already, of {steps}; to go on, train for longer (training.steps).")
             return
         if jax.process_index() == 0:
@@ -582,15 +537,11 @@ def train(c: Config, directory: Path) -> str | None:
 
         samples = TrainingSamples(c, directory, start, steps, log) if t.sample_interval else None
         # Tracing checks every type of the step: what communicates wrongly does not get past this line.
-        rows = (t.batch_size, t.seq_len)
-        of_dtype = lambda dtype, sharding: jax.ShapeDtypeStruct(rows, dtype, sharding=sharding)
-        batch = jax.tree.map(of_dtype, TokenBatch(jnp.uint32, jnp.bool_, jnp.bool_), make_shardings(TokenBatch))
-        lowered = make_training_step(c).lower(state, batch, np.int32(start))
+        lowered = make_training_step(c).lower(state, batch_shapes(t.batch_size, t.seq_len), np.int32(start))
         training_step, graph = training_io.compile_with_hlo_dump(lowered, directory)
         if graph is None:
             say("HLO graph: none, because the compiled step came from JAX's compilation cache")
         rendering = None
-
         profiler = training_io.StepProfiler(directory, steps=steps - start, **speed)
         cleanup.callback(profiler.close)
         batches = Prefetcher(loader.load, start, steps, c.data.prefetch, loader.parallel_loads)
@@ -608,16 +559,11 @@ def train(c: Config, directory: Path) -> str | None:
             if samples:
                 samples.after(step + 1, state.weights)
             if (step + 1) % t.checkpoint_interval == 0 or step + 1 == steps or stop.signal_name:
-                if not math.isfinite(metrics.loss):
-                    raise FloatingPointError(
-                        f"the loss is {float(metrics.loss)} after step {step + 1}, so this state is not saved; "
-                        f"the last checkpoint is of step {checkpoints.latest_step() or 0}. Look in metrics.jsonl for "
-                        "where it began; a lower learning rate or a longer warmup is the usual remedy."
-                    )
+                training_io.check_finite(float(metrics.loss), step + 1, checkpoints.latest_step())
                 metadata = {"config": dataclasses.asdict(c), "loader": loader.state(step + 1)}
                 checkpoints.save(step + 1, state, metadata)
             if validation and (step + 1 == steps or (t.eval_interval and (step + 1) % t.eval_interval == 0)):
-                log.log_event(step, "validation", evaluate(c, evaluation_step, state.weights, validation))
+                log.log_event(step, "validation", evaluate(state.weights))
             if graph and (step - start == 4 or step + 1 == steps) and rendering is None:
                 rendering = training_io.start_rendering(graph)
             if stop.signal_name and step + 1 < steps:
@@ -629,15 +575,7 @@ def train(c: Config, directory: Path) -> str | None:
         log.close()
         checkpoints.wait()
         trace = profiler.close()
-
-        known = f"; unigram entropy {entropy:.3f}" if entropy is not None else ""
-        say(f"loss {float(metrics.loss):.3f} nats a token at the last step{known}")
-        say(f"metrics    {directory / 'metrics.jsonl'}")
-        say(f"checkpoint {directory / 'checkpoints' / f'{steps:010}'}")
-        if trace:
-            say(f"trace      {trace}  (open it at ui.perfetto.dev)")
-        if rendering:
-            say(rendering.result())
+        training_io.say_end(directory, steps, float(metrics.loss), loader, trace, rendering)
 
 
 @hydra.main(version_base="1.3", config_path="configs")
@@ -647,15 +585,7 @@ def main(config) -> str | None:
         raise ValueError("name a run: --config-name=<file in configs/>")
     c = to_config(config)
     check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {c.hardware.xla_flags}".strip()
-    if c.hardware.hosts > 1 and not jax.distributed.is_initialized():
-        found_by_jax = c.hardware.coordinator is None
-        jax.distributed.initialize(c.hardware.coordinator, None if found_by_jax else c.hardware.hosts, c.hardware.host)
-    if jax.process_count() != c.hardware.hosts:
-        raise ValueError(
-            f"hardware.hosts is {c.hardware.hosts}, but {jax.process_count()} processes found one another. "
-            "Start one process on each host, e.g. with srun, or set hardware.hosts."
-        )
+    start_devices(c.hardware.hosts, c.hardware.coordinator, c.hardware.host, c.hardware.xla_flags)
     if c.paths.model_name is None:
         c.paths.model_name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     directory = Path(c.paths.root_working_dir) / c.paths.model_name

@@ -4,7 +4,7 @@
 that is tokenized on the fly. `Prefetcher` loads batches ahead of use.
 """
 
-from input_loader.batches import Limit, Loader, Prefetcher, Rows, TokenBatch
+from input_loader.batches import Limit, Loader, Prefetcher, Rows, TokenBatch, batch_shapes
 from input_loader.config import DataConfig, fixed_settings, make_loader, steps_for
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.mixture import MixtureLoader, SourceConfig
@@ -25,6 +25,7 @@ __all__ = [
     "StreamConfig",
     "StreamLoader",
     "TokenBatch",
+    "batch_shapes",
     "fixed_settings",
     "make_loader",
     "permute",

@@ -27,6 +27,12 @@ class TokenBatch:
     """False in padding, where there is nothing to predict."""
 
 
+def batch_shapes(batch_size: int, seq_len: int) -> TokenBatch:
+    """The `jax.ShapeDtypeStruct` of each array of a batch on the mesh in force: enough to compile a step."""
+    shape = lambda dtype, sharding: jax.ShapeDtypeStruct((batch_size, seq_len), dtype, sharding=sharding)
+    return jax.tree.map(shape, TokenBatch(np.uint32, np.bool_, np.bool_), make_shardings(TokenBatch))
+
+
 class Rows(NamedTuple):
     """Rows of a batch on the host: the fields of TokenBatch, each of shape (rows, seq_len)."""
 

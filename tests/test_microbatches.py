@@ -7,6 +7,7 @@ import tiny
 from test_compiled_step import collectives, compile_step
 
 import train
+from configuration import check_divides
 from input_loader import TokenBatch
 from shardlib.shardtypes import f32
 
@@ -64,5 +65,6 @@ def test_microbatches_take_less_memory():
 
 
 def test_microbatches_divide_the_rows_of_a_device():
-    with pytest.raises(ValueError, match=r"microbatches is 3, which does not divide the 2 rows .* a multiple of 12"):
-        loss_and_gradients(tiny.host_batch(), microbatches=3)
+    c = tiny.config(microbatches=3)
+    with pytest.raises(ValueError, match=r"batch_size is 8; .* a multiple of r·d·training\.microbatches = 12\."):
+        check_divides(c, {"r": 2, "d": 2, "t": 2})

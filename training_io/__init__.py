@@ -1,12 +1,14 @@
 """What a run writes and says: checkpoints, metrics, progress, the profile, the picture of the compiled step."""
 
 from .checkpoint import Checkpointer, config_differences
-from .flops import ModelFlops, PeakFlops, model_flops_per_token, peak_flops
+from .evaluation import check_finite, evaluate
+from .flops import ModelFlops, PeakFlops, flops_of_model, model_flops_per_token, peak_flops
 from .hlo import compile_with_hlo_dump, render_svg, start_rendering
 from .initial_weights import find_checkpoint, read_weights
 from .memory import peak_memory
 from .metrics import RunLog, has_event
 from .profile import StepProfiler
+from .report import say_end, say_start
 from .stopping import StopRequest
 from .sweeps import PickledByName
 
@@ -18,14 +20,19 @@ __all__ = [
     "RunLog",
     "StepProfiler",
     "StopRequest",
+    "check_finite",
     "compile_with_hlo_dump",
     "config_differences",
+    "evaluate",
     "find_checkpoint",
+    "flops_of_model",
     "has_event",
     "model_flops_per_token",
     "peak_flops",
     "peak_memory",
     "read_weights",
     "render_svg",
+    "say_end",
+    "say_start",
     "start_rendering",
 ]

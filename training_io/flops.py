@@ -1,11 +1,14 @@
 """Model FLOPs a token and the devices' peak FLOP/s: the two halves of model FLOPs utilization (MFU)."""
 
+import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from weights import KINDS
 
 
 class ModelFlops(NamedTuple):
@@ -54,6 +57,20 @@ def model_flops_per_token(
     return ModelFlops(
         causal, full, f"6*{n} + 6*layers*heads*head_dim*L", f"6*{n} + 12*layers*heads*head_dim*L"
     )  # fmt: skip
+
+
+def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
+    """`model_flops_per_token` of a model by its weight_table and its ModelConfig; sequence_length in tokens."""
+    weights = jax.tree.leaves(table)
+    size = lambda kinds: sum(math.prod(weight.shape) for weight in weights if weight.kind in kinds)
+    return model_flops_per_token(
+        parameters=size(KINDS),
+        embedding_parameters=size(("embedding",)),
+        layers=c.layers,
+        heads=c.heads,
+        head_dim=c.d_head,
+        sequence_length=sequence_length,
+    )
 
 
 # Dense peaks in TFLOP/s by jax.Device.device_kind: (bf16, f32 as XLA multiplies it by default: TF32 on these GPUs).

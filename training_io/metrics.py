@@ -131,9 +131,7 @@ class RunLog:
         self._write_pending()
         values = _fetch(values)
         self._write_line({"step": step, "event": event} | values)
-        self._print(
-            f"step {step + 1}  {event}  " + "  ".join(f"{name} {_short(value)}" for name, value in values.items())
-        )
+        self._print(f"step {step + 1}  {event}  " + "  ".join(_text(name, value) for name, value in values.items()))
         if event == "validation":
             self._validation = values.get("loss")
         self._warn_if_not_finite(step, values, event)
@@ -252,6 +250,13 @@ def _plain(value: Any) -> Any:
         nan, infinity, minus_infinity = _NOT_FINITE
         return nan if math.isnan(value) else infinity if value > 0 else minus_infinity
     return value
+
+
+def _text(name: str, value: Any) -> str:
+    """Name and value for people to read; bytes in MiB."""
+    if name.endswith("_bytes"):
+        return f"{name.removesuffix('_bytes')} {value / 2**20:,.1f} MiB"
+    return f"{name} {_short(value)}"
 
 
 def _short(value: Any) -> str:

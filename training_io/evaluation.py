@@ -1,0 +1,35 @@
+"""Validation: the mean loss over a fixed set of batches; and whether a loss is one to go on from."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: int) -> dict[str, float]:
+    """Mean loss in nats a token over the first `batches` of the validation split, no row of it twice.
+
+    Where the dataset knows how much text its tokens stand for, in bits a byte of UTF-8 too.
+
+    Args:
+        evaluation_step: (weights, batch) -> (nats summed over the batch's targets, number of targets).
+        weights: of the model.
+        validation: loader of the validation split.
+        batches: at least 1; fewer where the split is shorter, but always one.
+    """
+    once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
+    sums = [evaluation_step(weights, validation.load(i)) for i in range(max(1, min(batches, once)))]
+    nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
+    result = {"loss": nats / targets, "targets": int(targets)}
+    if validation.bytes_per_token():
+        result["bits_per_byte"] = result["loss"] / math.log(2) / validation.bytes_per_token()
+    return result
+
+
+def check_finite(loss: float, step: int, saved: int | None) -> None:
+    """Raises FloatingPointError if the loss after `step` steps is not finite; `saved`: step of the last checkpoint."""
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"the loss is {loss} after step {step}, so this state is not saved; the last checkpoint is of step "
+            f"{saved or 0}. Look in metrics.jsonl for where it began; a lower learning rate or a longer warmup is the "
+            "usual remedy."
+        )
