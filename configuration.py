@@ -237,7 +237,7 @@ def model_of(name: str):
         if error.name != name:
             raise
         raise ValueError(f"model.module is {name!r}, and Python finds no module of that name.") from None
-    missing = [part for part in ("ModelConfig", "weight_table", "forward", "gather_ahead") if not hasattr(module, part)]
+    missing = [part for part in ("ModelConfig", "weight_table", "forward") if not hasattr(module, part)]
     if missing:
         raise ValueError(f"model.module is {name!r}, which has no {', '.join(missing)}; see docs/models.md.")
     return module
@@ -336,6 +336,8 @@ def check_config(c: Config) -> None:
     check_ranges("training", c.training, {"eval_batches": (0, 2**63), "seed": (0, 2**63), "epochs": (0, math.inf)})
     check_ranges("hardware", c.hardware, {"hosts": count, "host": (0, c.hardware.hosts)})
     check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
+    if c.training.gather_weights == "step" and not hasattr(model_of(c.model.module), "gather_ahead"):
+        raise ValueError(f"training.gather_weights is step, but the model {c.model.module} has no gather_ahead.")
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     if c.hardware.hosts > 1 and c.paths.model_name is None:
         raise ValueError(f"hardware.hosts is {c.hardware.hosts}; give paths.model_name, so that all hosts agree on it.")
