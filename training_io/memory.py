@@ -31,7 +31,7 @@ def peak_memory(compiled: jax.stages.Compiled, done: Any) -> dict[str, int | str
     Returns:
         peak_memory_bytes    the measured peak, of all the process did since it began; else the prediction
         source               "device" or "compiler"
-        predicted_bytes      the compiler's figure for the step alone, and for each device
+        predicted_bytes      beside a measurement, the compiler's figure for the step alone
         device_memory_bytes  what the device lets this process use
 
         Without what is not known. A CPU measures nothing; a job of a sweep is not measured where an earlier job of the
@@ -46,5 +46,5 @@ def peak_memory(compiled: jax.stages.Compiled, done: Any) -> dict[str, int | str
     peak, source = (max(risen), "device") if risen else (predicted, "compiler")
     limits = [s["bytes_limit"] for s in stats.values() if "bytes_limit" in s]
     found = {"peak_memory_bytes": peak, "source": source if peak is not None else None}
-    found |= {"predicted_bytes": predicted, "device_memory_bytes": min(limits, default=None)}
+    found |= {"predicted_bytes": predicted if risen else None, "device_memory_bytes": min(limits, default=None)}
     return {name: value for name, value in found.items() if value is not None}
