@@ -160,7 +160,7 @@ def test_keeps_what_is_there(written):
     [
         ("out=d train_tokens=3.5", "train_tokens"),
         ("out=d max_digit=3", "max_digit"),
-        ("", "missing mandatory value: out"),
+        ("", "out must be given, as out=<value>"),
     ],
 )
 def test_settings_are_checked(tmp_path, setting, message):

@@ -10,14 +10,13 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
-import hydra
 import numpy as np
 import tensorstore as ts
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from tools import flat_tokens, shards, text_tokenizers
 from tools.flat_tokens import Reader
+from tools.program import run_program
 from tools.progress import Progress
 from tools.unfinished import Unfinished, find_difference
 
@@ -216,9 +215,7 @@ def _merge(config: Config, split: str, readers: list[ShardReader], definition: b
 
 
 def main() -> None:
-    ConfigStore.instance().store("merge_flat_tokens_schema", Config)
-    program = hydra.main(version_base=None, config_path="configs", config_name="merge_flat_tokens")
-    program(lambda config: run(OmegaConf.to_object(config)))()
+    run_program("merge_flat_tokens", Config, run)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ Copy and reverse are the algorithmic tasks of Section 4 of arXiv 2002.09402: up 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import hydra
 import numpy as np
-from hydra.core.config_store import ConfigStore
 from jaxtyping import Int64
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from tools import flat_tokens
+from tools.program import run_program
 
 COPY, REVERSE, COPY_AT, COPY_AT_UNKNOWN, GAUSSIANS, SEPARATOR = range(1, 7)
 """Token ids. 0 is left to begin documents and to pad."""
@@ -140,9 +139,7 @@ def write(config: Config) -> None:
 
 
 def main() -> None:
-    ConfigStore.instance().store("write_synthetic_dataset_schema", Config)
-    run = hydra.main(version_base=None, config_path="configs", config_name="write_synthetic_dataset")
-    run(lambda config: write(OmegaConf.to_object(config)))()
+    run_program("write_synthetic_dataset", Config, write)
 
 
 if __name__ == "__main__":
