@@ -312,7 +312,9 @@ def test_bad_settings(tmp_path, settings, message):
 def test_tokenizer_without_the_end_token(tmp_path, bpe):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     config = TokenizerConfig(kind=TokenizerKind.huggingface, name=bpe[0], end_token="</s>")
-    with pytest.raises(ValueError, match=r"no token '</s>' for tokenizer.end_token. It has \['<\|begin\|>', '<\|end"):
+    with pytest.raises(
+        ValueError, match=r"no token '</s>' for tokenizer.end_token. Its special tokens are \['<\|begin\|>', '<\|end"
+    ):
         run(tmp_path / "d", source, tokenizer=config)
 
 
@@ -378,7 +380,7 @@ def test_hub_examples_are_valid(tmp_path, name):
     env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode != 0
-    assert "Cannot load the dataset" in result.stderr
+    assert "Cannot load the split 'train' of the dataset" in result.stderr
 
 
 def test_settings_of_another_type_are_rejected(tmp_path):
@@ -387,3 +389,16 @@ def test_settings_of_another_type_are_rejected(tmp_path):
         result = subprocess.run([*command, setting], cwd=ROOT, capture_output=True, text=True)
         assert result.returncode != 0
         assert setting.split("=")[0] in result.stderr
+
+
+@pytest.mark.parametrize("cores", [2, 8])
+def test_processes_are_for_what_has_no_threads(bpe, cores, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+    monkeypatch.setattr(tool, "available_cores", lambda: cores)
+    definition = Path(bpe[0]).read_text()
+    encoding = tiktoken.Encoding(
+        "x", pat_str=r".", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={}
+    )
+    references = [text_tokenizers.Tokenizers(definition), text_tokenizers.Tiktoken(encoding)]
+    made = [text_tokenizers.TextTokenizer(definition, reference, None, None) for reference in references]
+    assert [tool.default_workers(tokenizer) for tokenizer in made] == ([1, 2] if cores == 2 else [8, 8])
