@@ -233,6 +233,23 @@ DAMAGES = {
         lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(version=2)),
         "has version 2 of the flat-tokens format",
     ),
+    "another format": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(format="other")),
+        "is in the format 'other', not flat-tokens",
+    ),
+    "a later zarr": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j.update(zarr_format=4)),
+        "is no group of zarr v3: .* node_type 'group' and zarr_format 4",
+    ),
+    "no group": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j.update(node_type="array")),
+        "is no group of zarr v3: .* node_type 'array' and zarr_format 3",
+    ),
+    "null for attributes": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j.update(attributes=None)),
+        "no attribute max_token_id",
+    ),
+    "no object": (lambda d: (d / "zarr.json").write_text("[1]"), "train/zarr.json is no JSON object"),
 }
 
 
@@ -265,6 +282,35 @@ def test_truncated_seqax_dataset(tmp_path):
     (tmp_path / "d/validation/encoded_tokens/0").unlink()
     with pytest.raises(ValueError, match="a file is missing"):
         Reader(str(tmp_path / "d"), "validation")
+
+
+def test_truncated_starts_of_a_seqax_dataset(tmp_path):
+    shutil.copytree(SEQAX, tmp_path / "d")
+    starts = tmp_path / "d/train/seq_starts/0"
+    starts.write_bytes(starts.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="cannot read seq_starts; a file is missing, truncated or corrupt"):
+        Reader(str(tmp_path / "d"), "train")
+
+
+def test_fingerprint(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    ids, lengths = rng.integers(0, 999, 5000), np.full(100, 50)
+    write(tmp_path / "a", [(ids, lengths)])
+    shutil.copytree(tmp_path / "a", tmp_path / "moved")
+    monkeypatch.setattr(flat_tokens, "INNER_CHUNK", 64)
+    write(tmp_path / "rewritten", [(ids, lengths)])
+    write(tmp_path / "shuffled", [(np.concatenate([ids[2500:], ids[:2500]]), lengths)])
+    a, moved, rewritten, shuffled = (
+        Reader(str(tmp_path / name), "train").fingerprint for name in ("a", "moved", "rewritten", "shuffled")
+    )
+    assert a == moved == rewritten != shuffled
+    assert a.startswith("5000 tokens, 100 documents, ids to 998, ")
+
+
+def test_fingerprints_of_small_splits(tmp_path):
+    for i, size in enumerate((1, 2, 63, 65)):
+        write(tmp_path / str(i), [(np.arange(size), np.array([size]))])
+        assert Reader(str(tmp_path / str(i)), "train").fingerprint.startswith(f"{size} tokens, 1 documents")
 
 
 def test_missing_dataset_and_split(tmp_path):

@@ -17,6 +17,7 @@ from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, flat
 from tools import flat_tokens, flat_tokens_fsspec, flat_tokens_stores
 from tools.flat_tokens import Writer
 from tools.flat_tokens_stores import open_reader
+from tools.unfinished import Unfinished
 
 check_modules(flat_tokens_fsspec, flat_tokens_stores)
 
@@ -143,6 +144,22 @@ def spoil_index(path):
     content = bytearray(path.read_bytes())
     content[-20] ^= 1
     path.write_bytes(bytes(content))
+
+
+def test_a_store_that_does_not_answer(monkeypatch):
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:9/d/train cannot be reached: .* Check the address"):
+        open_reader("http://127.0.0.1:9/d", "train")
+    assert time.monotonic() - begin < 60
+    with pytest.raises(ValueError, match=r"Cannot write to http://127.0.0.1:9/d: "):
+        Unfinished("http://127.0.0.1:9/d")
+
+    async def refuse(*_: object) -> None:
+        raise ConnectionRefusedError("go away")
+
+    monkeypatch.setattr(flat_tokens_fsspec._DatasetStore, "get", refuse)
+    with pytest.raises(ValueError, match=r"memory://d/train cannot be reached: go away. Check the address"):
+        open_reader("memory://d", "train")
 
 
 DAMAGES = {"missing": Path.unlink, "truncated": truncate, "index": spoil_index}

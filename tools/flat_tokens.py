@@ -1,7 +1,9 @@
 """The flat-tokens dataset format, specified in docs/flat-tokens.md: a reader and a writer of one split."""
 
+import functools
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +24,7 @@ AnyIds = Integer[np.ndarray, "*shape"]
 AnyIsStart = Bool[np.ndarray, "*shape"]
 AnyEncoded = UInt32[np.ndarray, "*shape"]
 
+FORMAT = "flat-tokens"
 FORMAT_VERSION = 1
 MAX_TOKEN_ID = 2**31 - 1
 """The largest id that leaves room for the start bit in a uint32."""
@@ -35,6 +38,9 @@ STARTS_SHARD = 2**22
 
 STORE_REQUESTS = 256
 """Most requests that a reader has under way at a remote store."""
+OPENING_RETRIES = 3
+"""How often a request is repeated while a dataset is opened: a wrong address should show in seconds. Later, when a run
+depends on it, tensorstore goes on asking for a quarter of an hour."""
 
 TOKENS_CODECS = [LITTLE_ENDIAN, {"name": "zstd", "configuration": {"level": 3}}, CRC]
 STARTS_CODECS = [
@@ -78,11 +84,16 @@ def unigram_entropy(ids: AnyIds) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def open_kvstore(filespec: str) -> ts.KvStore:
+def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore:
     """The directory `filespec`, a local path or a URL that tensorstore knows (`gs://`, `s3://`, `http://` …)."""
     spec = filespec if "://" in filespec else {"driver": "file", "path": os.path.abspath(filespec)}
-    kvstore = ts.KvStore.open(spec).result()
+    kvstore = ts.KvStore.open(spec, context=context).result()
     return kvstore if kvstore.path.endswith("/") else kvstore / "/"
+
+
+def opening_context() -> ts.Context:
+    """For `open_kvstore`, where a wrong address should show."""
+    return ts.Context({f"{name}_request_retries": {"max_retries": OPENING_RETRIES} for name in ("http", "gcs", "s3")})
 
 
 class Reader:
@@ -113,14 +124,14 @@ class Reader:
         self._tokens = self._open_array(f"{split}/encoded_tokens", np.uint32)
         starts = f"{split}/seq_starts"
         self._starts = (
-            _open_with_zarr(filespec, starts, cache_bytes) if has_filter else self._open_array(starts, np.uint64)
+            self._open_with_zarr(filespec, starts, cache_bytes) if has_filter else self._open_array(starts, np.uint64)
         )
         self.num_tokens = self._tokens.shape[0]
         self.num_documents = self._starts.shape[0] - 1
         self._check_extent()
 
     def _connect(self, filespec: str, cache_bytes: int) -> None:
-        self._root = open_kvstore(filespec)
+        self._root = open_kvstore(filespec, opening_context())
         # The rows of a batch are asked for at once: a store that answers slowly should see them all at once too.
         limit = {"limit": STORE_REQUESTS}
         stores = dict.fromkeys(("http_request_concurrency", "gcs_request_concurrency", "s3_request_concurrency"), limit)
@@ -128,21 +139,39 @@ class Reader:
 
     def _read_json(self, key: str) -> dict[str, Any]:
         """The JSON object at `key`, empty if there is none."""
-        read = self._root.read(key).result()
-        return self._parse_json(key, read.value) if read.state == "value" else {}
-
-    def _parse_json(self, key: str, content: bytes) -> dict[str, Any]:
+        content = self._read_key(key)
+        if content is None:
+            return {}
         try:
-            return json.loads(content)
+            found = json.loads(content)
         except ValueError as e:
             raise ValueError(f"{self.path}: {key} is not JSON: {e}. Write or copy the dataset again.") from e
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.path}: {key} is no JSON object. Write or copy the dataset again.")
+        return found
+
+    def _read_key(self, key: str) -> bytes | None:
+        try:
+            read = self._root.read(key).result()
+        except ValueError as e:
+            raise self._unreachable(e) from e
+        return read.value if read.state == "value" else None
+
+    def _unreachable(self, error: Exception) -> ValueError:
+        return ValueError(f"{self.path} cannot be reached: {error}. Check the address, the connection and your rights.")
 
     def _list_splits(self) -> str:
         return _list_splits(self._root)
 
     def _read_attributes(self, split: str) -> tuple[dict[str, Any], str]:
         if group := self._read_json(f"{split}/zarr.json"):
-            attributes, driver = group.get("attributes", {}), "zarr3"
+            kind, version = group.get("node_type"), group.get("zarr_format")
+            if (kind, version) != ("group", 3):
+                raise ValueError(
+                    f"{self.path} is no group of zarr v3: its zarr.json says node_type {kind!r} and zarr_format "
+                    f"{version!r}. Correct the path, or write the dataset again."
+                )
+            attributes, driver = group.get("attributes") or {}, "zarr3"
         elif self._read_json(f"{split}/.zgroup"):
             attributes, driver = self._read_json(f"{split}/.zattrs"), "zarr"
         elif self._read_json(f"{split}/encoded_tokens/zarr.json"):
@@ -156,9 +185,11 @@ class Reader:
                 f"{self.path} is not a flat-tokens split: its group has no attribute max_token_id, "
                 f"only {sorted(attributes)}. See docs/flat-tokens.md."
             )
+        if attributes.get("format", FORMAT) != FORMAT:
+            raise ValueError(f"{self.path} is in the format {attributes['format']!r}, not {FORMAT}.")
         if attributes.get("version", FORMAT_VERSION) != FORMAT_VERSION:
             raise ValueError(
-                f"{self.path} has version {attributes['version']} of the flat-tokens format; this program reads "
+                f"{self.path} has version {attributes['version']!r} of the flat-tokens format; this program reads "
                 f"version {FORMAT_VERSION}. Update the program or write the dataset again."
             )
         return attributes, driver
@@ -195,6 +226,14 @@ class Reader:
         self._check_array(key, array.shape, array.dtype.numpy_dtype, dtype)
         return array
 
+    def _open_with_zarr(self, filespec: str, key: str, memory: int) -> Any:
+        """The array, in `memory` if that many bytes hold it, else as zarr reads it at each access."""
+        import zarr
+
+        array = zarr.open_array(filespec, path=key, mode="r")
+        self._check_array(key, array.shape, array.dtype, np.uint64)
+        return self._begin(array, [(0, array.size)], "seq_starts")() if array.nbytes <= memory else array
+
     def _no_array(self, key: str) -> ValueError:
         name = key.rsplit("/", 1)[-1]
         return ValueError(f"{self.path}: its array {name} is missing or not readable as {self._driver}.")
@@ -228,7 +267,11 @@ class Reader:
     def _begin(self, array: Any, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
         """Begins to read `array` over each (start, end); the function returned waits, and joins them."""
         if not isinstance(array, ts.TensorStore):
-            joined = np.concatenate([array[start:end] for start, end in spans])
+            try:
+                joined = np.concatenate([array[start:end] for start, end in spans])
+            # Codecs raise RuntimeError or ValueError for damaged data.
+            except (OSError, RuntimeError, ValueError) as e:
+                raise self._damage(what) from e
             return lambda: joined
         # One read of joined views costs tensorstore less than a read each.
         views = [array[start:end] for start, end in spans]
@@ -283,6 +326,19 @@ class Reader:
         """The entries [start, stop) of seq_starts: at least one, and stop at most num_documents + 1."""
         return self._begin(self._starts, [(start, stop)], "seq_starts")()
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Tells the split from others wherever it lies: its sizes, and a checksum of tokens at 16 places in it.
+
+        Raises:
+            ValueError: a file of the dataset is missing, truncated or corrupt.
+        """
+        length = min(self.num_tokens, 64)
+        starts = np.unique(np.linspace(0, self.num_tokens - length, 16).astype(np.int64))
+        sample = np.concatenate(self.read(starts, np.full_like(starts, length))) if length else np.zeros(0, np.uint32)
+        checksum = zlib.crc32(sample.astype("<u4").tobytes())
+        return f"{self.num_tokens} tokens, {self.num_documents} documents, ids to {self.max_token_id}, {checksum:08x}"
+
     def blocks(self, max_tokens: int | None = None) -> Iterator[SomeTokens]:
         """The stored tokens in order, in blocks of a few MiB; the first `max_tokens` of them, or all."""
         stop = self.num_tokens if max_tokens is None else min(max_tokens, self.num_tokens)
@@ -301,16 +357,6 @@ def _list_splits(root: ts.KvStore) -> str:
         name for name in os.listdir(root.path) if any(os.path.exists(f"{root.path}{name}/{g}") for g in groups)
     )
     return f"The splits there are {splits}." if splits else "The directory holds no flat-tokens dataset."
-
-
-def _open_with_zarr(filespec: str, name: str, memory: int) -> Any:
-    """The array, in `memory` if that many bytes hold it, else as zarr reads it at each access."""
-    import zarr
-
-    array = zarr.open_array(filespec, path=name, mode="r")
-    if array.ndim != 1 or array.dtype != np.uint64:
-        raise ValueError(f"{filespec}/{name} has shape {array.shape} and dtype {array.dtype}, not rank 1 and uint64.")
-    return array[:] if array.nbytes <= memory else array
 
 
 def is_there(root: ts.KvStore, split: str) -> bool:
@@ -446,7 +492,7 @@ class Writer:
         for array in self._arrays():
             array.close()
         own = {
-            "format": "flat-tokens",
+            "format": FORMAT,
             "version": FORMAT_VERSION,
             "max_token_id": self._max_token_id,
             "num_tokens": self.num_tokens,

@@ -33,11 +33,18 @@ class FsspecReader(Reader):
             raise ValueError(
                 f"Nothing installed reads {filespec}: {e} Install the package that fsspec names, or copy the dataset."
             ) from e
+        # Some connect at once; each has errors of its own.
+        except Exception as e:
+            raise self._unreachable(e) from e
         self._store = _DatasetStore(store, cache_bytes)
 
-    def _read_json(self, key: str) -> dict[str, Any]:
-        content = _run(self._store.get(key, default_buffer_prototype())).result()
-        return {} if content is None else self._parse_json(key, content.to_bytes())
+    def _read_key(self, key: str) -> bytes | None:
+        try:
+            content = _run(self._store.get(key, default_buffer_prototype())).result()
+        # Each store has errors of its own.
+        except Exception as e:
+            raise self._unreachable(e) from e
+        return None if content is None else content.to_bytes()
 
     def _list_splits(self) -> str:
         return "Check the address, and that its writer has finished."

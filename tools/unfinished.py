@@ -24,12 +24,17 @@ class Unfinished:
         out: directory of the dataset; a local path or a URL that tensorstore knows.
 
     Raises:
-        ValueError: another process works on it, or the directory cannot be made.
+        ValueError: another process works on it, the directory cannot be made, or the store cannot be reached.
     """
 
     def __init__(self, out: str):
         self.out = out
-        if "://" not in out:
+        if "://" in out:
+            try:
+                flat_tokens.open_kvstore(out, flat_tokens.opening_context()).read("unfinished.json").result()
+            except ValueError as e:
+                raise ValueError(f"Cannot write to {out}: {e}.") from e
+        else:
             self._lock(out)
         self._root = flat_tokens.open_kvstore(out)
 
