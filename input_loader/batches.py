@@ -100,7 +100,7 @@ class Loader:
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint must hold, as JSON, for a run to go on with the batch of `step`; for `make_loader`.
 
-        Empty where any step can be read at any time.
+        Where any step can be read at any time, it only says which datasets the batches come from.
         """
         self._check_step(step)
         return {}

@@ -69,22 +69,37 @@ def make_loader(
     sizes = split, batch_size, seq_len, vocab_size, shardings
     if config.stream is not None:
         return StreamLoader(config.stream, ReadingConfig(**reading), *sizes, state=dict(state) if state else None)
-    if state:
-        raise ValueError(
-            f"A checkpoint of a stream, with the state {sorted(state)}, cannot go on with data.{given[0]}. "
-            "Resume with the data settings of the checkpoint."
-        )
     if mixture:
-        return MixtureLoader(mixture, ReadingConfig(**reading), *sizes)
-    return FlatTokensLoader(FlatTokensConfig(config.filespec, **reading), *sizes)
+        loader: Loader = MixtureLoader(mixture, ReadingConfig(**reading), *sizes)
+    else:
+        loader = FlatTokensLoader(FlatTokensConfig(config.filespec, **reading), *sizes)
+    if state:
+        _check_same(state, loader.state(0))
+    return loader
+
+
+def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError unless both states name the same datasets, in the same order, on which a mixture depends."""
+    if list(before) != list(now):
+        raise ValueError(
+            f"The checkpoint's place in its data is given by {', '.join(before)}, and this run's by {', '.join(now)}. "
+            "Resume with the data settings of the checkpoint, the sources of a mixture in the same order."
+        )
+    for name in before:
+        if before[name] != now[name]:
+            raise ValueError(
+                f"The checkpoint was made with another {name} than this one: with {before[name]}; not {now[name]}. "
+                "Resume with the same dataset, wherever it lies, or start another run."
+            )
 
 
 def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
     """The settings that decide what stands in a batch, dotted, without `data.`: those of all the given `data` sections
-    (as plain dicts), so that a checkpoint's and a run's can be compared. max_epochs, cache and prefetch may change."""
-    names = {"filespec", "stream", "seed", "shuffle", "sequence_packing"}
+    (as plain dicts), so that a checkpoint's and a run's can be compared. max_epochs, cache and prefetch may change; and
+    so may a dataset's place, since `Loader.state` says which dataset it is."""
+    names = {"stream", "seed", "shuffle", "sequence_packing"}
     for section in data:
-        names |= {f"mixture.{name}.{key}" for name in section.get("mixture") or {} for key in ("filespec", "weight")}
+        names |= {f"mixture.{name}.weight" for name in section.get("mixture") or {}}
     return tuple(sorted(names))
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,6 +98,10 @@ class FlatTokensLoader(Loader):
     def max_token_id(self) -> int:
         """The largest token id in the split."""
         return self.dataset.max_token_id
+
+    def state(self, step: int) -> dict[str, Any]:
+        self._check_step(step)
+        return {"dataset": self.dataset.fingerprint}
 
     @property
     def steps_per_epoch(self) -> float:

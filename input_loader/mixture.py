@@ -7,6 +7,7 @@ random order; a source's rows come as the source alone would give them, so that 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -167,6 +168,9 @@ class MixtureLoader(Loader):
         self._check_step(step)
         counts = self.quotas.counts((step + 1) * self.batch_size) - self.quotas.counts(step * self.batch_size)
         return dict(zip(self.sources, (counts * self.seq_len).tolist(), strict=True))
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {f"mixture.{name}": loader.state(step)["dataset"] for name, loader in self.sources.items()}
 
     def epoch_steps(self) -> dict[str, float]:
         total = self.quotas.shares.sum()

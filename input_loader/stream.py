@@ -15,6 +15,7 @@ from input_loader import shuffle
 from input_loader.batches import Loader, Rows, TokenBatch, check_range
 from input_loader.flat import ReadingConfig
 from input_loader.shuffle import Indices
+from tools import hub_sources
 
 KEPT_STATES = 256
 """Most recent steps whose states are kept: a checkpoint may be that many steps older than what is prefetched."""
@@ -258,7 +259,7 @@ class _Documents:
         """Blocks of the epoch from `place` on: texts in their order in the source, the place, and that after it."""
         self._data.load_state_dict(self._beginning if place.source is None else place.source)
         texts: list[str] = []
-        for example in self._data:
+        for example in hub_sources.readable(f"The stream {self._name}", self._data):
             if self._config.text_field not in example:
                 raise ValueError(
                     f"{self._name}: no column {self._config.text_field!r}; "
@@ -313,8 +314,12 @@ def _open(name: str, arguments: dict[str, Any]) -> Any:
         raise ValueError("Streaming needs the package datasets: pip install 'shardwright[tools]'.") from e
     try:
         return datasets.load_dataset(**arguments, streaming=True)
-    except (FileNotFoundError, ConnectionError, ValueError) as e:
-        raise ValueError(f"Cannot open the stream {name}: {e} Check its name, its split and the connection.") from e
+    # It reads the beginning of the first file, and a damaged one raises whatever its reader does.
+    except Exception as e:
+        raise ValueError(
+            f"Cannot open the stream {name}: {hub_sources.in_words(e)}. Check its name, its split, the connection, and "
+            "whether its files are whole."
+        ) from e
 
 
 def _make_tokenizer(config: StreamConfig) -> Any:

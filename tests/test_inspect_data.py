@@ -149,6 +149,14 @@ def test_a_batch_of_a_run(tmp_path, dataset):
     assert "6 more rows" in text
 
 
+def test_a_batch_of_a_run_whose_dataset_has_moved(tmp_path, dataset):
+    here = make_run(tmp_path / "here", f"{{filespec: {dataset}}}")
+    gone = make_run(tmp_path / "gone", "{filespec: nowhere.zarr}")
+    tables = [show(run=run, step=3, filespec=dataset).split("\n", 1)[1] for run in (here, gone)]
+    assert tables[0] == tables[1]
+    assert "row 0, epoch" in tables[0]
+
+
 def test_a_batch_of_a_mixture(tmp_path, dataset):
     other = write(tmp_path / "e")
     run = make_run(tmp_path / "run", f"{{mixture: {{a: {{filespec: {dataset}}}, b: {{filespec: {other}}}}}}}")
@@ -202,7 +210,7 @@ def test_check_reads_in_blocks(tmp_path):
         ({"filespec": "D", "rows": 0}, "rows is 0; it must be at least 1"),
         ({"run": "R", "step": -1}, "step is -1; steps count from 0"),
         ({"run": "R", "step": 0, "first_row": 8}, "first_row is 8; the batch has rows 0 to 7"),
-        ({"run": "R", "filespec": "D"}, "Give either run or filespec"),
+        ({"run": "M", "filespec": "D"}, "Give either run or filespec"),
         ({"run": "S", "step": 0}, "The run reads a stream, whose batches are not known"),
         ({"run": "S"}, "The run reads a stream, not a dataset"),
         ({"run": "M"}, "source is None; choose one of the run's mixture: a, b"),

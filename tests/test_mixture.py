@@ -1,5 +1,9 @@
 """Mixtures against counting by hand, and against their sources read alone; the length of a run."""
 
+import json
+import shutil
+from dataclasses import asdict
+
 import jax
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from input_loader import (
 )
 from input_loader.mixture import BLOCK, PERIOD, Quotas
 from tools.flat_tokens import Writer
+from training_io import config_differences
 
 check_modules(config, mixture)
 
@@ -255,11 +260,36 @@ def test_contradictory_settings(filespecs, settings, message):
         make_loader(DataConfig(**settings), "train", 4, SEQ_LEN)
 
 
+def test_a_dataset_may_move_but_not_change(filespecs, tmp_path):
+    state = make_loader(DataConfig(filespec=filespecs["web"]), "train", 4, SEQ_LEN).state(3)
+    state = json.loads(json.dumps(state))
+    shutil.copytree(filespecs["web"], tmp_path / "moved")
+    moved = DataConfig(filespec=str(tmp_path / "moved"))
+    assert make_loader(moved, "train", 4, SEQ_LEN, state=state).state(9) == state
+    before, after = asdict(DataConfig(filespec=filespecs["web"])), asdict(moved)
+    assert config_differences(before, after, fixed_settings(before, after)) == []
+    with pytest.raises(ValueError, match=r"made with another dataset than this one: with .* tokens, .*; not .* tokens"):
+        make_loader(DataConfig(filespec=filespecs["code"]), "train", 4, SEQ_LEN, state=state)
+
+
+def test_the_datasets_of_a_mixture_may_not_change_nor_their_order(filespecs, tmp_path):
+    weights = {"web": 1, "code": 2}
+    state = make_loader(data(filespecs, weights), "train", 4, SEQ_LEN).state(3)
+    assert list(state) == ["mixture.web", "mixture.code"]
+    shutil.copytree(filespecs["web"], tmp_path / "moved")
+    moved = filespecs | {"web": str(tmp_path / "moved")}
+    make_loader(data(moved, weights), "train", 4, SEQ_LEN, state=state)
+    with pytest.raises(ValueError, match=r"by mixture.web, mixture.code, and this run's by mixture.code, mixture.web"):
+        make_loader(data(filespecs, {"code": 2, "web": 1}), "train", 4, SEQ_LEN, state=state)
+    changed = filespecs | {"web": filespecs["code"], "code": filespecs["web"]}
+    with pytest.raises(ValueError, match=r"made with another mixture.web than this one"):
+        make_loader(data(changed, weights), "train", 4, SEQ_LEN, state=state)
+
+
 def test_state_of_a_stream_for_a_dataset(filespecs):
-    with pytest.raises(ValueError, match=r"checkpoint of a stream.* cannot go on with data.filespec"):
+    with pytest.raises(ValueError, match=r"place in its data is given by step, and this run's by dataset"):
         make_loader(DataConfig(filespec=filespecs["web"]), "train", 4, SEQ_LEN, state={"step": 3})
     loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 4, SEQ_LEN, state={})
-    assert loader.state(3) == {}
     assert loader.source_tokens(3) == {}
 
 
@@ -287,7 +317,5 @@ def test_settings_that_fix_the_batches():
     before = {"filespec": None, "mixture": {"a": {}, "b": {}}}
     after = {"filespec": "x", "mixture": {"b": {}, "c": {}}}
     fixed = fixed_settings(before, after)
-    assert {"filespec", "seed", "shuffle", "sequence_packing", "stream"} < set(fixed)
-    assert {name for name in fixed if "mixture" in name} == {
-        f"mixture.{name}.{key}" for name in "abc" for key in ("filespec", "weight")
-    }
+    assert {"seed", "shuffle", "sequence_packing", "stream"} < set(fixed)
+    assert {name for name in fixed if "mixture" in name} == {f"mixture.{name}.weight" for name in "abc"}

@@ -1,5 +1,6 @@
 """Streams against tokenizing the whole text at once; resuming against an unbroken run."""
 
+import gzip
 import json
 
 import jax
@@ -345,10 +346,20 @@ def test_documents_without_tokens(tmp_path):
 
 
 def test_compressed_files(tmp_path):
-    import gzip
-
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write('{"text": "some text"}\n')
     loader = make([str(tmp_path / "a.jsonl.gz")])
     assert isinstance(loader, StreamLoader)
     assert documents_of(batches(loader, [0]))[0] == "some text"
+
+
+def test_damaged_files(tmp_path):
+    lines = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(5000)).encode()
+    (tmp_path / "whole.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
+    whole, cut = (str(tmp_path / f"{name}.jsonl.gz") for name in ("whole", "cut"))
+    with pytest.raises(ValueError, match=r"Cannot open the stream .*cut.jsonl.gz: Compressed file ended before"):
+        make([cut])
+    loader = make([whole, cut])
+    with pytest.raises(ValueError, match=r"The stream .*cut.jsonl.gz is corrupt, or cannot be read: EOFError Compr"):
+        batches(loader, range(10000))

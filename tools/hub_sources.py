@@ -3,9 +3,11 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tools.text_sources import Block, Piece, group
+
+Item = TypeVar("Item")
 
 PIECE_ROWS = 2**12
 """Rows in a piece of a downloaded Hugging Face dataset."""
@@ -26,10 +28,11 @@ def open_huggingface(
 
     try:
         data = datasets.load_dataset(dataset, dataset_config, split=split, revision=revision, streaming=streaming)
-    except (FileNotFoundError, ConnectionError) as e:
+    # A damaged file raises whatever its reader does.
+    except Exception as e:
         raise ValueError(
-            f"Cannot load the dataset {dataset!r}: {e} Check its name and the connection, "
-            "or download its files and read those."
+            f"Cannot load the split {split!r} of the dataset {dataset!r}: {in_words(e)}. Check these names and the "
+            "connection, or download its files and read those."
         ) from e
     where = f"{dataset} ({split})"
     if data.column_names is not None:
@@ -41,6 +44,25 @@ def open_huggingface(
     info = data.info.splits.get(split) if data.info.splits else None
     size = info.num_examples // data.num_shards if info is not None and info.num_examples else None
     return [StreamedFile(where, data, index, size, text_field) for index in range(data.num_shards)]
+
+
+def in_words(error: BaseException) -> str:
+    """The error, and what it stands for: `datasets` often says only that something went wrong."""
+    return f"{error}".rstrip(".") + (f": {in_words(error.__cause__)}" if error.__cause__ is not None else "")
+
+
+def readable(where: str, values: Iterable[Item]) -> Iterator[Item]:
+    """The same values; raises ValueError, which says `where`, when they cannot be read on."""
+    values = iter(values)
+    while True:
+        try:
+            value = next(values)
+        except StopIteration:
+            return
+        # A damaged file raises whatever its reader does.
+        except Exception as e:
+            raise ValueError(f"{where} is corrupt, or cannot be read: {type(e).__name__} {in_words(e)}.") from e
+        yield value
 
 
 def _check_column(where: str, names: Iterable[str], text_field: str) -> None:
@@ -60,7 +82,8 @@ class StreamedFile(Piece):
         return itertools.islice(group(self.where, self._values(), self.text_field), skip, None)
 
     def _values(self) -> Iterator[Any]:
-        for batch in self.dataset.shard(self.dataset.num_shards, self.index).iter(batch_size=64):
+        file = self.dataset.shard(self.dataset.num_shards, self.index)
+        for batch in readable(f"{self.where}, file {self.index}", file.iter(batch_size=64)):
             _check_column(self.where, batch, self.text_field)
             yield from batch[self.text_field]
 

@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import hydra
 import numpy as np
-from hydra.core.config_store import ConfigStore
 from jaxtyping import Int64
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -27,6 +25,7 @@ from rich.text import Text
 from input_loader import DataConfig, FlatTokensLoader, Loader, MixtureLoader, make_loader
 from tools import flat_tokens
 from tools.flat_tokens_stores import open_reader
+from tools.program import run_program
 
 Places = Int64[np.ndarray, "places"]
 
@@ -34,7 +33,7 @@ Places = Int64[np.ndarray, "places"]
 @dataclass
 class Config:
     filespec: str | None = None
-    """The dataset: a local path or a URL. Null: that of `run`."""
+    """The dataset: a local path or a URL. Null: that of `run`; with `run`, where its dataset lies now."""
     split: str = "train"
     """`train` or `validation`."""
     run: str | None = None
@@ -377,7 +376,9 @@ def check(console: Console, reader: flat_tokens.Reader) -> None:
 def _data_config(config: Config, run: Any) -> DataConfig:
     data: DataConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), run.data))
     if config.filespec is not None:
-        raise ValueError("Give either run or filespec: the run's configuration names its dataset.")
+        if data.filespec is None:
+            raise ValueError("Give either run or filespec: both go together only if the run reads a single dataset.")
+        data.filespec = config.filespec
     return data
 
 
@@ -438,9 +439,7 @@ def run(config: Config, console: Console | None = None) -> None:
 
 
 def main() -> None:
-    ConfigStore.instance().store("inspect_data_schema", Config)
-    program = hydra.main(version_base=None, config_path="configs", config_name="inspect_data")
-    program(lambda config: run(OmegaConf.to_object(config)))()
+    run_program("inspect_data", Config, run)
 
 
 if __name__ == "__main__":
