@@ -6,6 +6,8 @@ import json
 import lzma
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tools import hub_sources, text_sources
@@ -208,3 +210,46 @@ def test_messages_name_the_line(tmp_path, small_blocks, suffix, line, message):
     (tmp_path / f"a.jsonl{suffix}").write_bytes(COMPRESS[suffix](good * 36 + line + b"\n" + good * 20))
     with pytest.raises(ValueError, match=rf"a.jsonl{suffix}:37:? {message}"):
         read_all(open_files([str(tmp_path / f"a.jsonl{suffix}")], "text", None))
+
+
+@pytest.mark.parametrize("kind", ["large", "view", "categories"])
+def test_columns_of_text_of_other_types(tmp_path, kind):
+    values = pa.array(["a", None, "b", "a"])
+    types = {"large": pa.large_string(), "view": pa.string_view()}
+    values = values.cast(types[kind]) if kind in types else values.dictionary_encode()
+    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
+    assert read_all(open_files([str(tmp_path / "a.parquet")], "text", None)) == ["a", "", "b", "a"]
+
+
+def write_hub(directory):
+    """A directory is a dataset to the `datasets` library, as a name on the hub is."""
+    directory.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(2):
+        texts = [rng.bytes(500).hex() for _ in range(400)]
+        pq.write_table(pa.table({"text": texts}), directory / f"train-{i:05}-of-00002.parquet", row_group_size=100)
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("streaming", "message"),
+    [
+        (True, r"hub \(train\), file 1 is corrupt, or cannot be read: ArrowInvalid .*magic bytes not found"),
+        (False, r"Cannot load the split 'train' of the dataset .*hub': .*: .*magic bytes not found"),
+    ],
+)
+def test_a_damaged_file_of_a_dataset(tmp_path, monkeypatch, streaming, message):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    name = write_hub(tmp_path / "hub")
+    path = tmp_path / "hub/train-00001-of-00002.parquet"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=message):
+        read_all(hub_sources.open_huggingface(name, None, None, "train", streaming, "text"))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_split_that_is_not_there(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    name = write_hub(tmp_path / "hub")
+    with pytest.raises(ValueError, match=r"Cannot load the split 'trian' of the dataset .*\['train'\]"):
+        hub_sources.open_huggingface(name, None, None, "trian", streaming, "text")

@@ -344,3 +344,27 @@ def test_gigatoken_is_pickled_by_its_definition(bpe):
     tokenizer = Gigatoken(without_special_tokens(bpe))
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy.encode(["hello"])[0].tolist() == tokenizer.encode_one("hello").tolist()
+
+
+def test_a_damaged_definition(tmp_path, bpe):
+    for content in ('{"model": 3}', bpe[: len(bpe) // 2], 'x"model"'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        definition = tokenizer_definitions.find_huggingface(str(tmp_path))
+        with pytest.raises(ValueError, match=r"`tokenizers` cannot read the tokenizer.json: .* Download or write it"):
+            text_tokenizers.Tokenizers(definition)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: 'utf-8' codec"):
+        tokenizer_definitions.find_huggingface(str(tmp_path))
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"There is no file '.*tokenizer.json'"):
+        tokenizer_definitions.find_huggingface(str(tmp_path))
+
+
+def test_only_some_special_tokens_are_listed():
+    ranks = {bytes([i]): i for i in range(256)}
+    special = {f"<SPECIAL_{i}>": 256 + i for i in range(900)} | {"</s>": 1156, "<s>": 1157}
+    definition = tokenizer_definitions.from_ranks(ranks, r"\S+|\s+", special)
+    reference = text_tokenizers.Tokenizers(definition)
+    with pytest.raises(ValueError, match=r"no token 'EOS' .* are \['</s>', '<s>', .*\] and 872 more\.$") as found:
+        text_tokenizers.make_text_tokenizer(definition, reference, "EOS", "reference")
+    assert len(str(found.value)) < 1000

@@ -341,7 +341,9 @@ def _parquet_pieces(path: str, text_field: str) -> Iterator[Piece]:
             if text_field not in names:
                 raise ValueError(f"{path}: no column {text_field!r}; set text_field to one of {names}.")
             found = file.schema_arrow.field(text_field).type
-            if not (pyarrow.types.is_string(found) or pyarrow.types.is_large_string(found)):
+            # As columns of categories are written.
+            values = found.value_type if pyarrow.types.is_dictionary(found) else found
+            if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
                 raise ValueError(f"{path}: {text_field!r} is {found}, not text.")
             columns = [i for i in range(len(file.schema)) if file.schema.column(i).path.split(".")[0] == text_field]
             groups: list[int] = []

@@ -371,10 +371,21 @@ def open_for_decoding(definition: bytes | None, about: dict[str, Any]) -> Tokeni
 
 
 def load_definition(definition: str) -> Any:
-    """The tokenizers.Tokenizer of a tokenizer.json, which reads no special tokens in text and neither cuts nor pads."""
+    """The tokenizers.Tokenizer of a tokenizer.json, which reads no special tokens in text and neither cuts nor pads.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(definition)
+    try:
+        tokenizer = Tokenizer.from_str(definition)
+    # It raises no narrower class.
+    except Exception as e:
+        raise ValueError(
+            f"`tokenizers` cannot read the tokenizer.json: {e}. Download or write it again; or, if a newer version of "
+            "`tokenizers` wrote it, install that."
+        ) from e
     tokenizer.no_truncation()
     tokenizer.no_padding()
     # A document that quotes "</s>" does not end there.
@@ -397,7 +408,13 @@ def make_text_tokenizer(
     end = None if end_token is None else decoder.token_to_id(end_token)
     if end_token is not None and end is None:
         special = sorted(token.content for token in decoder.get_added_tokens_decoder().values())
-        raise ValueError(f"The tokenizer has no token {end_token!r} for tokenizer.end_token. It has {special}.")
+        # Mistral's have a thousand, most of them fillers.
+        named = [token for token in special if not token.startswith("<SPECIAL_")]
+        more = f" and {len(special) - 30} more" if len(special) > 30 else ""
+        raise ValueError(
+            f"The tokenizer has no token {end_token!r} for tokenizer.end_token. Its special tokens are "
+            f"{(named + special)[: min(30, len(special))]}{more}."
+        )
     fast = try_gigatoken(definition, reference) if backend != "reference" else None
     why = fast if isinstance(fast, str) else None
     if why is not None and backend == "gigatoken":

@@ -41,11 +41,14 @@ def find_huggingface(name: str) -> str:
     """
     path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
     if not os.path.exists(path):
-        if name.endswith(".json"):
-            raise ValueError(f"There is no file {name!r} in {os.getcwd()}.")
+        if path != name or name.endswith(".json"):
+            raise ValueError(f"There is no file {path!r} in {os.getcwd()}.")
         path = _download(name, ["tokenizer.json"], "a local tokenizer.json")
-    with open(path, encoding="utf-8") as file:
-        definition = file.read()
+    try:
+        with open(path, encoding="utf-8") as file:
+            definition = file.read()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} cannot be read: {e}.") from e
     if '"model"' not in definition:
         raise ValueError(f"{path} is not the tokenizer.json of a tokenizer: it defines no model.")
     return definition
