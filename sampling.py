@@ -225,7 +225,7 @@ def compare(
     mine = own_block(drawn.astype(jnp.int32))
     expected = jnp.argmax(jnp.where(scaled >= lowest_kept(scaled, s), noisy, -jnp.inf), axis=-1)
     error = rounding * jnp.max(jnp.abs(scaled), axis=-1)
-    lowest = lambda sign: lowest_kept(scaled, s, jnp.exp(2 * sign * error)[..., None])[..., 0] - sign * error
+    lowest = lambda sign: lowest_kept(scaled, s, jnp.exp(2 * sign * error)[..., None])[..., 0] - 2 * sign * error
     surely = scaled >= lowest(-1)[..., None]
     excess = jnp.max(jnp.where(surely, noisy, -jnp.inf), axis=-1) - pick(noisy, mine)
     excess = jnp.where(pick(scaled, mine) >= lowest(1), jnp.maximum(excess, 0), jnp.inf)
