@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tools.compare_page import write
 from tools.compare_runs import Comparison, Run, compare, find_runs, name_of, read_run, remarks
+from tools.program import run_program
 
 
 @dataclass
@@ -127,9 +125,7 @@ def run(config: Config, console: Console | None = None) -> None:
 
 
 def main() -> None:
-    ConfigStore.instance().store("compare_schema", Config)
-    program = hydra.main(version_base=None, config_path="configs", config_name="compare")
-    program(lambda config: run(OmegaConf.to_object(config)))()
+    run_program("compare", Config, run)
 
 
 if __name__ == "__main__":
