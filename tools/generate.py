@@ -1,0 +1,284 @@
+"""Text from a checkpoint.
+
+    python -m tools.generate run=runs/<name> prompt="Once upon a time" max_tokens=200 temperature=0.8 top_k=50
+    python -m tools.generate run=runs/<name> prompts_file=prompts.txt samples=4 output=texts.jsonl
+    python -m tools.generate run=runs/<name> step=500 prompt_ids=[5,8,13] mesh.t=2 check=true
+
+The weights are sharded as in training, on any mesh. docs/sampling.md tells how it works.
+"""
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+from rich.console import Console
+from rich.text import Text
+
+import configuration
+from jax_extra import make_mesh
+from sampling import Sampler, Settings, check_ids
+from shardlib.shardtypes import make_shardings
+from tools.program import run_program
+from tools.text_codec import TextCodec, codec_by_name, codec_of_data, codec_of_dataset
+from training_io import Checkpointer, find_checkpoint
+from weights import shapes_of
+
+
+@dataclass
+class MeshChoice:
+    r: int | None = None
+    d: int | None = None
+    t: int | None = None
+
+
+@dataclass
+class Config:
+    run: str = MISSING
+    """Directory of a run, or of one of its checkpoints."""
+    step: int | None = None
+    """Which of its checkpoints; null for the last."""
+    prompt: str | None = None
+    """What to continue, exactly as it stands behind `prompt=`; empty: a document from its beginning."""
+    prompts: list[str] = field(default_factory=list)
+    """Several of them."""
+    prompts_file: str | None = None
+    """A file with a prompt in each line."""
+    prompt_ids: list[int] | None = None
+    """A prompt in token ids."""
+    samples: int = 1
+    """Texts for each prompt, at least 1."""
+    max_tokens: int = 200
+    """Tokens to add to a prompt, at most; at least 1."""
+    temperature: float = 1.0
+    """What logits are divided by, at least 0; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Draw only from the likeliest this many tokens, at least 1; null: all."""
+    top_p: float = 1.0
+    """Draw only from the likeliest tokens that together have this probability, in (0, 1]."""
+    seed: int = 0
+    """In [0, 2**63). A text depends on it and on its place among the texts, not on batch or mesh, up to rounding."""
+    stop: list[str] | None = None
+    """Tokens that end a text. Null: the one that ends the documents of the run's data, if any; [] for none."""
+    context: int | None = None
+    """Tokens that the next one can see, bos included; at least 2. Null: training.seq_len. A text that outgrows it goes
+    on with the last half of it."""
+    batch: int = 64
+    """Texts at once, at least 1; rounded up to a multiple of the devices."""
+    mesh: MeshChoice = field(default_factory=MeshChoice)
+    """Devices along r, d and t; -1, for one of them, takes what is left. Null: the run's if it fits, else all on d."""
+    gather_weights: str | None = None
+    """layer: each token gathers each layer's weights where they are used. step: all of them stay gathered for a while,
+    which is faster where they fit on a device. Null: as in training."""
+    check: bool = False
+    """Draw all tokens again from training's forward pass, without a cache, and compare."""
+    output: str | None = None
+    """A file for the texts, one JSON object in a line."""
+    data: str | None = None
+    """The run's dataset, where it has moved: its tokenizer is used."""
+    tokenizer: str | None = None
+    """The tokenizer, where the data names none: `bytes`, `tiktoken:<encoding>`, `mistral:<file>`, or a name on the
+    Hugging Face hub, a tokenizer.json, or a directory that holds one."""
+
+
+# ---- what to run --------------------------------------------------------------------------------------------------
+
+
+def config_of(saved: dict[str, Any]) -> configuration.Config:
+    """The configuration in a checkpoint, typed."""
+    configuration.register_schema()
+    schema = ConfigStore.instance().load("config_schema.yaml").node
+    return configuration.to_config(OmegaConf.merge(schema, configuration.with_defaults(saved)))
+
+
+def mesh_for(choice: MeshChoice, c: configuration.Config) -> jax.sharding.Mesh:
+    """Raises ValueError if it does not fit the devices, or the model does not fit it."""
+    devices, chosen = jax.devices(), dataclasses.asdict(choice)
+    if any(size is not None for size in chosen.values()):
+        sizes = {"r": 1, "t": 1} | {axis: size for axis, size in chosen.items() if size is not None}
+        mesh = make_mesh(sizes["r"], sizes.get("d", -1), sizes["t"], devices)
+    else:
+        try:
+            mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, devices)
+        except ValueError:
+            mesh = make_mesh(1, -1, 1, devices)
+    # Only what shards the model counts here: there are no rows of a training batch.
+    rows = dataclasses.replace(c.training, batch_size=mesh.size, seq_len=mesh.size, microbatches=1)
+    configuration.check_divides(dataclasses.replace(c, training=rows), mesh.shape)
+    return mesh
+
+
+def open_codec(config: Config, c: configuration.Config) -> TextCodec:
+    if config.tokenizer is not None:
+        return codec_by_name(config.tokenizer)
+    if config.data is not None:
+        return codec_of_dataset(config.data)
+    return codec_of_data(c.data)
+
+
+def read_prompts(config: Config) -> list[str]:
+    """The prompts as texts; none if there is prompt_ids. Raises ValueError unless they are given in one way."""
+    given = [
+        name for name in ("prompt", "prompts", "prompts_file", "prompt_ids") if getattr(config, name) not in (None, [])
+    ]
+    if len(given) != 1 and not (config.prompt_ids == [] and not given):
+        found = " and ".join(given) or "none of them"
+        raise ValueError(f"give one of prompt, prompts, prompts_file and prompt_ids; {found} is given.")
+    if config.prompts_file is not None:
+        if not Path(config.prompts_file).is_file():
+            raise ValueError(f"prompts_file: there is no file {config.prompts_file}.")
+        return Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
+    return config.prompts if config.prompts else [] if config.prompt is None else [config.prompt]
+
+
+def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
+    if config.stop is None:
+        return () if codec.end is None else (codec.end,)
+    return tuple(codec.id_of(token) for token in config.stop)
+
+
+def restore_weights(checkpoints: Checkpointer, step: int, c: configuration.Config) -> Any:
+    """The weights alone of a checkpoint, sharded as in training on the mesh in force."""
+    table = configuration.model_of(c.model.module).weight_table(c.model)
+    shapes = shapes_of(table)
+    sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    like = jax.tree.map(sharded, shapes, make_shardings(type(table), like=shapes))
+    return checkpoints.restore(step, {"weights": like}, part="weights/")["weights"]
+
+
+# ---- texts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Generated:
+    """One text, as `output` has it."""
+
+    prompt: str
+    sample: int
+    """Which one of the prompt's texts."""
+    text: str
+    """What was added to the prompt, without the stop token."""
+    ended: bool
+    """Whether by a stop token."""
+    prompt_ids: list[int]
+    ids: list[int]
+    """The tokens added, the stop token included."""
+
+
+def show(console: Console, result: Generated) -> None:
+    """The text, its prompt in bold; where there are no letters in bold, up to the sign ▸."""
+    how = "ended" if result.ended else "cut"
+    console.rule(f"sample {result.sample}: {len(result.ids)} tokens, {how}", align="left", style="dim")
+    console.print(Text.assemble((result.prompt, "bold"), ("▸", "dim"), result.text), soft_wrap=True)
+
+
+def generate(config: Config, console: Console | None = None) -> list[Generated]:
+    """Prints and gives back the texts that `config` asks for.
+
+    Raises:
+        ValueError: a setting out of range or contradicting another; a run, checkpoint or tokenizer that is missing.
+    """
+    console = console or Console()
+    for name in ("samples", "batch"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1.")
+    texts = read_prompts(config)
+    if not Path(config.run).is_dir():
+        raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
+    checkpoints, step = find_checkpoint(config.run, config.step)
+    with checkpoints:
+        c = config_of(checkpoints.metadata(step)["config"])
+        if config.gather_weights is not None:
+            c.training.gather_weights = config.gather_weights
+            configuration.check_config(c)
+        # Ids need no tokenizer: without one they come out as numbers.
+        named = config.tokenizer or config.data
+        codec = TextCodec() if config.prompt_ids is not None and not named else open_codec(config, c)
+        prompts = [codec.encode(text) for text in texts]
+        if config.prompt_ids is not None:
+            check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
+            prompts, texts = [config.prompt_ids], [codec.decode(config.prompt_ids)]
+        settings = Settings(
+            config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed, stop_ids(config, codec)
+        )
+        with jax.set_mesh(mesh_for(config.mesh, c)):
+            context = c.training.seq_len if config.context is None else config.context
+            sampler = Sampler(c, settings, context, config.batch)
+            weights = restore_weights(checkpoints, step, c)
+            repeated = [prompt for prompt in prompts for _ in range(config.samples)]
+            drawn = sampler.generate(weights, repeated)
+            results = [
+                _result(codec, texts[i // config.samples], repeated[i], i % config.samples, ids, settings.stop)
+                for i, ids in enumerate(drawn)
+            ]
+            for result in results:
+                show(console, result)
+            mesh = dict(jax.sharding.get_mesh().shape)
+            say = lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True)
+            speed = sampler.speed
+            say(
+                f"{speed.tokens:,} tokens of {len(drawn)} texts in {speed.seconds:.2f} s: "
+                f"{speed.tokens / speed.seconds:,.0f} tokens/s, after {speed.compile_seconds:.1f} s of compilation; "
+                f"step {step}, mesh {mesh}, {c.training.compute_dtype}"
+            )
+            if config.output is not None:
+                _write(config.output, results)
+            if config.check:
+                found = sampler.check(weights, repeated, drawn)
+                say(
+                    f"checked: without a cache, {found.tokens:,} tokens are the same, but for {found.ties} near ties "
+                    f"(at most {found.largest:.2f} of what rounding explains)"
+                )
+    return results
+
+
+def _result(
+    codec: TextCodec, text: str, prompt: Sequence[int], sample: int, ids: list[int], stop: Sequence[int]
+) -> Generated:
+    ended = ids[-1] in stop
+    added = codec.continuation(prompt, ids[:-1] if ended else ids)
+    return Generated(text, sample, added, ended, list(prompt), ids)
+
+
+def _write(path: str, results: list[Generated]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(dataclasses.asdict(result), ensure_ascii=False) + "\n" for result in results)
+
+
+# ---- main ---------------------------------------------------------------------------------------------------------
+
+
+def quote_text(argument: str) -> str:
+    """An argument of the command line as Hydra's grammar wants it: `prompt=Hello, "you"` is that text, sign by sign.
+
+    What is in quotes from end to end stays Hydra's, and so do lists and null for `stop`.
+    """
+    name, equals, value = argument.partition("=")
+    is_hydras = re.fullmatch(r"""(?s)(['"])(\\.|(?!\1|\\).)*\1""", value) is not None
+    is_hydras |= name == "stop" and (value.startswith("[") or value == "null")
+    if name not in ("prompt", "stop") or not equals or is_hydras:
+        return argument
+    # Hydra takes a backslash for itself, but before a quote or at the end.
+    value = re.sub(r"""(\\*)("|\Z)""", lambda m: m[1] * 2 + (rf"\{m[2]}" if m[2] else ""), value).replace("${", r"\${")
+    return f'{name}=["{value}"]' if name == "stop" else f'{name}="{value}"'
+
+
+def run(config: Config) -> None:
+    generate(config)
+
+
+def main() -> None:
+    sys.argv[1:] = map(quote_text, sys.argv[1:])
+    run_program("generate", Config, run)
+
+
+if __name__ == "__main__":
+    main()
