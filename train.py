@@ -522,14 +522,13 @@ def train(c: Config, directory: Path) -> str | None:
         peak = training_io.peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
         model = f"{sum(x.size for x in jax.tree.leaves(state.weights)):,} parameters, {t.compute_dtype} compute"
         training_io.say_start(directory, start, mesh, model, c.data, loader, steps)
-        evaluate = lambda weights: training_io.evaluate(evaluation_step, weights, validation, t.eval_batches)
-
         speed = {"tokens_per_step": loader.tokens_per_batch, "flops": flops, "peak": peak}
         log = training_io.RunLog(directory, total_steps=steps, start_step=start, print_every=t.log_interval, **speed)
         cleanup.enter_context(log)
+        evaluation = lambda weights: training_io.evaluate(evaluation_step, weights, validation, t.eval_batches)
         if start >= steps:
             if validation and not training_io.has_event(directory, start - 1, "validation"):
-                log.log_event(start - 1, "validation", evaluate(state.weights))
+                log.log_event(start - 1, "validation", functools.partial(evaluation, state.weights))
             say(f"{start} steps are done already, of {steps}; to go on, train for longer (training.steps).")
             return
         if jax.process_index() == 0:
@@ -563,7 +562,7 @@ def train(c: Config, directory: Path) -> str | None:
                 metadata = {"config": dataclasses.asdict(c), "loader": loader.state(step + 1)}
                 checkpoints.save(step + 1, state, metadata)
             if validation and (step + 1 == steps or (t.eval_interval and (step + 1) % t.eval_interval == 0)):
-                log.log_event(step, "validation", evaluate(state.weights))
+                log.log_event(step, "validation", functools.partial(evaluation, state.weights))
             if graph and (step - start == 4 or step + 1 == steps) and rendering is None:
                 rendering = training_io.start_rendering(graph)
             if stop.signal_name and step + 1 < steps:

@@ -114,6 +114,23 @@ def test_events_are_told_apart(tmp_path):
     assert "step 1  validation  loss 1.25  tokens 640  of tiny\n" in output.getvalue()
 
 
+def test_an_events_time_is_not_that_of_the_step_before(tmp_path):
+    """What computes the event's values runs when the step before is written, as an evaluation must."""
+
+    def slow():
+        time.sleep(0.3)
+        return {"loss": 1.0}
+
+    with run_log(tmp_path) as log:
+        log.log(0, metrics(1.0))
+        log.log(1, metrics(1.0))
+        log.log_event(1, "validation", slow)
+        log.log(2, metrics(1.0))
+    steps = {line["step"]: line for line in read(tmp_path) if "event" not in line}
+    assert steps[1]["seconds"] < 0.25
+    assert steps[2]["seconds"] < 0.25
+
+
 def test_an_events_time_is_not_the_next_steps(tmp_path):
     with run_log(tmp_path) as log:
         log.log(0, metrics(2.0))

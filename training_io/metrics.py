@@ -5,7 +5,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +119,22 @@ class RunLog:
         if step == self._total_steps - 1:
             self._write_pending()  # no step follows that would have to be dispatched first
 
-    def log_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
+    def flush(self) -> None:
+        """Reads the last step's metrics, and so waits for the devices; what follows is not part of that step's time."""
+        self._write_pending()
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         """Writes and prints something that happened once, such as a validation, after step `step`.
 
         Reads the last step's metrics first, and so waits for the devices.
 
         Args:
             event: its name, such as "validation".
-            values: scalars, strings, or anything JSON can hold, by name.
+            values: scalars, strings, or anything JSON can hold, by name; or what computes them, in time that is then
+                counted for no step.
         """
-        self._write_pending()
-        values = _fetch(values)
+        self.flush()
+        values = _fetch(values() if callable(values) else values)
         self._write_line({"step": step, "event": event} | values)
         self._print(f"step {step + 1}  {event}  " + "  ".join(_text(name, value) for name, value in values.items()))
         if event == "validation":

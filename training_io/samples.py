@@ -60,6 +60,7 @@ class TrainingSamples:
         was_there, self._is_there = self._is_there, False
         if was_there or (done % self._interval and done != self._steps):
             return
+        self._log.flush()
         drawn = self._sampler.generate(weights, self._prompts)
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
