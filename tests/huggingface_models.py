@@ -1,0 +1,82 @@
+"""Small models that transformers can express, their checkpoints, and rows of whole documents to compare logits on."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import tiny
+
+import train
+import training_io
+from configuration import RopeScaling, model_of
+from input_loader import TokenBatch
+from shardlib.shardtypes import f32
+
+LENGTH = 96
+LLAMA3 = RopeScaling(kind="llama3", factor=4.0, original_length=64, low_frequency_factor=1.0, high_frequency_factor=4.0)
+"""With a base of 100 and heads of 8: a wavelength that is kept, two that are interpolated, and one that is stretched,
+on documents longer than original_length."""
+CASES = {
+    "multi-head": {"n_q_per_kv": 1},
+    "grouped": {},
+    "tied": {"tied_embeddings": True},
+    "linear": {"rope_scaling": RopeScaling(kind="linear", factor=4.0)},
+    "llama3": {"rope_scaling": LLAMA3},
+    "qk_norm": {"qk_norm": True, "norm_epsilon": 1e-3},
+    "qk_norm tied llama3": {"qk_norm": True, "tied_embeddings": True, "rope_scaling": LLAMA3},
+}
+
+
+def model(case: str, **changes) -> train.ModelConfig:
+    """bos_id is not 0, and heads·d_head not d_model, so that neither is taken for granted."""
+    return tiny.model(**{"d_head": 8, "rope_base": 100.0, "bos_id": 3} | CASES[case] | changes)
+
+
+def weights(c: train.ModelConfig, seed: int = 7) -> train.Transformer:
+    """Weights on the mesh in force, drawn without the time to compile that; the norms' differ from one."""
+    rng = np.random.default_rng(seed)
+    draw = lambda weight: rng.normal(weight.mean, weight.std or 0.3, weight.shape).astype(np.float32)
+    table = model_of(c.module).weight_table(c)
+    return tiny.place(jax.tree.map(draw, table), type(table))
+
+
+def settings(c: train.ModelConfig, filespec: str = "unused", **training):
+    config = tiny.config(c, **training)
+    config.training.seq_len = LENGTH
+    config.data.filespec = filespec
+    return config
+
+
+def save(directory, w: train.Transformer, c: train.ModelConfig, step: int = 5, filespec: str = "unused") -> str:
+    """A run's directory with a checkpoint of these weights, as train.py writes it."""
+    metadata = {"config": dataclasses.asdict(settings(c, filespec)), "loader": {}}
+    with training_io.Checkpointer(directory / "checkpoints") as checkpoints:
+        checkpoints.save(step, train.State(w, w, w), metadata)
+    return str(directory)
+
+
+def rows(c: train.ModelConfig, seed: int = 0) -> TokenBatch:
+    """Each row is one document."""
+    is_start = np.zeros((tiny.BATCH, LENGTH), bool)
+    is_start[:, 0] = True
+    targets = np.random.default_rng(seed).integers(0, c.vocab, is_start.shape).astype(np.uint32)
+    return TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=np.ones_like(is_start))
+
+
+def logits_of(c: train.ModelConfig):
+    """A function from weights and a batch to our logits, on the mesh in force."""
+
+    def compute(w: train.Transformer, batch: TokenBatch) -> f32["B/r/d L V/t"]:
+        return train.batch_logits(train.copies_for_step(w, c), batch, c)
+
+    compiled = tiny.per_device(compute)
+    return lambda w, batch: np.asarray(compiled(w, tiny.place(batch, TokenBatch)))
+
+
+def their_logits(llama, batch: TokenBatch, bos_id: int) -> np.ndarray:
+    """Those of a model of transformers, from plain rows of ids that begin with bos_id."""
+    import torch
+
+    inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)), constant_values=bos_id).astype(np.int64)
+    with torch.no_grad():
+        return llama(input_ids=torch.tensor(inputs), use_cache=False).logits.numpy()
