@@ -161,6 +161,13 @@ def test_a_store_that_does_not_answer(monkeypatch):
     with pytest.raises(ValueError, match=r"memory://d/train cannot be reached: go away. Check the address"):
         open_reader("memory://d", "train")
 
+    def refuse_at_once(*_: object, **__: object) -> None:
+        raise ConnectionRefusedError("go away")
+
+    monkeypatch.setattr(flat_tokens_fsspec.FsspecStore, "from_url", refuse_at_once)
+    with pytest.raises(ValueError, match=r"ftp://host/d/train cannot be reached: go away. Check the address"):
+        open_reader("ftp://host/d", "train")
+
 
 DAMAGES = {"missing": Path.unlink, "truncated": truncate, "index": spoil_index}
 
