@@ -1,14 +1,14 @@
 """Muon for the matrices of any model, beside AdamW, which train.py spells out.
 
 Muon's update of a matrix is its momentum, orthogonalized by Newton-Schulz, which needs the whole matrix, while a device
-holds a block of each matrix of a stack. So the stack is dealt out, one all_to_all for each axis, here of w_up:
+holds a block of each matrix of a stack. So the stack is dealt out, one all_to_all for each axis, here of w_down:
 
-    'layers M/d F/t -> layers/d M F/t'      each device of d now has fewer layers, of these the whole of M
-    'layers/d M F/t -> layers/t/d M F'      each device of t and d has whole matrices, and others than its neighbours
+    'dealt stack F/t M/d -> dealt stack/d F/t M'      each device of d then has some of the layers, of these all of M
+    'dealt/d stack F/t M -> dealt/d stack/t F M'      each device of t then has some of those, whole
 
-Every device orthogonalizes its own matrices without communication, and two all_to_all the other way bring the blocks
-back. Each matrix is orthogonalized once among the devices of d and t; replicas (r) all do the same. docs/optimizers.md
-has bytes and FLOPs.
+`dealt` counts the devices that have different layers already. Each orthogonalizes its own without communication, and
+two all_to_all the other way bring the blocks back. Each matrix is orthogonalized once among the devices of d and t;
+replicas (r) all do the same. docs/optimizers.md has bytes and FLOPs.
 """
 
 import dataclasses
@@ -148,8 +148,8 @@ def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], dealt: tuple[str, ...
     axis, count = axes[-1], len(x)
     without = tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in dims)
     # A dim of its own stands for the devices that have different matrices, with one entry on each of them.
-    own = Dim("dealt", dealt)
-    blocks, whole = (" ".join(map(str, (own, *rest))) for rest in (("stack", *dims), (Dim("stack", (axis,)), *without)))
+    own, spec = Dim("dealt", dealt), lambda *dims: " ".join(map(str, dims))
+    blocks, whole = spec(own, "stack", *dims), spec(own, f"stack/{axis}", *without)
     x = jnp.pad(x, [(0, -count % shardops.axis_size(axis)), *[(0, 0)] * len(dims)])
     x = shardops.all_to_all(f"{blocks} -> {whole}", x[None])[0]
     x = on_whole_matrices(fn, without, sort_axes((*dealt, axis)), x)
