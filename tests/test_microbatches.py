@@ -15,7 +15,7 @@ MESH = "r=2 d=2 t=2"
 
 
 def loss_and_gradients(batch: TokenBatch, **training):
-    c = tiny.config(**training)
+    c = tiny.config(tiny.model(qk_norm=True), **training)
 
     def per_device(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
         return train.loss_and_gradients(w, batch, c)

@@ -1,4 +1,4 @@
-"""The model against transformers' Llama, and what each position may depend on."""
+"""The model against transformers' Llama; with QK-norm, against its Qwen3."""
 
 import jax
 import numpy as np
@@ -35,12 +35,15 @@ def to_llama(w: train.Transformer) -> dict:
             "mlp.up_proj": layer.w_up.T,
             "mlp.down_proj": layer.w_down.T,
         }
+        if layer.q_norm is not None:
+            named |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
         state |= {f"model.layers.{i}.{name}.weight": value.contiguous() for name, value in named.items()}
     return state
 
 
 def llama(w: train.Transformer, c: train.ModelConfig):
-    config = transformers.LlamaConfig(
+    kind = transformers.Qwen3Config if c.qk_norm else transformers.LlamaConfig
+    config = kind(
         vocab_size=c.vocab,
         hidden_size=c.d_model,
         intermediate_size=c.d_ff,
@@ -53,7 +56,7 @@ def llama(w: train.Transformer, c: train.ModelConfig):
         tie_word_embeddings=c.tied_embeddings,
         attn_implementation="eager",
     )
-    model = transformers.LlamaForCausalLM(config)
+    model = (transformers.Qwen3ForCausalLM if c.qk_norm else transformers.LlamaForCausalLM)(config)
     model.load_state_dict(to_llama(w), strict=True)
     return model
 
@@ -71,30 +74,35 @@ def llama_logits(model, batch: TokenBatch):
 def losses_and_grads(w, batch, c, z_loss=0.0):
     """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
 
-    def logits(w: train.Transformer, batch: TokenBatch) -> f32["B/r/d L V/t"]:
-        return train.batch_logits(train.copies_for_step(w, c), batch, c)
-
-    def loss_and_grads(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
+    def everything(w: train.Transformer, batch: TokenBatch) -> tuple[f32["B/r/d L V/t"], f32[""], train.Transformer]:
         settings = tiny.config(c)
         settings.optimizer.z_loss = z_loss
-        return train.loss_and_gradients(w, batch, settings)
+        logits = train.batch_logits(train.copies_for_step(w, c), batch, c)
+        return logits, *train.loss_and_gradients(w, batch, settings)
 
-    batch = tiny.place(batch, TokenBatch)
-    loss, grads = tiny.per_device(loss_and_grads)(w, batch)
-    return jax.tree.map(np.asarray, (tiny.per_device(logits)(w, batch), loss, grads))
+    return jax.tree.map(np.asarray, tiny.per_device(everything)(w, tiny.place(batch, TokenBatch)))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "tied", "z_loss"),
-    [*((name, False, 0.0) for name in tiny.MESHES), ("r=2 d=2 t=2", True, 0.0), ("d=4 t=2", False, 0.01)],
+    ("mesh", "changes", "z_loss"),
+    [
+        *((name, {}, 0.0) for name in tiny.MESHES),
+        ("r=2 d=2 t=2", {"tied_embeddings": True}, 0.0),
+        ("d=4 t=2", {}, 0.01),
+        ("r=2 d=2 t=2", {"qk_norm": True}, 0.0),
+        ("d=4 t=2", {"logit_softcap": 0.5}, 0.0),
+    ],
 )
-def test_logits_loss_and_gradients_equal_llama(mesh, tied, z_loss):
-    c, batch = tiny.model(tied_embeddings=tied), tiny.host_batch()
+def test_logits_loss_and_gradients_equal_llama(mesh, changes, z_loss):
+    c, batch = tiny.model(**changes), tiny.host_batch()
     with jax.set_mesh(tiny.mesh(mesh)):
         w = tiny.weights(c)
         logits, loss, grads = losses_and_grads(w, batch, c, z_loss)
     model = llama(w, c)
     expected = llama_logits(model, batch)
+    if c.logit_softcap is not None:
+        assert expected.abs().max() > c.logit_softcap, "the cap is felt"
+        expected = c.logit_softcap * torch.tanh(expected / c.logit_softcap)
     flat = expected.flatten(0, 1)
     targets = torch.tensor(batch.targets.astype(np.int64)).flatten()
     losses = torch.nn.functional.cross_entropy(flat, targets, reduction="none")

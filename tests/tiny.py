@@ -72,9 +72,10 @@ def weights(c: train.ModelConfig) -> train.Transformer:
     w = jax.jit(lambda key: initialize(train.weight_table(c), key))(jax.random.key(7))
     wobble = lambda x: x * (1 + 0.1 * np.cos(np.arange(x.size).reshape(x.shape)).astype(np.float32))
     w.final_norm = jax.device_put(wobble(np.asarray(w.final_norm)), w.final_norm.sharding)
-    for name in ("attention_norm", "mlp_norm"):
+    for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm"):
         norm = getattr(w.layers, name)
-        setattr(w.layers, name, jax.device_put(wobble(np.asarray(norm)), norm.sharding))
+        if norm is not None:
+            setattr(w.layers, name, jax.device_put(wobble(np.asarray(norm)), norm.sharding))
     return w
 
 
