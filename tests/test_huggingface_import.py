@@ -15,6 +15,7 @@ import pytest
 import tiny
 import yaml
 import zarr
+from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
 import configuration
@@ -397,10 +398,15 @@ def test_resuming_may_leave_the_source_out_but_not_change_it():
     assert differences(other) == ["training.init_from: checkpoint has 'runs/a', this run has 'runs/b'"]
 
 
-def test_the_metadata_names_the_model(exported, tmp_path):
-    """What yaml and manifest say is the same."""
+def test_the_checkpoint_is_one_of_a_whole_run(exported, tmp_path):
+    """Programs that read a run's configuration from its checkpoint can read this one's; yaml and manifest agree."""
     _, c, directory = exported()
     run(directory, tmp_path / "imported")
     checkpoint = zarr.open_group(tmp_path / "imported/checkpoints/0000000000", mode="r")
     written = yaml.safe_load((tmp_path / "imported/model/imported.yaml").read_text())
-    assert checkpoint.attrs["metadata"]["config"]["model"] == written == dataclasses.asdict(c)
+    saved = checkpoint.attrs["metadata"]["config"]
+    assert saved["model"] == written == dataclasses.asdict(c)
+    complete = OmegaConf.merge(OmegaConf.structured(configuration.Config), configuration.with_defaults(saved))
+    settings = configuration.to_config(complete)
+    assert settings.model == c
+    assert settings.training.seq_len == models.LENGTH  # of the run that was exported

@@ -21,16 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hydra
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from configuration import check_choice, model_of, with_defaults
 from tools.huggingface_llama import mapping_of
 from tools.huggingface_tokenizer import find_tokenizer, tokenizer_files
+from tools.program import run_program
 from training_io.checkpoint import named_leaves
 from training_io.host_checkpoint import StoredArray, open_checkpoint
 
@@ -166,9 +165,7 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
 
 
 def main() -> None:
-    ConfigStore.instance().store("checkpoint_to_huggingface_schema", Config)
-    program = hydra.main(version_base=None, config_path="configs", config_name="checkpoint_to_huggingface")
-    program(lambda config: run(OmegaConf.to_object(config)))()
+    run_program("checkpoint_to_huggingface", Config, run)
 
 
 if __name__ == "__main__":

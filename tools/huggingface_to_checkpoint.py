@@ -23,14 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hydra
 import jax
 import numpy as np
-from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from configuration import model_of
 from tools.huggingface_llama import ARCHITECTURES, mapping_of
+from tools.program import run_program
 from training_io.checkpoint import Checkpointer, named_leaves
 from training_io.host_checkpoint import write_checkpoint
 from weights import shapes_of
@@ -161,6 +160,14 @@ def _end_token(tokenizer: Path, ids: Any) -> str:
     return shlex.quote(f'tokenizer.end_token="{ends[0]}"') if ends else "tokenizer.end_token=null"
 
 
+def _untrained(length: int) -> dict:
+    """The other sections of a run's configuration, for programs that read them: of a run that trained for 0 steps."""
+    return {
+        "optimizer": {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"},
+        "training": {"batch_size": 1, "seq_len": length, "steps": 1},
+    }
+
+
 def run(config: Config, say: Callable[[str], None] = print) -> None:
     """Writes the checkpoint that `config` asks for.
 
@@ -197,13 +204,15 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     if has_tokenizer:
         shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
     arrays = named_leaves({"weights": shapes_of(table)})
-    metadata = {"config": {"model": model}, "loader": {}}
+    length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
+    metadata = {"config": {"model": model} | _untrained(length), "loader": {}}
     checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata)
 
     parameters = sum(array.size for array in arrays.values())
     say(f"model      {kind}: {parameters:,} parameters, as model.module={name}")
     say(f"checkpoint {checkpoint}")
     if has_tokenizer:
+        say(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")
         end = _end_token(output / "tokenizer.json", content.get("eos_token_id"))
         say("A dataset with its tokenizer, for example:")
         say(
@@ -218,9 +227,7 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
 
 
 def main() -> None:
-    ConfigStore.instance().store("huggingface_to_checkpoint_schema", Config)
-    program = hydra.main(version_base=None, config_path="configs", config_name="huggingface_to_checkpoint")
-    program(lambda config: run(OmegaConf.to_object(config)))()
+    run_program("huggingface_to_checkpoint", Config, run)
 
 
 if __name__ == "__main__":
