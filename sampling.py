@@ -33,9 +33,9 @@ CHUNK = 32
 """Tokens of each text that are sampled before the host looks at them."""
 SHORTEST = 16
 """Positions of a forward pass over windows, at least; more in powers of two, so that few programs are compiled."""
-ROUNDING = {"bf16": 2**-6, "f32": 1e-4}
-"""How far two logits for one token may be apart that were summed in different orders, as a part of the largest logit of
-their position. Several times what was measured (docs/sampling.md)."""
+ROUNDING = {"bf16": 2**-5, "f32": 1e-4}
+"""How far apart two sums of the same logit may be, taken in different orders, as a part of the largest logit of their
+position: bf16 four times, f32 a hundred times what was measured (docs/sampling.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
