@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -70,15 +71,17 @@ def test_the_last_texts_are_those_of_the_checkpoint(run):
         assert [(text.text, text.ended) for text in found] == [(line["text"], line["ended"]) for line in expected]
 
 
-def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
+def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path, monkeypatch):
     (tmp_path / "samples.jsonl").write_text((run / "samples.jsonl").read_text() + '{"step": 4, "pro')
+    log = SimpleNamespace(log_event=lambda *_: None)
     with jax.set_mesh(tiny.mesh("d=8")):
-        samples = TrainingSamples(settings(tmp_path), tmp_path, start=4, steps=8, log=None)
+        samples = TrainingSamples(settings(tmp_path), tmp_path, start=4, steps=9, log=log)
     assert [line["step"] for line in read(tmp_path / "samples.jsonl")] == [0, 0, 2, 2, 4, 4]
-    samples.after(4, None)  # would need weights
-    samples.after(5, None)
-    with pytest.raises(AttributeError):
-        samples.after(6, None)
+    generate = lambda weights, prompts: [[100]] * len(prompts)
+    monkeypatch.setattr(samples._sampler, "generate", generate)
+    for done in range(4, 10):
+        samples.after(done, None)
+    assert [line["step"] for line in read(tmp_path / "samples.jsonl")] == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 9, 9]
 
 
 def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_path):

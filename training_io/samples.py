@@ -36,7 +36,7 @@ class TrainingSamples:
 
     def __init__(self, c: Config, directory: Path, start: int, steps: int, log: RunLog):
         t = c.training
-        self._interval, self._steps, self._log = t.sample_interval, steps, log
+        self._interval, self._start, self._steps, self._log = t.sample_interval, start, steps, log
         self._codec = codec_of_data(c.data)
         self._texts = list(t.sample_prompts)
         try:
@@ -49,18 +49,19 @@ class TrainingSamples:
         settings = Settings(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
         self._sampler = Sampler(c, settings, context=t.seq_len)
         self._path = directory / "samples.jsonl"
-        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start] if start else []
-        self._is_there = any(json.loads(line)["step"] == start for line in kept)
         if jax.process_index() == 0:
-            self._path.write_text("".join(kept))
+            lines = self._path.read_text().splitlines(keepends=True) if start and self._path.exists() else []
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
+            temporary = self._path.with_name(self._path.name + ".tmp")
+            temporary.write_text("".join(kept))
+            temporary.replace(self._path)
 
     def after(self, done: int, weights: Any) -> None:
-        """Samples with these weights, if it is time after `done` steps and it was not done already."""
-        was_there, self._is_there = self._is_there, False
-        if was_there or (done % self._interval and done != self._steps):
+        """Samples with these weights if it is time for it after `done` steps."""
+        # A run that is resumed after `start` steps had its texts of that step before its checkpoint.
+        is_time = done % self._interval == 0 or done == self._steps
+        if not is_time or done == self._start > 0:
             return
-        self._log.flush()
         drawn = self._sampler.generate(weights, self._prompts)
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
