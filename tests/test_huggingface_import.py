@@ -166,6 +166,7 @@ def test_half_precision_becomes_f32_unchanged(exported, tmp_path):
     tensors = load_file(directory / "model.safetensors")
     half = {name: x.astype(jnp.bfloat16 if "q_proj" in name else np.float16) for name, x in tensors.items()}
     save_file(half, directory / "model.safetensors")
+    assert {x.dtype for x in tool.Tensors(directory).values()} == {np.dtype(np.float32)}
     run(directory, tmp_path / "imported")
     checkpoint = zarr.open_group(tmp_path / "imported/checkpoints/0000000000", mode="r")
     embed, w_q = checkpoint["weights/embed"][...], checkpoint["weights/layers/w_q"][1]
