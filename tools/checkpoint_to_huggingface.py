@@ -8,8 +8,8 @@
 
 A model of train.py becomes a Llama; with QK-norm, a Qwen3. The module of another model (model.module) says itself what
 it becomes, with `to_huggingface`; docs/huggingface.md describes that function. Needs no device, and memory for two
-files of `file_bytes`, whatever the model's size; where a checkpoint's chunks hold several layers, for all layers of one
-weight too. The output is there as a whole or not at all.
+files of `file_bytes`, whatever the model's size; where a checkpoint's chunks hold all layers of a weight, as those of a
+run do, up to 8 GiB of them too, or the largest weight. The output is there as a whole or not at all.
 """
 
 import json

@@ -20,15 +20,12 @@ CHUNK_BYTES = 2**26
 """Of a chunk at most, where one is written here: the least that can be read, so that a process reads little more than
 its own part of the weights."""
 
-
 CACHE_BYTES = 2**33
+"""Of layers kept at most, where chunks hold several; more only if a single array has more."""
 
 
 class Blocks:
-    """What was read of arrays whose chunks hold several layers, the least recently used left out beyond CACHE_BYTES.
-
-    Reading a layer reads and verifies its chunks whole: without this, all the file for each layer in it.
-    """
+    """Layers that were read together, since a chunk can only be read whole; the least recently used go first."""
 
     def __init__(self):
         self._blocks: dict[tuple[str, int], np.ndarray] = {}
