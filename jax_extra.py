@@ -1,20 +1,28 @@
 """Small helpers on top of JAX."""
 
+import contextlib
+import contextvars
+import functools
+import inspect
 import itertools
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 _SAVED = "saved_for_backward"
+_RECORD: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("record", default=None)
 
 
 def save_for_backward(x):
     """Keeps `x`, an array or a pytree of arrays, from the forward pass for the backward pass."""
+    if record := _RECORD.get():
+        caller = inspect.currentframe().f_back
+        record(x, caller.f_code.co_filename, caller.f_lineno)
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _SAVED), x)
 
 
@@ -23,7 +31,32 @@ def explicit_activation_checkpointing(fn):
 
     Everything else is computed again.
     """
-    return jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
+    checkpointed = jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        # What is recorded inside jax.checkpoint could not leave it.
+        return (fn if _RECORD.get() else checkpointed)(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def recording(record: Callable | None) -> Iterator[None]:
+    """Calls record(x, file, line of the call) for each value that `save_for_backward` is given while JAX traces inside.
+
+    For forward passes that tools look into: nothing is checkpointed meanwhile.
+    """
+    token = _RECORD.set(record)
+    try:
+        yield
+    finally:
+        _RECORD.reset(token)
+
+
+def recorder() -> Callable | None:
+    """What `recording` is in force."""
+    return _RECORD.get()
 
 
 def fold_in_str(key: jax.Array, name: str) -> jax.Array:

@@ -1,0 +1,276 @@
+"""One training step of the program to verify on one mesh, with all that is compared between meshes."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import train
+from configuration import COMPUTE_DTYPES, Config
+from input_loader import TokenBatch, make_loader
+from jax_extra import make_mesh, recording
+from shardlib.array_types import ABSENT, arrays_of
+from shardlib.parsing import AXIS_ORDER
+from shardlib.shardtypes import Scope, make_partition_specs, make_shardings
+from tools.verify_names import line_of_field, line_of_function, name_of_site
+from tools.verify_record import Recorder, Site, summed_in_blocks
+
+AXES = ("r", "d", "t")
+"""Of the mesh, major to minor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """What is compared: a value at a `save_for_backward`, the loss, or a part of a weight's gradient or update."""
+
+    kind: str
+    """activation, loss, gradient or update."""
+    name: str
+    layers: tuple[int, ...] = ()
+    file: str = ""
+    line: int = 0
+
+
+@dataclasses.dataclass
+class Inputs:
+    """What every mesh is given: host arrays."""
+
+    state: Any
+    batch: TokenBatch
+    row_seeds: np.ndarray | None
+    step: int
+
+
+@contextlib.contextmanager
+def mesh_of(sizes: Mapping[str, int]) -> Iterator[jax.sharding.Mesh]:
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = make_mesh(*(sizes[axis] for axis in AXES), devices)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def fresh_state(c: Config) -> Any:
+    """The state that a run starts from, on the mesh in force, as host arrays."""
+    state = jax.jit(functools.partial(train.init_state, c=c))(jax.random.key(c.training.seed))
+    return jax.tree.map(np.asarray, state)
+
+
+def loaded_batch(c: Config, step: int) -> TokenBatch:
+    """The batch of `step` on the mesh in force, from the data that `c` names. Raises ValueError if there is none."""
+    if c.data.stream is not None:
+        raise ValueError("a stream would have to be read from its start")
+    t = c.training
+    loader = make_loader(c.data, "train", t.batch_size, t.seq_len, c.model.vocab)
+    return jax.tree.map(np.asarray, loader.load(step))
+
+
+def random_batch(c: Config) -> TokenBatch:
+    """Random tokens, about four documents a row, a tenth of the targets masked."""
+    rng, shape = np.random.default_rng(0), (c.training.batch_size, c.training.seq_len)
+    return TokenBatch(
+        targets=rng.integers(0, c.model.vocab, shape).astype(np.uint32),
+        is_seq_start=rng.random(shape) < 4 / c.training.seq_len,
+        loss_mask=rng.random(shape) < 0.9,
+    )
+
+
+def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
+    """`state`, a fresh one, as it might be after some training, with moments that are not zero, and a batch.
+
+    All biases and gains differ then, and the rate of the step is the highest.
+    """
+    rng, count = np.random.default_rng(1), sum(x.size for x in jax.tree.leaves(state.weights))
+
+    def later(path, x):
+        name, noise = jax.tree_util.keystr(path), rng.standard_normal(x.shape)
+        if name.startswith(".weights"):
+            x = x + 0.1 * (math.sqrt(np.mean(np.square(x))) or 1.0) * noise
+        else:  # of the size that gradients of norm 1 have
+            x = (np.square(noise) + 0.1) / count if "nu" in name else noise / math.sqrt(count)
+        return x.astype(jax.dtypes.canonicalize_dtype(np.float64))
+
+    seeds = rng.integers(0, 2**32, c.training.batch_size, dtype=np.uint32) if getattr(c.model, "dropout", 0) else None
+    return Inputs(jax.tree_util.tree_map_with_path(later, state), batch, seeds, max(1, c.optimizer.warmup_steps))
+
+
+# ---- forward pass and gradients -----------------------------------------------------------------------------------
+
+
+class Probe:
+    """The forward pass and the gradients on the mesh in force, and what was saved for the backward pass."""
+
+    def __init__(self, c: Config):
+        self._config = c
+        self.sites: list[Site] = []
+        self.varying: list[frozenset[str]] = []
+        """Over which axes JAX knows each saved value to differ."""
+
+    def blocks_loss_gradients(self, weights: Any, batch: TokenBatch, row_seeds: Any) -> tuple[list, jax.Array, Any]:
+        """Each saved value as all devices hold it, [r, d, t, *block]; the loss; the gradients. Under jit."""
+        c, rows = self._config, P(("r", "d"))
+
+        def per_device(weights, batch, row_seeds):
+            recorder = Recorder()
+            with recording(recorder):
+                gather = c.training.gather_weights == "step"
+                copies = train.copies_for_step(weights, c.model, gather)
+                train.total_loss(copies, batch, c.model, c.optimizer.z_loss, row_seeds)
+            self.sites = recorder.sites
+            self.varying = [jax.typeof(x).manual_axis_type.varying for x in recorder.values]
+            loss, gradients = train.loss_and_gradients(weights, batch, c, row_seeds)
+            return [_own_block(x) for x in recorder.values], loss, gradients
+
+        specs = make_partition_specs(type(weights), like=weights)
+        batch_specs = make_partition_specs(TokenBatch)
+        with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]):
+            run = jax.shard_map(per_device, in_specs=(specs, batch_specs, rows), out_specs=(P(*AXES), P(), specs))
+            return run(weights, batch, row_seeds)
+
+
+def _own_block(x: jax.Array) -> jax.Array:
+    missing = tuple(axis for axis in AXES if axis not in jax.typeof(x).manual_axis_type.varying)
+    reduced = tuple(axis for axis in missing if axis in jax.typeof(x).manual_axis_type.reduced)
+    for axes in (reduced, tuple(axis for axis in missing if axis not in reduced)):
+        x = lax.pcast(x, axes, to="varying") if axes else x
+    return x[None, None, None]
+
+
+def layouts(c: Config, sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """For each saved value, which of its dims each axis shards: those that shrink where that axis alone has devices.
+
+    `sizes`: devices along each axis, which the model's sizes are divisible by; an axis of 1 shards nothing.
+    """
+    whole = _block_shapes(c, dict.fromkeys(AXES, 1))
+    found: list[dict[str, int]] = [{} for _ in whole]
+    for axis, size in sizes.items():
+        if size > 1:
+            for layout, before, after in zip(
+                found, whole, _block_shapes(c, dict.fromkeys(AXES, 1) | {axis: size}), strict=True
+            ):
+                cut = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+                if len(cut) == 1:
+                    layout[axis] = cut[0]
+    return found
+
+
+def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    with jax.sharding.use_abstract_mesh(abstract):
+        weights = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c)).weights
+        shape = (c.training.batch_size, c.training.seq_len)
+        batch = jax.tree.map(
+            lambda dtype: jax.ShapeDtypeStruct(shape, dtype), TokenBatch(np.uint32, np.bool_, np.bool_)
+        )
+        placed = lambda tree, kind: jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, make_shardings(kind, like=tree)
+        )
+        seeds = jax.ShapeDtypeStruct(shape[:1], np.uint32) if getattr(c.model, "dropout", 0) else None
+        probe = jax.jit(Probe(c).blocks_loss_gradients)
+        blocks, _, _ = jax.eval_shape(probe, placed(weights, type(weights)), placed(batch, TokenBatch), seeds)
+    return [block.shape[len(AXES) :] for block in blocks]
+
+
+class NotTheSame(ValueError):
+    """Devices that should hold the same value do not."""
+
+
+def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozenset[str]) -> np.ndarray:
+    """The array of which `blocks`[r, d, t, *block] are what the devices hold.
+
+    Along an axis that shards no dim, all devices hold the same; or parts of a sum, where JAX lets them differ.
+    Raises NotTheSame if they do, and JAX does not know of it.
+    """
+    axes, summed = list(AXES), blocks
+    for axis in AXES:
+        if axis not in layout:
+            at = axes.index(axis)
+            first = np.take(summed, [0], at)
+            if np.array_equal(np.broadcast_to(first, summed.shape), summed, equal_nan=summed.dtype.kind == "f"):
+                summed = np.take(summed, 0, at)
+            elif axis in varying:
+                summed = np.sum(summed, at)
+            else:
+                raise NotTheSame(f"it should be the same on every device of {axis}, and is not")
+            axes.remove(axis)
+    # Each axis goes to stand before its dim, in the project's one order, and becomes a part of it.
+    for axis in sorted(axes, key=AXIS_ORDER.index, reverse=True):
+        at, dim = axes.index(axis), layout[axis]
+        axes.remove(axis)
+        place = len(axes) + dim
+        summed = np.moveaxis(summed, at, place)
+        shape = summed.shape
+        summed = summed.reshape(*shape[:place], shape[place] * shape[place + 1], *shape[place + 2 :])
+    return summed
+
+
+# ---- all of a step ------------------------------------------------------------------------------------------------
+
+
+def measure(
+    c: Config, inputs: Inputs, layout: list[dict[str, int]] | None = None, blocks: Mapping[str, int] | None = None
+) -> tuple[dict[Tensor, np.ndarray | NotTheSame], set[str]]:
+    """The tensors of one step on the mesh in force, in the program's order, and the dtypes of floats in the program.
+
+    `layout`: as `layouts` gives it; None on one device. `blocks`: as for `summed_in_blocks`.
+    """
+    place = lambda tree, kind: jax.tree.map(jax.device_put, tree, make_shardings(kind, like=tree))
+    old = inputs.state.weights
+    Weights = type(old)
+    batch, state = place(inputs.batch, TokenBatch), place(inputs.state, train.State[Weights])
+    probe = Probe(c)
+    with summed_in_blocks(**(blocks or {})):
+        forward = jax.jit(probe.blocks_loss_gradients).trace(state.weights, batch, inputs.row_seeds)
+        saved, loss, gradients = forward.lower().compile()(state.weights, batch, inputs.row_seeds)
+        step = train.make_training_step(c).trace(state, batch, np.int32(inputs.step))
+        new, metrics = step.lower().compile()(state, batch, np.int32(inputs.step))
+
+    found: dict[Tensor, np.ndarray | NotTheSame] = {}
+    for i, (site, value) in enumerate(zip(probe.sites, saved, strict=True)):
+        name = name_of_site(site)
+        tensor = Tensor("activation", name, site.layers, site.file, site.line)
+        for again in itertools.count(2):  # a line that several values pass
+            if tensor not in found:
+                break
+            tensor = dataclasses.replace(tensor, name=f"{name} {again}")
+        try:
+            found[tensor] = whole_array(np.asarray(value), layout[i] if layout else {}, probe.varying[i])
+        except NotTheSame as error:
+            found[tensor] = error
+    found[Tensor("loss", "loss", (), *line_of_function(train.total_loss))] = np.asarray(loss)
+    # The backward pass finds the gradients of what was used last first.
+    found |= dict(reversed(_by_layer("gradient", "", gradients, old)))
+    for name, value in vars(metrics).items():
+        found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = np.asarray(value)
+    change = jax.tree.map(lambda after, before: np.asarray(after) - before, new.weights, old)
+    found |= dict(_by_layer("update", "", change, old))
+    for part in (field.name for field in dataclasses.fields(new) if field.name != "weights"):
+        found |= dict(_by_layer("moment", f"{part} ", getattr(new, part), old))
+    dtypes = {dtype for traced in (forward, step) for dtype in re.findall(r"\b(b?f\d+)\[", str(traced.jaxpr))}
+    return found, dtypes
+
+
+def _by_layer(kind: str, prefix: str, tree: Any, weights: Any) -> list[tuple[Tensor, np.ndarray]]:
+    """The arrays of `tree`, which is like `weights`, in the order of the forward pass, stacks of layers taken apart."""
+    whole = [
+        (path, array, np.asarray(part))
+        for path, array, part in arrays_of(type(weights), tree)
+        if part is not ABSENT and part is not None
+    ]
+    found = []
+    for stacked, group in itertools.groupby(whole, lambda entry: entry[1].spec.names[:1] == ("layers",)):
+        entries = list(group)
+        for i in range(len(entries[0][2]) if stacked else 1):
+            for path, _, value in entries:
+                tensor = Tensor(kind, prefix + path, (i,) if stacked else (), *line_of_field(weights, path))
+                found.append((tensor, value[i] if stacked else value))
+    return found
