@@ -5,6 +5,7 @@ A field without a default has to be set by the run's configuration.
 
 import dataclasses
 import importlib
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -229,17 +230,40 @@ class Config:
     paths: PathsConfig
 
 
+MODEL_SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded", "check")
+"""What train.py and the tools ask of any ModelConfig."""
+
+
 def model_of(name: str):
-    """The module of this name, with the math of a model. Raises ValueError if there is none."""
+    """The module of this name, with the math of a model. Raises ValueError if there is none, or a part is missing."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise ValueError(f"model.module is {name!r}, and Python finds no module of that name.") from None
+        raise ValueError(
+            f"model.module is {name!r}, and Python finds no module of that name; put {name}.py where you start, or its "
+            "directory into PYTHONPATH."
+        ) from None
     missing = [part for part in ("ModelConfig", "weight_table", "forward") if not hasattr(module, part)]
     if missing:
         raise ValueError(f"model.module is {name!r}, which has no {', '.join(missing)}; see docs/models.md.")
+    if not dataclasses.is_dataclass(module.ModelConfig):
+        raise ValueError(f"model.module is {name!r}, whose ModelConfig is no dataclass; see docs/models.md.")
+    known = {*dir(module.ModelConfig), *(field.name for field in dataclasses.fields(module.ModelConfig))}
+    missing = [part for part in MODEL_SETTINGS if part not in known]
+    if missing:
+        raise ValueError(
+            f"model.module is {name!r}, whose ModelConfig has no {', '.join(missing)}: a field or property each; see "
+            "docs/models.md."
+        )
+    try:
+        inspect.signature(module.forward).bind(*("w", "ids", "positions", "c", "attend", "caches"), row_seeds=None)
+    except TypeError as error:
+        raise ValueError(
+            f"model.module is {name!r}, whose forward does not take (w, ids, positions, c, attend, caches, row_seeds): "
+            f"{error}; see docs/models.md."
+        ) from None
     return module
 
 
@@ -374,7 +398,13 @@ def check_optimizer(c: OptimizerConfig) -> None:
 
 
 def check_divides(c: Config, mesh: Mapping[str, int]) -> None:
-    """Raises ValueError for a size that the axes of the mesh do not divide."""
+    """Raises ValueError for a size that the axes of the mesh do not divide, or a `sharded` that names none."""
+    for name, axes in c.model.sharded.items():
+        if not hasattr(c.model, name) or not set(axes.split("·")) <= set(mesh):
+            raise ValueError(
+                f"the sharded of {c.model.module}.ModelConfig has {name!r}: {axes!r}; it maps names of settings to "
+                "axes of the mesh, with · between them: t, d or t·d."
+            )
     model = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
     if getattr(c.model, "qk_norm", False):
         model["model.d_head"] = "t·d"

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
+from shardlib.array_types import ABSENT, arrays_of, axes_product
 from shardlib.shardtypes import make_shardings
 
 KINDS = ("matrix", "embedding", "unembedding", "vector")
@@ -28,6 +29,9 @@ class Weight:
         mean: at init.
         inputs: of a matrix, or a stack of them, how many of its dims are the product's inputs.
         outputs: how many are its outputs, behind the inputs; the dims before both count matrices (layers).
+
+    Raises:
+        ValueError: another kind.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +40,10 @@ class Weight:
     mean: float = 0.0
     inputs: int = 0
     outputs: int = 0
+
+    def __post_init__(self):
+        if self.kind not in KINDS:  # it would be left out of weight decay and of the count of FLOPs
+            raise ValueError(f"a Weight of kind {self.kind!r}; choose one of {', '.join(KINDS)}.")
 
 
 def matrix(layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...], scale: float = 1.0) -> Weight:
@@ -54,11 +62,40 @@ def shapes_of(table):
     return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), table)
 
 
+def check_table(table) -> None:
+    """Raises ValueError for what is no Weight in `table`, or one whose shape is not that of its type on the mesh."""
+    for leaf in jax.tree.leaves(table):
+        if not isinstance(leaf, Weight):
+            raise ValueError(
+                f"weight_table has a {type(leaf).__name__} where it should have a Weight; "
+                "the class of a group of weights is decorated with @pytree_dataclass."
+            )
+    for path, array, weight in arrays_of(type(table), table):
+        if weight is ABSENT:
+            continue
+        what = f"weight_table: {path.removeprefix('.')}: {array!r}"
+        if missing := {"t", "d"} - array.spec.sharded:
+            raise ValueError(
+                f"{what} is not sharded over {' and '.join(sorted(missing))}; weights and optimizer state are in "
+                "blocks over both t and d, as M/t/d is, and are gathered where they are used."
+            )
+        if len(weight.shape) != len(array.spec.dims):
+            raise ValueError(f"{what} has {len(array.spec.dims)} dims, but the Weight's shape is {weight.shape}.")
+        for dim, size in zip(array.spec.dims, weight.shape, strict=True):
+            if size % axes_product(dim.axes):
+                axes = "·".join(dim.axes)
+                raise ValueError(
+                    f"{what}: {dim.name} is {size}, which {axes} = {axes_product(dim.axes)} devices do not divide. "
+                    "ModelConfig.sharded is there to name the setting that it comes from."
+                )
+
+
 def initialize(table, key: jax.Array):
     """Fresh weights as `table` describes them, generated block by block on the devices that hold them. Under jit.
 
-    The values depend on the key and each weight's name, not on the mesh.
+    The values depend on the key and each weight's name, not on the mesh. Raises ValueError as check_table does.
     """
+    check_table(table)
 
     def array(path, weight: Weight, sharding) -> jax.Array:
         if not weight.std:
