@@ -47,3 +47,22 @@ def test_of_several_jobs_too(tmp_path):
     assert "Error: shard is '2/2'; it must be i/n" in done.stderr
     assert "Traceback" not in done.stderr
     assert "x.zarr.shards/0-of-2/train: 1 tokens" in done.stdout
+
+
+def test_libraries_show_their_warnings_alone(tmp_path):
+    program = tmp_path / "tools" / "speak.py"
+    program.parent.mkdir()
+    (tmp_path / "tools" / "configs").symlink_to(ROOT / "tools" / "configs")
+    program.write_text(
+        "import logging\n"
+        "from tools.inspect_data import Config\n"
+        "from tools.program import run_program\n"
+        "def run(config):\n"
+        "    logging.getLogger('library').info('a detail')\n"
+        "    logging.getLogger('library').warning('a warning')\n"
+        "run_program('inspect_data', Config, run)\n"
+    )
+    command = [sys.executable, str(program), "filespec=x"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("", "a warning\n")
