@@ -4,5 +4,8 @@ import os
 
 # Both are read when jax is imported, which happens after this file. The device count holds for the CPU alone, so
 # the CPU is the platform unless one is asked for, e.g. with JAX_PLATFORMS=cuda.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Without LLVM's optimizations: they take most of the time of tests that compile much and compute little. XLA's own, of
+# which tests read the results, stay.
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -59,10 +59,6 @@ def random_array(t, seed: int) -> np.ndarray:
 ids = i32["B/d L"]
 
 
-# Most of the time of these tests would go into optimizing programs that run once.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def typed_body(body: Callable, operands, result):
     """`body` under typed_shard_map, with these types on its arguments and result."""
 
@@ -82,13 +78,13 @@ def value_and_gradients(fn, operands, gradients: bool):
     arrays = [random_array(t, seed) for seed, t in enumerate(operands)]
     floats = tuple(i for i, t in enumerate(operands) if t.dtype == "f32")
     if not gradients:
-        return [jit(fn)(*arrays)]
+        return [jax.jit(fn)(*arrays)]
 
     def weighted(*args):
         out = fn(*args)
         return jnp.sum(out * np.cos(np.arange(out.size, dtype=np.float32)).reshape(out.shape)), out
 
-    (_, out), grads = jit(jax.value_and_grad(weighted, argnums=floats, has_aux=True))(*arrays)
+    (_, out), grads = jax.jit(jax.value_and_grad(weighted, argnums=floats, has_aux=True))(*arrays)
     return [out, *grads]
 
 
@@ -530,7 +526,7 @@ def test_the_gradient_of_a_copy_is_reduced_where_it_was_made_not_in_the_loop():
 
         product = lambda x, w: einsum_unreduced("B/d M, M -> B/d M", x, w)
         fn = typed_body(body, (f32["B/d M"], f32["layers M"]), f32["layers M"])
-        text = jax.jit(fn).lower(np.ones((8, 16), np.float32), np.ones((3, 16), np.float32)).compile().as_text()
+        text = jax.jax.jit(fn).lower(np.ones((8, 16), np.float32), np.ones((3, 16), np.float32)).compile().as_text()
         entry = text[text.index("\nENTRY ") :]
         return len(re.findall(r" all-reduce(?:-start)?\(", entry)), len(re.findall(r" all-reduce(?:-start)?\(", text))
 

@@ -14,9 +14,14 @@ import numpy as np
 import pytest
 import tiny
 import zarr
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
+import configuration
 import train
 from input_loader import TokenBatch
+from jax_extra import make_mesh
 from shardlib.shardtypes import f32
 from weights import initialize
 
@@ -227,37 +232,81 @@ def start(devices: int, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(program, cwd=ROOT, env=os.environ | flags, **pipes)
 
 
+def configure(*arguments: str) -> None:
+    """What the program does with its settings before it has devices, and the check of sizes on d=4 t=2."""
+    configuration.register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        c = configuration.to_config(compose("local_test_synthetic", overrides=list(arguments)))
+    configuration.check_booleans(arguments, OmegaConf.structured(c))
+    make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices())
+    configuration.check_divides(c, {"r": 1, "d": 4, "t": 2})
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("argument", "message"),
     [
-        (["training.stepz=3"], "training.stepz"),
+        ("training.stepz=3", "training.stepz"),
         (
-            ["training.steps=3.5"],
+            "training.steps=3.5",
             "Value '3.5' of type 'float' could not be converted to Integer\n    full_key: training.steps",
         ),
-        (["training.steps=many"], "full_key: training.steps"),
-        (["model.tied_embeddings=perhaps"], "model.tied_embeddings: "),
-        (["training.steps=???"], "no value for training.steps"),
-        (["training.steps=0"], "training.steps is 0; it must be at least 1"),
-        (["optimizer.adam_b1=1"], "optimizer.adam_b1 is 1.0; it must be at least 0 and below 1."),
-        (["optimizer.learning_rate=nan"], "optimizer.learning_rate is nan; it must be at least 0"),
-        (["training.seed=-1"], "training.seed is -1; it must be at least 0"),
-        (["data.shuffle=2"], "data.shuffle is 2; it must be true or false."),
-        (["training.seq_len=63"], "training.seq_len is 63; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
-        (["training.batch_size=62"], "training.batch_size is 62"),
-        (["model.n_kv=3"], "model.n_kv is 3; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
-        (["training.compute_dtype=f8"], "training.compute_dtype is 'f8'; choose one of bf16, f32."),
-        (["optimizer.warmup_steps=500"], "optimizer.warmup_steps is 500 and optimizer.schedule_steps"),
-        (["hardware.hosts=2"], "hardware.hosts is 2; give paths.model_name"),
-        (["mesh.d=3"], "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2"),
-        (["mesh.t=5"], "mesh r=1 d=-1 t=5 does not fit 8 devices."),
-        (["model.d_model=252"], "model.d_model is 252; on the mesh r=1 d=4 t=2 it must be a multiple of t·d = 8."),
-        (["data.filespec=nowhere.zarr"], "nowhere.zarr"),
-        (["model.vocab=64"], "the model's vocabulary has 64"),
+        ("training.steps=many", "full_key: training.steps"),
+        ("model.tied_embeddings=perhaps", "model.tied_embeddings: Value 'perhaps' is not a valid bool (type str)."),
+        ("model.d_modl=3", "model.d_modl: Key 'd_modl' not in 'ModelConfig'. There are module, vocab, d_model,"),
+        ("model.module=nowhere", "model.module is 'nowhere', and Python finds no module of that name"),
+        (
+            "model.module=json",
+            "model.module is 'json', which has no",
+        ),
+        ("training.steps=???", "no value for training.steps"),
+        ("training.steps=0", "training.steps is 0; it must be at least 1"),
+        ("optimizer.adam_b1=1", "optimizer.adam_b1 is 1.0; it must be at least 0 and below 1."),
+        ("optimizer.learning_rate=nan", "optimizer.learning_rate is nan; it must be at least 0"),
+        (
+            "optimizer.decay_on=[norms]",
+            "optimizer.decay_on is 'norms'; choose one of matrix, embedding, unembedding, vector.",
+        ),
+        ("optimizer.schedule=wsd", "optimizer.schedule is wsd and optimizer.cooldown_steps None; give cooldown_steps."),
+        (
+            "optimizer.schedule=constant",
+            "optimizer.schedule is constant and optimizer.schedule_steps 120; leave it null.",
+        ),
+        ("optimizer.warmup_steps=500", "optimizer.warmup_steps is 500 and optimizer.schedule_steps 120"),
+        ("model.logit_softcap=0", "model.logit_softcap is 0"),
+        ("model.bos_id=1280", "model.bos_id is 1280; it must be at least 0 and below 1280."),
+        ("training.seed=-1", "training.seed is -1; it must be at least 0"),
+        ("data.shuffle=2", "data.shuffle is 2; it must be true or false."),
+        ("model.tied_embeddings=2", "model.tied_embeddings is 2; it must be true or false."),
+        ("training.seq_len=63", "training.seq_len is 63; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
+        ("training.batch_size=62", "training.batch_size is 62"),
+        ("model.n_kv=3", "model.n_kv is 3; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
+        ("model.d_model=252", "model.d_model is 252; on the mesh r=1 d=4 t=2 it must be a multiple of t·d = 8."),
+        ("training.compute_dtype=f8", "training.compute_dtype is 'f8'; choose one of bf16, f32."),
+        ("hardware.hosts=2", "hardware.hosts is 2; give paths.model_name"),
+        ("mesh.d=3", "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2"),
+        ("mesh.t=5", "mesh r=1 d=-1 t=5 does not fit 8 devices."),
     ],
 )
-def test_bad_settings_get_one_clear_error(arguments, message, tmp_path):
-    process = start(8, f"paths.root_working_dir={tmp_path}", *arguments)
+def test_bad_settings_get_one_clear_error(argument, message):
+    configure()
+    with pytest.raises((ValueError, HydraException)) as error:
+        configure(argument)
+    assert message in str(error.value) + str(error.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("training.steps=0", "training.steps is 0; it must be at least 1"),
+        ("data.shuffle=2", "data.shuffle is 2; it must be true or false."),
+        ("mesh.d=3", "mesh r=1 d=3 t=2 does not fit 8 devices."),
+        ("training.seq_len=63", "training.seq_len is 63; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
+        ("data.filespec=nowhere.zarr", "nowhere.zarr"),
+        ("model.vocab=64", "the model's vocabulary has 64"),
+    ],
+)
+def test_the_program_ends_with_that_error_and_saves_nothing(argument, message, tmp_path):
+    process = start(8, f"paths.root_working_dir={tmp_path}", argument)
     _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
     assert message in errors
