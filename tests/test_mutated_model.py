@@ -75,7 +75,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     "a weight is not sharded over d at rest": (
         'w_down: f32["F/t M/d"]',
         'w_down: f32["F/t M"]',
-        "operand 1 `F/t M/d`: size mismatch: dim M is 8, but here it is 16",
+        "layers.w_down: f32['layers F/t M'] is not sharded over d",
     ),
     "the embedding is not gathered": (
         'embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))',
