@@ -334,12 +334,17 @@ def fixed_by_weights(config: dict) -> tuple[str, ...]:
     return tuple(f"model.{name}" for name in config["model"] if name not in free)
 
 
+_UPPER = {2**31: "below 2**31", 2**63: "below 2**63", math.inf: "finite", math.nextafter(1, 2): "at most 1"}
+"""How messages say the ends of ranges."""
+
+
 def check_ranges(section: str, settings, ranges: Mapping[str, tuple[float, float]]) -> None:
     """Raises ValueError for a field of `settings` that is outside its [low, end). None is in every range."""
     for name, (low, end) in ranges.items():
         value = getattr(settings, name)
         if value is not None and not low <= value < end:  # NaN is in no range
-            raise ValueError(f"{section}.{name} is {value}; it must be at least {low} and below {end}.")
+            upper = _UPPER.get(end, f"below {end}")
+            raise ValueError(f"{section}.{name} is {value}; it must be at least {low} and {upper}.")
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
