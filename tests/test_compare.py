@@ -58,6 +58,17 @@ VALIDATION = {"event": "validation", "loss": 1.5, "bits_per_byte": 0.75}
 MEMORY = {"event": "memory", "peak_memory_bytes": 3 * 2**30, "source": "device"}
 
 
+def test_settings_that_change_no_figure_are_no_columns(tmp_path):
+    quiet, loud = (
+        read_run(write(tmp_path / name, **of), smooth=50)
+        for name, of in {
+            "quiet": {},
+            "loud": {"sample_interval": 5, "sample_top_k": 3, "log_interval": 2, "checkpoint_interval": 7, "seed": 4},
+        }.items()
+    )
+    assert compare([quiet, loud], sort="loss").differing == ["training.seed"]
+
+
 def test_the_figures_are_those_of_the_metrics(tmp_path):
     directory = write(tmp_path / "run", seconds=0.5, events=[MEMORY, VALIDATION])
     r = read_run(directory, smooth=50)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.compare_runs import METRICS, Comparison, Curve, Run, name_of, remarks, smoothed
+from tools.compare_runs import ASIDE, METRICS, Comparison, Curve, Run, name_of, remarks, smoothed
 
 # ---- plots --------------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ def page(c: Comparison, figure: Any) -> str:
         rows.append(f"<tr>{''.join(cells)}</tr>")
     said = remarks(c) + [f"Left out: {run.directory}: {'; '.join(run.notes)}" for run in c.left_out]
     known = [run for run in c.runs if run.settings]
-    shared = {name: value for run in known[:1] for name, value in run.settings.items() if not name.startswith("paths.")}
+    shared = {name: value for run in known[:1] for name, value in run.settings.items() if not name.startswith(ASIDE)}
     svg = io.StringIO()
     figure.savefig(svg, format="svg", metadata={"Date": None})
     return _PAGE.format(

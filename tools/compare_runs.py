@@ -327,6 +327,16 @@ def _rank(setting: str) -> int:
     return next((i for i, start in enumerate(order) if setting.startswith(start)), len(order))
 
 
+ASIDE = (
+    "paths.",
+    "training.sample_",
+    "training.log_interval",
+    "training.checkpoint_interval",
+    "training.keep_checkpoints",
+)
+"""Settings that change nothing in the figures of a run."""
+
+
 def compare(runs: Sequence[Run], sort: str) -> Comparison:
     """Finds what differs, and sorts: unknown values and NaN last, equal ones by name.
 
@@ -338,7 +348,7 @@ def compare(runs: Sequence[Run], sort: str) -> Comparison:
         reasons = "\n".join(f"  {run.directory}: {'; '.join(run.notes)}" for run in left_out)
         raise ValueError(f"there is nothing to compare: no run has done a step.\n{reasons}")
     known = [run for run in with_steps if run.settings]
-    names = dict.fromkeys(name for run in known for name in run.settings if not name.startswith("paths."))
+    names = dict.fromkeys(name for run in known for name in run.settings if not name.startswith(ASIDE))
     value = lambda run, name: json.dumps(run.settings.get(name, "?"), default=str)
     differing = [name for name in names if len({value(run, name) for run in known}) > 1]
     differing.sort(key=_rank)
