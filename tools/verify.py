@@ -31,6 +31,8 @@ from tools.verify_program import find_sources, write_copy
 class VerifyConfig:
     devices: int = 8
     """Simulated devices, at least 2: every mesh of so many is run."""
+    meshes: list[str] | None = None
+    """Only these of them, each as devices along r, d and t: [1x4x2,2x2x2]. Null: all."""
     small: bool = False
     """Whether the model and the batch are made small, at sizes that every mesh divides."""
     precisions: list[str] = field(default_factory=lambda: ["f64", "configured"])
@@ -77,6 +79,7 @@ def run(c: Config, settings: VerifyConfig, title: str) -> int:
         job = {
             "config": dataclasses.asdict(c),
             "devices": settings.devices,
+            "meshes": settings.meshes,
             "tolerance": settings.tolerance if double else 0.0,
             "band": settings.band,
             "title": f"{title}: {kind}",

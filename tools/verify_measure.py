@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import train
@@ -27,6 +27,8 @@ from tools.verify_record import Recorder, Site, summed_in_blocks
 
 AXES = ("r", "d", "t")
 """Of the mesh, major to minor."""
+ROWS = P(("r", "d"))
+"""How what there is for each row of the batch is sharded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Tensor:
     """What is compared: a value at a `save_for_backward`, the loss, or a part of a weight's gradient or update."""
 
     kind: str
-    """activation, loss, gradient or update."""
+    """activation, loss, gradient, step (what a step returns), update, or the name of one of the optimizer's moments."""
     name: str
     layers: tuple[int, ...] = ()
     file: str = ""
@@ -115,25 +117,29 @@ class Probe:
         self.varying: list[frozenset[str]] = []
         """Over which axes JAX knows each saved value to differ."""
 
-    def blocks_loss_gradients(self, weights: Any, batch: TokenBatch, row_seeds: Any) -> tuple[list, jax.Array, Any]:
-        """Each saved value as all devices hold it, [r, d, t, *block]; the loss; the gradients. Under jit."""
-        c, rows = self._config, P(("r", "d"))
+    def forward_and_gradients(self, weights: Any, batch: TokenBatch, row_seeds: Any) -> tuple[list, Any, Any, Any]:
+        """Each saved value as all devices hold it, [r, d, t, *block]; total_loss; the mean loss; the gradients.
+
+        Under jit.
+        """
+        c = self._config
 
         def per_device(weights, batch, row_seeds):
             recorder = Recorder()
             with recording(recorder):
                 gather = c.training.gather_weights == "step"
                 copies = train.copies_for_step(weights, c.model, gather)
-                train.total_loss(copies, batch, c.model, c.optimizer.z_loss, row_seeds)
+                total = train.total_loss(copies, batch, c.model, c.optimizer.z_loss, row_seeds)
             self.sites = recorder.sites
             self.varying = [jax.typeof(x).manual_axis_type.varying for x in recorder.values]
             loss, gradients = train.loss_and_gradients(weights, batch, c, row_seeds)
-            return [_own_block(x) for x in recorder.values], loss, gradients
+            return [_own_block(x) for x in recorder.values], total, loss, gradients
 
         specs = make_partition_specs(type(weights), like=weights)
         batch_specs = make_partition_specs(TokenBatch)
         with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]):
-            run = jax.shard_map(per_device, in_specs=(specs, batch_specs, rows), out_specs=(P(*AXES), P(), specs))
+            out_specs = P(*AXES), P(), P(), specs
+            run = jax.shard_map(per_device, in_specs=(specs, batch_specs, ROWS), out_specs=out_specs)
             return run(weights, batch, row_seeds)
 
 
@@ -174,9 +180,11 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         placed = lambda tree, kind: jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, make_shardings(kind, like=tree)
         )
-        seeds = jax.ShapeDtypeStruct(shape[:1], np.uint32) if getattr(c.model, "dropout", 0) else None
-        probe = jax.jit(Probe(c).blocks_loss_gradients)
-        blocks, _, _ = jax.eval_shape(probe, placed(weights, type(weights)), placed(batch, TokenBatch), seeds)
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), ROWS)
+        dropout = getattr(c.model, "dropout", 0)
+        seeds = jax.ShapeDtypeStruct(shape[:1], np.uint32, sharding=sharding) if dropout else None
+        probe = jax.jit(Probe(c).forward_and_gradients)
+        blocks, *_ = jax.eval_shape(probe, placed(weights, type(weights)), placed(batch, TokenBatch), seeds)
     return [block.shape[len(AXES) :] for block in blocks]
 
 
@@ -227,10 +235,11 @@ def measure(
     old = inputs.state.weights
     Weights = type(old)
     batch, state = place(inputs.batch, TokenBatch), place(inputs.state, train.State[Weights])
+    seeds = None if inputs.row_seeds is None else jax.device_put(inputs.row_seeds, ROWS)
     probe = Probe(c)
     with summed_in_blocks(**(blocks or {})):
-        forward = jax.jit(probe.blocks_loss_gradients).trace(state.weights, batch, inputs.row_seeds)
-        saved, loss, gradients = forward.lower().compile()(state.weights, batch, inputs.row_seeds)
+        forward = jax.jit(probe.forward_and_gradients).trace(state.weights, batch, seeds)
+        saved, total, loss, gradients = forward.lower().compile()(state.weights, batch, seeds)
         step = train.make_training_step(c).trace(state, batch, np.int32(inputs.step))
         new, metrics = step.lower().compile()(state, batch, np.int32(inputs.step))
 
@@ -246,20 +255,21 @@ def measure(
             found[tensor] = whole_array(np.asarray(value), layout[i] if layout else {}, probe.varying[i])
         except NotTheSame as error:
             found[tensor] = error
-    found[Tensor("loss", "loss", (), *line_of_function(train.total_loss))] = np.asarray(loss)
+    found[Tensor("loss", "total_loss", (), *line_of_function(train.total_loss))] = np.asarray(total)
+    found[Tensor("loss", "mean loss", (), *line_of_function(train.loss_and_gradients))] = np.asarray(loss)
     # The backward pass finds the gradients of what was used last first.
-    found |= dict(reversed(_by_layer("gradient", "", gradients, old)))
+    found |= dict(reversed(_by_layer("gradient", gradients, old)))
     for name, value in vars(metrics).items():
         found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = np.asarray(value)
     change = jax.tree.map(lambda after, before: np.asarray(after) - before, new.weights, old)
-    found |= dict(_by_layer("update", "", change, old))
+    found |= dict(_by_layer("update", change, old))
     for part in (field.name for field in dataclasses.fields(new) if field.name != "weights"):
-        found |= dict(_by_layer("moment", f"{part} ", getattr(new, part), old))
+        found |= dict(_by_layer(part, getattr(new, part), old))
     dtypes = {dtype for traced in (forward, step) for dtype in re.findall(r"\b(b?f\d+)\[", str(traced.jaxpr))}
     return found, dtypes
 
 
-def _by_layer(kind: str, prefix: str, tree: Any, weights: Any) -> list[tuple[Tensor, np.ndarray]]:
+def _by_layer(kind: str, tree: Any, weights: Any) -> list[tuple[Tensor, np.ndarray]]:
     """The arrays of `tree`, which is like `weights`, in the order of the forward pass, stacks of layers taken apart."""
     whole = [
         (path, array, np.asarray(part))
@@ -271,6 +281,6 @@ def _by_layer(kind: str, prefix: str, tree: Any, weights: Any) -> list[tuple[Ten
         entries = list(group)
         for i in range(len(entries[0][2]) if stacked else 1):
             for path, _, value in entries:
-                tensor = Tensor(kind, prefix + path, (i,) if stacked else (), *line_of_field(weights, path))
+                tensor = Tensor(kind, path, (i,) if stacked else (), *line_of_field(weights, path))
                 found.append((tensor, value[i] if stacked else value))
     return found

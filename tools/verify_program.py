@@ -7,6 +7,8 @@ those of tools/verify_record.py, and, where f64 is asked for, each f32 and float
 import ast
 import importlib.util
 import shutil
+import sys
+import sysconfig
 from pathlib import Path
 
 RECORDED = {("lax", "scan"): "verify_scan", ("shardops", "einsum_unreduced"): "verify_einsum"}
@@ -55,30 +57,38 @@ def _is_future(node: ast.stmt) -> bool:
 
 
 def find_sources(*modules: str) -> dict[str, Path]:
-    """The files of `modules`, and of the plain modules beside them that they import: {name: path}.
+    """The files of `modules`, and of the plain modules that they import, neither installed nor Python's own.
 
-    Packages (shardlib, tools and the like) are left out: they are used as they are. Raises ValueError for a module
-    that is not found, or is a package.
+    Packages (shardlib, tools and the like) are left out: they are used as they are. Raises ValueError for one of
+    `modules` that is not found, or is in a package.
     """
     found: dict[str, Path] = {}
-    queue = []
-    for name in modules:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py") or "." in name:
-            raise ValueError(f"{name} is no module in a file of its own that Python finds: there is nothing to verify.")
-        queue.append((name, Path(spec.origin)))
-    directories = {path.parent for _, path in queue}
+    queue = list(modules)
     while queue:
-        name, path = queue.pop()
-        if name in found:
+        name = queue.pop()
+        file = _own_file(name)
+        if file is None and name in modules:
+            raise ValueError(f"{name} is no module in a file of its own that Python finds: there is nothing to verify.")
+        if file is None or name in found:
             continue
-        found[name] = path
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
-            imported = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            imported += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            beside = [(n, directory / f"{n}.py") for n in imported for directory in sorted(directories)]
-            queue += [(n, file) for n, file in beside if file.exists()]
+        found[name] = file
+        for node in ast.walk(ast.parse(file.read_text(), str(file))):
+            if isinstance(node, ast.Import):
+                queue += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                queue.append(node.module)
     return found
+
+
+def _own_file(name: str) -> Path | None:
+    if "." in name or name in sys.stdlib_module_names:
+        return None
+    spec = importlib.util.find_spec(name)
+    if spec is None or not (spec.origin or "").endswith(".py") or spec.submodule_search_locations is not None:
+        return None
+    installed = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")]
+    file = Path(spec.origin).resolve()
+    return None if any(file.is_relative_to(path.resolve()) for path in installed) else file
 
 
 def write_copy(sources: dict[str, Path], directory: Path, double: bool) -> None:

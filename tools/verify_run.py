@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -35,7 +36,8 @@ from tools.verify_measure import (
     random_batch,
 )
 
-KINDS = ("activation", "loss", "gradient", "step", "update", "moment")
+NOT_OF_WEIGHTS = ("activation", "loss", "step")
+"""The kinds of tensors that are no part of a weight."""
 
 
 @dataclasses.dataclass
@@ -64,6 +66,15 @@ def all_meshes(c: Config, devices: int) -> tuple[list[dict[str, int]], list[tupl
             except ValueError as error:
                 others.append((mesh, str(error)))
     return fit, others
+
+
+def chosen(names: list[str], meshes: list[dict[str, int]], others: list) -> tuple[list[dict[str, int]], list]:
+    """Those of `meshes` and `others` that `names` ask for. Raises ValueError for one that is in neither."""
+    short = lambda sizes: "x".join(map(str, sizes.values()))
+    known = [short(sizes) for sizes in (*meshes, *(sizes for sizes, _ in others))]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"verify.meshes has {unknown[0]}; meshes of so many devices are {', '.join(known)} (r, d, t).")
+    return [m for m in meshes if short(m) in names], [(m, why) for m, why in others if short(m) in names]
 
 
 def mesh_name(sizes: Mapping[str, int]) -> str:
@@ -123,10 +134,9 @@ def run(c: Config, meshes: list[dict[str, int]], tolerance: float, band: float, 
         started = fresh_state(c)
         step = max(1, c.optimizer.warmup_steps)
         try:
-            batch, data = loaded_batch(c, step), f"the run's data, batch {step}"
+            batch, loaded, data = loaded_batch(c, step), True, f"the run's data, step {step}"
         except (ValueError, OSError) as error:
-            batch, data = random_batch(c), f"random tokens ({str(error).splitlines()[0]})"
-        loaded = data.startswith("the run's")
+            batch, loaded, data = random_batch(c), False, f"random tokens: {str(error).splitlines()[0]}"
         inputs = make_inputs(c, started, batch)
         begin = time.monotonic()
         oracle, dtypes = measure(c, inputs)
@@ -141,7 +151,7 @@ def run(c: Config, meshes: list[dict[str, int]], tolerance: float, band: float, 
             limits = {t: max(limits[t], band * e) for t, e in again.errors.items()}
             say(f"one device, summed in blocks of {mesh_name(sizes)}: {time.monotonic() - begin:.0f} s")
     if blocks:
-        limits = {t: max(limit, floor(t)) for t, limit in limits.items()}
+        limits = {t: max(limit, floor(t, c)) for t, limit in limits.items()}
     largest = {axis: max(mesh[axis] for mesh in meshes) for axis in AXES}
     layout = layouts(c, largest)
     results = []
@@ -164,9 +174,10 @@ def reassociations(meshes: list[dict[str, int]]) -> list[dict[str, int]]:
     return [mesh for i, mesh in enumerate(picks) if mesh not in picks[:i]]
 
 
-def floor(tensor: Tensor) -> float:
-    """One rounding to the compute dtype, which happens or not to a tensor that has no other difference."""
-    return 2.0**-8 if tensor.kind in ("activation", "gradient") else 2.0**-12
+def floor(tensor: Tensor, c: Config) -> float:
+    """One rounding to the compute dtype, which may happen to a single entry; for what is in f32, a part of that."""
+    rounding = float(jnp.finfo(configuration.COMPUTE_DTYPES[c.training.compute_dtype]).eps) / 2
+    return rounding if tensor.kind in ("activation", "gradient") else rounding / 16
 
 
 def failures(outcome: Outcome, result: MeshResult) -> list[Tensor]:
@@ -174,6 +185,16 @@ def failures(outcome: Outcome, result: MeshResult) -> list[Tensor]:
 
 
 # ---- the report ---------------------------------------------------------------------------------------------------
+
+
+def worst_of(outcome: Outcome, tensors: list[Tensor]) -> tuple[str, str]:
+    """`<difference> of <limit>` for the one of `tensors` that comes nearest to its limit, and the mesh it is on."""
+    pairs = [
+        (result.errors[t] / max(outcome.limits[t], 1e-300), t, result) for t in tensors for result in outcome.meshes
+    ]
+    _, tensor, result = max(pairs, key=lambda pair: pair[0])
+    error, limit = result.errors[tensor], outcome.limits[tensor]
+    return f"{error:.1e} of {limit:.0e}" + " !" * (error > limit), mesh_name(result.sizes) if error else ""
 
 
 def place_of(tensor: Tensor) -> str:
@@ -186,40 +207,41 @@ def label(tensor: Tensor) -> str:
 
 def show(outcome: Outcome, console: Console) -> bool:
     """Prints the tables; whether all is well."""
+    kinds = list(dict.fromkeys(tensor.kind for tensor in outcome.limits))
     by_mesh = Table(title="Largest difference from one device, by mesh", title_justify="left")
-    for column in ("mesh", "initial weights", "batch", *KINDS, ""):
+    for column in ("mesh", "initial weights", "batch", *kinds, ""):
         by_mesh.add_column(column, justify="left" if column in ("mesh", "") else "right")
     for result in outcome.meshes:
         wrong = failures(outcome, result)
-        worst = {k: max((e for t, e in result.errors.items() if t.kind == k), default=0.0) for k in KINDS}
+        worst = {k: max((e for t, e in result.errors.items() if t.kind == k), default=0.0) for k in kinds}
         ok = not wrong and result.same_weights and result.same_batch
         cells = ["same" if same else "DIFFER" for same in (result.same_weights, result.same_batch)]
-        cells += [f"{worst[k]:.1e}" + ("!" if any(t.kind == k for t in wrong) else "") for k in KINDS]
+        cells += [f"{worst[k]:.1e}" + ("!" if any(t.kind == k for t in wrong) else "") for k in kinds]
         by_mesh.add_row(mesh_name(result.sizes), *cells, "ok" if ok else "DIFFERS")
     console.print(by_mesh)
 
-    by_tensor = Table(title="Largest difference over all meshes, by tensor", title_justify="left")
-    for column in ("", "tensor", "source", "difference", "limit", "on"):
-        by_tensor.add_column(column, justify="right" if column in ("difference", "limit") else "left")
-    rows: dict[tuple[str, str], list[Tensor]] = {}
+    tensors: dict[tuple[str, str], list[Tensor]] = {}
     for tensor in outcome.limits:
-        rows.setdefault((tensor.kind, tensor.name), []).append(tensor)
-    last = ""
-    for (kind, name), tensors in rows.items():
-        pairs = [(result.errors[t] / max(outcome.limits[t], 1e-300), t, result) for t in tensors
-                 for result in outcome.meshes]  # fmt: skip
-        _, tensor, result = max(pairs, key=lambda pair: pair[0])
-        error, limit = result.errors[tensor], outcome.limits[tensor]
-        by_tensor.add_row(
-            kind if kind != last else "",
-            name,
-            place_of(tensor),
-            f"{error:.1e}" + "!" * (error > limit),
-            f"{limit:.0e}",
-            mesh_name(result.sizes) if error else "",
-        )
-        last = kind
-    console.print(by_tensor)
+        tensors.setdefault((tensor.kind, tensor.name), []).append(tensor)
+    cells = {key: worst_of(outcome, of_name) for key, of_name in tensors.items()}
+
+    values = Table(title="Over all meshes and layers, with the limit: values", title_justify="left")
+    for column in ("", "value", "source", "difference", "on"):
+        values.add_column(column)
+    for (kind, name), (cell, mesh) in cells.items():
+        if kind in NOT_OF_WEIGHTS:
+            values.add_row(kind, name, place_of(tensors[kind, name][0]), cell, mesh)
+    console.print(values)
+
+    weights = Table(title="Over all meshes and layers, with the limit: weights", title_justify="left")
+    of_weights = [kind for kind in kinds if kind not in NOT_OF_WEIGHTS]
+    for column in ("weight", "source", *of_weights):
+        weights.add_column(column)
+    for kind, name in cells:
+        if kind == of_weights[0]:
+            row = [cells[k, name][0] if (k, name) in cells else "" for k in of_weights]
+            weights.add_row(name, place_of(tensors[kind, name][0]), *row)
+    console.print(weights)
 
     ok = True
     for result in outcome.meshes:
@@ -265,6 +287,8 @@ def main(path: str) -> int:
     try:
         c = config_of(job["config"])
         meshes, others = all_meshes(c, job["devices"])
+        if job["meshes"] is not None:
+            meshes, others = chosen(job["meshes"], meshes, others)
         if not meshes:
             raise ValueError(
                 f"no mesh of {job['devices']} devices divides the model: {others[0][1]} verify.small=true has sizes "
@@ -278,6 +302,10 @@ def main(path: str) -> int:
     console.print(f"batch: {outcome.data}", soft_wrap=True, markup=False)
     for mesh, reason in others:
         console.print(f"not run: {mesh_name(mesh)}: {reason}", soft_wrap=True, markup=False)
+    if job["tolerance"] and (other := sorted(outcome.dtypes - {"f64"})):
+        console.print(
+            f"not all is f64: the program makes {', '.join(other)} too, which rounds more than the limit allows"
+        )
     ok = show(outcome, console)
     console.print(job["agree"].format(count=len(meshes)) if ok else "The meshes DIFFER.")
     return 0 if ok else 1

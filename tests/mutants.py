@@ -1,0 +1,187 @@
+"""Every single change, of some kinds, to the specs and collectives of a module, for tests of what notices them."""
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from shardlib.parsing import ShardError, parse_op, parse_shape
+
+AXES = ("r", "t", "d")
+"""Of the mesh, in the order in which they stand within a dim."""
+GATHERS = {"all_gather", "gather", "cast", "head_norm"}  # with train.py's names for them
+COLLECTIVES = GATHERS | {"psum_scatter", "psum", "pmax", "replicate"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    kind: str
+    line: int
+    """In the source, from 1."""
+    before: str
+    after: str
+    source: str = dataclasses.field(repr=False, compare=False)
+    """The whole module, mutated."""
+
+    def __str__(self) -> str:
+        return f"line {self.line}, {self.kind}: {self.before}  =>  {self.after}"
+
+
+class Source:
+    """A module's text, in which nodes of its tree are exchanged for other text."""
+
+    def __init__(self, text: str):
+        self.tree, self._raw = ast.parse(text), text.encode()
+        self._starts = [0]
+        for line in self._raw.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line))
+
+    def _span(self, node: ast.expr) -> slice:
+        place = lambda line, column: self._starts[line - 1] + column
+        return slice(place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset))
+
+    def of(self, node: ast.expr) -> str:
+        return self._raw[self._span(node)].decode()
+
+    def mutant(self, kind: str, node: ast.expr, after: str) -> Mutant:
+        span = self._span(node)
+        mutated = (self._raw[: span.start] + after.encode() + self._raw[span.stop :]).decode()
+        return Mutant(kind, node.lineno, " ".join(self.of(node).split()), " ".join(after.split()), mutated)
+
+
+def mutants(text: str) -> Iterator[Mutant]:
+    """Those of the module `text`, each once."""
+    source, seen = Source(text), {text}
+    for mutant in _all_mutants(source):
+        if mutant.source not in seen:
+            seen.add(mutant.source)
+            yield mutant
+
+
+def _all_mutants(source: Source) -> Iterator[Mutant]:
+    types = {id(node) for node in ast.walk(source.tree) if isinstance(node, ast.Subscript) for node in _of_type(node)}
+    for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and (id(node) in types or is_spec(node.value))
+        ):
+            for kind, spec in spec_changes(node.value):
+                yield source.mutant(kind, node, f'"{spec}"')
+        elif isinstance(node, ast.Call):
+            for kind, call in call_changes(source, node):
+                yield source.mutant(kind, node, call)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and source.of(node.right) == "targets":
+            for count in ("batch.targets.size", "jnp.sum(jnp.float32(batch.loss_mask))"):
+                yield source.mutant("loss normalised by another count", node.right, count)
+            for axis in AXES:
+                for operator in ("*", "/"):
+                    text = f'(targets {operator} shardops.axis_size("{axis}"))'
+                    yield source.mutant("loss normalised by another count", node.right, text)
+
+
+def _of_type(node: ast.Subscript) -> list[ast.expr]:
+    """The spec of `f32["B"]` or `Array["layers", X]`, in a list; nothing for another subscript."""
+    first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    return [first] if getattr(node.value, "id", "") in {"act", "f32", "i32", "u32", "bool_", "Array"} else []
+
+
+# ---- specs --------------------------------------------------------------------------------------------------------
+
+_WORD = r"\[?[A-Za-z]+(/[rtd])*\]?|\.\.\.|[+*][rtd]"
+_SHAPE = rf"\s*(({_WORD})(\s+({_WORD}))*)?\s*"
+_SPEC = re.compile(rf"{_SHAPE}(,{_SHAPE})*->{_SHAPE}|{_SHAPE}")
+
+
+def is_spec(text: str) -> bool:
+    """Whether a string is a spec: of an operation, or of a type that says how an array is sharded."""
+    return _SPEC.fullmatch(text) is not None and ("->" in text or re.search(r"/[rtd]\b|[+*][rtd]\b", text) is not None)
+
+
+def spec_changes(spec: str) -> Iterator[tuple[str, str]]:
+    """(kind, the spec after it) for every single change of a kind that changes what the spec says."""
+    yield from ((kind, new) for kind, new in _spec_changes(spec) if _meaning(new) != _meaning(spec))
+
+
+def _meaning(spec: str):
+    try:
+        return parse_op(spec) if "->" in spec else parse_shape(spec)
+    except ShardError:
+        return spec
+
+
+def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
+    words = re.findall(r"->|,|[^\s,]+", spec)
+    text = lambda words: re.sub(r" ,", ",", " ".join(words))
+    changed = lambda i, *new: text([*words[:i], *new, *words[i + 1 :]])
+    for i, word in enumerate(words):
+        if word in ("->", ",", "..."):
+            continue
+        if word[0] in "+*":
+            yield f"{word[0]}axis dropped", changed(i)
+            for axis in AXES:
+                if axis != word[1]:
+                    yield "axis swapped", changed(i, word[0] + axis)
+            continue
+        name, *axes = word.strip("[]").split("/")
+        made = lambda axes, name=name, word=word: word.replace(word.strip("[]"), "/".join([name, *axes]))
+        for axis in AXES:
+            if axis in axes:
+                yield "/axis dropped", changed(i, made([a for a in axes if a != axis]))
+                for other in AXES:
+                    if other not in axes:
+                        yield "axis swapped", changed(i, made([other if a == axis else a for a in axes]))
+            else:
+                yield "/axis added", changed(i, made(sorted([*axes, axis], key=AXES.index)))
+        if len(axes) > 1:
+            yield "axis order swapped", changed(i, made(axes[::-1]))
+    # Behind each shape a mark more.
+    ends = [i for i, word in enumerate(words) if word in ("->", ",")] + [len(words)]
+    for start, end in zip([0, *(i + 1 for i in ends)], ends, strict=False):
+        for mark in "+*":
+            for axis in AXES:
+                if mark + axis not in words[start:end]:
+                    yield f"{mark}axis added", text([*words[:end], mark + axis, *words[end:]])
+    # The same everywhere in the spec.
+    used = [axis for axis in AXES if re.search(rf"[/+*]{axis}\b", spec)]
+    for i, axis in enumerate(AXES):
+        for other in AXES[i + 1 :]:
+            if axis in used or other in used:
+                swap = {axis: other, other: axis}
+                new = re.sub(r"(?<=[/+*])([rtd])\b", lambda m, swap=swap: swap.get(m[1], m[1]), spec)
+                in_order = lambda m: "/".join(["", *sorted(m[0][1:].split("/"), key=AXES.index)])
+                yield "axes exchanged in a whole spec", re.sub(r"(/[rtd])+\b", in_order, new)
+    if sum(bool(re.search(rf"[/+*]{axis}\b", word)) for word in words for axis in used) > 1:
+        for axis in used:
+            yield "axis dropped from a whole spec", re.sub(rf"\s*[+*]{axis}\b|/{axis}\b", "", spec)
+
+
+# ---- calls --------------------------------------------------------------------------------------------------------
+
+
+def call_changes(source: Source, node: ast.Call) -> Iterator[tuple[str, str]]:
+    """(kind, the call after it) for a collective's call."""
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if (
+        name not in COLLECTIVES
+        or not node.args
+        or (isinstance(node.func, ast.Attribute) and name in ("cast", "gather"))
+    ):
+        return
+    fn, operand = source.of(node.func), source.of(node.args[-1])
+    before = ", ".join(source.of(arg) for arg in node.args[:-1])
+    call = lambda fn, spec, x: f"{fn}({spec}, {x})" if spec else f"{fn}({x})"
+    if name == "head_norm" and len(node.args) > 1:  # the function of that name, not gather_ahead's
+        return
+    yield "call removed", operand
+    yield "call done twice", call(fn, before, call(fn, before, operand))
+    spec = node.args[0]
+    if not (isinstance(spec, ast.Constant) and "->" in str(spec.value)):
+        return
+    left, right = (side.strip() for side in spec.value.split("->"))
+    reversed_spec = f'"{right} -> {left}"'
+    others = {"psum_scatter", "psum", "pmax", "replicate", "all_gather"} - {"all_gather" if name in GATHERS else name}
+    for other in sorted(others):
+        yield "collective exchanged", call(f"shardops.{other}", before, operand)
+    for other in ("all_gather", "psum_scatter"):
+        yield "collective exchanged", call(f"shardops.{other}", reversed_spec, operand)

@@ -1,0 +1,209 @@
+"""Every single change, of some kinds, to a spec or a collective of train.py: what notices it.
+
+The first gate is tracing, on a mesh of r=2, d=2, t=2 that has no devices. A mutant that passes it is harmless if its
+program is the same to the letter (the StableHLO of training and evaluation step, in each of CONFIGS); else it is one
+of VERIFY_ONLY, which the second gate, tools/verify, must reject.
+
+    python -m pytest -m slow -s tests/test_mutation_score.py      prints the score of both gates: a quarter of an hour
+"""
+
+import collections
+import dataclasses
+import functools
+import linecache
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from mutants import Mutant, mutants, spec_changes
+
+import configuration
+import gpt2
+from input_loader import TokenBatch
+from shardlib.shardtypes import make_shardings
+
+ROOT = Path(__file__).parent.parent
+TRAIN = (ROOT / "train.py").read_text()
+SOURCE = TRAIN.split("# ---- main ---")[0]
+MESH = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+SIZES = {"vocab": 20, "d_model": 8, "layers": 2, "n_kv": 2, "n_q_per_kv": 3, "d_head": 4, "d_ff": 12, "qk_norm": True}
+GPT2 = gpt2.ModelConfig(vocab=20, positions=8, d_model=8, layers=2, heads=2, dropout=0.1, bos_id=0)
+CONFIGS = {  # name: settings of training, the model if it is not train.py's
+    "gathered in each layer": ({"gather_weights": "layer", "microbatches": 1}, None),
+    "gathered once a step": ({"gather_weights": "step", "microbatches": 2}, None),
+    "another model, with dropout": ({"microbatches": 2}, GPT2),
+}
+"""What a mutant is traced with: every collective of train.py is in one of them."""
+
+VERIFY_ONLY = {  # what the types cannot tell, as it stands after the change: the reason
+    "batch.targets.size": "a number that Python computes from this device's shapes",
+    **{
+        f'(targets {operator} shardops.axis_size("{axis}"))': "a factor, the same on every device"
+        for operator in "*/"
+        for axis in "rtd"
+    },
+}
+
+
+# ---- the first gate -----------------------------------------------------------------------------------------------
+
+
+class TracedModule:
+    """The module of a source text, known to Python while the context lasts. Raises what executing it raises."""
+
+    name = "mutated_train"
+
+    def __init__(self, source: str):
+        self._source = source
+        self._file = f"<{self.name} {hash(source)}>"
+
+    def __enter__(self) -> types.ModuleType:
+        module = types.ModuleType(self.name)
+        module.__file__ = self._file
+        lines = self._source.splitlines(keepends=True)
+        linecache.cache[self._file] = (len(self._source), None, lines, self._file)
+        sys.modules[self.name] = module
+        try:
+            exec(compile(self._source, self._file, "exec"), vars(module))
+        except BaseException:
+            self.__exit__()
+            raise
+        return module
+
+    def __exit__(self, *_) -> None:
+        sys.modules.pop(self.name, None)
+        linecache.cache.pop(self._file, None)
+
+
+@dataclasses.dataclass
+class Program:
+    """The training step and the evaluation step, traced."""
+
+    jaxpr: str
+    parts: tuple
+
+    @functools.cached_property
+    def stablehlo(self) -> str:
+        """What the compiler is given."""
+        return "".join(part.lower(lowering_platforms=("cpu",)).as_text() for part in self.parts)
+
+    def is_same(self, other: "Program") -> bool:
+        return self.jaxpr == other.jaxpr or self.stablehlo == other.stablehlo
+
+
+def program(source: str, name: str) -> Program:
+    """The program of train.py's text `source` under one of CONFIGS. Raises what tracing raises."""
+    training, model = CONFIGS[name]
+    with TracedModule(source) as module:
+        c = configuration.Config(
+            model=model or module.ModelConfig(module=TracedModule.name, **SIZES),
+            optimizer=module.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, schedule_steps=2),
+            mesh=configuration.MeshConfig(),
+            data=configuration.DataConfig(filespec="unused"),
+            training=configuration.TrainingConfig(batch_size=16, seq_len=4, steps=1, **training),
+            hardware=configuration.HardwareConfig(),
+            paths=configuration.PathsConfig(),
+        )
+        with jax.sharding.use_abstract_mesh(MESH):
+            state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), c))
+            array = lambda dtype, sharding: jax.ShapeDtypeStruct((16, 4), dtype, sharding=sharding)
+            dtypes = TokenBatch(targets=jnp.uint32, is_seq_start=jnp.bool_, loss_mask=jnp.bool_)
+            batch = jax.tree.map(array, dtypes, make_shardings(TokenBatch))
+            step = module.make_training_step(c).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+            evaluation = module.make_evaluation_step(c).trace(state.weights, batch)
+    return Program(re.sub(r"0x[0-9a-f]+", "", f"{step.jaxpr}\n{evaluation.jaxpr}"), (step, evaluation))
+
+
+@functools.cache
+def own_program(name: str) -> Program:
+    return program(SOURCE, name)
+
+
+def outcome(mutant: Mutant) -> str:
+    """What becomes of a mutant: "rejected", "the same program", or "another program"."""
+    same = True
+    for name in CONFIGS:
+        try:
+            same = program(mutant.source, name).is_same(own_program(name)) and same
+        except (ValueError, TypeError, NameError, AttributeError, NotImplementedError):
+            return "rejected"
+    return "the same program" if same else "another program"
+
+
+@pytest.mark.quick
+def test_every_change_of_a_kind_is_made():
+    found = collections.defaultdict(set)
+    for kind, spec in spec_changes("B/d L +t -> B/d L/t"):
+        found[kind].add(spec)
+    assert found["/axis dropped"] == {"B L +t -> B/d L/t", "B/d L +t -> B L/t", "B/d L +t -> B/d L"}
+    assert found["+axis dropped"] == {"B/d L -> B/d L/t"}
+    assert "B/d L +d -> B/d L/t" in found["axis swapped"]
+    assert found["axis swapped"] >= {"B/r L +t -> B/d L/t", "B/d L +t -> B/d L/r"}
+    assert {"B/d L/r +t -> B/d L/t", "B/d/t L +t -> B/d L/t", "B/d L +t -> B/d L/t/d"} - found["/axis added"] == {
+        "B/d/t L +t -> B/d L/t"  # stands as B/t/d, the order of axes
+    }
+    assert "B/t L +d -> B/t L/d" in found["axes exchanged in a whole spec"]
+    assert "B/d L -> B/d L" in found["axis dropped from a whole spec"]
+    assert len(found["+axis added"]) == 5
+    assert len(found["*axis added"]) == 6
+    assert dict(spec_changes("M/t/d"))["axis order swapped"] == "M/d/t"
+    assert "+d +t ->" not in [spec for _, spec in spec_changes("+t +d ->")]
+    by_kind = collections.Counter(mutant.kind for mutant in mutants(SOURCE))
+    assert len(by_kind) == 14
+    assert by_kind["call removed"] == by_kind["call done twice"] > 30
+    assert by_kind["loss normalised by another count"] == 8
+
+
+def test_a_sample_of_the_mutants():
+    """Every seventieth; all of them is the slow test."""
+    for mutant in list(mutants(SOURCE))[::70]:
+        assert outcome(mutant) != "another program" or mutant.after in VERIFY_ONLY, mutant
+
+
+@pytest.mark.slow
+def test_score():
+    counts = collections.defaultdict(collections.Counter)
+    others = []
+    for mutant in mutants(SOURCE):
+        result = outcome(mutant)
+        counts[mutant.kind][result] += 1
+        if result == "another program":
+            others.append(mutant)
+        elif result == "the same program":
+            print("the same program:", mutant)
+    for mutant in others:
+        print("not noticed while tracing:", mutant)
+    total = collections.Counter()
+    results = ("rejected", "the same program", "another program")
+    print(f"{'':40}" + "".join(f"{result:>20}" for result in results))
+    for kind, count in counts.items():
+        total += count
+        print(f"{kind:40}" + "".join(f"{count[result]:20}" for result in results))
+    print(f"{'all':40}" + "".join(f"{total[result]:20}" for result in results))
+    changing = total["rejected"] + total["another program"]
+    print(f"while tracing: {total['rejected']} of {changing}, {total['rejected'] / changing:.2%}")
+    assert {mutant.after for mutant in others} == set(VERIFY_ONLY)
+    assert total["rejected"] >= 0.95 * changing
+
+
+# ---- the second gate ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", VERIFY_ONLY)
+def test_verify_rejects_what_the_types_cannot_tell(tmp_path, after):
+    (mutant,) = [mutant for mutant in mutants(SOURCE) if mutant.after == after]
+    (tmp_path / "train.py").write_text(mutant.source + TRAIN.removeprefix(SOURCE))
+    command = [sys.executable, "-m", "tools.verify", "--config-name=local_test_synthetic", "verify.small=true"]
+    command += ["verify.precisions=[f64]", "verify.meshes=[2x2x2]", "model.layers=1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the first tensor that differs is the loss mean loss at train.py:" in done.stdout

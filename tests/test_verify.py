@@ -1,0 +1,279 @@
+"""tools/verify: what it compares, and that it names the tensor and the line where an edited train.py goes wrong."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import PartitionSpec as P
+
+import jax_extra
+import train
+from shardlib import shardops
+from shardlib.shardtypes import Scope, dtype_name, typed_shard_map
+from tools import verify_record
+from tools.verify import VerifyConfig, check, small
+from tools.verify_measure import NotTheSame, whole_array
+from tools.verify_names import line_of_field, name_of_site
+from tools.verify_program import find_sources, rewritten
+from tools.verify_record import Recorder, Site, summed_in_blocks
+from tools.verify_run import all_meshes, chosen, error_of
+
+act = dtype_name("act")
+ROOT = Path(__file__).parent.parent
+SOURCE = (ROOT / "train.py").read_text()
+
+
+# ---- the copy of the program --------------------------------------------------------------------------------------
+
+
+def test_f64_stands_for_f32_and_no_line_moves():
+    source = '''"""Of jnp.float32."""
+from __future__ import annotations
+import jax.numpy as jnp
+from shardlib.shardtypes import (
+    Array,
+    f32,
+    i32,
+)
+NAMES = {"f32": "float32", "é": jnp.float32}  # jnp.float32
+def f(x: f32["B"]):
+    return jnp.float32(x), jnp.int32(x), "a float32"
+'''
+    new = rewritten(source, double=True)
+    assert new.splitlines()[3:] == [
+        "from shardlib.shardtypes import (",
+        "    Array,",
+        "    f64 as f32,",
+        "    i32,",
+        ")",
+        'NAMES = {"f32": "float64", "é": jnp.float64}  # jnp.float32',
+        'def f(x: f32["B"]):',
+        '    return jnp.float64(x), jnp.int32(x), "a float32"',
+    ]
+    assert new.splitlines()[:3] == source.splitlines()[:3]
+    assert rewritten(source, double=False) == source
+
+
+def test_scans_and_products_are_those_that_can_be_recorded():
+    new = rewritten(
+        "import jax\nfrom jax import lax\nlax.scan(f); jax.lax.scan(g); e = shardops.einsum_unreduced\n", False
+    )
+    first, second, third = new.splitlines()
+    assert first == "from tools.verify_record import einsum as verify_einsum, scan as verify_scan; import jax"
+    assert (second, third) == ("from jax import lax", "verify_scan(f); verify_scan(g); e = verify_einsum")
+    ast.parse(new)
+
+
+def test_sources_are_the_programs_own_modules():
+    found = find_sources("train", "gpt2")
+    assert {"train", "gpt2", "weights", "optimizers", "rope", "configuration", "jax_extra"} <= set(found)
+    assert all(path == ROOT / f"{name}.py" for name, path in found.items())
+    with pytest.raises(ValueError, match="no_such_model is no module"):
+        find_sources("train", "no_such_model")
+
+
+# ---- what is recorded ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_in_scans_and_checkpoints_is_recorded_with_its_line():
+    @jax_extra.explicit_activation_checkpointing
+    def body(x, w):
+        doubled = jax_extra.save_for_backward(2 * x)
+        return doubled + w, w
+
+    def run(x, ws):
+        recorder = Recorder()
+        with jax_extra.recording(recorder):
+            carry, ys = verify_record.scan(body, x, ws, reverse=True)
+        return carry, ys, recorder.values, recorder.sites
+
+    ws = jnp.arange(3.0)
+    carry, ys, values, sites = run(1.0, ws)
+    expected, expected_ys = jax.lax.scan(body, 1.0, ws, reverse=True)
+    assert carry == expected
+    np.testing.assert_array_equal(ys, expected_ys)
+    np.testing.assert_array_equal(values, [2.0, 8.0, 18.0])
+    assert [site.layers for site in sites] == [(2,), (1,), (0,)]
+    assert {name_of_site(site) for site in sites} == {"body.doubled"}
+    line = Path(__file__).read_text().splitlines()[sites[0].line - 1]
+    assert line.strip() == "doubled = jax_extra.save_for_backward(2 * x)"
+
+
+def test_names_and_lines_are_those_of_the_source():
+    lines = SOURCE.splitlines()
+    at = next(i for i, line in enumerate(lines, 1) if "x = save_for_backward(x + " in line)
+    assert name_of_site(Site(str(ROOT / "train.py"), at, ())) == "layer.x"
+    table = train.weight_table(tiny.model())
+    for path in ("layers.w_up", "final_norm"):
+        file, line = line_of_field(table, path)
+        assert Path(file) == ROOT / "train.py"
+        assert lines[line - 1].strip().startswith(f"{path.split('.')[-1]}: f32[")
+
+
+def test_blocks_become_the_whole_array_in_the_projects_order_of_axes():
+    whole = np.arange(2 * 3 * 2 * 16 * 5).reshape(12, 16, 5)
+    mesh, blocks = tiny.mesh("r=2 d=2 t=2"), np.zeros((2, 2, 2, 6, 4, 5), whole.dtype)
+    coordinates = {device: at for at, device in np.ndenumerate(mesh.devices)}
+    for shard in jax.device_put(whole, jax.NamedSharding(mesh, P("r", ("t", "d")))).addressable_shards:
+        blocks[coordinates[shard.device]] = shard.data
+    np.testing.assert_array_equal(whole_array(blocks, {"r": 0, "t": 1, "d": 1}, frozenset("rtd")), whole)
+    assert not np.array_equal(whole_array(blocks.swapaxes(1, 2), {"r": 0, "t": 1, "d": 1}, frozenset("rtd")), whole)
+
+
+def test_parts_of_a_sum_are_added_and_copies_must_be_equal():
+    parts = np.arange(4.0).reshape(1, 1, 2, 2)
+    np.testing.assert_array_equal(whole_array(parts, {}, frozenset("t")), [2, 4])
+    with pytest.raises(NotTheSame, match="every device of t"):
+        whole_array(parts, {}, frozenset())
+    np.testing.assert_array_equal(whole_array(np.ones((2, 1, 2, 3)), {}, frozenset()), np.ones(3))
+
+
+def test_differences_are_relative_to_the_largest_entry():
+    assert error_of(np.array([1.0, 4.5]), np.array([1.0, 4.0])) == 0.125
+    assert error_of(np.array([np.nan, 4.0]), np.array([1.0, 4.0])) == np.inf
+    assert error_of(np.zeros(3), np.zeros(2)) == error_of(None, np.zeros(2)) == error_of(NotTheSame(), 1.0) == np.inf
+    assert error_of(np.array([0.5]), np.array([0.0])) == 0.5
+
+
+def test_sums_in_blocks_are_the_same_sums():
+    """On one device; forwards and backwards, against plain jnp.einsum. In bf16 they round differently."""
+    key = jax.random.key(0)
+    x, w = (jax.random.normal(k, (8, 8), jnp.float32) for k in jax.random.split(key))
+
+    def product(x: act["B/r/d F/t"], w: act["F/t M/d"]) -> act["B/r/d M"]:
+        w = shardops.all_gather("F/t M/d -> F/t M", shardops.replicate("F/t M/d -> F/t M/d *r", w))
+        return shardops.psum("B/r/d M +t -> B/r/d M", verify_record.einsum("B/r/d F/t, F/t M -> B/r/d M +t", x, w))
+
+    def value_and_gradients(x, w, **blocks):
+        with jax.set_mesh(tiny.mesh("one device")), Scope(act=x.dtype), summed_in_blocks(**blocks):
+            y, pull = jax.vjp(jax.jit(typed_shard_map(product)), x, w)
+            return [y, *pull(jnp.cos(y))]
+
+    exact = x @ w
+    expected = [exact, jnp.cos(exact) @ w.T, x.T @ jnp.cos(exact)]
+    for blocks in ({}, {"t": 4}, {"d": 2, "r": 2}, {"t": 2, "d": 4}):
+        for found, right in zip(value_and_gradients(x, w, **blocks), expected, strict=True):
+            np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
+    half = [x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)]
+    assert not np.array_equal(value_and_gradients(*half)[0], value_and_gradients(*half, t=4)[0])
+
+
+# ---- settings -----------------------------------------------------------------------------------------------------
+
+
+def test_every_mesh_divides_the_small_sizes():
+    c = tiny.config(microbatches=2)
+    small(c, 8)
+    c.model.check(c.training.seq_len)
+    meshes, others = all_meshes(c, 8)
+    assert (len(meshes), others) == (10, [])
+    assert chosen(["2x2x2", "1x8x1"], meshes, others)[0] == [{"r": 1, "d": 8, "t": 1}, {"r": 2, "d": 2, "t": 2}]
+    with pytest.raises(ValueError, match=r"verify.meshes has 3x1x1; meshes of so many devices are .*1x8x1"):
+        chosen(["3x1x1"], meshes, others)
+
+
+def test_meshes_that_do_not_divide_are_listed_with_the_reason():
+    meshes, others = all_meshes(tiny.config(tiny.model(n_kv=2)), 8)
+    assert all(mesh["t"] <= 2 for mesh in meshes)
+    assert {"r": 1, "d": 1, "t": 8} in [mesh for mesh, _ in others]
+    assert all("model.n_kv is 2; on the mesh" in reason for _, reason in others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": 1}, "verify.devices is 1; it must be at least 2"),
+        ({"tolerance": 2.0}, "verify.tolerance is 2.0"),
+        ({"precisions": ["f16"]}, "verify.precisions is 'f16'; choose one of f64, configured"),
+    ],
+)
+def test_settings_out_of_range_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        check(VerifyConfig(**changes))
+
+
+# ---- the program --------------------------------------------------------------------------------------------------
+
+TINY = ("verify.small=true", "verify.meshes=[2x2x2]", "model.layers=1")
+
+
+def verify(directory: Path, *overrides: str, name: str = "local_test_synthetic") -> subprocess.CompletedProcess:
+    """Runs the tool in `directory`: its train.py, if there is one, comes before the project's."""
+    command = [sys.executable, "-m", "tools.verify", f"--config-name={name}", *TINY, *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+
+
+def test_train_py_is_the_same_on_a_mesh_of_all_axes(tmp_path):
+    """In f64 and in bf16."""
+    done = verify(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "In f64, all 1 meshes agree with one device." in done.stdout
+    assert "In bf16, all 1 meshes agree with one device." in done.stdout
+    assert "not all is f64" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "instead", "tensor"),
+    [
+        (
+            "attended = save_for_backward(attended)",
+            'attended = save_for_backward(jnp.roll(attended, shardops.axis_index("t"), 2))',
+            "the activation layer.attended, layer 0",
+        ),
+        ("seeds) / targets", "seeds) / batch.targets.size", "the loss mean loss"),
+        ("(jnp.sqrt(unbiased_nu)", "(jnp.sqrt(jnp.mean(unbiased_nu))", "the update embed"),
+    ],
+    ids=["activation", "loss", "update"],
+)
+def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, instead, tensor):
+    assert SOURCE.count(text) == 1
+    edited = SOURCE.replace(text, instead)
+    (tmp_path / "train.py").write_text(edited)
+    done = verify(tmp_path, "verify.precisions=[f64]")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
+    assert f"the first tensor that differs is {tensor} at train.py:" in line
+    number = int(line.split("train.py:")[1].split(",")[0])
+    sought = {"activation": instead, "loss": "def loss_and_gradients", "update": "embed: f32"}[tensor.split()[1]]
+    assert any(sought in near for near in edited.splitlines()[number - 1 : number + 1])
+
+
+def test_what_tracing_rejects_is_one_message(tmp_path):
+    text = 'w_down = gather("F/t M/d -> F/t M", w.w_down.astype(dtype))'
+    assert text in SOURCE
+    (tmp_path / "train.py").write_text(SOURCE.replace(text, "w_down = w.w_down.astype(dtype)"))
+    done = verify(tmp_path, "verify.precisions=[f64]")
+    assert done.returncode == 2
+    assert "operand 2 `F/t M`: the value differs between devices of d" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("local_gpt2", ["model.dropout=0.1", "verify.meshes=[2x2x2,1x1x8,1x8x1]"]),
+        (
+            "local_test_synthetic",
+            [
+                "optimizer=muon",
+                "model.qk_norm=true",
+                "model.tied_embeddings=true",
+                "training.gather_weights=step",
+                "training.microbatches=2",
+                "verify.meshes=[2x2x2,1x1x8,1x8x1]",
+            ],
+        ),
+    ],
+)
+def test_other_models_and_settings_are_the_same_too(tmp_path, name, overrides):
+    done = verify(tmp_path, *overrides, name=name)
+    assert done.returncode == 0, done.stdout + done.stderr
