@@ -44,7 +44,7 @@ from shardlib.shardtypes import (
 )
 NAMES = {"f32": "float32", "é": jnp.float32}  # jnp.float32
 def f(x: f32["B"]):
-    return jnp.float32(x), jnp.int32(x), "a float32"
+    return jnp.float32(x), jnp.int32(x), "a float32", jax.random.bits(key, x.shape)
 '''
     new = rewritten(source, double=True)
     assert new.splitlines()[3:] == [
@@ -55,7 +55,7 @@ def f(x: f32["B"]):
         ")",
         'NAMES = {"f32": "float64", "é": jnp.float64}  # jnp.float32',
         'def f(x: f32["B"]):',
-        '    return jnp.float64(x), jnp.int32(x), "a float32"',
+        '    return jnp.float64(x), jnp.int32(x), "a float32", jax.random.bits(key, x.shape, dtype="uint32")',
     ]
     assert new.splitlines()[:3] == source.splitlines()[:3]
     assert rewritten(source, double=False) == source
@@ -140,6 +140,7 @@ def test_differences_are_relative_to_the_largest_entry():
     assert error_of(np.array([np.nan, 4.0]), np.array([1.0, 4.0])) == np.inf
     assert error_of(np.zeros(3), np.zeros(2)) == error_of(None, np.zeros(2)) == error_of(NotTheSame(), 1.0) == np.inf
     assert error_of(np.array([0.5]), np.array([0.0])) == 0.5
+    assert error_of(np.array([2e-17]), np.array([1e-17]), least=0.1) == pytest.approx(1e-16)
 
 
 def test_sums_in_blocks_are_the_same_sums():

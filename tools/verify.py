@@ -40,7 +40,7 @@ class VerifyConfig:
     dtypes, compared within a band."""
     tolerance: float = 1e-10
     """f64: largest difference over the largest entry of a tensor, in (0, 1)."""
-    band: float = 4.0
+    band: float = 8.0
     """configured: how many times the difference that comes from summing in another order, at least 1."""
 
 

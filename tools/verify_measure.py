@@ -258,18 +258,18 @@ def measure(
     found[Tensor("loss", "total_loss", (), *line_of_function(train.total_loss))] = np.asarray(total)
     found[Tensor("loss", "mean loss", (), *line_of_function(train.loss_and_gradients))] = np.asarray(loss)
     # The backward pass finds the gradients of what was used last first.
-    found |= dict(reversed(_by_layer("gradient", gradients, old)))
+    found |= dict(reversed(by_layer("gradient", gradients, old)))
     for name, value in vars(metrics).items():
         found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = np.asarray(value)
     change = jax.tree.map(lambda after, before: np.asarray(after) - before, new.weights, old)
-    found |= dict(_by_layer("update", change, old))
+    found |= dict(by_layer("update", change, old))
     for part in (field.name for field in dataclasses.fields(new) if field.name != "weights"):
-        found |= dict(_by_layer(part, getattr(new, part), old))
+        found |= dict(by_layer(part, getattr(new, part), old))
     dtypes = {dtype for traced in (forward, step) for dtype in re.findall(r"\b(b?f\d+)\[", str(traced.jaxpr))}
     return found, dtypes
 
 
-def _by_layer(kind: str, tree: Any, weights: Any) -> list[tuple[Tensor, np.ndarray]]:
+def by_layer(kind: str, tree: Any, weights: Any) -> list[tuple[Tensor, np.ndarray]]:
     """The arrays of `tree`, which is like `weights`, in the order of the forward pass, stacks of layers taken apart."""
     whole = [
         (path, array, np.asarray(part))

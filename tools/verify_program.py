@@ -42,6 +42,8 @@ def rewritten(source: str, double: bool) -> str:
                     replace(alias, f"f64 as {alias.asname or 'f32'}")
         elif double and isinstance(node, ast.Constant) and node.value == "float32":
             replace(node, '"float64"')
+        elif double and _is_random_bits(node):  # whose default would become u64
+            edits.append((node.end_lineno, node.end_col_offset - 1, node.end_col_offset - 1, ', dtype="uint32"'))
     if any(text in RECORDED.values() for *_, text in edits):
         first = next(n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom) and not _is_future(n))
         edits.append((first.lineno, first.col_offset, first.col_offset, IMPORT))
@@ -50,6 +52,17 @@ def rewritten(source: str, double: bool) -> str:
     for line, start, end, text in sorted(edits, reverse=True):
         lines[line - 1] = lines[line - 1][:start] + text.encode() + lines[line - 1][end:]
     return b"".join(lines).decode()
+
+
+def _is_random_bits(node: ast.AST) -> bool:
+    """Whether it is a call of `random.bits` that leaves the dtype out."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "bits"
+        and len(node.args) == 2
+        and not any(keyword.arg == "dtype" for keyword in node.keywords)
+    )
 
 
 def _is_future(node: ast.stmt) -> bool:

@@ -27,6 +27,7 @@ from tools.verify_measure import (
     AXES,
     NotTheSame,
     Tensor,
+    by_layer,
     fresh_state,
     layouts,
     loaded_batch,
@@ -81,21 +82,29 @@ def mesh_name(sizes: Mapping[str, int]) -> str:
     return " ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def error_of(found: Any, oracle: np.ndarray) -> float:
+NEGLIGIBLE = 1e-4
+"""A gradient whose entries are below this part of the largest gradient's is compared as if it were this large: one that
+is 0 but for rounding, as that of a bias on keys, has no size of its own."""
+
+
+def error_of(found: Any, oracle: np.ndarray, least: float = 0.0) -> float:
+    """The largest difference over the oracle's largest entry, or over `least` if that is more; inf for no number."""
     if isinstance(found, NotTheSame) or found is None or np.shape(found) != np.shape(oracle):
         return math.inf
     exact = np.asarray(oracle, np.float64)
     difference = np.max(np.abs(np.asarray(found, np.float64) - exact), initial=0.0)
-    largest = np.max(np.abs(exact), initial=0.0)
+    largest = max(np.max(np.abs(exact), initial=0.0), least)
     if not np.isfinite(difference):
         return math.inf
     return float(difference / largest if largest else difference)
 
 
 def compare(mesh: MeshResult, found: Mapping[Tensor, Any], oracle: Mapping[Tensor, Any]) -> None:
+    gradients = [np.max(np.abs(x), initial=0.0) for tensor, x in oracle.items() if tensor.kind == "gradient"]
     for tensor, exact in oracle.items():
         value = found.get(tensor)
-        mesh.errors[tensor] = error_of(value, exact)
+        least = NEGLIGIBLE * max(gradients, default=0.0) if tensor.kind == "gradient" else 0.0
+        mesh.errors[tensor] = error_of(value, exact, float(least))
         if isinstance(value, NotTheSame):
             mesh.notes[tensor] = str(value)
         elif np.shape(value) != np.shape(exact):
@@ -152,6 +161,8 @@ def run(c: Config, meshes: list[dict[str, int]], tolerance: float, band: float, 
             say(f"one device, summed in blocks of {mesh_name(sizes)}: {time.monotonic() - begin:.0f} s")
     if blocks:
         limits = {t: max(limit, floor(t, c)) for t, limit in limits.items()}
+    of_updates = rounding_of_updates(inputs.state.weights, oracle)
+    limits = {t: max(limit, of_updates.get(t, 0.0)) for t, limit in limits.items()}
     largest = {axis: max(mesh[axis] for mesh in meshes) for axis in AXES}
     layout = layouts(c, largest)
     results = []
@@ -175,9 +186,18 @@ def reassociations(meshes: list[dict[str, int]]) -> list[dict[str, int]]:
 
 
 def floor(tensor: Tensor, c: Config) -> float:
-    """One rounding to the compute dtype, which may happen to a single entry; for what is in f32, a part of that."""
-    rounding = float(jnp.finfo(configuration.COMPUTE_DTYPES[c.training.compute_dtype]).eps) / 2
-    return rounding if tensor.kind in ("activation", "gradient") else rounding / 16
+    """Two roundings to the compute dtype, which may turn out the other way; for what is in f32, a part of that."""
+    rounding = float(jnp.finfo(configuration.COMPUTE_DTYPES[c.training.compute_dtype]).eps)
+    return 2 * rounding if tensor.kind in ("activation", "gradient") else max(rounding / 32, 2.0**-20)
+
+
+def rounding_of_updates(weights: Any, oracle: Mapping[Tensor, np.ndarray]) -> dict[Tensor, float]:
+    """Four roundings of a weight, relative to its update: an update is a difference of weights, and far smaller."""
+    found = {}
+    for tensor, before in by_layer("update", weights, weights):
+        largest = np.max(np.abs(oracle[tensor]), initial=0.0)
+        found[tensor] = float(4 * np.finfo(before.dtype).eps * np.max(np.abs(before)) / largest) if largest else 0.0
+    return found
 
 
 def failures(outcome: Outcome, result: MeshResult) -> list[Tensor]:
