@@ -19,7 +19,7 @@ from shardlib import shardops
 from shardlib.shardtypes import Scope, dtype_name, typed_shard_map
 from tools import verify_record
 from tools.verify import VerifyConfig, check, small
-from tools.verify_measure import NotTheSame, whole_array
+from tools.verify_measure import NotTheSame, on_host, whole_array
 from tools.verify_names import line_of_field, name_of_site
 from tools.verify_program import find_sources, rewritten
 from tools.verify_record import Recorder, Site, summed_in_blocks
@@ -133,6 +133,18 @@ def test_parts_of_a_sum_are_added_and_copies_must_be_equal():
     with pytest.raises(NotTheSame, match="every device of t"):
         whole_array(parts, {}, frozenset())
     np.testing.assert_array_equal(whole_array(np.ones((2, 1, 2, 3)), {}, frozenset()), np.ones(3))
+
+
+def test_copies_of_an_array_must_be_equal():
+    with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
+        sharding = jax.NamedSharding(tiny.mesh("r=2 d=2 t=2"), P("d"))
+        at = sharding.addressable_devices_indices_map((4,))
+        block = lambda i, index, extra: jax.device_put(np.arange(4.0)[index] + extra * (i == 7), list(at)[i])
+        made = lambda extra: jax.make_array_from_single_device_arrays(
+            (4,), sharding, [block(i, index, extra) for i, index in enumerate(at.values())]
+        )
+        np.testing.assert_array_equal(on_host(made(0)), np.arange(4.0))
+        assert isinstance(on_host(made(1)), NotTheSame)
 
 
 def test_differences_are_relative_to_the_largest_entry():

@@ -53,6 +53,20 @@ class Inputs:
     step: int
 
 
+class NotTheSame(ValueError):
+    """Devices that should hold the same value do not."""
+
+
+def on_host(x: jax.Array) -> np.ndarray | NotTheSame:
+    """The whole of an array; NotTheSame, as a value, if devices that should hold one block of it do not."""
+    blocks: dict[str, np.ndarray] = {}
+    for shard in x.addressable_shards:
+        block = np.asarray(shard.data)
+        if blocks.setdefault(str(shard.index), block).tobytes() != block.tobytes():
+            return NotTheSame("its copies on several devices are not the same")
+    return np.asarray(x)
+
+
 @contextlib.contextmanager
 def mesh_of(sizes: Mapping[str, int]) -> Iterator[jax.sharding.Mesh]:
     devices = jax.devices()[: math.prod(sizes.values())]
@@ -62,9 +76,9 @@ def mesh_of(sizes: Mapping[str, int]) -> Iterator[jax.sharding.Mesh]:
 
 
 def fresh_state(c: Config) -> Any:
-    """The state that a run starts from, on the mesh in force, as host arrays."""
+    """The state that a run starts from, on the mesh in force, as `on_host` gives it."""
     state = jax.jit(functools.partial(train.init_state, c=c))(jax.random.key(c.training.seed))
-    return jax.tree.map(np.asarray, state)
+    return jax.tree.map(on_host, state)
 
 
 def loaded_batch(c: Config, step: int) -> TokenBatch:
@@ -73,7 +87,7 @@ def loaded_batch(c: Config, step: int) -> TokenBatch:
         raise ValueError("a stream would have to be read from its start")
     t = c.training
     loader = make_loader(c.data, "train", t.batch_size, t.seq_len, c.model.vocab)
-    return jax.tree.map(np.asarray, loader.load(step))
+    return jax.tree.map(on_host, loader.load(step))
 
 
 def random_batch(c: Config) -> TokenBatch:
@@ -188,10 +202,6 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
     return [block.shape[len(AXES) :] for block in blocks]
 
 
-class NotTheSame(ValueError):
-    """Devices that should hold the same value do not."""
-
-
 def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozenset[str]) -> np.ndarray:
     """The array of which `blocks`[r, d, t, *block] are what the devices hold.
 
@@ -255,13 +265,15 @@ def measure(
             found[tensor] = whole_array(np.asarray(value), layout[i] if layout else {}, probe.varying[i])
         except NotTheSame as error:
             found[tensor] = error
-    found[Tensor("loss", "total_loss", (), *line_of_function(train.total_loss))] = np.asarray(total)
-    found[Tensor("loss", "mean loss", (), *line_of_function(train.loss_and_gradients))] = np.asarray(loss)
+    found[Tensor("loss", "total_loss", (), *line_of_function(train.total_loss))] = on_host(total)
+    found[Tensor("loss", "mean loss", (), *line_of_function(train.loss_and_gradients))] = on_host(loss)
     # The backward pass finds the gradients of what was used last first.
-    found |= dict(reversed(by_layer("gradient", gradients, old)))
+    found |= dict(reversed(by_layer("gradient", jax.tree.map(on_host, gradients), old)))
     for name, value in vars(metrics).items():
-        found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = np.asarray(value)
-    change = jax.tree.map(lambda after, before: np.asarray(after) - before, new.weights, old)
+        found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = on_host(value)
+    new = jax.tree.map(on_host, new)
+    minus = lambda after, before: after if isinstance(after, NotTheSame) else after - before
+    change = jax.tree.map(minus, new.weights, old)
     found |= dict(by_layer("update", change, old))
     for part in (field.name for field in dataclasses.fields(new) if field.name != "weights"):
         found |= dict(by_layer(part, getattr(new, part), old))
@@ -269,18 +281,22 @@ def measure(
     return found, dtypes
 
 
+def layers_of(weights: Any, path: str) -> int:
+    return len(functools.reduce(getattr, path.split("."), weights))
+
+
 def by_layer(kind: str, tree: Any, weights: Any) -> list[tuple[Tensor, np.ndarray]]:
     """The arrays of `tree`, which is like `weights`, in the order of the forward pass, stacks of layers taken apart."""
     whole = [
-        (path, array, np.asarray(part))
+        (path, array, part)
         for path, array, part in arrays_of(type(weights), tree)
         if part is not ABSENT and part is not None
     ]
     found = []
     for stacked, group in itertools.groupby(whole, lambda entry: entry[1].spec.names[:1] == ("layers",)):
         entries = list(group)
-        for i in range(len(entries[0][2]) if stacked else 1):
+        for i in range(layers_of(weights, entries[0][0]) if stacked else 1):
             for path, _, value in entries:
                 tensor = Tensor(kind, path, (i,) if stacked else (), *line_of_field(weights, path))
-                found.append((tensor, value[i] if stacked else value))
+                found.append((tensor, value[i] if stacked and not isinstance(value, NotTheSame) else value))
     return found
