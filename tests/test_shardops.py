@@ -526,7 +526,7 @@ def test_the_gradient_of_a_copy_is_reduced_where_it_was_made_not_in_the_loop():
 
         product = lambda x, w: einsum_unreduced("B/d M, M -> B/d M", x, w)
         fn = typed_body(body, (f32["B/d M"], f32["layers M"]), f32["layers M"])
-        text = jax.jax.jit(fn).lower(np.ones((8, 16), np.float32), np.ones((3, 16), np.float32)).compile().as_text()
+        text = jax.jit(fn).lower(np.ones((8, 16), np.float32), np.ones((3, 16), np.float32)).compile().as_text()
         entry = text[text.index("\nENTRY ") :]
         return len(re.findall(r" all-reduce(?:-start)?\(", entry)), len(re.findall(r" all-reduce(?:-start)?\(", text))
 
