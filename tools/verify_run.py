@@ -247,15 +247,19 @@ def show(outcome: Outcome, console: Console) -> bool:
         tensors.setdefault((tensor.kind, tensor.name), []).append(tensor)
     cells = {key: worst_of(outcome, of_name) for key, of_name in tensors.items()}
 
-    values = Table(title="Over all meshes and layers, with the limit: values", title_justify="left")
-    for column in ("", "value", "source", "difference", "on"):
+    values = Table(
+        title="Values: the difference nearest to its limit, over all meshes and layers", title_justify="left"
+    )
+    for column in ("", "value", "source", "difference of limit", "on"):
         values.add_column(column)
     for (kind, name), (cell, mesh) in cells.items():
         if kind in NOT_OF_WEIGHTS:
             values.add_row(kind, name, place_of(tensors[kind, name][0]), cell, mesh)
     console.print(values)
 
-    weights = Table(title="Over all meshes and layers, with the limit: weights", title_justify="left")
+    weights = Table(
+        title="Weights: the differences nearest to their limits, over all meshes and layers", title_justify="left"
+    )
     of_weights = [kind for kind in kinds if kind not in NOT_OF_WEIGHTS]
     for column in ("weight", "source", *of_weights):
         weights.add_column(column)
