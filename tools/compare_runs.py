@@ -14,6 +14,7 @@ from jaxtyping import Float64
 from omegaconf import OmegaConf
 
 from configuration import with_defaults
+from training_io.metrics import duration
 
 Curve = Float64[np.ndarray, "steps"]
 
@@ -238,12 +239,6 @@ def _bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
-
-
 class Metric(NamedTuple):
     best: Callable | None
     """min or max; None: neither end is better."""
@@ -260,7 +255,7 @@ METRICS = {
     "MFU": Metric(max, "{:.1%}".format, "of the median step, causal attention counted half"),
     "memory": Metric(min, _bytes, "peak of the fullest device"),
     "steps": Metric(None, "{:,.0f}".format, "done"),
-    "time": Metric(min, _duration, "of all steps, h:mm:ss, without start, compilation, validation and pauses"),
+    "time": Metric(min, duration, "of all steps, h:mm:ss, without start, compilation, validation and pauses"),
     "min": Metric(min, "{:.3f}".format, "lowest averaged training loss"),
     "tokens": Metric(None, _si, "seen in training"),
 }

@@ -202,7 +202,7 @@ class RunLog:
             seconds = sum(self._durations) / len(self._durations)
             speed = self._speed(seconds)
             shown += [f"{_si(speed['tokens_per_second'])} tokens/s", f"MFU {100 * speed['mfu']:.1f}%"]
-            shown += [f"ETA {_duration((self._total_steps - step - 1) * seconds)}"]
+            shown += [f"ETA {duration((self._total_steps - step - 1) * seconds)}"]
         if self._progress is not None:
             self._progress.update(self._task, completed=step + 1, description="  ".join(shown))
         elif step in (self._start_step, self._total_steps - 1) or (step + 1) % self._print_every == 0:
@@ -275,7 +275,8 @@ def _si(value: float) -> str:
     return f"{value:.1f}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`0:01:05` of 65 seconds."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
