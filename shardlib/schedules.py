@@ -1,0 +1,407 @@
+"""Pipeline schedules as data: the ordered tasks of each device, and the table of ticks that runs them. Knows no JAX.
+
+A model of p·v **stages** runs on p devices; stage s is on device s % p, as that device's **chunk** s // p. A
+**schedule** is a function of (p devices, m microbatches, v chunks of a device) that gives the list of `Task`s of each
+device, in the order in which the device does them. Any function that gives every forward and backward once, on its
+device and without a deadlock, is a schedule: `check_schedule` says whether it is, `tick_table` turns it into what
+the executor scans over, docs/pipeline.md shows the published ones and how to write another.
+
+A **tick** is one forward slot and then one backward slot, on every device. What a task gives to the neighbouring
+device is sent at the end of its slot and arrives at the start of the next tick.
+"""
+
+import importlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Task(NamedTuple):
+    """The forward or the backward of one microbatch through one stage."""
+
+    kind: str
+    """`forward` or `backward`."""
+    stage: int
+    """In [0, p·v)."""
+    microbatch: int
+    """In [0, m)."""
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of stage {self.stage}, microbatch {self.microbatch}"
+
+
+Orders = Sequence[Sequence[Task]]
+Schedule = Callable[[int, int, int], list[list[Task]]]
+
+
+# ---- published schedules ------------------------------------------------------------------------------------------
+
+
+def gpipe(p: int, m: int, v: int = 1) -> list[list[Task]]:
+    """All forwards, then all backwards in the same order (arXiv 1811.06965, section 2.2). Any m; v is 1."""
+    _check_one_chunk("gpipe", p, m, v)
+    return [_warmed_up(*_one_stage(device, m), warmup=m) for device in range(p)]
+
+
+def one_f_one_b(p: int, m: int, v: int = 1) -> list[list[Task]]:
+    """1F1B: a device has the fewest forwards ahead that fill the pipeline (arXiv 2104.04473, section 2.2.1, called
+    PipeDream-Flush there). At most p - device activations live on a device. Any m; v is 1."""
+    _check_one_chunk("1f1b", p, m, v)
+    return [_warmed_up(*_one_stage(device, m), warmup=p - 1 - device) for device in range(p)]
+
+
+def eager_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
+    """1F1B with twice the forwards ahead, so that a transfer has the time of a task to arrive (arXiv 2211.05322,
+    section 4). At most 2(p - device) - 1 activations live on a device. Any m; v is 1."""
+    _check_one_chunk("eager_1f1b", p, m, v)
+    return [_warmed_up(*_one_stage(device, m), warmup=2 * (p - 1 - device)) for device in range(p)]
+
+
+def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
+    """1F1B over v chunks a device, in groups of p microbatches (arXiv 2104.04473, section 2.2.2). At v = 1 it is
+    `eager_1f1b`: the warmup of (v - 1)p + 2(p - 1 - device) forwards is Megatron's, not the shorter one of plain 1F1B.
+
+    Raises:
+        ValueError: m is no multiple of p.
+    """
+    _check_sizes(p, m, v)
+    if m % p:
+        raise ValueError(
+            f"interleaved_1f1b takes microbatches in groups of one a device: {m} microbatches are no multiple of "
+            f"{p} devices. Use {m - m % p or p} or {m - m % p + p} microbatches, or eager_1f1b, which takes any number."
+        )
+    orders = []
+    for device in range(p):
+        # The i-th pass over any chunk: p microbatches through one chunk, the same ones through the next, the next p.
+        passes = [(i // p % v, i // (p * v) * p + i % p) for i in range(m * v)]
+        forwards = [Task("forward", chunk * p + device, k) for chunk, k in passes]
+        backwards = [Task("backward", (v - 1 - chunk) * p + device, k) for chunk, k in passes]
+        orders.append(_warmed_up(forwards, backwards, warmup=(v - 1) * p + 2 * (p - 1 - device)))
+    return orders
+
+
+def forward_only(p: int, m: int, v: int = 1) -> list[list[Task]]:
+    """The forwards alone, for evaluation: groups of p microbatches (the last one may be smaller) chunk by chunk."""
+    _check_sizes(p, m, v)
+    groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
+    return [
+        [Task("forward", chunk * p + device, k) for group in groups for chunk in range(v) for k in group]
+        for device in range(p)
+    ]
+
+
+def _one_stage(device: int, m: int) -> tuple[list[Task], list[Task]]:
+    return [Task("forward", device, k) for k in range(m)], [Task("backward", device, k) for k in range(m)]
+
+
+def _warmed_up(forwards: list[Task], backwards: list[Task], warmup: int) -> list[Task]:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    pairs = zip(forwards[warmup:], backwards, strict=False)
+    return [*forwards[:warmup], *(task for pair in pairs for task in pair), *backwards[len(forwards) - warmup :]]
+
+
+def _check_sizes(p: int, m: int, v: int) -> None:
+    for value, what in ((p, "devices of the axis p"), (m, "microbatches"), (v, "chunks of a device (v)")):
+        if operator.index(value) < 1:
+            raise ValueError(f"{value} {what}: there must be at least 1.")
+
+
+def _check_one_chunk(name: str, p: int, m: int, v: int) -> None:
+    _check_sizes(p, m, v)
+    if v != 1:
+        raise ValueError(f"{name} is defined for one chunk a device, not for v={v}. Use v=1, or interleaved_1f1b.")
+
+
+# ---- schedules by name --------------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "eager_1f1b": eager_1f1b,
+}
+
+ONE_CHUNK = ("gpipe", "1f1b", "eager_1f1b")
+"""Those of SCHEDULES that are defined for v = 1 alone."""
+
+
+def schedule_of(name: str) -> Schedule:
+    """The schedule that a setting names: one of SCHEDULES, or `module:function` of the user's own file.
+
+    What a user's function gives is checked by `check_schedule` at each call.
+
+    Raises:
+        ValueError: there is no such name, module or function.
+    """
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    module_name, colon, function_name = name.partition(":")
+    choices = f"Choose {', '.join(SCHEDULES)}, or write module:function of your own schedule."
+    if not (module_name and colon and function_name):
+        raise ValueError(f"no schedule is called {name!r}. {choices}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as e:
+        # A module that the user's own file lacks is that file's error, with its traceback.
+        if e.name is None or not f"{module_name}.".startswith(f"{e.name}."):
+            raise
+        raise ValueError(
+            f"schedule {name!r}: there is no module {module_name!r}. It is looked for as `import {module_name}` would, "
+            f"from the directory the program is started in. {choices}"
+        ) from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"schedule {name!r}: {module_name} has no function {function_name!r}. {choices}")
+
+    def checked(p: int, m: int, v: int) -> list[list[Task]]:
+        try:
+            orders = function(p, m, v)
+            return check_schedule(orders, p, m, v)
+        except ValueError as e:
+            raise ValueError(f"schedule {name!r} for p={p}, m={m}, v={v}: {e}") from e
+
+    return checked
+
+
+# ---- validity -----------------------------------------------------------------------------------------------------
+
+
+def check_schedule(orders: Orders, p: int, m: int, v: int, *, training: bool = True) -> list[list[Task]]:
+    """Checks that every task is there once, on its device, and that no device waits for ever; gives the orders back,
+    every task as a `Task`.
+
+    Args:
+        orders: the tasks of each of p devices, in order; any (kind, stage, microbatch) will do as a task.
+        training: there is a backward of every stage and microbatch; otherwise there is none.
+
+    Raises:
+        ValueError: names the task, the device, and what is wrong: missing, twice, on another device's list, or a circle
+            of devices that wait for each other.
+    """
+    orders = _check_tasks(orders, p, m, v, training)
+    _place(orders, p * v, fuse_last=False)
+    return orders
+
+
+def _check_tasks(orders: Orders, p: int, m: int, v: int, training: bool) -> list[list[Task]]:
+    _check_sizes(p, m, v)
+    if isinstance(orders, str | Mapping) or not isinstance(orders, Sequence) or len(orders) != p:
+        size = f"a list of {len(orders)}" if isinstance(orders, Sequence) else f"{type(orders).__name__}"
+        raise ValueError(f"a schedule is a list of tasks for each of {p} devices, not {size}.")
+    kinds = ("forward", "backward") if training else ("forward",)
+    seen: dict[Task, int] = {}
+    checked = []
+    for device, order in enumerate(orders):
+        checked.append([_as_task(task, i, device, kinds, p * v, m) for i, task in enumerate(order)])
+        for task in checked[-1]:
+            if task.stage % p != device:
+                raise ValueError(
+                    f"{task} is on device {device}, but stage {task.stage} is on device {task.stage % p} "
+                    f"(stage s is on device s % {p})."
+                )
+            if task in seen:
+                raise ValueError(f"{task} is twice in the list of device {device}. Every task is done once.")
+            seen[task] = device
+    for kind in kinds:
+        for stage in range(p * v):
+            for k in range(m):
+                if (task := Task(kind, stage, k)) not in seen:
+                    raise ValueError(f"{task} is missing from the list of device {stage % p}.")
+    return checked
+
+
+def _as_task(task: object, i: int, device: int, kinds: Sequence[str], stages: int, m: int) -> Task:
+    where = f"entry {i} of device {device}"
+    try:
+        kind, stage, k = task  # type: ignore[misc]
+        task = Task(kind, operator.index(stage), operator.index(k))
+    except (TypeError, ValueError):
+        raise ValueError(f"{where} is {task!r}; a task is Task(kind, stage, microbatch).") from None
+    if kind not in kinds:
+        raise ValueError(f"{where} has the kind {kind!r}; it must be {' or '.join(kinds)}.")
+    for value, size, what in ((task.stage, stages, "stage"), (task.microbatch, m, "microbatch")):
+        if not 0 <= value < size:
+            raise ValueError(f"{where} is {task}; the {what} must be in 0..{size - 1}.")
+    return task
+
+
+def needs(task: Task, stages: int) -> list[Task]:
+    """What must be done before `task`, on its own device or another."""
+    kind, stage, k = task
+    if kind == "forward":
+        return [Task("forward", stage - 1, k)] if stage else []
+    return [Task("forward", stage, k)] + ([Task("backward", stage + 1, k)] if stage < stages - 1 else [])
+
+
+def _place(orders: Orders, stages: int, *, fuse_last: bool) -> tuple[dict[Task, int], int]:
+    """The earliest tick of each task, and how many ticks there are.
+
+    A device takes tasks off its list, in order, while their slots in this tick are free and what they need is there. A
+    backward and the forward behind it may share a tick; the forward then runs first, though it stands second.
+    With `fuse_last` a forward of the last stage takes no slot, as it is part of its backward.
+    """
+    place, done, tick = [0] * len(orders), {}, 0
+    while any(i < len(order) for i, order in zip(place, orders, strict=True)):
+        new: set[Task] = set()
+        for device, order in enumerate(orders):
+            used = set()
+            while place[device] < len(order) and order[place[device]].kind not in used:
+                task = order[place[device]]
+                # What arrives does so at the next tick; the stage's own forward is one slot ahead of its backward.
+                if not all(q in done or (q in new and q.stage == task.stage) for q in needs(task, stages)):
+                    break
+                new.add(task)
+                if not (fuse_last and task.kind == "forward" and task.stage == stages - 1):
+                    used.add(task.kind)
+                place[device] += 1
+        if not new:
+            raise ValueError(_deadlock(orders, place, done, stages))
+        done.update(dict.fromkeys(new, tick))
+        tick += 1
+    return done, tick
+
+
+def _deadlock(orders: Orders, place: Sequence[int], done: Mapping[Task, int], stages: int) -> str:
+    """Who waits for whom: follows one device to the next that it waits for, until one comes again."""
+    device = next(d for d, order in enumerate(orders) if place[d] < len(order))
+    path: list[int] = []
+    waits = {}
+    while device not in path:
+        path.append(device)
+        task = orders[device][place[device]]
+        missing = next(q for q in needs(task, stages) if q not in done)
+        holder = missing.stage % len(orders)
+        waits[device] = f"device {device} cannot do {task} before {missing}, which comes later on device {holder}"
+        device = holder
+    return f"the schedule never ends: {'; '.join(waits[d] for d in path[path.index(device) :])}."
+
+
+# ---- the table of ticks -------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    *("forward", "forward_first", "forward_last", "forward_chunk", "forward_microbatch"),
+    *("forward_input", "forward_residuals"),
+    *("backward", "backward_first", "backward_last", "backward_chunk", "backward_microbatch"),
+    *("backward_input", "backward_cotangent", "backward_residuals"),
+    *("arriving_input", "arriving_cotangent"),
+)
+
+
+@dataclass(frozen=True)
+class TickTable:
+    """What every device does in every tick, as `tick_table` makes it."""
+
+    columns: dict[str, np.ndarray]
+    """Each int32 [ticks, p]; 0 where a device is idle, unless said.
+
+    forward, backward: 1 where the slot is used. Of the task in it:
+    …_first, …_last: 1 if the stage is the first (it embeds), the last (it unembeds; its backward computes the loss).
+    …_chunk in [0, v), …_microbatch in [0, m).
+    forward_input, backward_input: the slot of `inputs` that holds what the stage reads; the first stage reads none.
+    backward_cotangent: the slot of `cotangents` to read; the last stage reads none.
+    forward_residuals, backward_residuals: the slot of `residuals` to write, to read.
+    arriving_input, arriving_cotangent: the slot in which to put what arrives at the start of this tick, before anything
+        is read; where nothing arrives, `inputs` or `cotangents`: one slot past the last, for junk.
+    """
+    inputs: int
+    """Slots for stage inputs, the most that any device needs; likewise the others."""
+    cotangents: int
+    """Slots for gradients with respect to a stage's output."""
+    residuals: int
+    """Slots for what a stage's forward keeps for its backward."""
+
+
+Place = tuple[int, int]  # (stage, microbatch)
+Span = tuple[int, int]  # first and last tick
+
+
+def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_last: bool) -> TickTable:
+    """Places the tasks in ticks, as early as their order allows, and gives everything that is kept a slot.
+
+    Args:
+        orders: those of a schedule, or of `forward_only`: no backward, and so the columns of backwards all 0.
+        recompute: the backward starts from the stage's input, which is kept until then, and there are no residuals.
+            Otherwise the input is kept until the forward, and residuals from the forward to the backward.
+        fuse_last: the last stage's forward is part of its backward: it is nowhere marked as a forward, keeps its input
+            until the backward, and no residuals.
+
+    Raises:
+        ValueError: as `check_schedule`; or `fuse_last` where there are no backwards.
+    """
+    training = any(tuple(task)[:1] == ("backward",) for order in orders for task in order)
+    if fuse_last and not training:
+        raise ValueError("fuse_last=True makes the last forward part of its backward, and there are no backwards here.")
+    orders = _check_tasks(orders, p, m, v, training)
+    stages = p * v
+    at, ticks = _place(orders, stages, fuse_last=fuse_last)
+    f = {(task.stage, task.microbatch): t for task, t in at.items() if task.kind == "forward"}
+    b = {(task.stage, task.microbatch): t for task, t in at.items() if task.kind == "backward"}
+    fused = lambda stage: fuse_last and stage == stages - 1
+
+    inputs, cotangents, residuals = _Ring(p), _Ring(p), _Ring(p)
+    for stage, k in f:
+        if stage:
+            last_read = b if training and (recompute or fused(stage)) else f
+            inputs.keep((stage, k), f[stage - 1, k] + 1, last_read[stage, k])
+        if training and stage < stages - 1:
+            cotangents.keep((stage, k), b[stage + 1, k] + 1, b[stage, k])
+        if training and not recompute and not fused(stage):
+            residuals.keep((stage, k), f[stage, k], b[stage, k])
+    for ring in (inputs, cotangents, residuals):
+        ring.give_slots()
+
+    columns = {name: np.zeros((ticks, p), np.int32) for name in COLUMNS}
+    columns["arriving_input"][:] = inputs.size
+    columns["arriving_cotangent"][:] = cotangents.size
+    for task, t in at.items():
+        kind, stage, k = task
+        device = stage % p
+        if kind == "forward" and fused(stage):
+            continue
+        values = {
+            "": 1,
+            "_first": stage == 0,
+            "_last": stage == stages - 1,
+            "_chunk": stage // p,
+            "_microbatch": k,
+            "_residuals": residuals.slots.get((stage, k), 0),
+        }
+        if kind == "forward" or recompute or fused(stage):
+            values["_input"] = inputs.slots.get((stage, k), 0)
+        if kind == "backward":
+            values["_cotangent"] = cotangents.slots.get((stage, k), 0)
+        for name, value in values.items():
+            columns[kind + name][t, device] = value
+        if kind == "forward" and stage < stages - 1:
+            columns["arriving_input"][t + 1, (device + 1) % p] = inputs.slots[stage + 1, k]
+        if kind == "backward" and stage > 0:
+            columns["arriving_cotangent"][t + 1, (device - 1) % p] = cotangents.slots[stage - 1, k]
+    return TickTable(columns, inputs.size, cotangents.size, residuals.size)
+
+
+class _Ring:
+    """Slots of a buffer that each of p devices has: `size` of them, the most that one device needs."""
+
+    def __init__(self, p: int):
+        self.spans: list[dict[Place, Span]] = [{} for _ in range(p)]
+        self.slots: dict[Place, int] = {}
+        self.size = 0
+
+    def keep(self, place: Place, first: int, last: int) -> None:
+        """From what is written in tick `first` to what is read in tick `last`, ticks in which the slot is its alone."""
+        self.spans[place[0] % len(self.spans)][place] = (first, last)
+
+    def give_slots(self) -> None:
+        """Each to the lowest slot that is free by then; in order of their starts that takes the fewest slots."""
+        for spans in self.spans:
+            busy_until: list[int] = []
+            for place, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+                free: Iterator[int] = (i for i, end in enumerate(busy_until) if end < first)
+                slot = next(free, len(busy_until))
+                busy_until[slot : slot + 1] = [last]
+                self.slots[place] = slot
+            self.size = max(self.size, len(busy_until))
