@@ -18,6 +18,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from input_loader import DataConfig
 from input_loader import fixed_settings as fixed_data_settings
 from training_io import config_differences
+from shardlib.schedules import schedule_of
 from weights import KINDS
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
@@ -48,7 +49,7 @@ class ModelConfig:
     vocab: int = dataclasses.field(kw_only=True)
     """Number of token ids that the model knows; at least the data's largest id + 1. Sharded over t."""
     d_model: int = dataclasses.field(kw_only=True)
-    """Width of the residual stream. A multiple of d·t devices, since the norm weights are sharded over both."""
+    """Width of the residual stream. A multiple of t·d·p devices, since the final norm is sharded over all."""
     layers: int = dataclasses.field(kw_only=True)
     n_kv: int = dataclasses.field(kw_only=True)
     """Key/value heads. Sharded over t."""
@@ -78,7 +79,7 @@ class ModelConfig:
     bos_id: int = 0
     """The token id that stands before the first of each document, in [0, vocab)."""
 
-    sharded: ClassVar[dict[str, str]] = {"vocab": "t", "d_model": "t·d", "n_kv": "t", "d_ff": "t"}
+    sharded: ClassVar[dict[str, str]] = {"vocab": "t", "d_model": "t·d·p", "n_kv": "t", "d_ff": "t"}
     """Which sizes the axes of the mesh must divide."""
 
     @property
@@ -145,9 +146,27 @@ class OptimizerConfig:
 class MeshConfig:
     """Devices along each axis; at most one may be -1, which takes what is left."""
 
+    p: int = 1
+    """Pipeline stages' devices: each holds some of the layers (docs/pipeline.md)."""
     r: int = 1
     d: int = -1
     t: int = 1
+
+
+@dataclasses.dataclass
+class PipelineConfig:
+    """How microbatches go through the stages of a mesh with p; docs/pipeline.md. Without p nothing of it is used."""
+
+    schedule: str = "interleaved_1f1b"
+    """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, or module:function of one's own (shardlib/schedules.py)."""
+    virtual_stages: int = 1
+    """Stages of each device of p, at least 1; more than 1 for interleaved_1f1b only. They divide the layers with p."""
+    layers_per_stage: Any = None
+    """The layers of each of the p times virtual_stages stages, a list; balanced: as FLOPs say, for the last stage has
+    the unembedding too. Null: all the same."""
+    recompute: bool = False
+    """Whether a stage's backward computes its forward again from what entered it. Otherwise the forward keeps what
+    save_for_backward marks."""
 
 
 @dataclasses.dataclass
@@ -228,10 +247,19 @@ class Config:
     training: TrainingConfig
     hardware: HardwareConfig
     paths: PathsConfig
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
 
 
 MODEL_SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded", "check")
 """What train.py and the tools ask of any ModelConfig."""
+
+MODEL_FUNCTIONS = {
+    "embed": ("w", "ids", "positions", "c", "row_seeds"),
+    "layers": ("w", "x", "positions", "c", "attend", "caches", "numbers", "row_seeds"),
+    "logits": ("w", "x", "c"),
+    "gather_ends": ("w",),
+}
+"""The parts of a model's math, and their arguments. docs/models.md tells what each does."""
 
 
 def model_of(name: str):
@@ -245,7 +273,7 @@ def model_of(name: str):
             f"model.module is {name!r}, and Python finds no module of that name; put {name}.py where you start, or its "
             "directory into PYTHONPATH."
         ) from None
-    missing = [part for part in ("ModelConfig", "weight_table", "forward") if not hasattr(module, part)]
+    missing = [part for part in ("ModelConfig", "weight_table", *MODEL_FUNCTIONS) if not hasattr(module, part)]
     if missing:
         raise ValueError(f"model.module is {name!r}, which has no {', '.join(missing)}; see docs/models.md.")
     if not dataclasses.is_dataclass(module.ModelConfig):
@@ -257,13 +285,14 @@ def model_of(name: str):
             f"model.module is {name!r}, whose ModelConfig has no {', '.join(missing)}: a field or property each; see "
             "docs/models.md."
         )
-    try:
-        inspect.signature(module.forward).bind(*("w", "ids", "positions", "c", "attend", "caches"), row_seeds=None)
-    except TypeError as error:
-        raise ValueError(
-            f"model.module is {name!r}, whose forward does not take (w, ids, positions, c, attend, caches, row_seeds): "
-            f"{error}; see docs/models.md."
-        ) from None
+    for name, arguments in MODEL_FUNCTIONS.items():
+        try:
+            inspect.signature(getattr(module, name)).bind(*arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"model.module is {module.__name__!r}, whose {name} does not take ({', '.join(arguments)}): {error}; see "
+                "docs/models.md."
+            ) from None
     return module
 
 
@@ -363,15 +392,29 @@ def check_config(c: Config) -> None:
     names += ("checkpoint_interval", "keep_checkpoints", "sample_interval", "sample_tokens", "sample_top_k")
     check_ranges("training", c.training, dict.fromkeys(names, count) | {"sample_temperature": (0, math.inf)})
     check_ranges("training", c.training, {"eval_batches": (0, 2**63), "seed": (0, 2**63), "epochs": (0, math.inf)})
+    check_pipeline(c.pipeline)
     check_ranges("hardware", c.hardware, {"hosts": count, "host": (0, c.hardware.hosts)})
     check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
-    if c.training.gather_weights == "step" and not hasattr(model_of(c.model.module), "gather_ahead"):
-        raise ValueError(f"training.gather_weights is step, but the model {c.model.module} has no gather_ahead.")
+    if c.training.gather_weights == "step" and not hasattr(model_of(c.model.module), "gather_layers"):
+        raise ValueError(f"training.gather_weights is step, but the model {c.model.module} has no gather_layers.")
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     if c.hardware.hosts > 1 and c.paths.model_name is None:
         raise ValueError(f"hardware.hosts is {c.hardware.hosts}; give paths.model_name, so that all hosts agree on it.")
     if c.paths.model_name == "":
         raise ValueError("paths.model_name is empty; give the run a name.")
+
+
+def check_pipeline(c: PipelineConfig) -> None:
+    """Raises ValueError for a setting out of its range."""
+    check_ranges("pipeline", c, {"virtual_stages": (1, 2**63)})
+    schedule_of(c.schedule)
+    counts = c.layers_per_stage
+    is_list = isinstance(counts, list) and all(type(n) is int and n > 0 for n in counts)
+    if not (counts is None or counts == "balanced" or is_list):
+        raise ValueError(
+            f"pipeline.layers_per_stage is {counts!r}; give a list of the layers of each stage, at least 1 each, "
+            "balanced, or null for the same number in all."
+        )
 
 
 def check_optimizer(c: OptimizerConfig) -> None:
@@ -405,23 +448,25 @@ def check_optimizer(c: OptimizerConfig) -> None:
 def check_divides(c: Config, mesh: Mapping[str, int]) -> None:
     """Raises ValueError for a size that the axes of the mesh do not divide, or a `sharded` that names none."""
     for name, axes in c.model.sharded.items():
-        if not hasattr(c.model, name) or not set(axes.split("·")) <= set(mesh):
+        if not hasattr(c.model, name) or not set(axes.split("·")) <= {"p", *mesh}:
             raise ValueError(
                 f"the sharded of {c.model.module}.ModelConfig has {name!r}: {axes!r}; it maps names of settings to "
-                "axes of the mesh, with · between them: t, d or t·d."
+                "axes of the mesh, with · between them: t, d, t·d or t·d·p."
             )
     model = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
     if getattr(c.model, "qk_norm", False):
         model["model.d_head"] = "t·d"
     training = {"training.seq_len": "t", "training.batch_size": "r·d·training.microbatches"}
+    mesh = {"p": 1, **mesh}
+    shown = {axis: size for axis, size in mesh.items() if axis != "p" or size > 1}
     factors = {**mesh, "training.microbatches": c.training.microbatches}
     for name, axes in {**model, **training}.items():
         section, field = name.split(".")
         value, devices = getattr(getattr(c, section), field), math.prod(factors[axis] for axis in axes.split("·"))
         if value % devices:
             raise ValueError(
-                f"{name} is {value}; on the mesh r={mesh['r']} d={mesh['d']} t={mesh['t']} it must be a multiple of "
-                f"{axes} = {devices}."
+                f"{name} is {value}; on the mesh {' '.join(f'{axis}={size}' for axis, size in shown.items())} it must "
+                f"be a multiple of {axes} = {devices}."
             )
 
 

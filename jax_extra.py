@@ -68,23 +68,28 @@ TRUNCATED_NORMAL_STD = 0.87962566103423978
 """Standard deviation of a unit normal cut off at ±2: divide by it to give `jax.random.truncated_normal` variance 1."""
 
 
-def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """The mesh of axes r, d, t over all `devices`, t innermost: neighbours along it are nearest.
+def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1) -> jax.sharding.Mesh:
+    """The mesh of axes r, d, t over all `devices`, t innermost: neighbours along it are nearest. p > 1: p outermost.
 
     One size may be -1, which takes what is left. Raises ValueError if they do not fit, with those that do.
     """
-    sizes = [r, d, t]
+    sizes = [p, r, d, t]
     if sizes.count(-1) == 1:
         sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
+    shown = lambda sizes: " ".join(f"{axis}={n}" for axis, n in zip("prdt", sizes, strict=True) if axis != "p" or n > 1)
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
         divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-        fits = [fit for fit in itertools.product(divisors, repeat=3) if math.prod(fit) == len(devices)]
+        fits = itertools.product([n for n in divisors if n == max(1, sizes[0])] or [1], *[divisors] * 3)
         raise ValueError(
-            f"mesh r={r} d={d} t={t} does not fit {len(devices)} devices. Those that do: "
-            + ", ".join(f"r={r} d={d} t={t}" for r, d, t in fits)
+            f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
+            + ", ".join(shown(fit) for fit in fits if math.prod(fit) == len(devices))
             + ". (-1, for one axis, takes what is left.)"
         )
-    return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=devices)
+    axes = ("r", "d", "t")
+    if sizes[0] > 1:
+        axes = ("p", *axes)
+    # Without stages there is no axis p, and specs mean what they say without it.
+    return jax.make_mesh(sizes[-len(axes) :], axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
 
 
 def start_devices(hosts: int, coordinator: str | None, host: int | None, xla_flags: str) -> None:

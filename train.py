@@ -54,6 +54,7 @@ from jax_extra import explicit_activation_checkpointing, make_mesh, save_for_bac
 from optimizers import muon
 from rope import rope_frequencies
 from shardlib import shardops
+from shardlib.pipeline import LayerNumbers, Parts, run_evaluation, run_training, skip_padding
 from shardlib.shardtypes import (
     Array,
     Scope,
@@ -67,6 +68,7 @@ from shardlib.shardtypes import (
     typed_shard_map,
     u32,
 )
+from stages import evaluation_plan, has_stages, placement_of, stack_orders, training_plan
 from training_io.samples import TrainingSamples
 from weights import Weight, initialize, matrix, vector
 
@@ -92,10 +94,10 @@ class TransformerLayer:
 
 @pytree_dataclass
 class Transformer:
-    embed: f32["V/t M/d"]
-    layers: Array["layers", TransformerLayer]
-    final_norm: f32["M/t/d"]
-    unembed: f32["V/t M/d"] | None  # None: embeddings are tied
+    embed: f32["V/t M/d/p"]
+    layers: Array["layers/p", TransformerLayer]
+    final_norm: f32["M/t/d/p"]
+    unembed: f32["V/t M/d/p"] | None  # None: embeddings are tied
 
 
 def weight_table(c: ModelConfig) -> Transformer:
@@ -209,67 +211,75 @@ def layer(
 
 
 @typed
-def forward(
-    w: Transformer,
-    ids: u32["B/r/d L"],
-    positions: i32["B/r/d L"],
-    c: ModelConfig,
-    attend: Callable,
-    caches: Any = None,
-    row_seeds: u32["B/r/d"] | None = None,
-) -> tuple[f32["B/r/d L V/t"], Any]:
-    """Logits for the token after each of `ids`, which stands at `positions` of its document.
-
-    attend(q, k, v, the layer's cache) gives what each query reads, and the cache as it is then: here is all that one
-    token learns from others, so sampling runs this function on tokens of different texts. `caches` are stacked over
-    layers, as those returned. `row_seeds` are for dropout, which this model has not.
-    """
-    dtype = act.dtype
-    angles = jnp.float32(positions)[..., None] * rope_frequencies(c)
-    rope = jnp.cos(angles), jnp.sin(angles)
-
-    embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))
+def embed(
+    w: Transformer, ids: u32["B/r/d L"], positions: i32["B/r/d L"], c: ModelConfig, row_seeds: u32["B/r/d"] | None
+) -> act["B/r/d L/t M"]:
+    """What enters the first layer. `row_seeds` are for dropout, which this model has not."""
     # In f32 for the backward pass: a frequent token's row adds up thousands of gradients, which bf16 would round away.
-    x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", embed.astype(jnp.float32), ids)
-    x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(dtype))
-
-    @explicit_activation_checkpointing
-    def body(x, of_layer):
-        layer_weights, cache = of_layer
-        return layer(x, layer_weights, rope, attend, cache, c)
-
-    x, caches = lax.scan(body, x, (w.layers, caches))
-
-    nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.final_norm, c.norm_epsilon))
-    unembed = embed if w.unembed is None else shardops.all_gather("V/t M/d -> V/t M", w.unembed.astype(dtype))
-    spec = "B/r/d L M, V/t M -> B/r/d L V/t"
-    logits = shardops.einsum_unreduced(spec, nx, unembed, preferred_element_type=jnp.float32)
-    return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap), caches
+    x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", w.embed.astype(jnp.float32), ids)
+    return shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(act.dtype))
 
 
 @typed
-def gather_ahead(w: Transformer) -> Transformer:
-    """The weights cast and gathered over d, once for all microbatches of a step; their gradients are scattered once."""
-    layers, norm = w.layers, "layers M/t/d -> layers M *t *d"
+def layers(
+    w: Array["layers/p", TransformerLayer],
+    x: act["B/r/d L/t M"],
+    positions: i32["B/r/d L"],
+    c: ModelConfig,
+    attend: Callable,
+    caches: Any,
+    numbers: LayerNumbers,
+    row_seeds: u32["B/r/d"] | None,
+) -> tuple[act["B/r/d L/t M"], Any]:
+    """The layers `numbers`, one after the other: all of them, or those of a pipeline stage."""
+    angles = jnp.float32(positions)[..., None] * rope_frequencies(c)
+    rope = jnp.cos(angles), jnp.sin(angles)
+
+    @explicit_activation_checkpointing
+    @skip_padding
+    def body(x, of_layer):
+        layer_weights, _, cache = of_layer
+        return layer(x, layer_weights, rope, attend, cache, c)
+
+    return lax.scan(body, x, (w, numbers, caches))
+
+
+@typed
+def logits(w: Transformer, x: act["B/r/d L/t M"], c: ModelConfig) -> f32["B/r/d L V/t"]:
+    nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.final_norm, c.norm_epsilon))
+    unembed = w.embed if w.unembed is None else w.unembed
+    spec = "B/r/d L M, V/t M -> B/r/d L V/t"
+    logits = shardops.einsum_unreduced(spec, nx, unembed, preferred_element_type=jnp.float32)
+    return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+
+
+@typed
+def gather_ends(w: Transformer) -> Transformer:
+    """With the weights outside of the layers cast and gathered over d, and over p, where a stage could not do so."""
+    cast = lambda x: shardops.all_gather("V/t M/d/p -> V/t M *d *p", x.astype(act.dtype))
+    final_norm = shardops.all_gather("M/t/d/p -> M *t *d *p", w.final_norm)
+    unembed = None if w.unembed is None else cast(w.unembed)
+    return dataclasses.replace(w, embed=cast(w.embed), final_norm=final_norm, unembed=unembed)
+
+
+@typed
+def gather_layers(w: Array["layers/p", TransformerLayer]) -> Array["layers/p", TransformerLayer]:
+    """The layers' weights cast and gathered over d, once for all microbatches; their gradients are scattered once."""
     cast = lambda spec, x: shardops.all_gather(spec, x.astype(act.dtype))
-    head_norm = lambda x: None if x is None else shardops.all_gather("layers D/t/d -> layers D *t *d", x)
-    return Transformer(
-        embed=cast("V/t M/d -> V/t M *d", w.embed),
-        layers=TransformerLayer(
-            attention_norm=shardops.all_gather(norm, layers.attention_norm),
-            w_q=cast("layers M/d K/t Q D -> layers M K/t Q D *d", layers.w_q),
-            w_k=cast("layers M/d K/t D -> layers M K/t D *d", layers.w_k),
-            w_v=cast("layers M/d K/t D -> layers M K/t D *d", layers.w_v),
-            q_norm=head_norm(layers.q_norm),
-            k_norm=head_norm(layers.k_norm),
-            w_o=cast("layers K/t Q D M/d -> layers K/t Q D M *d", layers.w_o),
-            mlp_norm=shardops.all_gather(norm, layers.mlp_norm),
-            w_gate=cast("layers M/d F/t -> layers M F/t *d", layers.w_gate),
-            w_up=cast("layers M/d F/t -> layers M F/t *d", layers.w_up),
-            w_down=cast("layers F/t M/d -> layers F/t M *d", layers.w_down),
-        ),
-        final_norm=shardops.all_gather("M/t/d -> M *t *d", w.final_norm),
-        unembed=None if w.unembed is None else cast("V/t M/d -> V/t M *d", w.unembed),
+    norm = lambda x: shardops.all_gather("layers/p M/t/d -> layers/p M *t *d", x)
+    head_norm = lambda x: None if x is None else shardops.all_gather("layers/p D/t/d -> layers/p D *t *d", x)
+    return TransformerLayer(
+        attention_norm=norm(w.attention_norm),
+        w_q=cast("layers/p M/d K/t Q D -> layers/p M K/t Q D *d", w.w_q),
+        w_k=cast("layers/p M/d K/t D -> layers/p M K/t D *d", w.w_k),
+        w_v=cast("layers/p M/d K/t D -> layers/p M K/t D *d", w.w_v),
+        q_norm=head_norm(w.q_norm),
+        k_norm=head_norm(w.k_norm),
+        w_o=cast("layers/p K/t Q D M/d -> layers/p K/t Q D M *d", w.w_o),
+        mlp_norm=norm(w.mlp_norm),
+        w_gate=cast("layers/p M/d F/t -> layers/p M F/t *d", w.w_gate),
+        w_up=cast("layers/p M/d F/t -> layers/p M F/t *d", w.w_up),
+        w_down=cast("layers/p F/t M/d -> layers/p F/t M *d", w.w_down),
     )
 
 
@@ -298,57 +308,97 @@ def count_targets(batch: TokenBatch) -> f32[""]:
 
 
 @typed
-def batch_logits(w: W, batch: TokenBatch, c: ModelConfig, row_seeds: u32["B/r/d"] | None = None) -> f32["B/r/d L V/t"]:
-    """Logits for each target, from the tokens before it in its document; c.bos_id stands before the first."""
-    before = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)), constant_values=c.bos_id)
-    inputs: u32["B/r/d L"] = jnp.where(batch.is_seq_start, jnp.uint32(c.bos_id), before)
-    document: i32["B/r/d L"] = jnp.cumsum(batch.is_seq_start, axis=1, dtype=jnp.int32)
-    place = jnp.arange(inputs.shape[1], dtype=jnp.int32)
-    positions: i32["B/r/d L"] = place - lax.cummax(jnp.where(batch.is_seq_start, place, 0), axis=1)
-    attend = lambda q, k, v, cache, drop=None: (attention(q, k, v, document, drop), cache)
-    logits, _ = model_of(c.module).forward(w, inputs, positions, c, attend, row_seeds=row_seeds)
-    return logits
+def forward(
+    w: W,
+    ids: u32["B/r/d L"],
+    positions: i32["B/r/d L"],
+    c: ModelConfig,
+    attend: Callable,
+    caches: Any = None,
+    row_seeds: u32["B/r/d"] | None = None,
+) -> tuple[f32["B/r/d L V/t"], Any]:
+    """Logits for the token after each of `ids`, which stands at `positions` of its document.
+
+    attend(q, k, v, the layer's cache) gives what each query reads, and the cache as it is then: here is all that one
+    token learns from others, so sampling runs this function on tokens of different texts. `caches` are stacked over
+    layers, as those returned. `row_seeds`: a random number for each row, for dropout; None: none.
+    """
+    model, numbers = model_of(c.module), LayerNumbers(jnp.arange(c.layers))
+    w = model.gather_ends(w)
+    x = model.embed(w, ids, positions, c, row_seeds)
+    x, caches = model.layers(w.layers, x, positions, c, attend, caches, numbers, row_seeds)
+    return model.logits(w, x, c), caches
 
 
 @typed
-def total_loss(
-    w: W, batch: TokenBatch, c: ModelConfig, z_loss: float = 0.0, row_seeds: u32["B/r/d"] | None = None
-) -> f32[""]:
+def inputs_of(batch: TokenBatch, c: ModelConfig) -> tuple[u32["B/r/d L"], i32["B/r/d L"], Callable]:
+    """The token before each target (c.bos_id before the first of a document), its position, and attention within it."""
+    before = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)), constant_values=c.bos_id)
+    ids: u32["B/r/d L"] = jnp.where(batch.is_seq_start, jnp.uint32(c.bos_id), before)
+    document: i32["B/r/d L"] = jnp.cumsum(batch.is_seq_start, axis=1, dtype=jnp.int32)
+    place = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    positions: i32["B/r/d L"] = place - lax.cummax(jnp.where(batch.is_seq_start, place, 0), axis=1)
+    return ids, positions, lambda q, k, v, cache, drop=None: (attention(q, k, v, document, drop), cache)
+
+
+@typed
+def batch_logits(w: W, batch: TokenBatch, c: ModelConfig, row_seeds: u32["B/r/d"] | None = None) -> f32["B/r/d L V/t"]:
+    ids, positions, attend = inputs_of(batch, c)
+    return forward(w, ids, positions, c, attend, row_seeds=row_seeds)[0]
+
+
+@typed
+def summed_loss(logits: f32["B/r/d L V/t"], batch: TokenBatch, z_loss: float) -> f32[""]:
     """Cross-entropy in nats, summed over the targets that loss_mask selects in the whole batch."""
-    losses = cross_entropy(batch_logits(w, batch, c, row_seeds), batch.targets, z_loss)
+    losses = cross_entropy(logits, batch.targets, z_loss)
     # Each device of t holds the same losses: the sum is over r and d alone.
     return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", losses * batch.loss_mask))
+
+
+def parts_of_loss(c: ModelConfig, z_loss: float = 0.0, targets: jax.Array | float = 1.0) -> Parts:
+    """summed_loss over `targets`, of (TokenBatch, row_seeds), in one piece and as the stages of a pipeline run it."""
+    model = model_of(c.module)
+
+    def first(w, batch, row_seeds):
+        ids, positions, _ = inputs_of(batch, c)
+        return model.embed(w, ids, positions, c, row_seeds)
+
+    def layers(w, x, numbers, batch, row_seeds):
+        _, positions, attend = inputs_of(batch, c)
+        return model.layers(w, x, positions, c, attend, None, numbers, row_seeds)[0]
+
+    last = lambda w, x, batch, _: summed_loss(model.logits(w, x, c), batch, z_loss) / targets
+    whole = lambda w, batch, row_seeds: summed_loss(batch_logits(w, batch, c, row_seeds), batch, z_loss) / targets
+    return Parts(whole, first, layers, last)
 
 
 @typed
 def copies_for_step(w: W, c: ModelConfig, gather: bool = False) -> W:
     """The weights as the microbatches of a step use them: a copy for each replica, gathered over d too if `gather`.
 
-    The gradients of copies are reduced where the copies were made: here, once a step.
+    What lies outside of the layers is gathered in any case where there are stages: they cannot communicate over p. The
+    gradients of copies are reduced where the copies were made: here, once a step.
     """
-    w = shardops.replicate("... -> ... *r", w)
-    return model_of(c.module).gather_ahead(w) if gather else w
+    model, w = model_of(c.module), shardops.replicate("... -> ... *r", w)
+    if gather or has_stages():
+        w = model.gather_ends(w)
+    return dataclasses.replace(w, layers=model.gather_layers(w.layers)) if gather else w
+
+
+def microbatches(rows: Any, c: Config) -> Any:
+    """Each device's own rows [B, …] of a batch cut into microbatches: [microbatches, B / microbatches, …]."""
+    return jax.tree.map(lambda x: x.reshape(c.training.microbatches, -1, *x.shape[1:]), rows)
 
 
 @typed
 def loss_and_gradients(w: W, batch: TokenBatch, c: Config, row_seeds: u32["B/r/d"] | None = None) -> tuple[f32[""], W]:
-    """Mean loss in nats a token, and its gradients; one microbatch after the other, in the memory of one."""
-    n = c.training.microbatches
-    targets = count_targets(batch)
+    """Mean loss in nats a token, and its gradients; microbatch by microbatch, as c.pipeline.schedule says."""
     gather = c.training.gather_weights == "step"
     copies, reduce_gradients = jax.vjp(lambda w: copies_for_step(w, c.model, gather), w)
-
-    def microbatch(sums, part):
-        batch, seeds = part
-        share = lambda copies: total_loss(copies, batch, c.model, c.optimizer.z_loss, seeds) / targets
-        return jax.tree.map(lambda total, x: total + x, sums, jax.value_and_grad(share)(copies)), None
-
-    # Each device cuts its own rows into n parts; the sums are kept in f32.
-    parts = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), (batch, row_seeds))
-    zeros = jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), copies)
-    (loss, g), _ = lax.scan(microbatch, zeros, parts)
+    loss = parts_of_loss(c.model, c.optimizer.z_loss, count_targets(batch))
+    loss, g = run_training(loss, training_plan(c), copies, microbatches((batch, row_seeds), c))
     (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))
-    return loss, g
+    return shardops.psum("+p ->", loss), g
 
 
 # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -356,7 +406,7 @@ def loss_and_gradients(w: W, batch: TokenBatch, c: Config, row_seeds: u32["B/r/d
 
 @pytree_dataclass
 class State(Generic[W]):
-    """All that a checkpoint holds: f32, each array in blocks over both t and d."""
+    """All that a checkpoint holds: f32, each array in blocks over t, d and p."""
 
     weights: W
     adam_mu: W  # of matrices under Muon: its momentum
@@ -376,16 +426,16 @@ def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
 
 
 @typed
-def squared_norm(x: f32["N/t/d"]) -> f32["+t +d"]:
-    return shardops.einsum_unreduced("N/t/d -> +t +d", jnp.square(x))
+def squared_norm(x: f32["N/t/d/p"]) -> f32["+t +d +p"]:
+    return shardops.einsum_unreduced("N/t/d/p -> +t +d +p", jnp.square(x))
 
 
 @typed
 def clip_by_global_norm(g: W, limit: float) -> tuple[W, f32[""]]:
     """Gradients scaled down to a global norm of `limit` where theirs is larger, and the norm before that."""
-    # Every array is in blocks over both t and d (is_fully_sharded), so flattened blocks cover each entry once.
+    # Every array is in blocks over t, d and p (is_fully_sharded), so flattened blocks cover each entry once.
     squares = [squared_norm(leaf.reshape(-1)) for leaf in jax.tree.leaves(g)]
-    norm = jnp.sqrt(shardops.psum("+t +d ->", functools.reduce(lambda a, b: a + b, squares)))
+    norm = jnp.sqrt(shardops.psum("+t +d +p ->", functools.reduce(lambda a, b: a + b, squares)))
     scale = limit / jnp.maximum(norm, limit)
     return jax.tree.map(lambda leaf: leaf * scale, g), norm
 
@@ -424,7 +474,7 @@ class Metrics:
 def init_state(key: jax.Array, c: Config) -> State:
     """Fresh weights, and zeros for the optimizer. Under jit; the values do not depend on the mesh."""
     table = model_of(c.model.module).weight_table(c.model)
-    weights = initialize(table, key)
+    weights = initialize(table, key, placement_of(c).order)
     has_nu = lambda weight: c.optimizer.algorithm == "adamw" or weight.kind != "matrix"
     nu = jax.tree.map(lambda weight, x: jnp.zeros_like(x) if has_nu(weight) else None, table, weights)
     return State(weights, jax.tree.map(jnp.zeros_like, weights), nu)
@@ -463,7 +513,11 @@ def make_evaluation_step(c: Config):
 
     @typed_shard_map
     def per_device(w: Weights, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
-        return total_loss(copies_for_step(w, c.model), batch, c.model), count_targets(batch)
+        copies, loss = copies_for_step(w, c.model), parts_of_loss(c.model)
+        if not has_stages():
+            return loss.whole(copies, batch, None), count_targets(batch)
+        total = run_evaluation(loss, evaluation_plan(c), copies, microbatches((batch, None), c))
+        return shardops.psum("+p ->", total), count_targets(batch)
 
     @jax.jit
     def evaluation_step(w: Any, batch: TokenBatch):
@@ -588,7 +642,7 @@ def main(config) -> str | None:
     if c.paths.model_name is None:
         c.paths.model_name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     directory = Path(c.paths.root_working_dir) / c.paths.model_name
-    with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices())):
+    with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)):
         directory.mkdir(parents=True, exist_ok=True)
         return train(c, directory)
 

@@ -9,10 +9,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 from shardlib.array_types import ABSENT, arrays_of, axes_product
+from shardlib.parsing import PIPELINE_AXIS
 from shardlib.shardtypes import make_shardings
+from shardlib.values import mesh_axes
 
 KINDS = ("matrix", "embedding", "unembedding", "vector")
 
@@ -74,10 +78,11 @@ def check_table(table) -> None:
         if weight is ABSENT:
             continue
         what = f"weight_table: {path.removeprefix('.')}: {array!r}"
-        if missing := {"t", "d"} - array.spec.sharded:
+        if missing := {"t", "d", *({"p"} & set(mesh_axes()))} - array.spec.sharded:
             raise ValueError(
                 f"{what} is not sharded over {' and '.join(sorted(missing))}; weights and optimizer state are in "
-                "blocks over both t and d, as M/t/d is, and are gathered where they are used."
+                "blocks over t, d and p, as M/t/d/p is or a matrix in a stack `layers/p`, and are gathered where they "
+                "are used."
             )
         if len(weight.shape) != len(array.spec.dims):
             raise ValueError(f"{what} has {len(array.spec.dims)} dims, but the Weight's shape is {weight.shape}.")
@@ -90,18 +95,45 @@ def check_table(table) -> None:
                 )
 
 
-def initialize(table, key: jax.Array):
+def at_rest(table, order: np.ndarray | None):
+    """`table` with the rows that its stacks of layers have at rest: see `initialize`."""
+    if order is None:
+        return table
+    rows = lambda w, stacked: dataclasses.replace(w, shape=(len(order), *w.shape[1:])) if stacked else w
+    return jax.tree.map(rows, table, are_stacks(table))
+
+
+def are_stacks(table):
+    """For each weight whether it is a stack of layers over p: whether the first dim of its type is in blocks over p."""
+    found = [array.spec for _, array, weight in arrays_of(type(table), table) if weight is not ABSENT]
+    stacked = [bool(spec.dims) and PIPELINE_AXIS in spec.dims[0].axes for spec in found]
+    return jax.tree.unflatten(jax.tree.structure(table), stacked)
+
+
+def initialize(table, key: jax.Array, order: np.ndarray | None = None):
     """Fresh weights as `table` describes them, generated block by block on the devices that hold them. Under jit.
 
     The values depend on the key and each weight's name, not on the mesh. Raises ValueError as check_table does.
+
+    Args:
+        order: which layer each row of a stack of layers is at rest, -1 for a row of zeros; None if row i is layer i.
     """
-    check_table(table)
+    placed = at_rest(table, order)
+    check_table(placed)
 
-    def array(path, weight: Weight, sharding) -> jax.Array:
-        if not weight.std:
-            return jnp.full(weight.shape, weight.mean, jnp.float32, out_sharding=sharding)
-        name_key = fold_in_str(key, jax.tree_util.keystr(path))
-        noise = jax.random.truncated_normal(name_key, -2, 2, weight.shape, jnp.float32, out_sharding=sharding)
-        return weight.mean + noise * (weight.std / TRUNCATED_NORMAL_STD)
+    def array(path, weight: Weight, sharding, stacked: bool) -> jax.Array:
+        reorder, shape = stacked and order is not None, weight.shape
+        generated = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])) if reorder else sharding
+        if weight.std:
+            name_key = fold_in_str(key, jax.tree_util.keystr(path))
+            noise = jax.random.truncated_normal(name_key, -2, 2, shape, jnp.float32, out_sharding=generated)
+            x = weight.mean + noise * (weight.std / TRUNCATED_NORMAL_STD)
+        else:
+            x = jnp.full(shape, weight.mean, jnp.float32, out_sharding=generated)
+        if not reorder:
+            return x
+        rows = jnp.asarray(np.where(order < 0, len(x), order))
+        return x.at[rows].get(mode="fill", fill_value=0, out_sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(array, table, make_shardings(type(table), like=shapes_of(table)))
+    shardings = make_shardings(type(table), like=shapes_of(placed))
+    return jax.tree_util.tree_map_with_path(array, table, shardings, are_stacks(table))

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checks import current_scope
 from shardlib.parsing import ShapeSpec, ShardError, parse_shape
-from shardlib.values import SHORT_DTYPES, axes_product, describe, spec_placement
+from shardlib.values import SHORT_DTYPES, axes_product, describe, on_mesh, spec_placement
 
 # ---- types ------------------------------------------------------------------------------------------------------
 
@@ -246,12 +246,12 @@ def arrays_of(t, value, path: str = "") -> Iterator[tuple[str, ArrayType, typing
         for name, array, part in arrays_of(t.inner, value, path):
             yield name, array, ABSENT if part is None else part
     elif isinstance(t, ArrayType):
-        yield path, t, value
+        yield path, _array_type(t.dtype, on_mesh(t.spec)), value
     elif _optional(t.inner if stacked else t) is not None:
         inner = _restack(_optional(t.inner), t.dims) if stacked else _optional(t)
         yield from arrays_of(inner, ABSENT if value is None else value, path)
     elif stacked and isinstance(t.inner, ArrayType):
-        yield path, _restack(t.inner, t.dims), value
+        yield from arrays_of(_restack(t.inner, t.dims), value, path)
     elif stacked and isinstance(t.inner, StackedType):
         yield from arrays_of(_stacked_type(f"{t.dims} {t.inner.dims}", t.inner.inner), value, path)
     elif is_typed(t):
@@ -320,7 +320,8 @@ def partition_spec(t: ArrayType) -> PartitionSpec:
             f"{t!r} has a + or * mark: it exists inside shard_map only",
             "reduce a partial sum before it leaves; a copy cannot leave",
         )
-    entries = (None if not dim.axes else dim.axes[0] if len(dim.axes) == 1 else dim.axes for dim in t.spec.dims)
+    dims = on_mesh(t.spec).dims
+    entries = (None if not dim.axes else dim.axes[0] if len(dim.axes) == 1 else dim.axes for dim in dims)
     return PartitionSpec(*entries)
 
 
@@ -342,7 +343,7 @@ def make_shardings(t, like=None):
     mesh = _current_mesh()
 
     def sharding(array: ArrayType) -> NamedSharding:
-        axes_product(sorted(array.spec.sharded))
+        axes_product(sorted(on_mesh(array.spec).sharded))
         return NamedSharding(mesh, partition_spec(array))
 
     return _map_like(t, sharding, like)

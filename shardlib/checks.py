@@ -18,8 +18,10 @@ from shardlib.values import (
     axes_product,
     inside_shard_map,
     mesh_axes,
+    on_mesh,
     outside_placement,
     placement_text,
+    stage_axes,
     without_trivial,
 )
 
@@ -137,6 +139,7 @@ def check_value(spec: ShapeSpec, value, bindings: Bindings, *, gathered_ahead: b
     only shardops can use it); rank and sizes; and that the value varies over no axis that the spec does not mention.
     Outside: rank, sizes, divisibility, and the placement of each dim wherever JAX knows it. Raises ShardError.
     """
+    spec = on_mesh(spec)
     axes_product((*spec.sharded, *spec.partial, *spec.copies))
     copies = ()
     if isinstance(value, Partial):
@@ -192,7 +195,7 @@ def _check_varying(spec: ShapeSpec, value, copies: tuple[str, ...]) -> None:
     if spec.open:
         return
     kind = jax.typeof(value).manual_axis_type
-    extra = sort_axes(kind.varying - spec.sharded - set(spec.partial) - set(copies))
+    extra = sort_axes(kind.varying - spec.sharded - set(spec.partial) - set(copies) - set(stage_axes()))
     if extra:
         names = ", ".join(extra)
         raise ShardError(

@@ -9,7 +9,7 @@ from jax import lax
 
 from shardlib.checks import Bindings, check_divisible, check_value
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes
-from shardlib.values import Copy, Origin, Partial, describe, inside_shard_map
+from shardlib.values import Copy, Origin, Partial, describe, inside_shard_map, on_mesh, stage_axes
 
 
 @contextlib.contextmanager
@@ -34,6 +34,7 @@ def full_error(error: ShardError, name: str, spec, operands, bindings: Bindings)
 def parse(spec, operands: int, *, index: bool = False, any_dims: bool = False, copies: bool = False) -> OpSpec:
     """The spec of an op that takes `operands` operands; the keywords say which marks of the grammar it knows."""
     op = parse_op(spec)
+    op = OpSpec(tuple(map(on_mesh, op.lhs)), on_mesh(op.rhs))
     if len(op.lhs) != operands:
         raise ShardError(
             f"the spec has {len(op.lhs)} operands, the call {operands}", "write one operand spec for each operand"
@@ -49,6 +50,21 @@ def parse(spec, operands: int, *, index: bool = False, any_dims: bool = False, c
                 "only all_gather, replicate, broadcast, einsum_unreduced and index_unreduced know copies",
             )
     return op
+
+
+def is_idle(spec, op: OpSpec) -> bool:
+    """Whether `spec` is only about the pipeline axis, which this mesh lacks: `op`, what it means here, does nothing."""
+    return op.lhs == (op.rhs,) and op != parse_op(spec)
+
+
+def not_in_stage(axes) -> None:
+    """Raises ShardError for a collective over an axis whose devices run different tasks."""
+    if inside := sort_axes(set(axes) & set(stage_axes())):
+        raise ShardError(
+            f"a collective over {', '.join(inside)} inside a pipeline stage: the stages run different tasks at a "
+            "time, so that it would wait forever",
+            "do it before or behind the schedule; weights outside of the layers are gathered over p in gather_ends",
+        )
 
 
 def check_result_copies(rhs: ShapeSpec, copies) -> None:

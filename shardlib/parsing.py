@@ -18,6 +18,8 @@ import functools
 import re
 
 AXIS_ORDER = ("r", "t", "d", "p")
+PIPELINE_AXIS = "p"
+"""The one axis that a mesh may lack: specs name it, and without it they mean what they say with its marks left out."""
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _DIM = re.compile(rf"({_NAME}|[0-9]+)((?:/{_NAME})*)")
@@ -76,6 +78,12 @@ class ShapeSpec:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(dim.name for dim in self.dims)
+
+    def without(self, axis: str) -> "ShapeSpec":
+        """The type on a mesh that has no such axis."""
+        kept = lambda axes: tuple(a for a in axes if a != axis)
+        dims = tuple(Dim(dim.name, kept(dim.axes)) for dim in self.dims)
+        return ShapeSpec(dims, kept(self.partial), kept(self.copies), self.index, self.open)
 
     def __str__(self) -> str:
         dims = [f"[{dim}]" if i == self.index else str(dim) for i, dim in enumerate(self.dims)]

@@ -31,10 +31,12 @@ from shardlib.op_checks import (
     checked_op,
     copy_axes,
     einsum_rules,
+    is_idle,
     last_axes,
     meet,
     need_manual,
     no_copy,
+    not_in_stage,
     parse,
     refuse_idle_gradient,
     same_dims,
@@ -42,7 +44,7 @@ from shardlib.op_checks import (
     wrap,
 )
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes
-from shardlib.values import axes_product, describe, is_opaque
+from shardlib.values import axes_product, describe, is_opaque, stage_axes
 
 
 def axis_size(axes: str) -> int:
@@ -85,6 +87,8 @@ def all_gather(spec, x):
             )
         if lhs.partial or rhs.partial:
             raise ShardError("a partial sum cannot be gathered", "reduce it first, with psum_scatter or psum")
+        if is_idle(spec, op):
+            return x
         if not gathered:
             raise ShardError(f"`{lhs}` to `{rhs}` gathers nothing", "drop an axis from a dim on the right side")
         new_copies = set(rhs.copies) - set(copy_axes(x))
@@ -97,6 +101,7 @@ def all_gather(spec, x):
             )
         if ahead:
             return x
+        not_in_stage(gathered)
         value = meet(1, lhs, value, (), lhs.sharded)
     for i, axes in enumerate(removed):
         if axes:
@@ -119,8 +124,11 @@ def psum_scatter(spec, x):
                 f"`{lhs}` to `{rhs}` does not turn each + axis into a / axis",
                 "each axis that loses its + must be added to one dim: `B L M +t -> B L/t M`; psum drops it instead",
             )
+        if is_idle(spec, op):
+            return x
         if not scattered:
             raise ShardError(f"`{lhs}` to `{rhs}` reduces nothing", "add a + axis of the left side to a dim")
+        not_in_stage(scattered)
         check_result_divisible(rhs, bindings)
     for i, axes in enumerate(added):
         if axes:
@@ -134,6 +142,9 @@ def psum(spec, x):
         op = parse(spec, 1)
         lhs, rhs = op.lhs[0], op.rhs
         need_manual()
+        if is_idle(spec, op):
+            check_operand(1, lhs, x, bindings)
+            return x
         if not lhs.partial:
             raise ShardError("the operand's spec has no +", "only a partial sum can be reduced: `B L +t -> B L`")
         value = check_operand(1, lhs, x, bindings)
@@ -143,6 +154,7 @@ def psum(spec, x):
             )
         if not set(rhs.partial) < set(lhs.partial):
             raise ShardError(f"`{lhs}` to `{rhs}` reduces nothing", "drop a + mark on the right side")
+        not_in_stage(set(lhs.partial) - set(rhs.partial))
     value = lax.psum(value, sort_axes(set(lhs.partial) - set(rhs.partial)))
     return wrap(value, rhs.partial, copy_axes(x), f"psum({op})")
 
@@ -161,6 +173,7 @@ def pmax(spec, x):
             raise ShardError(
                 f"`{rhs}` is not `{lhs}` with some dims dropped", "keep the other dims and their axes as they are"
             )
+        not_in_stage(lhs.sharded - rhs.sharded)
     dropped = [i for i, dim in enumerate(lhs.dims) if dim not in rhs.dims]
     axes = sort_axes(axis for i in dropped for axis in lhs.dims[i].axes)
     value = jnp.max(value, axis=tuple(dropped))
@@ -186,6 +199,7 @@ def all_to_all(spec, x):
                 f"`{lhs}` to `{rhs}` does not move one axis from one dim to another", "write `L/t K -> L K/t`"
             )
         no_copy(1, x)
+        not_in_stage(lost[0])
         check_result_divisible(rhs, bindings)
         value = meet(1, lhs, value, (), lhs.sharded)
     return lax.all_to_all(value, lost[0], split_axis=gaining[0], concat_axis=losing[0], tiled=True)
@@ -207,6 +221,7 @@ def ppermute(spec, x, *, axis: str, shift: int):
                 f"shift only along an axis that shards a dim, e.g. `L/{axis}`",
             )
         no_copy(1, x)
+        not_in_stage((axis,))
         value = meet(1, shape, value, (), (axis,))
     return lax.ppermute(value, axis, [(i, (i + shift) % size) for i in range(size)])
 
@@ -222,6 +237,9 @@ def replicate(spec, x):
         lhs, rhs = op.lhs[0], op.rhs
         need_manual()
         new = sort_axes(set(rhs.copies) - set(lhs.copies))
+        if is_idle(spec, op):
+            return x
+        not_in_stage(new)
         if lhs.dims != rhs.dims or lhs.open != rhs.open or lhs.partial or rhs.partial or not new:
             raise ShardError(f"`{lhs}` to `{rhs}` does more or less than add a *", "write `M/d F -> M/d F *r`")
         axes_product(new)
@@ -261,7 +279,7 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None):
                 f"dtype mismatch: operands are {', '.join(str(value.dtype) for value in values)}",
                 "cast them to one dtype with .astype",
             )
-        axes = op.rhs.sharded | set(op.rhs.partial)
+        axes = op.rhs.sharded | set(op.rhs.partial) | set(stage_axes())
         copies = {axis for x in operands for axis in copy_axes(x)} - axes
         check_result_copies(op.rhs, copies)
         triples = zip(op.lhs, values, operands, strict=True)
@@ -294,7 +312,8 @@ def broadcast(spec, x):
             if dim.literal_size is None and dim.name not in bindings.sizes:
                 raise ShardError(f"no array here tells the size of {dim.name}", "annotate one that has it")
         check_result_divisible(rhs, bindings)
-        axes, copies = rhs.sharded, set(copy_axes(x)) - rhs.sharded
+        axes = rhs.sharded | set(stage_axes())
+        copies = set(copy_axes(x)) - axes
         check_result_copies(rhs, copies)
         value = meet(1, lhs, value, copy_axes(x), axes | copies)
         value = refuse_idle_gradient(1, value, "broadcast", spec, (x,), bindings)
@@ -327,7 +346,7 @@ def index_unreduced(spec, table, ids):
             raise ShardError("a partial sum cannot be looked up", "reduce it first, with psum_scatter or psum")
         if (expected.dims, expected.partial) != (op.rhs.dims, op.rhs.partial):
             raise ShardError(f"the result of this lookup is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
-        axes = op.rhs.sharded | set(op.rhs.partial)
+        axes = op.rhs.sharded | set(op.rhs.partial) | set(stage_axes())
         copies = {*copy_axes(table), *copy_axes(ids)} - axes
         check_result_copies(op.rhs, copies)
         values = meet(1, table_spec, values, copy_axes(table), axes | copies)

@@ -1,13 +1,15 @@
 """The mesh in force, and the values that stand for more than an array: partial sums and copies, opaque to jax.numpy."""
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.parsing import ShardError, sort_axes
+from shardlib.parsing import PIPELINE_AXIS, ShapeSpec, ShardError, sort_axes
 
 SHORT_DTYPES = {
     "float32": "f32",
@@ -33,6 +35,34 @@ def mesh_axes() -> Mapping[str, int]:
     """Axis name → size of the mesh in force; empty if none is set."""
     mesh = jax.sharding.get_abstract_mesh()
     return {} if mesh.empty else dict(mesh.shape)
+
+
+def on_mesh(spec: ShapeSpec) -> ShapeSpec:
+    """What `spec` means on the mesh in force: without the pipeline axis, where the mesh has none."""
+    sizes = mesh_axes()
+    return spec.without(PIPELINE_AXIS) if sizes and PIPELINE_AXIS not in sizes else spec
+
+
+_STAGE: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("shardlib_stage", default=())
+
+
+@contextlib.contextmanager
+def pipeline_stage() -> Iterator[None]:
+    """Inside, what is traced is a pipeline stage's own task: every value may differ over the pipeline axis.
+
+    So specs do not mention the axis, and collectives over it are a ShardError: its devices run different tasks at a
+    time, and would wait for each other forever. Nothing changes on a mesh without the axis.
+    """
+    token = _STAGE.set((PIPELINE_AXIS,) if PIPELINE_AXIS in mesh_axes() else ())
+    try:
+        yield
+    finally:
+        _STAGE.reset(token)
+
+
+def stage_axes() -> tuple[str, ...]:
+    """The axes over which every value may differ, though specs do not mention them; none outside of a stage."""
+    return _STAGE.get()
 
 
 def inside_shard_map() -> bool:

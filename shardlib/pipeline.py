@@ -1,0 +1,386 @@
+"""One executor for any schedule of `schedules.py`: the microbatches of a step through the stages of axis p.
+
+Every device runs the same program, a scan over the schedule's ticks. In each tick it does the forward that its column
+of the table names, if any, passes the result on to the next device of p, does the backward, if any, and passes that
+gradient back. What waits for its turn lies in buffers of as many slots as the schedule needs, so memory does not grow
+with the number of microbatches where the schedule's does not. On a mesh without p there is one stage: the same scan
+over microbatches, each forward and backward in one, which is gradient accumulation.
+
+Within a task values differ over p by definition (`pipeline_stage`), and a collective over p would wait forever: shardops
+refuse it there, and what reached p past them is refused once a tick is traced. docs/pipeline.md tells more.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardlib.array_types import pytree_dataclass
+from shardlib.op_checks import varying
+from shardlib.parsing import PIPELINE_AXIS, ShardError
+from shardlib.schedules import TickTable, check_schedule, forward_only, schedule_of, tick_table
+from shardlib.values import Origin, Partial, mesh_axes, pipeline_stage
+
+# ---- what runs where --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A microbatch's share of the loss, in one piece and in three; per-device code, f32 scalars.
+
+    `w` is the model's weights, a dataclass whose field `layers` stacks the layers; `*part` the arrays of a microbatch.
+    """
+
+    whole: Callable
+    """(w, *part) -> loss."""
+    first: Callable
+    """(w, *part) -> x, what enters the first layer. The first stage runs it."""
+    layers: Callable
+    """(w.layers, x, LayerNumbers, *part) -> x, of the same type. Each stage runs it on layers of its own."""
+    last: Callable
+    """(w, x, *part) -> loss. The last stage runs it."""
+
+
+@pytree_dataclass
+class LayerNumbers:
+    """Which layer of the model each row of a stack of layers is."""
+
+    index: jax.Array
+    """i32[rows], or one of them in a loop over layers. -1: none; the row only makes all stages the same size."""
+    padded: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether there are such rows."""
+
+
+def skip_padding(body: Callable) -> Callable:
+    """Decorator of a `lax.scan` body over (weights, LayerNumbers, cache): rows that are no layer leave x as it is."""
+
+    @functools.wraps(body)
+    def layer_or_nothing(x, of_layer):
+        _, number, cache = of_layer
+        if not number.padded:
+            return body(x, of_layer)
+        return lax.cond(number.index >= 0, body, lambda x, _: (x, cache), x, of_layer)
+
+    return layer_or_nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which layers each stage has, and where they lie at rest.
+
+    At rest, the rows of a stack `layers/p` are those of device 0 of p, then those of device 1, …; a device's are those
+    of its chunks, one after the other; a chunk's are its layers and, up to the size of the longest, padding.
+
+    Attributes:
+        p: devices of the axis; 1 without it.
+        v: chunks of a device. Stage s is chunk s // p of device s % p.
+        counts: the layers of each of the p·v stages, at least 1 each.
+    """
+
+    p: int
+    v: int
+    counts: tuple[int, ...]
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a chunk: the layers of the longest stage."""
+        return max(self.counts)
+
+    @property
+    def padded(self) -> bool:
+        return len(set(self.counts)) > 1
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """i32[p, v·chunk_rows]: the layer of each row of each device, -1 for padding."""
+        first = np.concatenate([[0], np.cumsum(self.counts)])
+        rows = np.full((self.p, self.v, self.chunk_rows), -1, np.int32)
+        for stage, count in enumerate(self.counts):
+            rows[stage % self.p, stage // self.p, :count] = first[stage] + np.arange(count)
+        return rows.reshape(self.p, -1)
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """i32: the layer of each row of the whole stack at rest; None where row i is layer i."""
+        order = self.rows.reshape(-1)
+        return None if np.array_equal(order, np.arange(len(order))) else order
+
+
+def place_layers(layers: int, p: int, v: int, counts: Sequence[int] | None = None) -> Placement:
+    """The placement of `layers` on p·v stages: equal parts, or as `counts` says.
+
+    Raises:
+        ValueError: they cannot be placed so.
+    """
+    stages = p * v
+    if counts is None:
+        if layers % stages:
+            raise ValueError(
+                f"{layers} layers do not divide into {stages} stages (p={p}, virtual_stages={v}). Give "
+                "pipeline.layers_per_stage, a list with the layers of each stage, or balanced."
+            )
+        counts = [layers // stages] * stages
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+        raise ValueError(
+            f"pipeline.layers_per_stage is {list(counts)}; it must have {stages} numbers (p={p} times virtual_stages="
+            f"{v}), each at least 1, that add up to the {layers} layers."
+        )
+    return Placement(p, v, tuple(int(n) for n in counts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the executor runs.
+
+    Attributes:
+        placement: the layers of each stage.
+        table: what each device does in each tick.
+        recompute: the backward of a stage computes its forward again from what entered it. Otherwise what
+            save_for_backward marks is kept from forward to backward, and what explicit_activation_checkpointing keeps.
+    """
+
+    placement: Placement
+    table: TickTable
+    recompute: bool
+
+
+def plan_training(placement: Placement, schedule: str, microbatches: int, recompute: bool) -> Plan:
+    """The plan of a step.
+
+    Raises:
+        ValueError: an unknown schedule, or one that is not for so many devices, microbatches or chunks.
+    """
+    p, m, v = placement.p, microbatches, placement.v
+    orders = check_schedule(schedule_of(schedule)(p, m, v), p, m, v)
+    # Of one stage, and where the forward runs again in any case, the last stage's forward would be for nothing.
+    recompute = recompute or p == 1
+    return Plan(placement, tick_table(orders, p, m, v, recompute=recompute, fuse_last=recompute), recompute)
+
+
+def plan_evaluation(placement: Placement, microbatches: int) -> Plan:
+    """The plan of a loss without gradients."""
+    p, m, v = placement.p, microbatches, placement.v
+    table = tick_table(forward_only(p, m, v), p, m, v, recompute=True, fuse_last=False)
+    return Plan(placement, table, recompute=True)
+
+
+# ---- the executor -----------------------------------------------------------------------------------------------
+
+
+def run_training(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> tuple[Any, Any]:
+    """The loss, summed over microbatches, and its gradients; per-device code.
+
+    Args:
+        w: the weights, whose gradients are summed over microbatches before they are reduced over devices: copies, made
+            by replicate and all_gather. The layers are this device's rows, those outside of them copies over p.
+        microbatches: a tuple of pytrees of arrays, each array with one leading dim of microbatches.
+
+    Returns:
+        The loss: on a mesh with p a partial sum over p. The gradients: shaped as `w`, in f32.
+    """
+    if PIPELINE_AXIS in mesh_axes():
+        return _run(parts, plan, w, microbatches, training=True)
+    order = plan.table.columns["backward_microbatch"][:, 0]
+    if not np.array_equal(order, np.arange(len(order))):
+        microbatches = jax.tree.map(lambda x: x[order], microbatches)
+
+    def tick(sums, part):
+        share = lambda w: parts.whole(w, *part)
+        return jax.tree.map(lambda total, x: total + x, sums, jax.value_and_grad(share)(w)), None
+
+    zeros = jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
+    return lax.scan(tick, zeros, microbatches)[0]
+
+
+def run_evaluation(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> Any:
+    """The loss as `run_training` gives it, without gradients, on a mesh with p; `plan` is from `plan_evaluation`."""
+    return _run(parts, plan, w, microbatches, training=False)[0]
+
+
+def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) -> tuple[Any, Any]:
+    placement, table, p = plan.placement, plan.table, plan.placement.p
+    me = lax.axis_index(PIPELINE_AXIS)
+    rows = LayerNumbers(jnp.asarray(placement.rows)[me], placement.padded)
+    ends = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.name != "layers"}
+    microbatches = jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), microbatches)
+
+    batch = lambda k: jax.tree.map(lambda x: _get(x, k), microbatches)
+    chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
+    task = lambda fn: functools.partial(_in_stage, fn)
+    first = task(lambda ends, k: parts.first(dataclasses.replace(w, **ends), *batch(k)))
+    layers = task(lambda layers, x, i, k: parts.layers(layers, x, chunk(rows, i), *batch(k)))
+    last = task(lambda ends, x, k: parts.last(dataclasses.replace(w, **ends), x, *batch(k)))
+
+    residuals_of = _Residuals(layers)
+    zero = jnp.int32(0)
+    x_type = jax.eval_shape(first, ends, zero)
+    saved_types = []
+    if training and not plan.recompute:
+        saved_types = jax.eval_shape(residuals_of.forward, chunk(w.layers, zero), x_type, zero, zero)[1]
+
+    def forward(row, carry):
+        read = lambda: _get(carry["inputs"], row["forward_input"])
+        embed = lambda: first(ends, row["forward_microbatch"])
+        x = lax.cond(row["forward_first"] == 1, embed, read)
+        i, k = row["forward_chunk"], row["forward_microbatch"]
+        saved, total = carry["saved"], carry["loss"]
+        if training and not plan.recompute:
+            y, keep = residuals_of.forward(chunk(w.layers, i), x, i, k)
+            saved = [_put(ring, value, row["forward_residuals"]) for ring, value in zip(saved, keep, strict=True)]
+        else:
+            y = layers(chunk(w.layers, i), x, i, k)
+        if not training:
+            total = lax.cond(row["forward_last"] == 1, lambda: total + last(ends, y, k), lambda: total)
+        return y, saved, total
+
+    def backward(row, carry):
+        i, k = row["backward_chunk"], row["backward_microbatch"]
+        own = chunk(w.layers, i)
+        if plan.recompute:
+            read = lambda: _get(carry["inputs"], row["backward_input"])
+            x = lax.cond(row["backward_first"] == 1, lambda: first(ends, k), read)
+            y, vjp = jax.vjp(lambda own, x: layers(own, x, i, k), own, x)
+        else:
+            y, vjp = residuals_of.backward(own, [_get(ring, row["backward_residuals"]) for ring in carry["saved"]])
+
+        def at_end(g, total):
+            share, (g_ends, dy) = jax.value_and_grad(last, argnums=(0, 1))(ends, y, k)
+            return _add(g, g_ends), total + share, dy
+
+        def elsewhere(g, total):
+            return g, total, _get(carry["cotangents"], row["backward_cotangent"])
+
+        g_ends, total, dy = lax.cond(row["backward_last"] == 1, at_end, elsewhere, carry["g_ends"], carry["loss"])
+        g_own, dx = vjp(dy)
+        at_start = lambda g: _add(g, jax.vjp(lambda ends: first(ends, k), ends)[1](dx)[0])
+        g_ends = lax.cond(row["backward_first"] == 1, at_start, lambda g: g, g_ends)
+        if placement.v > 1:
+            g_layers = _add_part(carry["g_layers"], g_own, i, placement.chunk_rows)
+        else:
+            g_layers = _add(carry["g_layers"], g_own)
+        return dx, g_ends, g_layers, total
+
+    def tick(carry, row):
+        row = {name: column[me] for name, column in row.items()}
+        carry = dict(carry, inputs=_put(carry["inputs"], carry["y"], row["arriving_input"]))
+        idle = lambda: (_zeros(x_type), carry["saved"], carry["loss"])
+        y, saved, total = lax.cond(row["forward"] == 1, lambda: forward(row, carry), idle)
+        carry = dict(carry, saved=saved, loss=total, y=_shift(y, p, +1))
+        if training:
+            carry = dict(carry, cotangents=_put(carry["cotangents"], carry["dx"], row["arriving_cotangent"]))
+            idle = lambda: (_zeros(x_type), carry["g_ends"], carry["g_layers"], carry["loss"])
+            dx, g_ends, g_layers, total = lax.cond(row["backward"] == 1, lambda: backward(row, carry), idle)
+            carry = dict(carry, g_ends=g_ends, g_layers=g_layers, loss=total, dx=_shift(dx, p, -1))
+        return carry, None
+
+    in_f32 = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), tree)
+    carry = {
+        "inputs": _ring(x_type, table.inputs + 1),
+        "saved": [_ring(t, table.residuals) for t in saved_types],
+        "y": _zeros(x_type),
+        "loss": varying(jnp.zeros(()), (PIPELINE_AXIS,)),
+    }
+    if training:
+        carry |= {"cotangents": _ring(x_type, table.cotangents + 1), "dx": _zeros(x_type)}
+        carry |= {"g_ends": in_f32(ends), "g_layers": in_f32(w.layers)}
+    columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
+    _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)))
+    carry, _ = lax.scan(tick, carry, columns)
+    total = Partial(carry["loss"], (PIPELINE_AXIS,), Origin("the pipeline"))
+    return total, dataclasses.replace(w, layers=carry["g_layers"], **carry["g_ends"]) if training else None
+
+
+class _Residuals:
+    """A vjp whose forward and backward are traced apart: what passes between them is a list of arrays.
+
+    `jax.vjp` returns a function that is a pytree: its leaves are what the backward keeps. Those that are weights are
+    there in the backward anyway, and are left out of the list.
+    """
+
+    def __init__(self, fn: Callable):
+        self._fn = fn
+        self._structure: Any = None
+        self._weights: list[int | None] = []
+
+    def forward(self, w: Any, x: jax.Array, i: jax.Array, k: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """fn(w, x, i, k), and what `backward` needs, the result among it."""
+        y, vjp = jax.vjp(lambda w, x: self._fn(w, x, i, k), w, x)
+        leaves, self._structure = jax.tree.flatten(vjp)
+        known = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(w))}
+        self._weights = [known.get(id(leaf)) for leaf in leaves]
+        return y, [y, *(leaf for leaf in leaves if id(leaf) not in known)]
+
+    def backward(self, w: Any, saved: list[jax.Array]) -> tuple[jax.Array, Callable]:
+        """What `jax.vjp` gives for the call of `forward`: its result, and the function for gradients."""
+        y, *rest = saved
+        weights, others = jax.tree.leaves(w), iter(rest)
+        leaves = [next(others) if n is None else weights[n] for n in self._weights]
+        return y, jax.tree.unflatten(self._structure, leaves)
+
+
+def _in_stage(fn: Callable, *args):
+    with pipeline_stage():
+        return varying(fn(*args), (PIPELINE_AXIS,))
+
+
+def _refuse_collectives(tick: Any) -> None:
+    """Raises ShardError for a collective over p within a task of a tick, traced: one that shardops did not see."""
+
+    def inside(jaxpr: Any, in_task: bool) -> None:
+        for equation in jaxpr.eqns:
+            over = [equation.params.get(name) for name in ("axes", "axis_name")]
+            axes = {axis for value in over for axis in (value if isinstance(value, tuple | list) else (value,))}
+            name = equation.primitive.name
+            if in_task and PIPELINE_AXIS in axes and name not in ("pvary", "pcast", "axis_index"):
+                raise ShardError(
+                    f"a pipeline stage runs {name} over {PIPELINE_AXIS}: the stages run different tasks at a time, so "
+                    "that it would wait forever",
+                    "leave it out; or, if it is the gradient of a value that is the same on all stages, let that be "
+                    "one of the weights, or put lax.stop_gradient around it",
+                )
+            for value in equation.params.values():
+                for part in value if isinstance(value, tuple | list) else (value,):
+                    if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                        inside(getattr(part, "jaxpr", part), in_task or name == "cond")
+
+    inside(tick.jaxpr, False)
+
+
+def _shift(x: jax.Array, p: int, by: int) -> jax.Array:
+    return lax.ppermute(x, PIPELINE_AXIS, [(i, (i + by) % p) for i in range(p)])
+
+
+def _zeros(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
+    """Zeros of a traced value's shape, dtype and kind: a loop's start, a branch that does nothing."""
+    return varying(jnp.zeros((*leading, *like.shape), like.dtype), like.manual_axis_type.varying)
+
+
+def _ring(like: Any, slots: int) -> jax.Array:
+    return _zeros(like, (slots,))
+
+
+def _get(x: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+
+def _put(x: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(x, value, i, 0)
+
+
+def _part(tree: Any, i: jax.Array, rows: int) -> Any:
+    """Rows [i·rows, (i+1)·rows) of each array."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * rows, rows, 0), tree)
+
+
+def _add(total: Any, more: Any) -> Any:
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), total, more)
+
+
+def _add_part(total: Any, more: Any, i: jax.Array, rows: int) -> Any:
+    added = _add(_part(total, i, rows), more)
+    return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * rows, 0), total, added)

@@ -1,0 +1,100 @@
+"""The pipeline of a run: which layers its stages have, what they do when, and how weights lie at rest for that.
+
+A stack of layers is `layers/p` at rest, in the order of `Placement.rows`: where each device of p has one chunk, and all
+have the same number of layers, that is the order of the layers. Checkpoints hold all stacks in the order of the layers.
+"""
+
+import heapq
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from configuration import Config, model_of
+from shardlib.array_types import ABSENT, arrays_of
+from shardlib.parsing import PIPELINE_AXIS
+from shardlib.pipeline import Placement, Plan, place_layers, plan_evaluation, plan_training
+from shardlib.values import mesh_axes
+
+
+def has_stages() -> bool:
+    """Whether the mesh in force has an axis p."""
+    return PIPELINE_AXIS in mesh_axes()
+
+
+def placement_of(c: Config) -> Placement:
+    """Where the layers of a run are, on the mesh in force. Raises ValueError if they cannot be placed so."""
+    p, v, counts = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages, c.pipeline.layers_per_stage
+    if p == 1:
+        v, counts = 1, None
+    if counts == "balanced":
+        counts = balanced(c.model.layers, p * v, head_cost(c))
+    return place_layers(c.model.layers, p, v, counts)
+
+
+def training_plan(c: Config) -> Plan:
+    """What the devices of p do in a step. Raises ValueError for a schedule that is not for so many microbatches."""
+    schedule = c.pipeline.schedule if has_stages() else "gpipe"
+    return plan_training(placement_of(c), schedule, c.training.microbatches, c.pipeline.recompute)
+
+
+def evaluation_plan(c: Config) -> Plan:
+    return plan_evaluation(placement_of(c), c.training.microbatches)
+
+
+def head_cost(c: Config) -> float:
+    """FLOPs of unembedding over those of a layer, forward, a token; attention counted half, as it is causal."""
+    m = c.model
+    table = model_of(m.module).weight_table(m)
+    size = lambda tree, kinds: sum(math.prod(w.shape) for w in jax.tree.leaves(tree) if w.kind in kinds)
+    layer = 2 * size(table.layers, ("matrix",)) / m.layers + 2 * m.heads * m.d_head * c.training.seq_len
+    return 2 * size(table, ("unembedding",)) / layer
+
+
+def balanced(layers: int, stages: int, head: float) -> list[int]:
+    """Layers of each stage such that the slowest is as fast as can be, if the last one's head costs `head` layers.
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    if layers < stages:
+        raise ValueError(f"{layers} layers are too few for {stages} stages: each has at least 1. Make p smaller.")
+    counts = [1] * stages
+    load = [(1.0, stage) for stage in range(stages - 1)] + [(1.0 + head, stages - 1)]
+    heapq.heapify(load)
+    # All layers cost the same, so that each next one goes where there is the least to do.
+    for _ in range(layers - stages):
+        cost, stage = heapq.heappop(load)
+        counts[stage] += 1
+        heapq.heappush(load, (cost + 1, stage))
+    return counts
+
+
+def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, np.ndarray]:
+    """The layer of each row (-1: padding) of every stack in `like`, of type `kind`, by its name in a checkpoint.
+
+    None of them where all are in the order of the layers.
+    """
+    if placement.order is None:
+        return {}
+    is_stack = lambda array: array.spec.dims and PIPELINE_AXIS in array.spec.dims[0].axes
+    found = [(path, array) for path, array, part in arrays_of(kind, like) if part is not ABSENT]
+    return {path.replace(".", "/"): placement.order for path, array in found if is_stack(array)}
+
+
+def describe_stages(c: Config) -> list[str]:
+    """A line for each stage: its device of p, its chunk, its layers, and its weights in bytes of f32."""
+    placement, m = placement_of(c), c.model
+    table = model_of(m.module).weight_table(m)
+    size = lambda tree: 4 * sum(math.prod(w.shape) for w in jax.tree.leaves(tree))
+    of_layer, ends = size(table.layers) // m.layers, size(table) - size(table.layers)
+    lines, first = [], 0
+    for stage, count in enumerate(placement.counts):
+        extra = {0: ", embedding", len(placement.counts) - 1: ", final norm, unembedding"}.get(stage, "")
+        which = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
+        where = f"p={stage % placement.p}" + f" chunk {stage // placement.p}" * (placement.v > 1)
+        lines.append(f"stage {stage}: {where}: {which}{extra}; {count * of_layer / 2**20:,.4g} MiB of layers")
+        first += count
+    lines.append(f"weights outside of the layers, {ends / 2**20:,.4g} MiB, are at rest in blocks over p too")
+    return lines
