@@ -16,6 +16,7 @@ from shardlib.array_types import ABSENT, arrays_of
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.pipeline import Placement, Plan, place_layers, plan_evaluation, plan_training
 from shardlib.values import mesh_axes
+from weights import is_stack
 
 
 def has_stages() -> bool:
@@ -78,7 +79,6 @@ def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, np.nda
     """
     if placement.order is None:
         return {}
-    is_stack = lambda array: array.spec.dims and PIPELINE_AXIS in array.spec.dims[0].axes
     found = [(path, array) for path, array, part in arrays_of(kind, like) if part is not ABSENT]
     return {path.replace(".", "/"): placement.order for path, array in found if is_stack(array)}
 

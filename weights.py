@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
-from shardlib.array_types import ABSENT, arrays_of, axes_product
+from shardlib.array_types import ABSENT, ArrayType, arrays_of, axes_product
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.shardtypes import make_shardings
 from shardlib.values import mesh_axes
@@ -104,10 +104,14 @@ def at_rest(table, order: np.ndarray | None):
 
 
 def are_stacks(table):
-    """For each weight whether it is a stack of layers over p: whether the first dim of its type is in blocks over p."""
-    found = [array.spec for _, array, weight in arrays_of(type(table), table) if weight is not ABSENT]
-    stacked = [bool(spec.dims) and PIPELINE_AXIS in spec.dims[0].axes for spec in found]
+    """For each weight whether it is a stack of layers over p."""
+    stacked = [is_stack(array) for _, array, weight in arrays_of(type(table), table) if weight is not ABSENT]
     return jax.tree.unflatten(jax.tree.structure(table), stacked)
+
+
+def is_stack(array: ArrayType) -> bool:
+    """Whether arrays of this type stack layers, of which each device of p has some: `layers/p` is their first dim."""
+    return bool(array.spec.dims) and array.spec.dims[0].axes == (PIPELINE_AXIS,)
 
 
 def initialize(table, key: jax.Array, order: np.ndarray | None = None):
