@@ -17,8 +17,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from input_loader import DataConfig
 from input_loader import fixed_settings as fixed_data_settings
-from training_io import config_differences
 from shardlib.schedules import schedule_of
+from training_io import config_differences
 from weights import KINDS
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
@@ -290,8 +290,8 @@ def model_of(name: str):
             inspect.signature(getattr(module, name)).bind(*arguments)
         except TypeError as error:
             raise ValueError(
-                f"model.module is {module.__name__!r}, whose {name} does not take ({', '.join(arguments)}): {error}; see "
-                "docs/models.md."
+                f"model.module is {module.__name__!r}, whose {name} does not take ({', '.join(arguments)}): {error}; "
+                "see docs/models.md."
             ) from None
     return module
 
@@ -445,8 +445,11 @@ def check_optimizer(c: OptimizerConfig) -> None:
         )
 
 
-def check_divides(c: Config, mesh: Mapping[str, int]) -> None:
-    """Raises ValueError for a size that the axes of the mesh do not divide, or a `sharded` that names none."""
+def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:
+    """Raises ValueError for a size that the axes of the mesh do not divide, or a `sharded` that names none.
+
+    `of_batch`: also for those of a batch, not only of weights.
+    """
     for name, axes in c.model.sharded.items():
         if not hasattr(c.model, name) or not set(axes.split("·")) <= {"p", *mesh}:
             raise ValueError(
@@ -460,7 +463,7 @@ def check_divides(c: Config, mesh: Mapping[str, int]) -> None:
     mesh = {"p": 1, **mesh}
     shown = {axis: size for axis, size in mesh.items() if axis != "p" or size > 1}
     factors = {**mesh, "training.microbatches": c.training.microbatches}
-    for name, axes in {**model, **training}.items():
+    for name, axes in {**model, **(training if of_batch else {})}.items():
         section, field = name.split(".")
         value, devices = getattr(getattr(c, section), field), math.prod(factors[axis] for axis in axes.split("·"))
         if value % devices:

@@ -4,8 +4,8 @@
 
 Learned positions, LayerNorm with biases, GELU, one table for embedding and output, dropout. Dims and axes are those of
 train.py, besides P, the learned positions. All that train.py and the tools ask of a model is here: the settings
-(ModelConfig), the weights and what each is (weight_table), the math (forward), what may be gathered once a step
-(gather_ahead), and the exchange with Hugging Face. docs/models.md builds a model along these lines.
+(ModelConfig), the weights and what each is (weight_table), the math (embed, layers, logits), what is gathered ahead of
+it (gather_ends, gather_layers), and the exchange with Hugging Face. docs/models.md builds a model along these lines.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from jax import lax
 from configuration import check_ranges
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from shardlib import shardops
+from shardlib.pipeline import LayerNumbers, skip_padding
 from shardlib.shardtypes import Array, dtype_name, f32, i32, pytree_dataclass, typed, u32
 from weights import Weight, matrix, vector
 
@@ -36,7 +37,7 @@ class ModelConfig:
     positions: int = 1024
     """Learned positions: the longest sequence. Sharded over t."""
     d_model: int = 768
-    """Width of the residual stream. A multiple of d·t devices."""
+    """Width of the residual stream. A multiple of t·d·p devices."""
     layers: int = 12
     heads: int = 12
     """Sharded over t; their width d_model / heads is sharded over d at rest."""
@@ -52,7 +53,7 @@ class ModelConfig:
     sharded: ClassVar[dict[str, str]] = {
         "vocab": "t",
         "positions": "t",
-        "d_model": "t·d",
+        "d_model": "t·d·p",
         "heads": "t",
         "d_head": "d",
         "d_ff": "t·d",
@@ -101,11 +102,11 @@ class GPT2Layer:
 
 @pytree_dataclass
 class GPT2:
-    embed: f32["V/t M/d"]
-    positions: f32["P/t M/d"]
-    layers: Array["layers", GPT2Layer]
-    final_gain: f32["M/t/d"]
-    final_bias: f32["M/t/d"]
+    embed: f32["V/t M/d/p"]
+    positions: f32["P/t M/d/p"]
+    layers: Array["layers/p", GPT2Layer]
+    final_gain: f32["M/t/d/p"]
+    final_bias: f32["M/t/d/p"]
 
 
 def weight_table(c: ModelConfig) -> GPT2:
@@ -224,73 +225,90 @@ def layer(
 
 
 @typed
-def forward(
-    w: GPT2,
-    ids: u32["B/r/d L"],
-    positions: i32["B/r/d L"],
-    c: ModelConfig,
-    attend: Callable,
-    caches: Any = None,
-    row_seeds: u32["B/r/d"] | None = None,
-) -> tuple[f32["B/r/d L V/t"], Any]:
-    """Logits for the token after each of `ids`, which stands at `positions` of its document.
-
-    train.forward tells about `attend` and `caches`. `row_seeds`: a random number for each row, for dropout; None: none.
-    """
-    dtype = act.dtype
-    embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))
-    table = shardops.all_gather("P/t M/d -> P/t M", w.positions)
+def embed(
+    w: GPT2, ids: u32["B/r/d L"], positions: i32["B/r/d L"], c: ModelConfig, row_seeds: u32["B/r/d"] | None
+) -> act["B/r/d L/t M"]:
+    """What enters the first layer. `row_seeds`: a random number for each row, for dropout; None: none."""
     # In f32 for the backward pass, where a frequent token's row adds up thousands of gradients.
-    x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", embed.astype(jnp.float32), ids)
-    x = x + shardops.index_unreduced("[P/t] M, B/r/d L -> B/r/d L M +t", table, positions)
-    x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(dtype))
-    rows = None if row_seeds is None else jax.vmap(jax.random.key)(row_seeds)
-    x = dropout(x, c.dropout, DropoutKeys(rows).of_positions(3, ids.shape[1]))
+    x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", w.embed.astype(jnp.float32), ids)
+    x = x + shardops.index_unreduced("[P/t] M, B/r/d L -> B/r/d L M +t", w.positions, positions)
+    x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(act.dtype))
+    return dropout(x, c.dropout, DropoutKeys(row_keys(row_seeds)).of_positions(3, ids.shape[1]))
 
-    @explicit_activation_checkpointing
-    def body(x, of_layer):
-        layer_weights, index, cache = of_layer
-        in_layer = None if rows is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(rows)
-        return layer(x, layer_weights, attend, cache, DropoutKeys(in_layer), c)
 
-    x, caches = lax.scan(body, x, (w.layers, jnp.arange(c.layers), caches))
-    nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.final_gain, w.final_bias, c.norm_epsilon))
-    spec = "B/r/d L M, V/t M -> B/r/d L V/t"
-    return shardops.einsum_unreduced(spec, nx, embed, preferred_element_type=jnp.float32), caches
+def row_keys(row_seeds: jax.Array | None) -> jax.Array | None:
+    return None if row_seeds is None else jax.vmap(jax.random.key)(row_seeds)
 
 
 @typed
-def gather_ahead(w: GPT2) -> GPT2:
-    """The weights cast and gathered over d, once for all microbatches of a step; their gradients are scattered once."""
-    layers, gather = w.layers, shardops.all_gather
-    cast = lambda spec, x: gather(spec, x.astype(act.dtype))
-    vectors = lambda x: gather("layers M/t/d -> layers M *t *d", x)
-    biases = lambda x: cast("layers M/t/d -> layers M *t *d", x)
-    into_heads = lambda x: cast("layers M/d K/t D -> layers M K/t D *d", x)
-    of_heads = lambda x: cast("layers K/t D/d -> layers K/t D *d", x)
-    return GPT2(
-        embed=cast("V/t M/d -> V/t M *d", w.embed),
-        positions=gather("P/t M/d -> P/t M *d", w.positions),
-        layers=GPT2Layer(
-            attention_gain=vectors(layers.attention_gain),
-            attention_bias=vectors(layers.attention_bias),
-            w_q=into_heads(layers.w_q),
-            w_k=into_heads(layers.w_k),
-            w_v=into_heads(layers.w_v),
-            b_q=of_heads(layers.b_q),
-            b_k=of_heads(layers.b_k),
-            b_v=of_heads(layers.b_v),
-            w_o=cast("layers K/t D M/d -> layers K/t D M *d", layers.w_o),
-            b_o=biases(layers.b_o),
-            mlp_gain=vectors(layers.mlp_gain),
-            mlp_bias=vectors(layers.mlp_bias),
-            w_up=cast("layers M/d F/t -> layers M F/t *d", layers.w_up),
-            b_up=cast("layers F/t/d -> layers F/t *d", layers.b_up),
-            w_down=cast("layers F/t M/d -> layers F/t M *d", layers.w_down),
-            b_down=biases(layers.b_down),
-        ),
-        final_gain=gather("M/t/d -> M *t *d", w.final_gain),
-        final_bias=gather("M/t/d -> M *t *d", w.final_bias),
+def layers(
+    w: Array["layers/p", GPT2Layer],
+    x: act["B/r/d L/t M"],
+    positions: i32["B/r/d L"],
+    c: ModelConfig,
+    attend: Callable,
+    caches: Any,
+    numbers: LayerNumbers,
+    row_seeds: u32["B/r/d"] | None,
+) -> tuple[act["B/r/d L/t M"], Any]:
+    """The layers `numbers`: all of them, or those of a pipeline stage. train.forward tells about `attend`, `caches`."""
+    rows = row_keys(row_seeds)
+
+    @explicit_activation_checkpointing
+    @skip_padding
+    def body(x, of_layer):
+        layer_weights, number, cache = of_layer
+        in_layer = None if rows is None else jax.vmap(lambda key: jax.random.fold_in(key, number.index))(rows)
+        return layer(x, layer_weights, attend, cache, DropoutKeys(in_layer), c)
+
+    return lax.scan(body, x, (w, numbers, caches))
+
+
+@typed
+def logits(w: GPT2, x: act["B/r/d L/t M"], c: ModelConfig) -> f32["B/r/d L V/t"]:
+    nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.final_gain, w.final_bias, c.norm_epsilon))
+    spec = "B/r/d L M, V/t M -> B/r/d L V/t"
+    return shardops.einsum_unreduced(spec, nx, w.embed, preferred_element_type=jnp.float32)
+
+
+@typed
+def gather_ends(w: GPT2) -> GPT2:
+    """With the weights outside of the layers gathered over d, and over p, where a pipeline stage could not do so."""
+    gather, vector = shardops.all_gather, "M/t/d/p -> M *t *d *p"
+    return dataclasses.replace(
+        w,
+        embed=gather("V/t M/d/p -> V/t M *d *p", w.embed.astype(act.dtype)),
+        positions=gather("P/t M/d/p -> P/t M *d *p", w.positions),
+        final_gain=gather(vector, w.final_gain),
+        final_bias=gather(vector, w.final_bias),
+    )
+
+
+@typed
+def gather_layers(w: Array["layers/p", GPT2Layer]) -> Array["layers/p", GPT2Layer]:
+    """The layers' weights cast and gathered over d, once for all microbatches; their gradients are scattered once."""
+    cast = lambda spec, x: shardops.all_gather(spec, x.astype(act.dtype))
+    vectors = lambda x: shardops.all_gather("layers/p M/t/d -> layers/p M *t *d", x)
+    biases = lambda x: cast("layers/p M/t/d -> layers/p M *t *d", x)
+    into_heads = lambda x: cast("layers/p M/d K/t D -> layers/p M K/t D *d", x)
+    of_heads = lambda x: cast("layers/p K/t D/d -> layers/p K/t D *d", x)
+    return GPT2Layer(
+        attention_gain=vectors(w.attention_gain),
+        attention_bias=vectors(w.attention_bias),
+        w_q=into_heads(w.w_q),
+        w_k=into_heads(w.w_k),
+        w_v=into_heads(w.w_v),
+        b_q=of_heads(w.b_q),
+        b_k=of_heads(w.b_k),
+        b_v=of_heads(w.b_v),
+        w_o=cast("layers/p K/t D M/d -> layers/p K/t D M *d", w.w_o),
+        b_o=biases(w.b_o),
+        mlp_gain=vectors(w.mlp_gain),
+        mlp_bias=vectors(w.mlp_bias),
+        w_up=cast("layers/p M/d F/t -> layers/p M F/t *d", w.w_up),
+        b_up=cast("layers/p F/t/d -> layers/p F/t *d", w.b_up),
+        w_down=cast("layers/p F/t M/d -> layers/p F/t M *d", w.w_down),
+        b_down=biases(w.b_down),
     )
 
 

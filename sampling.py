@@ -179,6 +179,8 @@ def next_logits(
     w: W, cache: Array["layers", KeyValues], texts: Texts, c: Any
 ) -> tuple[f32["B/r/d L V/t"], Array["layers", KeyValues]]:
     """Logits for the token after `texts.token`, of the N texts as B = r·d rows of L; and the cache with that token."""
+    from train import forward
+
     # On each device the same array: N/r/d texts are the L of its one row.
     ids: u32["B/r/d L"] = texts.token[None]
     place: i32["B/r/d L"] = texts.place[None]
@@ -186,7 +188,7 @@ def next_logits(
     def attend(q, k, v, cache, drop=None):
         return cached_attention(q, k, v, cache.k[None], cache.v[None], place), KeyValues(k[0], v[0])
 
-    logits, new = model_of(c.module).forward(w, ids, place, c, attend, cache)
+    logits, new = forward(w, ids, place, c, attend, cache)
     # Written once all layers have read, or each layer would copy its whole cache to hand it on.
     write = lambda old, x: old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
     return logits, jax.tree.map(write, cache, new)
@@ -195,12 +197,12 @@ def next_logits(
 @typed
 def window_cache(w: W, ids: u32["N/r/d L"], c: Any, size: int) -> Array["layers", KeyValues]:
     """The cache after windows of tokens, with `size` places; padding stands at their end, where none sees it."""
-    from train import attention
+    from train import attention, forward
 
     positions: i32["N/r/d L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     one_document: i32["N/r/d L"] = jnp.zeros(ids.shape, jnp.int32)
     attend = lambda q, k, v, cache, drop=None: (attention(q, k, v, one_document), KeyValues(k, v))
-    _, cache = model_of(c.module).forward(w, ids, positions, c, attend)
+    _, cache = forward(w, ids, positions, c, attend)
     return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, size - ids.shape[1]), (0, 0), (0, 0)]), cache)
 
 

@@ -10,13 +10,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from configuration import Config, model_of
+from configuration import Config, check_divides, model_of
+from jax_extra import make_mesh
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.pipeline import Placement, Plan, place_layers, plan_evaluation, plan_training
+from shardlib.shardtypes import make_shardings
 from shardlib.values import mesh_axes
-from weights import is_stack
+from weights import are_stacks, is_stack
 
 
 def has_stages() -> bool:
@@ -83,13 +86,50 @@ def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, np.nda
     return {path.replace(".", "/"): placement.order for path, array in found if is_stack(array)}
 
 
+def folded_mesh(c: Config) -> jax.sharding.Mesh:
+    """The mesh in force without stages: p and r as parts of d, or all of r where they do not divide the model's dims."""
+    mesh = jax.sharding.get_mesh()
+    if PIPELINE_AXIS not in mesh.shape:
+        return mesh
+    # The order of the devices stays: JAX moves arrays between meshes of one order only.
+    p, r, d, t = (mesh.shape[axis] for axis in ("p", "r", "d", "t"))
+    try:
+        check_divides(c, {"r": 1, "d": p * r * d, "t": t}, of_batch=False)
+        sizes = 1, p * r * d, t
+    except ValueError:
+        sizes = p * r, d, t
+    return make_mesh(*sizes, devices=mesh.devices.reshape(-1))
+
+
+def without_stages(weights: Any, placement: Placement, mesh: jax.sharding.Mesh) -> Any:
+    """The weights on a `folded_mesh`, layers in their order; one array after the other."""
+    if PIPELINE_AXIS not in jax.sharding.get_mesh().shape:
+        return weights
+    order, stacked = placement.order, are_stacks(weights)
+    found = None if order is None else np.array([int(np.flatnonzero(order == i)[0]) for i in range(order.max() + 1)])
+
+    @jax.jit
+    def in_order(x):
+        return x.at[found].get(out_sharding=PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))
+
+    with jax.set_mesh(mesh):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+        shardings = make_shardings(type(weights), like=shapes)
+    place = lambda x, sharding, stack: jax.device_put(in_order(x) if stack and order is not None else x, sharding)
+    return jax.tree.map(place, weights, shardings, stacked)
+
+
 def describe_stages(c: Config) -> list[str]:
-    """A line for each stage: its device of p, its chunk, its layers, and its weights in bytes of f32."""
+    """The schedule, and for each stage its device of p, its layers, and its weights in f32; nothing without stages."""
+    if not has_stages():
+        return []
     placement, m = placement_of(c), c.model
     table = model_of(m.module).weight_table(m)
     size = lambda tree: 4 * sum(math.prod(w.shape) for w in jax.tree.leaves(tree))
     of_layer, ends = size(table.layers) // m.layers, size(table) - size(table.layers)
-    lines, first = [], 0
+    ticks = len(training_plan(c).table.columns["forward"])
+    keeps = "recompute" if c.pipeline.recompute else "what is marked is saved"
+    lines, first = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks, {keeps}"], 0
     for stage, count in enumerate(placement.counts):
         extra = {0: ", embedding", len(placement.counts) - 1: ", final norm, unembedding"}.get(stage, "")
         which = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"

@@ -20,6 +20,7 @@ types. Between layers the residual stream is `act['B/r/d L/t M']`: each device o
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -68,7 +69,7 @@ from shardlib.shardtypes import (
     typed_shard_map,
     u32,
 )
-from stages import evaluation_plan, has_stages, placement_of, stack_orders, training_plan
+from stages import describe_stages, evaluation_plan, has_stages, placement_of, stack_orders, training_plan
 from training_io.samples import TrainingSamples
 from weights import Weight, initialize, matrix, vector
 
@@ -548,12 +549,14 @@ def start_state(c: Config, checkpoints: training_io.Checkpointer, done: int) -> 
         state, source = jax.jit(init)(key), c.training.init_from
         if source is not None:
             fixed = fixed_by_weights(dataclasses.asdict(c))
-            state.weights = training_io.read_weights(source, state.weights, dataclasses.asdict(c), with_defaults, fixed)
+            orders, settings = stack_orders(placement_of(c), State, state), dataclasses.asdict(c)
+            state.weights = training_io.read_weights(source, state.weights, settings, with_defaults, fixed, orders)
         return state
     shapes = jax.eval_shape(init, key)
     shardings = make_shardings(State[type(shapes.weights)], like=shapes)
     sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    return checkpoints.restore(done, jax.tree.map(sharded, shapes, shardings))
+    orders = stack_orders(placement_of(c), State, shapes)
+    return checkpoints.restore(done, jax.tree.map(sharded, shapes, shardings), orders=orders)
 
 
 def train(c: Config, directory: Path) -> str | None:
@@ -561,7 +564,7 @@ def train(c: Config, directory: Path) -> str | None:
     say = print if jax.process_index() == 0 else lambda *_: None
     t, m, mesh = c.training, c.model, jax.sharding.get_mesh()
     check_divides(c, mesh.shape)
-    sizes = t.batch_size, t.seq_len, m.vocab
+    sizes, placement = (t.batch_size, t.seq_len, m.vocab), placement_of(c)
     with contextlib.ExitStack() as cleanup:
         checkpoints = training_io.Checkpointer(directory / "checkpoints", keep=t.keep_checkpoints)
         cleanup.enter_context(checkpoints)
@@ -574,8 +577,11 @@ def train(c: Config, directory: Path) -> str | None:
         table = model_of(m.module).weight_table(m)
         flops = training_io.flops_of_model(table, m, t.seq_len)
         peak = training_io.peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
-        model = f"{sum(x.size for x in jax.tree.leaves(state.weights)):,} parameters, {t.compute_dtype} compute"
+        parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
+        model = f"{parameters:,} parameters, {t.compute_dtype} compute"
         training_io.say_start(directory, start, mesh, model, c.data, loader, steps)
+        for line in describe_stages(c):
+            say(f"pipeline   {line}")
         speed = {"tokens_per_step": loader.tokens_per_batch, "flops": flops, "peak": peak}
         log = training_io.RunLog(directory, total_steps=steps, start_step=start, print_every=t.log_interval, **speed)
         cleanup.enter_context(log)
@@ -614,7 +620,7 @@ def train(c: Config, directory: Path) -> str | None:
             if (step + 1) % t.checkpoint_interval == 0 or step + 1 == steps or stop.signal_name:
                 training_io.check_finite(float(metrics.loss), step + 1, checkpoints.latest_step())
                 metadata = {"config": dataclasses.asdict(c), "loader": loader.state(step + 1)}
-                checkpoints.save(step + 1, state, metadata)
+                checkpoints.save(step + 1, state, metadata, stack_orders(placement, State, state))
             if validation and (step + 1 == steps or (t.eval_interval and (step + 1) % t.eval_interval == 0)):
                 log.log_event(step, "validation", functools.partial(evaluation, state.weights))
             if graph and (step - start == 4 or step + 1 == steps) and rendering is None:

@@ -6,8 +6,8 @@ gradient back. What waits for its turn lies in buffers of as many slots as the s
 with the number of microbatches where the schedule's does not. On a mesh without p there is one stage: the same scan
 over microbatches, each forward and backward in one, which is gradient accumulation.
 
-Within a task values differ over p by definition (`pipeline_stage`), and a collective over p would wait forever: shardops
-refuse it there, and what reached p past them is refused once a tick is traced. docs/pipeline.md tells more.
+Within a task values differ over p by definition (`pipeline_stage`), and a collective over p would wait forever:
+shardops refuse it there, and what reached p past them is refused once a tick is traced. docs/pipeline.md tells more.
 """
 
 import dataclasses

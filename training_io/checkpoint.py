@@ -5,11 +5,14 @@ The format is specified in docs/pytree-zarr-checkpoint.md.
 
 import concurrent.futures
 import json
+import math
 import os
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +31,10 @@ _DTYPES = frozenset(
 )  # fmt: skip
 # tensorstore raises plain Python exceptions, by the kind of the failure.
 _STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
+
+
+Orders = Mapping[str, np.ndarray]
+NO_ORDERS: Orders = MappingProxyType({})
 
 
 class Checkpointer:
@@ -84,7 +91,7 @@ class Checkpointer:
         """The metadata given to `save` for this step."""
         return self.manifest(step)["metadata"]
 
-    def save(self, step: int, state: Any, metadata: dict) -> None:
+    def save(self, step: int, state: Any, metadata: dict, orders: Orders = NO_ORDERS) -> None:
         """Copies `state` to host memory, then writes it in the background.
 
         When this returns, the buffers of `state` may be donated or deleted. Waits for the save before it first, and
@@ -95,6 +102,7 @@ class Checkpointer:
             state: a pytree of jax.Arrays of booleans, integers, f16, f32, or f64, in containers with named or numbered
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
             metadata: what json can write, without NaN or infinity. Kept in the manifest.
+            orders: by name, of arrays whose rows are written in another order: the row to write each as, -1 for none.
 
         Raises:
             ValueError: a step, leaf or name that cannot be saved, by name.
@@ -116,7 +124,7 @@ class Checkpointer:
                     f"cannot save {name!r}: zarr readers do not share a {leaf.dtype} type. "
                     f"Keep it as one of {', '.join(sorted(_DTYPES))} (jax.random.key_data turns keys into integers)."
                 )
-        manifest = _manifest_text(step, leaves, metadata)
+        manifest = _manifest_text(step, _as_stored(leaves, orders), metadata)
         temporary = final.with_name(final.name + ".tmp")
         if jax.process_index() == 0:
             self._remove_leftovers()
@@ -124,7 +132,7 @@ class Checkpointer:
             # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
             # copies below have to wait for the running step anyway.
             multihost_utils.sync_global_devices(f"checkpoint {step}")
-        arrays = _copy_to_host(leaves)
+        arrays = _copy_to_host(leaves, orders)
         self._saving = self._executor.submit(self._write, temporary, final, arrays, manifest)
 
     def wait(self) -> None:
@@ -140,7 +148,7 @@ class Checkpointer:
         finally:
             self._executor.shutdown()
 
-    def restore(self, step: int, like: Any, *, part: str = "") -> Any:
+    def restore(self, step: int, like: Any, *, part: str = "", orders: Orders = NO_ORDERS) -> Any:
         """The saved state of `step`, placed as `like` says.
 
         Each device receives its own region, read from disk by the process it belongs to, leaf after leaf. While it is
@@ -150,6 +158,7 @@ class Checkpointer:
             step: a complete checkpoint's step.
             like: a pytree of jax.ShapeDtypeStruct with shardings (or of arrays like those wanted), on any mesh.
             part: read only the arrays whose names begin so, such as `weights/`, which `like` then holds.
+            orders: as for `save`; rows that are none are 0.
 
         Raises:
             ValueError: the checkpoint's arrays are not those of `like`.
@@ -161,8 +170,8 @@ class Checkpointer:
         unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
         if unplaced:
             raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
-        _check_same_arrays(path, saved, expected)
-        restored = [_read(path, name, leaf) for name, leaf in expected.items()]
+        _check_same_arrays(path, saved, _as_stored(expected, orders))
+        restored = [_read(path, name, leaf, orders.get(name)) for name, leaf in expected.items()]
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
     def _path(self, step: int) -> Path:
@@ -315,7 +324,24 @@ def _group(attributes: dict) -> str:
     return json.dumps(group, indent=1, allow_nan=False) + "\n"
 
 
-def _copy_to_host(leaves: dict[str, jax.Array]) -> list[_HostArray]:
+def _stored_shape(leaf: Any, order: np.ndarray | None) -> tuple[int, ...]:
+    return leaf.shape if order is None else (int(order.max()) + 1, *leaf.shape[1:])
+
+
+def _as_stored(leaves: dict[str, Any], orders: Orders) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(_stored_shape(x, orders.get(name)), x.dtype) for name, x in leaves.items()}
+
+
+def _runs(order: np.ndarray, rows: slice) -> list[tuple[slice, slice]]:
+    """Rows of an array that are contiguous where they are stored too: there, and counted from the first of `rows`."""
+    start, stop, _ = rows.indices(len(order))
+    own = order[start:stop]
+    ends = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
+    runs = zip([0, *ends], [*ends, len(own)], strict=True)
+    return [(slice(int(own[a]), int(own[a]) + b - a), slice(a, b)) for a, b in runs if own[a] >= 0]
+
+
+def _copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[_HostArray]:
     shards = {
         name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0] for name, leaf in leaves.items()
     }
@@ -328,7 +354,14 @@ def _copy_to_host(leaves: dict[str, jax.Array]) -> list[_HostArray]:
         # donate it, as long as the reference lives: the step gets a copy.
         pieces = [(shard.index, np.asarray(shard.data)) for shard in shards[name]]
         chunk = tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
-        arrays.append(_HostArray(name, leaf.shape, str(leaf.dtype), chunk, pieces))
+        order = orders.get(name)
+        if order is not None:
+            runs = [(index, values, run) for index, values in pieces for run in _runs(order, index[0])]
+            pieces = [((stored, *index[1:]), values[own]) for index, values, (stored, own) in runs]
+            # A chunk that two processes share would be written by both.
+            every = [stored for stored, _ in _runs(order, slice(None))]
+            chunk = (math.gcd(*(edge for run in every for edge in (run.start, run.stop))), *chunk[1:])
+        arrays.append(_HostArray(name, _stored_shape(leaf, order), str(leaf.dtype), chunk, pieces))
     return arrays
 
 
@@ -428,15 +461,16 @@ def _check_same_arrays(path: Path, saved: dict[str, dict], expected: dict[str, j
         )
 
 
-def _read(path: Path, name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def _read(path: Path, name: str, leaf: jax.ShapeDtypeStruct, order: np.ndarray | None) -> jax.Array:
+    shape = _stored_shape(leaf, order)
     remedy = f"The checkpoint {path} is damaged; restore another step, or copy it again."
     try:
         store = ts.open(_spec(path / name) | {"fill_missing_data_reads": False}, open=True, read=True).result()
     except _STORE_ERRORS as error:
         raise OSError(f"cannot open the array {name!r}: {error}. {remedy}") from error
-    if store.shape != leaf.shape or store.dtype.numpy_dtype != leaf.dtype:
+    if store.shape != shape or store.dtype.numpy_dtype != leaf.dtype:
         raise OSError(
-            f"the array {name!r} is {store.dtype.name}{list(store.shape)} on disk, but {leaf.dtype}{list(leaf.shape)} "
+            f"the array {name!r} is {store.dtype.name}{list(store.shape)} on disk, but {leaf.dtype}{list(shape)} "
             f"in the manifest. {remedy}"
         )
     futures = {}
@@ -444,12 +478,22 @@ def _read(path: Path, name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         region = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
         if region not in futures:
-            futures[region] = store[index].read(order="C")
+            runs = (
+                [(index, ...)]
+                if order is None
+                else [((there, *index[1:]), own) for there, own in _runs(order, index[0])]
+            )
+            futures[region] = [(own, store[there].read(order="C")) for there, own in runs]
         devices.append((device, region))
     regions = {}
-    for region, future in futures.items():
+    for region, parts in futures.items():
         try:
-            regions[region] = future.result()
+            if order is None:
+                regions[region] = parts[0][1].result()
+                continue
+            regions[region] = np.zeros([stop - start for start, stop in region], leaf.dtype)
+            for own, future in parts:
+                regions[region][own] = future.result()
         except _STORE_ERRORS as error:
             raise OSError(f"cannot read the array {name!r}: {error}. {remedy}") from error
     shards = [jax.device_put(regions[region], device) for device, region in devices]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .checkpoint import Checkpointer, config_differences
+from .checkpoint import NO_ORDERS, Checkpointer, Orders, config_differences
 
 
 def find_checkpoint(
@@ -43,7 +43,12 @@ def find_checkpoint(
 
 
 def read_weights(
-    path: str | os.PathLike, like: Any, config: dict, complete: Callable[[dict], dict], fixed: tuple[str, ...]
+    path: str | os.PathLike,
+    like: Any,
+    config: dict,
+    complete: Callable[[dict], dict],
+    fixed: tuple[str, ...],
+    orders: Orders = NO_ORDERS,
 ) -> Any:
     """The weights of another run, placed as `like`; each process reads its own part, as `restore` does.
 
@@ -53,6 +58,7 @@ def read_weights(
         config: the configuration of that run.
         complete: adds, to a checkpoint's configuration, the defaults of settings that it does not have.
         fixed: the settings that both must agree on, as dotted names. Other differences in the model are printed.
+        orders: of the arrays `weights/…`, as for `Checkpointer.restore`.
 
     Raises:
         ValueError: there is no such checkpoint, it is of another model, or its arrays are others.
@@ -67,7 +73,7 @@ def read_weights(
                 + "\n  ".join(differences)
                 + "\nChange these to what the checkpoint has, or start from another one."
             )
-        weights = checkpoints.restore(step, {"weights": like}, part="weights/")["weights"]
+        weights = checkpoints.restore(step, {"weights": like}, part="weights/", orders=orders)["weights"]
     if jax.process_index() == 0:
         print(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
         for line in config_differences(saved, config, ("model",)):

@@ -8,6 +8,7 @@ import jax
 
 from configuration import Config
 from sampling import Sampler, Settings, check_ids
+from stages import folded_mesh, placement_of, without_stages
 from tools.text_codec import codec_of_data
 
 from .metrics import RunLog
@@ -47,7 +48,9 @@ class TrainingSamples:
             raise ValueError(f"training.sample_prompts: {e}") from e
         self._stop = () if self._codec.end is None else (self._codec.end,)
         settings = Settings(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
-        self._sampler = Sampler(c, settings, context=t.seq_len)
+        self._mesh, self._placement = folded_mesh(c), placement_of(c)
+        with jax.set_mesh(self._mesh):
+            self._sampler = Sampler(c, settings, context=t.seq_len)
         self._path = directory / "samples.jsonl"
         if jax.process_index() == 0:
             lines = self._path.read_text().splitlines(keepends=True) if start and self._path.exists() else []
@@ -62,7 +65,9 @@ class TrainingSamples:
         is_time = done % self._interval == 0 or done == self._steps
         if not is_time or done == self._start > 0:
             return
-        drawn = self._sampler.generate(weights, self._prompts)
+        weights = without_stages(weights, self._placement, self._mesh)
+        with jax.set_mesh(self._mesh):
+            drawn = self._sampler.generate(weights, self._prompts)
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
             ended = ids[-1] in self._stop
