@@ -1,8 +1,8 @@
 """Runs a pipeline schedule at made-up costs, with no devices: when each task starts and ends, the bubble, the memory.
 
 Two models. **Asynchronous** devices take their tasks in order, each as soon as what it needs has arrived: what a
-runtime with one program a device can reach. **Ticks** are how the executor runs: in every tick all devices wait for the
-slowest forward, then for the slowest backward. `check_tick_table` runs a tick table on names in place of arrays.
+runtime with one program a device can reach. **Ticks** are how the executor runs: all devices begin each tick together,
+do a forward, then a backward. `check_tick_table` runs a tick table on names in place of arrays.
 Knows no JAX.
 """
 
@@ -136,11 +136,13 @@ def simulate(orders: Orders, p: int, m: int, v: int, costs: Costs) -> Timeline:
     return Timeline(spans, max(end.values()), None, costs)
 
 
-def simulate_ticks(table: TickTable, costs: Costs) -> Timeline:
-    """Ticks, as the executor runs them: each lasts as long as its slowest forward, its slowest backward and a transfer.
+def simulate_ticks(table: TickTable, costs: Costs, *, wait_between_slots: bool = True) -> Timeline:
+    """Ticks, as the executor runs them: in each, the devices wait for each other at the end, and a transfer is paid.
 
     Args:
         table: made by `tick_table` with the same `recompute` and `fuse_last` as `costs`.
+        wait_between_slots: they also wait for the slowest forward before the first backward: so it is where sending a
+            forward's result blocks, as on CPUs. It makes a difference only between stages of unequal costs.
     """
     columns = table.columns
     ticks, p = columns["forward"].shape
@@ -148,12 +150,15 @@ def simulate_ticks(table: TickTable, costs: Costs) -> Timeline:
     starts, now = [], 0.0
     for t in range(ticks):
         starts.append(now)
+        free_at = [now] * p
         for kind in ("forward", "backward"):
-            tasks = {d: _task_at(columns, kind, t, d) for d in range(p) if columns[kind][t, d]}
-            for device, task in tasks.items():
-                spans[device].append(Span(task, now, now + costs.of(task)))
-            now += max((costs.of(task) for task in tasks.values()), default=0.0)
-        now += costs.transfer
+            if wait_between_slots:
+                free_at = [max(free_at)] * p
+            for device in np.flatnonzero(columns[kind][t]).tolist():
+                task = _task_at(columns, kind, t, device)
+                start, free_at[device] = free_at[device], free_at[device] + costs.of(task)
+                spans[device].append(Span(task, start, free_at[device]))
+        now = max(free_at) + costs.transfer
     return Timeline(spans, now, starts, costs)
 
 
