@@ -47,8 +47,11 @@ class Chart:
                 yield device, span.task.stage // self.p, span
 
     def shortest(self) -> float:
-        """Of the spans that take time; 1 if none does."""
-        return min((span.end - span.start for _, _, span in self.spans() if span.end > span.start), default=1.0)
+        """The length that a label must fit in: of the shortest piece, but for those that are hardly to be seen."""
+        pieces = [piece for _, _, span in self.spans() for piece in self.pieces(span)]
+        lengths = [end - start for _, start, end in pieces] or [1.0]
+        visible = max(lengths) / 20
+        return min(length for length in lengths if length >= visible)
 
 
 # ---- colours ------------------------------------------------------------------------------------------------------
@@ -75,7 +78,7 @@ def _colour(kind: str, chunk: int, v: int) -> tuple[str, str]:
 
 _FILLS = {"forward": ">)]}", "backward": "<([{", "repeat": "="}  # from the first chunk on; the last ones share a sign
 _IDLE_FILL = "·"
-_MOST_PANELS = 12
+_MOST_PANELS = 8
 
 
 def draw_text(chart: Chart, width: int) -> Iterator[Text]:
