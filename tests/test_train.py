@@ -207,8 +207,8 @@ def test_two_processes_run_as_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    hosts = ["paths.model_name=two", "hardware.hosts=2", f"hardware.coordinator=127.0.0.1:{port}"]
-    started = [start(4, *settings, *hosts, f"hardware.host={i}") for i in range(2)]
+    hosts = ["paths.model_name=two", "distributed.count=2", f"distributed.coordinator=127.0.0.1:{port}"]
+    started = [start(4, *settings, *hosts, f"distributed.id={i}") for i in range(2)]
     started.append(start(8, *settings, "paths.model_name=one"))
     for process in started:
         _, errors = process.communicate(timeout=300)
@@ -285,7 +285,7 @@ def configure(*arguments: str) -> None:
         ("model.n_kv=3", "model.n_kv is 3; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
         ("model.d_model=252", "model.d_model is 252; on the mesh r=1 d=4 t=2 it must be a multiple of t·d = 8."),
         ("training.compute_dtype=f8", "training.compute_dtype is 'f8'; choose one of bf16, f32."),
-        ("hardware.hosts=2", "hardware.hosts is 2; give paths.model_name"),
+        ("distributed.auto=true", "distributed says that there are several processes; give paths.model_name"),
         ("mesh.d=3", "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2"),
         ("mesh.t=5", "mesh r=1 d=-1 t=5 does not fit 8 devices."),
     ],

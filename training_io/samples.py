@@ -11,6 +11,7 @@ from sampling import Sampler, Settings, check_ids
 from tools.text_codec import codec_of_data
 
 from .metrics import RunLog
+from .progress import pause
 
 SHOWN = 100
 """Characters of a sample on the terminal."""
@@ -62,7 +63,8 @@ class TrainingSamples:
         is_time = done % self._interval == 0 or done == self._steps
         if not is_time or done == self._start > 0:
             return
-        drawn = self._sampler.generate(weights, self._prompts)
+        with pause("sampling texts"):
+            drawn = self._sampler.generate(weights, self._prompts)
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
             ended = ids[-1] in self._stop
