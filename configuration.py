@@ -414,7 +414,7 @@ def check_distributed(c: DistributedConfig) -> None:
     if c.devices == "one":
         raise ValueError("distributed.devices is one, which needs distributed.auto=true.")
     missing = [name for name, value in given.items() if value is None]
-    if missing and not (c.is_single and c.coordinator is None and c.id is None):
+    if 0 < len(missing) < 3 and c.count != 1:
         said = ", ".join(f"{name} is {value}" for name, value in given.items() if value is not None)
         raise ValueError(
             f"{said}; give {' and '.join(missing)} too, or distributed.auto=true alone where JAX finds the processes "

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -198,27 +197,6 @@ def test_a_contradicting_configuration_is_refused(unbroken):
     with pytest.raises(ValueError, match=r"learning_rate: checkpoint has 0\.01, this run has 0\.5") as error:
         run(unbroken, 9, learning_rate=0.5)
     assert "start another run with a new paths.model_name" in str(error.value)
-
-
-@pytest.mark.slow
-def test_two_processes_run_as_one(tmp_path):
-    """Two processes of four devices each train as one process of eight does: the same batches, the same checkpoint."""
-    settings = ["training.steps=5", "training.compute_dtype=f32", f"paths.root_working_dir={tmp_path}"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    hosts = ["paths.model_name=two", "distributed.count=2", f"distributed.coordinator=127.0.0.1:{port}"]
-    started = [start(4, *settings, *hosts, f"distributed.id={i}") for i in range(2)]
-    started.append(start(8, *settings, "paths.model_name=one"))
-    for process in started:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-    # And one process goes on from what the two saved.
-    process = start(8, *settings, "training.steps=6", "paths.model_name=two")
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert len(losses(tmp_path / "two")) == 6
 
 
 # ---- the command line -------------------------------------------------------------------------------------------
