@@ -5,6 +5,7 @@ library's topological sort. `check_tick_table` runs a table on names; that it se
 """
 
 import collections
+import dataclasses
 import graphlib
 import itertools
 import re
@@ -187,6 +188,13 @@ def test_gradient_accumulation_is_the_schedule_of_one_device():
     assert not table.columns["forward"].any()
 
 
+def test_a_forward_within_its_backward_takes_no_slot():
+    """One device, two chunks: a forward of the first chunk shares a tick with the backward of the second."""
+    table = tick_table(interleaved_1f1b(1, 3, 2), 1, 3, 2, recompute=True, fuse_last=True)
+    assert table.columns["forward"].T.tolist() == [[1, 1, 0, 1, 0, 0, 0]]
+    assert table.columns["backward"].T.tolist() == [[0, 1, 1, 1, 1, 1, 1]]
+
+
 # Of 4 devices and 32 microbatches, where unembedding takes so much of a stage's forward: recomputed, saved.
 HEAVIER = {0.0: (138, 105), 0.33: (140, 137), 0.66: (171, 168)}
 
@@ -297,6 +305,8 @@ def test_tables_read_what_was_written_for_them(schedule, mode):
     check_schedule(orders, p, m, v)
     table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
     check_tick_table(table, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    if not recompute and not fuse_last:
+        assert not table.columns["backward_input"].any()
     assert {column.dtype for column in table.columns.values()} == {np.dtype(np.int32)}
     assert {column.shape[1] for column in table.columns.values()} == {p}
 
@@ -529,6 +539,61 @@ def test_a_buffer_that_is_written_over_is_seen(buffer, recompute):
             column[(column == size - 1)] = 0
     with pytest.raises(ValueError, match=r"reads slot 0 of (inputs|residuals), which holds the forward of stage"):
         check_tick_table(table, 4, 8, 2, recompute=recompute, fuse_last=True)
+
+
+def edited(orders, p, m, v, edits, *, recompute, fuse_last):
+    """A table with cells set to other values: {(column, tick, device): value}."""
+    table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    for (name, t, d), value in edits.items():
+        table.columns[name][t, d] = value
+    return table
+
+
+@pytest.mark.parametrize(
+    ("p", "fuse_last", "edits", "message"),
+    [
+        (1, True, {("backward_microbatch", 1, 0): 0}, "tick 1, device 0: the backward of stage 0, .* a second time"),
+        (1, True, {("backward", 1, 0): 0, ("backward_microbatch", 1, 0): 0}, "no backward, but backward_first, backw"),
+        (1, True, {("forward", 0, 0): 1}, "marked wrongly as first or last"),
+        (1, False, {("forward_chunk", 0, 0): 1}, "the forward of stage 1, microbatch 0 does not exist"),
+        (
+            1,
+            True,
+            {(f"forward{name}", 0, 0): 1 for name in ("", "_first", "_last")},
+            "the forward of stage 0, microbatch 0 is part of its backward, and a forward too",
+        ),
+        (
+            1,
+            False,
+            {(f"forward{name}", 0, 0): 0 for name in ("", "_first", "_last")},
+            "tick 1, device 0: the backward of stage 0, microbatch 0 is before the forward of stage 0, microbatch 0",
+        ),
+        (
+            2,
+            True,
+            {("arriving_input", 1, 1): 1},
+            "reads slot 0 of inputs, which holds None, not the forward of stage 0",
+        ),
+        (
+            2,
+            True,
+            {("backward_cotangent", 2, 0): 5},
+            "slot 5 of cotangents, which holds nothing: there is no such slot",
+        ),
+    ],
+)
+def test_faults_of_tables_are_named(p, fuse_last, edits, message):
+    flags = {"recompute": True, "fuse_last": fuse_last}
+    table = edited(gpipe(p, 2) if p == 1 else one_f_one_b(p, 2), p, 2, 1, edits, **flags)
+    with pytest.raises(ValueError, match=message):
+        check_tick_table(table, p, 2, 1, **flags)
+
+
+def test_what_a_table_lacks_is_named():
+    table = tick_table(gpipe(1, 2), 1, 2, 1, recompute=True, fuse_last=True)
+    columns = {name: column[:1] for name, column in table.columns.items()}
+    with pytest.raises(ValueError, match="the table lacks the backward of stage 0, microbatch 1"):
+        check_tick_table(dataclasses.replace(table, columns=columns), 1, 2, 1, recompute=True, fuse_last=True)
 
 
 # ---- schedules by name --------------------------------------------------------------------------------------------
