@@ -73,6 +73,11 @@ def test_eager_as_jaxpp_defines_it():
     ]
 
 
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 4), (4, 16)])
+def test_eager_is_interleaved_with_one_chunk(p, m):
+    assert eager_1f1b(p, m) == interleaved_1f1b(p, m, 1)
+
+
 def torch_lists(schedule):
     """Forwards and backwards of a torch schedule, in our names; it also lists idle steps and gradient reductions."""
     orders = []
