@@ -220,14 +220,39 @@ class TrainingConfig:
 class HardwareConfig:
     name: str = "any"
     """What the run is meant for, in words."""
-    hosts: int = 1
-    """Processes. More than one: JAX finds the others by itself under Slurm, Open MPI, Kubernetes and on Cloud TPU."""
-    coordinator: str | None = None
-    """Elsewhere: address:port of process 0, the same on all."""
-    host: int | None = None
-    """Elsewhere: which process this is, in [0, hosts)."""
     xla_flags: str = ""
     """Put behind those in the environment's XLA_FLAGS before the devices start."""
+
+
+@dataclasses.dataclass
+class DistributedConfig:
+    """The processes of a run, on one host or on many. docs/multi-host.md tells how to start them."""
+
+    auto: bool = False
+    """Whether JAX finds out by itself who the processes are, as it can under Slurm, Open MPI, Kubernetes and on Cloud
+    TPU. Otherwise there is one, or coordinator, count and id say it."""
+    count: int | None = None
+    """Processes of the run, at least 1. Null: one; with auto, as many as there are."""
+    coordinator: str | None = None
+    """address:port of process 0, the same in all processes; the port is one that is free there."""
+    id: int | None = None
+    """Which process this is, in [0, count)."""
+    devices: str = "all"
+    """all: a process uses all devices that it sees. one: that of its number on the host, of those that all processes
+    there see; only with auto, under Slurm and Open MPI."""
+    join_timeout: int = 300
+    """Seconds, at least 1, that the processes have to find one another."""
+    heartbeat_timeout: int = 60
+    """Seconds, at least 1. Of a process that is not heard of for so long, the others say that it is gone, and end."""
+    stall_timeout: int = 600
+    """Seconds, at least 1. A process that lives, but is so long at one point of a step, has stalled, and all end."""
+    pause_timeout: int = 3600
+    """The same for what may take longer than a step: start, compilation, first step, checkpoints, validation."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one process for certain, which then looks for no others."""
+        return not self.auto and self.count in (None, 1)
 
 
 @dataclasses.dataclass
@@ -248,6 +273,7 @@ class Config:
     hardware: HardwareConfig
     paths: PathsConfig
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
 
 
 MODEL_SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded", "check")
@@ -332,7 +358,7 @@ def with_defaults(saved: dict) -> dict:
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     """What a checkpoint's configuration and that of the run that goes on from it must agree on, as dotted names.
 
-    Free are mesh, hosts, logging, microbatches, and the length of the run.
+    Free are mesh, processes, logging, microbatches, and the length of the run.
     """
     data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
     training = tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype"))
@@ -393,13 +419,13 @@ def check_config(c: Config) -> None:
     check_ranges("training", c.training, dict.fromkeys(names, count) | {"sample_temperature": (0, math.inf)})
     check_ranges("training", c.training, {"eval_batches": (0, 2**63), "seed": (0, 2**63), "epochs": (0, math.inf)})
     check_pipeline(c.pipeline)
-    check_ranges("hardware", c.hardware, {"hosts": count, "host": (0, c.hardware.hosts)})
+    check_distributed(c.distributed)
     check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
     if c.training.gather_weights == "step" and not hasattr(model_of(c.model.module), "gather_layers"):
         raise ValueError(f"training.gather_weights is step, but the model {c.model.module} has no gather_layers.")
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
-    if c.hardware.hosts > 1 and c.paths.model_name is None:
-        raise ValueError(f"hardware.hosts is {c.hardware.hosts}; give paths.model_name, so that all hosts agree on it.")
+    if not c.distributed.is_single and c.paths.model_name is None:
+        raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
     if c.paths.model_name == "":
         raise ValueError("paths.model_name is empty; give the run a name.")
 
@@ -415,6 +441,34 @@ def check_pipeline(c: PipelineConfig) -> None:
             f"pipeline.layers_per_stage is {counts!r}; give a list of the layers of each stage, at least 1 each, "
             "balanced, or null for the same number in all."
         )
+
+
+def check_distributed(c: DistributedConfig) -> None:
+    """Raises ValueError for a setting out of its range, or that others contradict."""
+    seconds = dict.fromkeys(("join_timeout", "heartbeat_timeout", "stall_timeout", "pause_timeout"), (1, 2**31))
+    check_ranges("distributed", c, {"count": (1, 2**31), "id": (0, c.count or 2**31), **seconds})
+    check_choice("distributed.devices", c.devices, ("all", "one"))
+    given = {f"distributed.{name}": getattr(c, name) for name in ("coordinator", "count", "id")}
+    if c.auto:
+        for name in ("distributed.coordinator", "distributed.id"):
+            if given[name] is not None:
+                raise ValueError(f"{name} is {given[name]}; set distributed.auto=false, or leave it out.")
+        return
+    if c.devices == "one":
+        raise ValueError("distributed.devices is one, which needs distributed.auto=true.")
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < 3 and c.count != 1:
+        said = ", ".join(f"{name} is {value}" for name, value in given.items() if value is not None)
+        raise ValueError(
+            f"{said}; give {' and '.join(missing)} too, or distributed.auto=true alone where JAX finds the processes "
+            "by itself: under Slurm, Open MPI, Kubernetes, and on Cloud TPU."
+        )
+    if c.coordinator is not None:
+        address, _, port = c.coordinator.rpartition(":")
+        if not address or not (port.isdecimal() and 1 <= int(port) < 2**16):
+            raise ValueError(
+                f"distributed.coordinator is {c.coordinator!r}; write it as address:port, the port in [1, 65535]."
+            )
 
 
 def check_optimizer(c: OptimizerConfig) -> None:

@@ -7,8 +7,11 @@ import inspect
 import itertools
 import math
 import os
+import socket
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -92,22 +95,72 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1)
     return jax.make_mesh(sizes[-len(axes) :], axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
 
 
-def start_devices(hosts: int, coordinator: str | None, host: int | None, xla_flags: str) -> None:
-    """Adds to XLA_FLAGS and joins the other processes, before anything else asks for devices.
+def start_devices(processes: Any, xla_flags: str) -> None:
+    """Adds to XLA_FLAGS and joins the other processes, if there are any, before anything else asks for devices.
+
+    Ends this process, with a message and exit code 1, if they do not find one another within processes.join_timeout:
+    JAX waits for them outside of Python, and would abort.
 
     Args:
-        hosts: processes of the run, at least 1.
-        coordinator, host: address:port of process 0, and which of them this is; None where JAX finds out by itself.
+        processes: the run's DistributedConfig.
         xla_flags: put behind those of the environment.
 
     Raises:
-        ValueError: another number of processes found one another.
+        ValueError: JAX does not find out who the processes are, or process 0 cannot use its port.
     """
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
-    if hosts > 1 and not jax.distributed.is_initialized():
-        jax.distributed.initialize(coordinator, None if coordinator is None else hosts, host)
-    if jax.process_count() != hosts:
-        raise ValueError(
-            f"hardware.hosts is {hosts}, but {jax.process_count()} processes found one another. "
-            "Start one process on each host, e.g. with srun, or set hardware.hosts."
+    if processes.is_single or jax.distributed.is_initialized():
+        return
+    named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
+    named |= {"process_id": processes.id, "cluster_detection_method": "deactivate"}
+    waiting = threading.Timer(processes.join_timeout, _give_up_joining, [processes])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        jax.distributed.initialize(
+            **({} if processes.auto else named),
+            # Of None, JAX makes under Slurm and Open MPI the one device with the process's number on its host.
+            local_device_ids=None if processes.devices == "one" else [],
+            # training_io.Watch notices earlier, and says more; these are for what happens before it, and after.
+            initialization_timeout=processes.join_timeout + _MARGIN_S,
+            heartbeat_timeout_seconds=processes.heartbeat_timeout + _MARGIN_S,
+            shutdown_timeout_seconds=processes.heartbeat_timeout + _MARGIN_S,
         )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"process 0 cannot listen at {processes.coordinator or 'the port that JAX chose'}: {error}. Is the port in "
+            "use? Give another one in distributed.coordinator, or in JAX_COORDINATOR_PORT with distributed.auto."
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"distributed.auto is true, but JAX finds no cluster here ({error}) Start the processes with srun, mpirun, "
+            "or as a Kubernetes job, or give distributed.coordinator, count and id; docs/multi-host.md tells more."
+        ) from error
+    finally:
+        waiting.cancel()
+
+
+_MARGIN_S = 30
+"""Seconds that JAX's own time limits come after ours."""
+
+
+def _give_up_joining(processes: Any) -> None:
+    """Says what is missing, and ends the process."""
+    who, where = f"process {processes.id}", processes.coordinator
+    within = f"within {processes.join_timeout} s (distributed.join_timeout)"
+    if processes.auto:
+        problem = "not all processes found one another, in the cluster that JAX detected from the environment"
+        who = "a process"
+    elif processes.id == 0:
+        problem = f"not all of the {processes.count} processes came to {where}"
+    else:
+        address, _, port = where.rpartition(":")
+        try:
+            with socket.create_connection((address.strip("[]"), int(port)), timeout=5):
+                problem = f"process 0 answers at {where}, but not all of the {processes.count} processes have come"
+        except OSError as error:
+            problem = f"process 0 does not answer at {where} ({error}); is it started, and is that its address"
+    try:
+        os.write(2, f"Error: {who} on {socket.gethostname()}: {problem}, {within}.\n".encode())
+    finally:
+        os._exit(1)

@@ -591,8 +591,7 @@ def train(c: Config, directory: Path) -> str | None:
                 log.log_event(start - 1, "validation", functools.partial(evaluation, state.weights))
             say(f"{start} steps are done already, of {steps}; to go on, train for longer (training.steps).")
             return
-        if jax.process_index() == 0:
-            OmegaConf.save(OmegaConf.structured(c), directory / "config.yaml")
+        training_io.save_config(directory, c)
 
         samples = TrainingSamples(c, directory, start, steps, log) if t.sample_interval else None
         # Tracing checks every type of the step: what communicates wrongly does not get past this line.
@@ -604,7 +603,7 @@ def train(c: Config, directory: Path) -> str | None:
         profiler = training_io.StepProfiler(directory, steps=steps - start, **speed)
         cleanup.callback(profiler.close)
         batches = Prefetcher(loader.load, start, steps, c.data.prefetch, loader.parallel_loads)
-        cleanup.enter_context(batches)
+        batches = training_io.watched_batches(cleanup.enter_context(batches), start)
         stop = cleanup.enter_context(training_io.StopRequest())
         if samples:
             samples.after(start, state.weights)
@@ -612,12 +611,13 @@ def train(c: Config, directory: Path) -> str | None:
             profiler.before_step(step - start)
             state, metrics = training_step(state, next(batches), np.int32(step))
             log.log(step, vars(metrics), loader.source_tokens(step))
+            stopped_by = stop.after(step)
             profiler.after_step(step - start, metrics)
             if step == start:
                 log.log_event(step, "memory", training_io.peak_memory(training_step, metrics))
             if samples:
                 samples.after(step + 1, state.weights)
-            if (step + 1) % t.checkpoint_interval == 0 or step + 1 == steps or stop.signal_name:
+            if (step + 1) % t.checkpoint_interval == 0 or step + 1 == steps or stopped_by:
                 training_io.check_finite(float(metrics.loss), step + 1, checkpoints.latest_step())
                 metadata = {"config": dataclasses.asdict(c), "loader": loader.state(step + 1)}
                 checkpoints.save(step + 1, state, metadata, stack_orders(placement, State, state))
@@ -625,11 +625,11 @@ def train(c: Config, directory: Path) -> str | None:
                 log.log_event(step, "validation", functools.partial(evaluation, state.weights))
             if graph and (step - start == 4 or step + 1 == steps) and rendering is None:
                 rendering = training_io.start_rendering(graph)
-            if stop.signal_name and step + 1 < steps:
+            if stopped_by and step + 1 < steps:
                 checkpoints.wait()
-                say(f"{stop.signal_name}: stopped and saved after {step + 1} steps of {steps}.")
+                say(f"{stopped_by}: stopped and saved after {step + 1} steps of {steps}.")
                 say(f"To go on: the same command, with paths.model_name={c.paths.model_name}")
-                return stop.signal_name
+                return stopped_by
 
         log.close()
         checkpoints.wait()
@@ -644,11 +644,12 @@ def main(config) -> str | None:
         raise ValueError("name a run: --config-name=<file in configs/>")
     c = to_config(config)
     check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
-    start_devices(c.hardware.hosts, c.hardware.coordinator, c.hardware.host, c.hardware.xla_flags)
+    start_devices(c.distributed, c.hardware.xla_flags)
     if c.paths.model_name is None:
         c.paths.model_name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     directory = Path(c.paths.root_working_dir) / c.paths.model_name
-    with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)):
+    mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)
+    with training_io.Watch(c.distributed), jax.set_mesh(mesh):
         directory.mkdir(parents=True, exist_ok=True)
         return train(c, directory)
 

@@ -54,8 +54,8 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> list[list[Task]]:
 
 
 def eager_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
-    """1F1B with twice the forwards ahead, so that a transfer has the time of a task to arrive (arXiv 2211.05322,
-    section 4). At most 2(p - device) - 1 activations live on a device. Any m; v is 1."""
+    """1F1B with twice the forwards ahead, so that a transfer has the time of a task to arrive (arXiv
+    2211.05322). At most 2(p - device) - 1 activations live on a device. Any m; v is 1."""
     _check_one_chunk("eager_1f1b", p, m, v)
     return [_warmed_up(*_one_stage(device, m), warmup=2 * (p - 1 - device)) for device in range(p)]
 

@@ -60,7 +60,7 @@ def test_composes_and_its_header_tells_the_truth(name):
 def test_c4_runs_type_check_on_their_devices(name):
     hardware, size = name.split("_c4_")[1].split("_")
     c = load(name)
-    assert c.hardware.hosts == (4 if hardware == "a100x8x4" else 1)
+    assert (c.distributed.auto, c.distributed.count) == ((True, 4) if hardware == "a100x8x4" else (False, None))
     state = trace_step(c, DEVICES[hardware])
     assert sum(x.size for x in jax.tree.leaves(state.weights)) == pytest.approx(PARAMETERS[size], rel=5e-3)
 

@@ -49,7 +49,8 @@ def program(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "program.py").write_text(PROGRAM)
     base = OmegaConf.load(ROOT / "configs" / "base.yaml")
-    own = {"defaults": ["_self_"], "a": 1, "b": 2, "hardware": {"hosts": 1, "xla_flags": ""}}
+    own = {"defaults": ["_self_"], "a": 1, "b": 2, "hardware": {"xla_flags": ""}}
+    own |= {"distributed": {"auto": False, "count": None}}
     own |= {"paths": {"root_working_dir": "runs", "model_name": None}, "hydra": base.hydra}
     OmegaConf.save(OmegaConf.create(own), tmp_path / "configs" / "own.yaml")
 

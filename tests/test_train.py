@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -200,27 +199,6 @@ def test_a_contradicting_configuration_is_refused(unbroken):
     assert "start another run with a new paths.model_name" in str(error.value)
 
 
-@pytest.mark.slow
-def test_two_processes_run_as_one(tmp_path):
-    """Two processes of four devices each train as one process of eight does: the same batches, the same checkpoint."""
-    settings = ["training.steps=5", "training.compute_dtype=f32", f"paths.root_working_dir={tmp_path}"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    hosts = ["paths.model_name=two", "hardware.hosts=2", f"hardware.coordinator=127.0.0.1:{port}"]
-    started = [start(4, *settings, *hosts, f"hardware.host={i}") for i in range(2)]
-    started.append(start(8, *settings, "paths.model_name=one"))
-    for process in started:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-    # And one process goes on from what the two saved.
-    process = start(8, *settings, "training.steps=6", "paths.model_name=two")
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert len(losses(tmp_path / "two")) == 6
-
-
 # ---- the command line -------------------------------------------------------------------------------------------
 
 
@@ -285,7 +263,7 @@ def configure(*arguments: str) -> None:
         ("model.n_kv=3", "model.n_kv is 3; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
         ("model.d_model=252", "model.d_model is 252; on the mesh r=1 d=4 t=2 it must be a multiple of t·d = 8."),
         ("training.compute_dtype=f8", "training.compute_dtype is 'f8'; choose one of bf16, f32."),
-        ("hardware.hosts=2", "hardware.hosts is 2; give paths.model_name"),
+        ("distributed.auto=true", "distributed says that there are several processes; give paths.model_name"),
         ("mesh.d=3", "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2"),
         ("mesh.t=5", "mesh r=1 d=-1 t=5 does not fit 8 devices."),
     ],

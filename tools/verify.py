@@ -2,6 +2,7 @@
 
     python -m tools.verify --config-name=local_test_synthetic verify.small=true
     python -m tools.verify --config-name=local_gpt2 verify.devices=4 model.d_model=64 training.batch_size=8
+    python -m tools.verify --config-name=gpt2_124m verify.only_types=true verify.devices=2048 training.batch_size=8192
 
 Takes a run's configuration as `python -m train` does, and the program (train.py and the model's module) as it stands on
 disk. docs/parallelism.md tells how to read the table. Exit status 1: the meshes differ.
@@ -35,6 +36,9 @@ class VerifyConfig:
     """Only these of them, each as devices along r, d and t: [1x4x2,2x2x2]. Null: all."""
     small: bool = False
     """Whether the model and the batch are made small, at sizes that every mesh divides."""
+    only_types: bool = False
+    """Whether the step is only traced on each mesh, which checks its types: without devices, in seconds, for any number
+    of them. Nothing is computed or compared."""
     precisions: list[str] = field(default_factory=lambda: ["f64", "configured"])
     """f64: the program with f64 for each f32 and for the compute dtype, compared to rounding. configured: with its own
     dtypes, compared within a band."""
@@ -73,13 +77,14 @@ def run(c: Config, settings: VerifyConfig, title: str) -> int:
     """Verifies `c`; the exit status: 0 if all meshes agree, 1 if one differs, 2 for what was refused."""
     sources = find_sources("train", c.model.module)
     status = 0
-    for precision in settings.precisions:
+    for precision in ["configured"] if settings.only_types else settings.precisions:
         double = precision == "f64"
         kind = "f64" if double else c.training.compute_dtype
         job = {
             "config": dataclasses.asdict(c),
             "devices": settings.devices,
             "meshes": settings.meshes,
+            "only_types": settings.only_types,
             "tolerance": settings.tolerance if double else 0.0,
             "band": settings.band,
             "title": f"{title}: {kind}",
@@ -89,7 +94,8 @@ def run(c: Config, settings: VerifyConfig, title: str) -> int:
         with tempfile.TemporaryDirectory(prefix="verify_") as directory:
             write_copy(sources, Path(directory) / "program", double)
             (Path(directory) / "job.json").write_text(json.dumps(job))
-            status = max(status, run_job(Path(directory), settings.devices, double))
+            simulated = 1 if settings.only_types else settings.devices
+            status = max(status, run_job(Path(directory), simulated, double))
         if status > 1:  # refused: the next precision would say the same
             break
     return status

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import train
 from configuration import COMPUTE_DTYPES, Config
-from input_loader import TokenBatch, make_loader
+from input_loader import TokenBatch, batch_shapes, make_loader
 from jax_extra import make_mesh, recording
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.parsing import AXIS_ORDER
@@ -117,6 +117,19 @@ def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
 
     seeds = rng.integers(0, 2**32, c.training.batch_size, dtype=np.uint32) if getattr(c.model, "dropout", 0) else None
     return Inputs(jax.tree_util.tree_map_with_path(later, state), batch, seeds, max(1, c.optimizer.warmup_steps))
+
+
+def type_check(c: Config, sizes: Mapping[str, int]) -> None:
+    """Traces the training step on a mesh of these sizes, which needs no devices. Raises ValueError if it is refused."""
+    t = c.training
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    with jax.sharding.use_abstract_mesh(mesh):
+        state = jax.eval_shape(lambda: train.init_state(jax.random.key(t.seed), c))
+        step = jax.ShapeDtypeStruct((), np.int32)
+        after, _ = jax.eval_shape(train.make_training_step(c), state, batch_shapes(t.batch_size, t.seq_len), step)
+    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    if kinds(after) != kinds(state):
+        raise ValueError("the training step returns a state of other shapes or dtypes than it is given.")
 
 
 # ---- forward pass and gradients -----------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from tools.verify_measure import (
     measure,
     mesh_of,
     random_batch,
+    type_check,
 )
 
 NOT_OF_WEIGHTS = ("activation", "loss", "step")
@@ -296,6 +297,17 @@ def source_line(tensor: Tensor) -> str:
     return lines[tensor.line - 1].strip() if 0 < tensor.line <= len(lines) else ""
 
 
+def type_check_all(c: Config, meshes: list[dict[str, int]], others: list, console: Console) -> None:
+    """Traces the step on each mesh and says so; ValueError if it is refused."""
+    for mesh, reason in others:
+        console.print(f"{mesh_name(mesh)}: {reason}", soft_wrap=True, markup=False)
+    for mesh in meshes:
+        begin = time.monotonic()
+        type_check(c, mesh)
+        console.print(f"{mesh_name(mesh)}: type-checks, in {time.monotonic() - begin:.1f} s", soft_wrap=True)
+    console.print(f"The step type-checks on {len(meshes)} of {len(meshes) + len(others)} meshes; no device was used.")
+
+
 # ---- main ---------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +332,9 @@ def main(path: str) -> int:
                 f"no mesh of {job['devices']} devices divides the model: {others[0][1]} verify.small=true has sizes "
                 "that all meshes divide."
             )
+        if job["only_types"]:
+            type_check_all(c, meshes, others, console)
+            return 0
         outcome = run(c, meshes, job["tolerance"], job["band"], lambda text: progress.print(text, style="dim"))
     except ValueError as error:
         print(f"Error: {error}", file=sys.stderr)

@@ -8,9 +8,11 @@ from .initial_weights import find_checkpoint, read_weights
 from .memory import peak_memory
 from .metrics import RunLog, has_event
 from .profile import StepProfiler
-from .report import say_end, say_start
+from .progress import watched_batches
+from .report import save_config, say_end, say_start
 from .stopping import StopRequest
 from .sweeps import PickledByName
+from .watch import Watch
 
 __all__ = [
     "Checkpointer",
@@ -20,6 +22,7 @@ __all__ = [
     "RunLog",
     "StepProfiler",
     "StopRequest",
+    "Watch",
     "check_finite",
     "compile_with_hlo_dump",
     "config_differences",
@@ -32,7 +35,9 @@ __all__ = [
     "peak_memory",
     "read_weights",
     "render_svg",
+    "save_config",
     "say_end",
     "say_start",
     "start_rendering",
+    "watched_batches",
 ]

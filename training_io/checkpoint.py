@@ -20,6 +20,8 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
+from .progress import mark, pause
+
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 1
 # The root group's metadata: zarr readers need the file in any case, and complain of any other beside the arrays.
@@ -108,6 +110,10 @@ class Checkpointer:
             ValueError: a step, leaf or name that cannot be saved, by name.
             OSError: the previous save failed.
         """
+        with pause(f"saving the checkpoint of step {step}"):
+            self._save(step, state, metadata)
+
+    def _save(self, step: int, state: Any, metadata: dict) -> None:
         self.wait()
         final = self._path(step)
         if final.exists():
@@ -139,7 +145,8 @@ class Checkpointer:
         """Returns when the save under way is complete on disk; raises OSError if it failed."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            saving.result()
+            with pause("waiting for a checkpoint to be written"):
+                saving.result()
 
     def close(self) -> None:
         """Waits like `wait`, then ends the background thread."""
@@ -164,6 +171,7 @@ class Checkpointer:
             ValueError: the checkpoint's arrays are not those of `like`.
             OSError: an array is missing, truncated, corrupt, or not as the manifest says.
         """
+        mark(f"restoring the checkpoint of step {step}", paused=True)
         path = self._path(step)
         saved = {name: array for name, array in self.manifest(step)["arrays"].items() if name.startswith(part)}
         expected = named_leaves(like)

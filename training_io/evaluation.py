@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from .progress import pause
+
 
 def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: int) -> dict[str, float]:
     """Mean loss in nats a token over the first `batches` of the validation split, no row of it twice.
@@ -17,8 +19,9 @@ def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: 
         batches: at least 1; fewer where the split is shorter, but always one.
     """
     once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
-    sums = [evaluation_step(weights, validation.load(i)) for i in range(max(1, min(batches, once)))]
-    nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
+    with pause("in the validation"):
+        sums = [evaluation_step(weights, validation.load(i)) for i in range(max(1, min(batches, once)))]
+        nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
     result = {"loss": nats / targets, "targets": int(targets)}
     if validation.bytes_per_token():
         result["bits_per_byte"] = result["loss"] / math.log(2) / validation.bytes_per_token()

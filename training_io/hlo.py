@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 
+from .progress import mark
+
 
 def compile_with_hlo_dump(
     lowered: jax.stages.Lowered, directory: str | os.PathLike
@@ -24,6 +26,7 @@ def compile_with_hlo_dump(
         The compiled step, and the path of the graph: None where XLA wrote none (the step came from JAX's compilation
         cache), and on processes other than 0, which compile without it.
     """
+    mark("compiling the training step", paused=True)
     if jax.process_index() != 0:
         return lowered.compile(), None
     with tempfile.TemporaryDirectory() as dump:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from .flops import ModelFlops, PeakFlops
+from .progress import mark
 
 # Steps over which the speed on the terminal is averaged.
 _SPEED_WINDOW = 20
@@ -145,6 +146,7 @@ class RunLog:
 
     def close(self) -> None:
         """Writes the last step's metrics and ends the bar. Further calls do nothing."""
+        mark("ending", paused=True)
         try:
             self._write_pending()
         finally:

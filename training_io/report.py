@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from omegaconf import OmegaConf
 
 
 def say_start(directory: Path, start: int, mesh: jax.sharding.Mesh, model: str, data: Any, loader: Any, steps: int):
@@ -29,6 +30,12 @@ def say_start(directory: Path, start: int, mesh: jax.sharding.Mesh, model: str, 
     entropy = loader.unigram_entropy()
     if entropy is not None:
         print(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
+
+
+def save_config(directory: Path, config: Any) -> None:
+    """Writes the run's settings, a dataclass, into config.yaml; on process 0 alone."""
+    if jax.process_index() == 0:
+        OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
 
 
 def say_end(directory: Path, steps: int, loss: float, loader: Any, trace: Path | None, rendering: Any) -> None:

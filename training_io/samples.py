@@ -12,6 +12,7 @@ from stages import folded_mesh, placement_of, without_stages
 from tools.text_codec import codec_of_data
 
 from .metrics import RunLog
+from .progress import pause
 
 SHOWN = 100
 """Characters of a sample on the terminal."""
@@ -66,7 +67,7 @@ class TrainingSamples:
         if not is_time or done == self._start > 0:
             return
         weights = without_stages(weights, self._placement, self._mesh)
-        with jax.set_mesh(self._mesh):
+        with pause("sampling texts"), jax.set_mesh(self._mesh):
             drawn = self._sampler.generate(weights, self._prompts)
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):

@@ -66,7 +66,7 @@ class Sweep(Callback):
         _check_swept(swept, config.hydra.launcher.get("_target_", ""))
 
         name = config.paths.model_name
-        if name is None and config.hardware.hosts == 1:  # hosts could not agree on a time
+        if name is None and not (config.distributed.auto or config.distributed.count):  # several could not agree
             name = f"{config.hydra.job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
         if not name:
             return  # refused by each job
@@ -115,7 +115,7 @@ class Sweep(Callback):
 def _check_swept(swept: set[str], launcher: str) -> None:
     if "paths.model_name" in swept:
         sys.exit("paths.model_name is swept, but it names the whole sweep; its jobs are named by what else is swept.")
-    fixed = sorted(key for key in swept if key.split(".")[0] == "hardware")
+    fixed = sorted(key for key in swept if key.split(".")[0] in ("hardware", "distributed"))
     if fixed and launcher.endswith(".BasicLauncher"):
         sys.exit(
             f"{', '.join(fixed)} cannot be swept in one process, whose devices start once. "

@@ -1,0 +1,525 @@
+"""Runs of several processes: the same as one process, each with its own part, and ended together when one is lost."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import zarr
+from hydra import compose, initialize_config_dir
+from processes import ROOT, SMALL, Run, free_port
+
+import configuration
+import jax_extra
+import train
+from input_loader import make_loader
+from shardlib.shardtypes import make_shardings
+from training_io.progress import Limits, Peer, Place, culprits
+from training_io.watch import EXIT_CODE
+
+HOST = socket.gethostname()
+# Short enough for a test, long enough for a machine that is busy with other tests.
+LIMITS = ["distributed.heartbeat_timeout=6", "distributed.stall_timeout=8", "distributed.join_timeout=120"]
+STEPS = 40
+
+
+def settings(*overrides: str) -> configuration.Config:
+    configuration.register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return configuration.to_config(compose("local_test_synthetic", overrides=list(overrides)))
+
+
+# ---- settings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("count=0", "distributed.count is 0; it must be at least 1 and below 2**31."),
+        ("count=2 id=2 coordinator=a:1", "distributed.id is 2; it must be at least 0 and below 2."),
+        ("count=2", "distributed.count is 2; give distributed.coordinator and distributed.id too, or distributed.auto"),
+        ("id=1", "distributed.id is 1; give distributed.coordinator and distributed.count too, or distributed.auto"),
+        ("coordinator=a:1", "distributed.coordinator is a:1; give distributed.count and distributed.id too"),
+        ("count=2 id=0", "distributed.count is 2, distributed.id is 0; give distributed.coordinator too"),
+        ("count=2 id=0 coordinator=a", "distributed.coordinator is 'a'; write it as address:port"),
+        ("count=2 id=0 coordinator='a:0'", "distributed.coordinator is 'a:0'; write it as address:port"),
+        ("count=2 id=0 coordinator='a:http'", "distributed.coordinator is 'a:http'; write it as address:port"),
+        ("auto=true id=0", "distributed.id is 0; set distributed.auto=false, or leave it out."),
+        ("auto=true coordinator=a:1", "distributed.coordinator is a:1; set distributed.auto=false, or leave it out."),
+        ("devices=one", "distributed.devices is one, which needs distributed.auto=true."),
+        ("devices=two", "distributed.devices is 'two'; choose one of all, one."),
+        ("stall_timeout=0", "distributed.stall_timeout is 0; it must be at least 1 and below 2**31."),
+        ("heartbeat_timeout=-1", "distributed.heartbeat_timeout is -1; it must be at least 1 and below 2**31."),
+    ],
+)
+def test_bad_settings_get_one_clear_error(overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        settings("paths.model_name=run", *(f"distributed.{override}" for override in overrides.split()))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("overrides", ["count=2 id=0 coordinator=a:1", "auto=true"])
+def test_several_processes_need_a_name_they_agree_on(overrides):
+    with pytest.raises(ValueError, match=r"give paths\.model_name, the same in all"):
+        settings(*(f"distributed.{override}" for override in overrides.split()))
+
+
+@pytest.fixture
+def initialized(monkeypatch):
+    """What jax.distributed.initialize is called with."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return calls
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("overrides", ["", "distributed.count=1", "distributed.count=1 distributed.id=0"])
+def test_a_single_process_joins_nothing(overrides, initialized):
+    """Not even as a task of Slurm, where JAX would find others."""
+    os.environ |= slurm(count=4, i=1)
+    jax_extra.start_devices(settings("paths.model_name=run", *overrides.split()).distributed, "")
+    assert initialized == []
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("devices", "local"), [("all", []), ("one", None)])
+def test_all_devices_of_a_host_are_used_unless_one_is_asked_for(devices, local, initialized):
+    jax_extra.start_devices(configuration.DistributedConfig(auto=True, devices=devices), "")
+    (arguments,) = initialized
+    assert arguments["local_device_ids"] == local
+    assert "coordinator_address" not in arguments
+
+
+# ---- joining -----------------------------------------------------------------------------------------------------
+
+
+def slurm(count: int, i: int, job: int = 0) -> dict[str, str]:
+    """What srun sets, of which JAX reads these."""
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": str(count),
+        "SLURM_PROCID": str(i),
+        "SLURM_LOCALID": str(i),
+    }
+
+
+def end_of(*overrides: str) -> tuple[int, str, float]:
+    """Exit code, stderr and seconds of the program as one process."""
+    began = time.monotonic()
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    program = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", "paths.model_name=run", *overrides]
+    done = subprocess.run(program, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stderr, time.monotonic() - began
+
+
+def test_a_coordinator_that_does_not_answer_is_named():
+    address = f"127.0.0.1:{free_port()}"
+    who = [f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=1"]
+    code, errors, seconds = end_of(*who, "distributed.join_timeout=2")
+    assert code == 1
+    assert f"process 1 on {HOST}: process 0 does not answer at {address}" in errors
+    assert "within 2 s (distributed.join_timeout)" in errors
+    assert seconds < 30
+
+
+def test_processes_that_do_not_come_are_missed():
+    address = f"127.0.0.1:{free_port()}"
+    who = [f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=0"]
+    code, errors, seconds = end_of(*who, "distributed.join_timeout=2")
+    assert code == 1
+    assert f"process 0 on {HOST}: not all of the 2 processes came to {address}, within 2 s" in errors
+    assert seconds < 30
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, errors, _ = end_of(f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=0")
+    assert code == 1
+    assert f"process 0 cannot listen at {address}" in errors
+    assert "Is the port in use?" in errors
+
+
+def test_without_a_cluster_auto_says_so():
+    code, errors, _ = end_of("distributed.auto=true")
+    assert code == 1
+    assert "distributed.auto is true, but JAX finds no cluster here" in errors
+
+
+def test_a_count_that_is_not_that_of_the_processes(tmp_path):
+    """Under Slurm with two tasks, of which the configuration expects three: all end, each with this error."""
+    environment = [slurm(2, i, job=free_port()) for i in range(2)]
+    environment[1]["SLURM_JOB_ID"] = environment[0]["SLURM_JOB_ID"]
+    run = Run(tmp_path, 2, 1, "distributed.count=3", *LIMITS, environment=environment)
+    assert run.wait() == [1, 1]
+    for i in range(2):
+        assert "distributed.count is 3, but 2 processes found one another." in run.stderr(i)
+
+
+# ---- the same as one process -------------------------------------------------------------------------------------
+
+
+def test_two_processes_train_as_one(tmp_path):
+    """Found as tasks of Slurm. One process of as many devices has the same losses, but for the order of sums."""
+    job = free_port()
+    two = Run(tmp_path / "two", 2, 2, "training.steps=5", environment=[slurm(2, i, job) for i in range(2)])
+    one = Run(tmp_path / "one", 1, 4, "training.steps=5")
+    two.succeed()
+    one.succeed()
+    # As for the meshes of test_train.py: f32 sums in another order, and five updates.
+    np.testing.assert_allclose(two.losses(), one.losses(), rtol=1e-5)
+    assert len(two.losses()) == 5
+    assert "step 5/5" in two.stdout(0)
+    assert says_of_the_program(two, 1) == []
+
+
+def says_of_the_program(run: Run, i: int) -> list[str]:
+    """What a process wrote, without what the library gloo does: it tells of each connection, in pieces of lines."""
+    lines = (run.stdout(i) + run.stderr(i)).splitlines()
+    gloo = r"(\[Gloo\] Rank )|( ?peer ranks)|(Expected number of)|^\d* ?(is connected to)?\d* *$"
+    return [line for line in lines if not re.search(gloo, line)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """unbroken(n): a run of n processes with two devices each, which nothing disturbed."""
+    runs = {}
+
+    def get(count: int) -> Run:
+        if count not in runs:
+            root = tmp_path_factory.mktemp(f"unbroken{count}")
+            runs[count] = Run(root, count, 2, f"training.steps={STEPS}").succeed()
+        return runs[count]
+
+    return get
+
+
+RECORD = """
+import sys
+import tools.flat_tokens
+
+opened, reads = open(root / "opened{i}", "w"), open(root / "reads{i}", "w")
+
+def note(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(str(root / "run")):
+        path, mode, flags = arguments
+        if flags & 3 if mode is None else set(mode) & set("wax+"):
+            opened.write(str(path) + "\\n")
+            opened.flush()
+
+sys.addaudithook(note)
+
+begin_read = tools.flat_tokens.Reader.begin_read
+def recorded(self, starts, lengths):
+    if self.path.endswith("train"):
+        reads.write(" ".join(map(str, starts)) + "\\n")
+        reads.flush()
+    return begin_read(self, starts, lengths)
+tools.flat_tokens.Reader.begin_read = recorded
+"""
+"""In process i: the files of the run that Python opens to write, and where the rows begin that the reader reads."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices"), [(2, 4), (4, 2)])
+def test_each_process_reads_and_writes_its_own_part_and_one_logs(count, devices, tmp_path):
+    steps, umasks = 3, [0o022, 0o020, 0o002, 0o000][:count]
+    hooks = {i: RECORD.replace("{i}", str(i)) for i in range(count)}
+    overrides = [f"training.steps={steps}", "data.prefetch=1"]
+    run = Run(tmp_path, count, devices, *overrides, hooks=hooks, umasks=umasks).succeed()
+
+    # What the mesh says: here its eight devices are those of one process, in the same order.
+    mesh = jax_extra.make_mesh(1, -1, 2, jax.devices())
+    owner = {device: i // devices for i, device in enumerate(jax.devices())}
+    c = settings("paths.model_name=run", *SMALL)
+    with jax.set_mesh(mesh):
+        loader = make_loader(c.data, "train", c.training.batch_size, c.training.seq_len, c.model.vocab)
+        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
+        shardings = make_shardings(train.State[train.Transformer], like=shapes)
+        rows = loader._shardings.targets.devices_indices_map((c.training.batch_size, c.training.seq_len))
+
+    # Reads: each process those rows of each step that its devices hold, once. Here no two processes hold the same.
+    starts, _ = loader.spans(np.arange(steps * c.training.batch_size))
+    starts = starts.reshape(steps, -1)
+    for i in range(count):
+        own = sorted({row for device, (part, _) in rows.items() if owner[device] == i for row in range(8)[part]})
+        assert len(own) == c.training.batch_size // count
+        asked = [[int(x) for x in line.split()] for line in (tmp_path / f"reads{i}").read_text().splitlines()]
+        assert asked == [starts[step, own].tolist() for step in range(steps)]
+
+    # Writes: the mode of each chunk shows whose it is.
+    writer = {0o666 & ~umask: i for i, umask in enumerate(umasks)}
+    checkpoint, chunks = run.directory / "checkpoints" / f"{steps:010}", 0
+    for path, shape in jax.tree_util.tree_flatten_with_path(shapes)[0]:
+        name = "/".join(str(key.name) for key in path)
+        sharding = jax.tree_util.tree_flatten_with_path(shardings)[0]
+        (sharding,) = [s for other, s in sharding if other == path]
+        first_holder = {}
+        for device, index in sharding.devices_indices_map(shape.shape).items():
+            place = tuple(part.indices(size)[0] for part, size in zip(index, shape.shape, strict=True))
+            first_holder.setdefault(place, owner[device])
+        array = zarr.open_array(checkpoint / name, mode="r")
+        for place, holder in first_holder.items():
+            indices = [str(at // size) for at, size in zip(place, array.chunks, strict=True)]
+            chunk = checkpoint / name / "c" / "/".join(indices)
+            assert writer[chunk.stat().st_mode & 0o777] == holder, chunk
+            chunks += 1
+    assert chunks >= 8 * len(jax.tree.leaves(shapes)) // 2
+
+    # Of all other files, those of processes other than 0 open nothing but the marks that say: written.
+    for i in range(1, count):
+        opened = (tmp_path / f"opened{i}").read_text().splitlines()
+        assert [Path(path).name for path in opened] == [f".written-{i}"]
+        assert says_of_the_program(run, i) == []
+    opened = (tmp_path / "opened0").read_text()
+    for name in ("metrics.jsonl", "config.yaml", "zarr.json", ".written-0"):
+        assert f"{name}\n" in opened
+    assert "step 3/3" in run.stdout(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_losses_are_those_of_one_process_and_the_same_each_time(count, unbroken, tmp_path):
+    """The band: four times what the losses of one process differ by between meshes, where sums too are taken apart."""
+    devices = 2 * count
+    again = Run(tmp_path / "again", count, 2, f"training.steps={STEPS}").succeed()
+    assert again.losses() == unbroken(count).losses()  # to the bit
+    one = {}
+    for t in (1, 2, devices // 2):
+        name = f"t={t}"
+        one[name] = Run(tmp_path / name, 1, devices, f"training.steps={STEPS}", f"mesh.t={t}").succeed().losses()
+    same_mesh = np.array(one["t=2"])
+    spread = max(np.abs(np.array(losses) - same_mesh).max() for losses in one.values())
+    assert 0 < spread < 1e-3
+    assert np.abs(np.array(unbroken(count).losses()) - same_mesh).max() <= 4 * spread
+    assert same_mesh[0] - same_mesh[-1] > 1, "the model learned nothing: the comparison would be of constants"
+
+
+# ---- a process that is lost --------------------------------------------------------------------------------------
+
+
+def peer(i: int, marks: int = 5, moved: float = 0.0, **changes) -> Peer:
+    """Process i, heard of just now (at 100), at its place since `moved`."""
+    place = Place(marks, changes.pop("what", "in the training step"), 12, changes.pop("paused", False))
+    return Peer(**{"id": i, "host": f"host{i}", "heard": 100.0, "moved": moved, "place": place, **changes})
+
+
+def judge(*peers: Peer) -> tuple[list[int], str]:
+    return culprits(peers, 100.0, Limits(heartbeat=10, stall=50, pause=500)) or ([], "")
+
+
+@pytest.mark.quick
+def test_who_is_said_to_be_the_cause():
+    assert judge(peer(0, moved=60), peer(1, moved=60)) == ([], "")
+    # Dead, or silent.
+    assert judge(peer(0), peer(1, lost=True))[0] == [1]
+    assert judge(peer(0), peer(1, heard=91.0, moved=60), peer(2, heard=89.0, moved=60))[0] == [2]
+    assert judge(peer(0, moved=60), peer(1, moved=60, done=True, lost=True)) == ([], "")
+    # One is behind the others, who wait for it.
+    ids, text = judge(peer(0, marks=6), peer(1, marks=5, what="waiting for a batch"), peer(2, marks=7))
+    assert ids == [1]
+    assert text.startswith("process 1 on host1 stalled for 100 s (waiting for a batch, at step 12), while the others")
+    assert "distributed.stall_timeout=50" in text
+    # Those behind have only just come there.
+    assert judge(peer(0, marks=6), peer(1, marks=5, moved=60)) == ([], "")
+    # None is behind.
+    ids, text = judge(peer(0), peer(1))
+    assert ids == [0, 1]
+    assert "all 2 processes have stalled (in the training step, at step 12), none behind the others" in text
+    # A checkpoint, or compilation, may take longer, and the others wait as long.
+    assert judge(peer(0, marks=6), peer(1, marks=5, paused=True)) == ([], "")
+    ids, text = judge(peer(0, marks=6, moved=-600), peer(1, marks=5, paused=True, moved=-600))
+    assert ids == [1]
+    assert "distributed.pause_timeout=500" in text
+
+
+@pytest.mark.quick
+def test_whose_failure_is_said_to_be_the_cause():
+    failed = {"failed": "ValueError: no", "failed_at": 98.0}
+    consequence = {"failed": "JaxRuntimeError: peer", "by_runtime": True}
+    # Others get time to fail for the same reason.
+    assert judge(peer(0), peer(1, **failed)) == ([], "")
+    assert judge(peer(0, **failed), peer(1, **failed)) == ([], "")
+    ids, text = judge(peer(0, failed_at=95.5, **consequence), peer(1, **failed | {"failed_at": 96.0}), peer(2))
+    assert ids == [1]
+    assert text == "process 1 on host1 failed (in the training step, at step 12): ValueError: no"
+    # What the runtime raises when a connection breaks is not the cause, if the cause comes to be known.
+    assert judge(peer(0, failed_at=90.0, **consequence), peer(1)) == ([], "")
+    assert judge(peer(0, failed_at=90.0, **consequence), peer(1, heard=80.0))[0] == [1]
+    assert judge(peer(0, failed_at=86.0, **consequence), peer(1))[0] == [0]
+
+
+def check_they_ended(run: Run, lost: int, message: str, within_s: float) -> float:
+    """All processes but `lost` end in time, each with this message; how long it took."""
+    began = time.monotonic()
+    last = len(run.losses()) - 1
+    codes = run.wait(within_s + 30, but=[lost])
+    seconds = time.monotonic() - began
+    for i, code in enumerate(codes):
+        if i != lost:
+            # JAX's own client may be faster to abort when process 0 has died.
+            assert code == EXIT_CODE or (lost == 0 and code == -signal.SIGABRT), run.stderr(i)
+            found = re.search(message + r".* at step (\d+)", run.stderr(i))
+            assert found, run.stderr(i)
+            assert last - 20 <= int(found[1]) <= last + 20
+            assert f"process {i} on {HOST} ends too" in run.stderr(i)
+    assert seconds < within_s
+    return seconds
+
+
+def check_it_goes_on(run: Run, count: int, unbroken) -> None:
+    """Started again, it ends as if nothing had been."""
+    saved = [int(path.name) for path in (run.directory / "checkpoints").iterdir() if path.suffix != ".tmp"]
+    again = Run(run.root, count, 2, f"training.steps={STEPS}", "training.checkpoint_interval=5", *LIMITS).succeed()
+    assert f"resumed after {max(saved)} steps" in again.stdout(0)
+    assert again.losses() == unbroken(count).losses()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "lost", "sent", "message", "within_s"),
+    [
+        (2, 1, signal.SIGKILL, "process 1 on {host} is gone: it was killed, or it crashed", 5),
+        (2, 0, signal.SIGKILL, "process 0 on {host} is gone: it was killed, or it crashed", 5),
+        (4, 2, signal.SIGKILL, "process 2 on {host} is gone: it was killed, or it crashed", 5),
+        (2, 1, signal.SIGSTOP, r"process 1 on {host} is silent for \d+ s", 10),
+        (2, 0, signal.SIGSTOP, r"process 0 on {host} is silent for \d+ s", 10),
+        (4, 3, signal.SIGSTOP, r"process 3 on {host} is silent for \d+ s", 10),
+    ],
+)
+def test_a_process_that_dies_or_is_stopped_ends_the_others(count, lost, sent, message, within_s, unbroken, tmp_path):
+    run = Run(tmp_path, count, 2, "training.steps=4000", "training.checkpoint_interval=5", *LIMITS)
+    run.wait_for_step(12)
+    run.processes[lost].send_signal(sent)
+    try:
+        seconds = check_they_ended(run, lost, message.format(host=HOST), within_s)
+    finally:
+        run.kill()
+    print(f"\n{sent.name} of process {lost} of {count}: the others ended after {seconds:.1f} s")
+    check_it_goes_on(run, count, unbroken)
+
+
+STUCK = """
+import time
+import input_loader.flat
+Loader = input_loader.flat.FlatTokensLoader
+rows = Loader.rows
+def stuck(self, step, which):
+    if self.dataset.path.endswith("train") and step == 12:
+        {problem}
+    return rows(self, step, which)
+Loader.rows = stuck
+"""
+
+
+@pytest.mark.slow
+def test_a_process_stuck_in_its_loader_ends_the_others(unbroken, tmp_path):
+    hooks = {1: STUCK.replace("{problem}", "time.sleep(3600)")}
+    overrides = [f"training.steps={STEPS}", "training.checkpoint_interval=5", *LIMITS]
+    run = Run(tmp_path, 2, 2, *overrides, hooks=hooks)
+    run.wait_for_step(10)
+    began = time.monotonic()
+    assert run.wait(60) == [EXIT_CODE, EXIT_CODE]
+    print(f"\na process stuck in its loader: all ended after {time.monotonic() - began:.1f} s")
+    for i in range(2):
+        assert re.search(rf"process 1 on {HOST} stalled for \d+ s \(waiting for a batch, at step 12\)", run.stderr(i))
+    assert "batches.py" in run.stderr(1), "the stalled process shows where it is"
+    assert "batches.py" not in run.stderr(0)
+    assert time.monotonic() - began < 20
+    check_it_goes_on(run, 2, unbroken)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_the_others_and_shows_its_own_error(unbroken, tmp_path):
+    hooks = {1: STUCK.replace("{problem}", "raise ValueError('the disk of this host is broken')")}
+    overrides = [f"training.steps={STEPS}", "training.checkpoint_interval=5", *LIMITS]
+    run = Run(tmp_path, 2, 2, *overrides, hooks=hooks)
+    run.wait_for_step(10)
+    began = time.monotonic()
+    assert run.wait(60) == [EXIT_CODE, 1]
+    assert time.monotonic() - began < 20
+    cause = f"process 1 on {HOST} failed (waiting for a batch, at step 12): ValueError: the disk of this host is broken"
+    assert cause in run.stderr(0)
+    assert "the disk of this host is broken" in run.stderr(1)
+    assert "ends too" not in run.stderr(1)
+    check_it_goes_on(run, 2, unbroken)
+
+
+@pytest.mark.slow
+def test_what_fails_in_all_processes_is_said_by_each(tmp_path):
+    run = Run(tmp_path, 2, 2, "mesh.d=3", *LIMITS)
+    assert run.wait() == [1, 1]
+    for i in range(2):
+        assert "mesh r=1 d=3 t=2 does not fit 4 devices" in run.stderr(i)
+        assert "ends too" not in run.stderr(i)
+
+
+SLOW = """
+import time
+import jax
+import input_loader.flat
+import training_io.checkpoint
+
+compile = jax.stages.Lowered.compile
+def slowly_compile(self, *arguments, **named):
+    time.sleep(12)
+    return compile(self, *arguments, **named)
+jax.stages.Lowered.compile = slowly_compile
+
+write = training_io.checkpoint._write_arrays
+def slowly_write(*arguments):
+    time.sleep(12)
+    write(*arguments)
+training_io.checkpoint._write_arrays = slowly_write
+
+Loader = input_loader.flat.FlatTokensLoader
+rows = Loader.rows
+def slowly_read(self, step, which):
+    if step == 0:
+        time.sleep(12)
+    return rows(self, step, which)
+Loader.rows = slowly_read
+"""
+
+
+@pytest.mark.slow
+def test_compilation_first_step_and_checkpoints_may_take_longer(tmp_path):
+    """Each takes twelve seconds in process 1: half as much again as a step may, and twice what a heartbeat may."""
+    overrides = ["training.steps=7", "training.checkpoint_interval=3", *LIMITS]
+    run = Run(tmp_path, 2, 2, *overrides, hooks={1: SLOW}).succeed()
+    assert len(run.losses()) == 7
+
+
+# ---- signals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("receivers", "sent"), [([1], signal.SIGTERM), ([0], signal.SIGINT), ([0, 1], signal.SIGTERM)])
+def test_a_signal_to_any_process_saves_and_stops_all(receivers, sent, unbroken, tmp_path):
+    overrides = ["training.checkpoint_interval=1000", *LIMITS]
+    run = Run(tmp_path, 2, 2, "training.steps=4000", *overrides)
+    run.wait_for_step(4)
+    for i in receivers:
+        run.processes[i].send_signal(sent)
+    began = time.monotonic()
+    assert run.wait(60) == [0, 0], run.stderr(0)
+    print(f"\n{sent.name} to {receivers}: all ended after {time.monotonic() - began:.1f} s")
+    stopped = re.search(rf"{sent.name}: stopped and saved after (\d+) steps of 4000.", run.stdout(0))
+    assert stopped
+    done = int(stopped[1])
+    assert len(run.losses()) == done
+    assert [int(path.name) for path in (run.directory / "checkpoints").iterdir()] == [done]
+    steps = max(STEPS, done + 1)
+    again = Run(tmp_path, 2, 2, f"training.steps={steps}", *overrides).succeed()
+    assert f"resumed after {done} steps" in again.stdout(0)
+    assert again.losses()[:STEPS] == unbroken(2).losses()

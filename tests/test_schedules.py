@@ -1,0 +1,674 @@
+"""Schedules equal the published ones, are refused where they cannot run, and every table reads what was written for it.
+
+The outside oracles: task lists of jaxpp and torch.distributed.pipelining, closed formulas of the papers, the standard
+library's topological sort. `check_tick_table` runs a table on names; that it sees faults is tested here too.
+"""
+
+import collections
+import dataclasses
+import graphlib
+import itertools
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib.schedule_simulator import Costs, check_tick_table, simulate, simulate_ticks
+from shardlib.schedules import (
+    ONE_CHUNK,
+    SCHEDULES,
+    Task,
+    check_schedule,
+    eager_1f1b,
+    forward_only,
+    gpipe,
+    interleaved_1f1b,
+    needs,
+    one_f_one_b,
+    schedule_of,
+    tick_table,
+)
+
+pytestmark = pytest.mark.quick
+
+settings.register_profile("schedules", max_examples=60, deadline=None, database=None, derandomize=True)
+settings.load_profile("schedules")
+
+
+def short(orders):
+    """[['F0.0', 'B0.0'], …]: kind, stage, microbatch."""
+    return [[f"{task.kind[0].upper()}{task.stage}.{task.microbatch}" for task in order] for order in orders]
+
+
+def even_costs(p, v, transfer=0.0, **flags):
+    """A device's layers take 1 forward and 2 backward, whatever the number of its chunks."""
+    return Costs([1 / v] * p * v, [2 / v] * p * v, transfer, **flags)
+
+
+# ---- task lists ---------------------------------------------------------------------------------------------------
+
+
+def test_interleaved_as_jaxpp_prints_it():
+    """The lists that jaxpp's tutorial shows of Interleaved1F1B for 4 microbatches, fused tasks taken apart."""
+    expected = {
+        (1, 2): "F2.0 F2.1 F2.2 B2.0 F2.3 B2.1 B2.2 B2.3",
+        (1, 3): "F3.0 B3.0 F3.1 B3.1 F3.2 B3.2 F3.3 B3.3",
+        (2, 0): "F0.0 F0.1 F0.2 F0.3 F4.0 F4.1 F4.2 F4.3 B4.0 B4.1 B4.2 B4.3 B0.0 B0.1 B0.2 B0.3",
+        (2, 3): "F3.0 F3.1 F3.2 F3.3 F7.0 B7.0 F7.1 B7.1 F7.2 B7.2 F7.3 B7.3 B3.0 B3.1 B3.2 B3.3",
+    }
+    for (v, device), tasks in expected.items():
+        assert short(interleaved_1f1b(4, 4, v))[device] == tasks.split()
+
+
+def test_eager_as_jaxpp_defines_it():
+    assert short(eager_1f1b(3, 5, 1)) == [
+        ["F0.0", "F0.1", "F0.2", "F0.3", "F0.4", "B0.0", "B0.1", "B0.2", "B0.3", "B0.4"],
+        ["F1.0", "F1.1", "F1.2", "B1.0", "F1.3", "B1.1", "F1.4", "B1.2", "B1.3", "B1.4"],
+        ["F2.0", "B2.0", "F2.1", "B2.1", "F2.2", "B2.2", "F2.3", "B2.3", "F2.4", "B2.4"],
+    ]
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 4), (4, 16)])
+def test_eager_is_interleaved_with_one_chunk(p, m):
+    assert eager_1f1b(p, m) == interleaved_1f1b(p, m, 1)
+
+
+def torch_lists(schedule):
+    """Forwards and backwards of a torch schedule, in our names; it also lists idle steps and gradient reductions."""
+    orders = []
+    for device in sorted(schedule.pipeline_order):
+        texts = [str(action) for action in schedule.pipeline_order[device]]
+        found = [re.fullmatch(r"(\d+)([FB])(\d+)", text) for text in texts]
+        orders.append([f"{kind}{stage}.{k}" for stage, kind, k in (match.groups() for match in found if match)])
+    return orders
+
+
+def torch_stage(p, v, chunk=0):
+    fields = {"group_size": p, "group_rank": 0, "num_stages": p * v, "stage_index": chunk * p, "is_first": chunk == 0}
+    return SimpleNamespace(**fields, is_last=False, has_backward=True)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 2), (2, 5), (4, 4), (4, 7), (4, 16), (8, 8), (8, 11)])
+def test_gpipe_and_1f1b_as_in_torch(p, m):
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    assert short(gpipe(p, m)) == torch_lists(pipelining.ScheduleGPipe(torch_stage(p, 1), m))
+    theirs = torch_lists(pipelining.Schedule1F1B(torch_stage(p, 1), m))
+    # torch's list of the last device counts its forwards from 1.
+    theirs[-1] = [f"F{p - 1}.{int(name.split('.')[1]) - 1}" if name[0] == "F" else name for name in theirs[-1]]
+    assert short(one_f_one_b(p, m)) == theirs
+
+
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize(("p", "groups"), [(1, 1), (1, 4), (2, 1), (2, 3), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2)])
+def test_interleaved_as_in_torch(p, groups, v):
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    stages = [torch_stage(p, v, chunk) for chunk in range(v)]
+    schedule = pipelining.ScheduleInterleaved1F1B(stages, p * groups)
+    assert short(interleaved_1f1b(p, p * groups, v)) == torch_lists(schedule)
+
+
+def test_forward_only_lists():
+    assert short(forward_only(2, 3, 2)) == [
+        ["F0.0", "F0.1", "F2.0", "F2.1", "F0.2", "F2.2"],
+        ["F1.0", "F1.1", "F3.0", "F3.1", "F1.2", "F3.2"],
+    ]
+
+
+# ---- bubbles and memory -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [8, 16, 32])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_asynchronous_bubble_is_the_formula(name, m):
+    """(p - 1) / v of a microbatch's time beside m of work: arXiv 2104.04473, sections 2.2.1 and 2.2.2."""
+    p = 4
+    for v in (1, 2, 4) if name not in ONE_CHUNK else (1,):
+        timeline = simulate(SCHEDULES[name](p, m, v), p, m, v, even_costs(p, v))
+        ahead = (p - 1) / v
+        assert timeline.bubble == pytest.approx(ahead / (m + ahead))
+        assert timeline.total == pytest.approx(3 * (m + ahead))
+
+
+# Bubbles of 4 devices for m = 8, 16, 32, measured with another implementation: asynchronous devices without transfer
+# and with one of 0.1, ticks without and with; then the activations alive at once on each device, at m = 16.
+MEASURED = {
+    ("gpipe", 1): (".27/.16/.09", ".29/.17/.09", ".27/.16/.09", ".32/.21/.14", [16, 16, 16, 16]),
+    ("1f1b", 1): (".27/.16/.09", ".31/.20/.13", ".43/.38/.36", ".45/.41/.38", [4, 3, 2, 1]),
+    ("interleaved_1f1b", 1): (".27/.16/.09", ".29/.17/.09", ".27/.16/.09", ".30/.19/.12", [7, 5, 3, 1]),
+    ("interleaved_1f1b", 2): (".16/.09/.05", ".20/.11/.06", ".16/.09/.05", ".23/.15/.11", [11, 9, 7, 5]),
+}
+
+
+@pytest.mark.parametrize(("name", "v"), MEASURED)
+def test_bubbles_and_peaks_as_measured(name, v):
+    p, bubbles = 4, [[], [], [], []]
+    for m in (8, 16, 32):
+        orders = SCHEDULES[name](p, m, v)
+        table = tick_table(orders, p, m, v, recompute=False, fuse_last=False)
+        for i, transfer in enumerate((0.0, 0.1)):
+            bubbles[i].append(simulate(orders, p, m, v, even_costs(p, v, transfer)).bubble)
+            bubbles[2 + i].append(simulate_ticks(table, even_costs(p, v, transfer)).bubble)
+    measured = [[float(figure) for figure in text.split("/")] for text in MEASURED[name, v][:4]]
+    np.testing.assert_allclose(bubbles, measured, rtol=0, atol=0.0053)  # to the digits given
+    timeline = simulate(SCHEDULES[name](p, 16, v), p, 16, v, even_costs(p, v))
+    assert timeline.peak_of_devices() == MEASURED[name, v][4]
+
+
+def test_ticks_keep_one_forward_more_of_1f1b():
+    """A forward that stands behind a backward in the list runs before it in their tick."""
+    table = tick_table(one_f_one_b(4, 16), 4, 16, 1, recompute=False, fuse_last=False)
+    assert simulate_ticks(table, even_costs(4, 1)).peak_of_devices() == [5, 4, 3, 1]
+    assert table.residuals == 5
+
+
+@pytest.mark.parametrize(("name", "inputs"), [("1f1b", 4), ("interleaved_1f1b", 5), ("eager_1f1b", 5), ("gpipe", 16)])
+def test_stage_inputs_stored_with_recompute(name, inputs):
+    table = tick_table(SCHEDULES[name](4, 16, 1), 4, 16, 1, recompute=True, fuse_last=True)
+    assert (table.inputs, table.cotangents, table.residuals) == (inputs, 1, 0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("name", "v"), [("1f1b", 1), ("eager_1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 2)]
+)
+def test_memory_does_not_grow_with_microbatches(name, v, recompute):
+    def slots(name, m, v):
+        table = tick_table(SCHEDULES[name](4, m, v), 4, m, v, recompute=recompute, fuse_last=recompute)
+        return table.inputs, table.cotangents, table.residuals
+
+    assert slots(name, 16, v) == slots(name, 64, v)
+    assert max(slots("gpipe", 64, 1)) == 64
+
+
+def test_gradient_accumulation_is_the_schedule_of_one_device():
+    table = tick_table(one_f_one_b(1, 3), 1, 3, 1, recompute=True, fuse_last=True)
+    assert (table.inputs, table.cotangents, table.residuals) == (0, 0, 0)
+    assert table.columns["backward"].T.tolist() == [[1, 1, 1]]
+    assert table.columns["backward_microbatch"].T.tolist() == [[0, 1, 2]]
+    assert not table.columns["forward"].any()
+
+
+def test_a_forward_within_its_backward_takes_no_slot():
+    """One device, two chunks: a forward of the first chunk shares a tick with the backward of the second."""
+    table = tick_table(interleaved_1f1b(1, 3, 2), 1, 3, 2, recompute=True, fuse_last=True)
+    assert table.columns["forward"].T.tolist() == [[1, 1, 0, 1, 0, 0, 0]]
+    assert table.columns["backward"].T.tolist() == [[0, 1, 1, 1, 1, 1, 1]]
+
+
+# Of 4 devices and 32 microbatches, where unembedding takes so much of a stage's forward: recomputed, saved.
+HEAVIER = {0.0: (138, 105), 0.33: (140, 137), 0.66: (171, 168)}
+
+
+@pytest.mark.parametrize("more", HEAVIER)
+def test_a_heavier_last_stage_as_measured(more):
+    """Times of another implementation. The last stage, which recomputes nothing, has a third of a forward to spare."""
+    p, m = 4, 32
+    orders = interleaved_1f1b(p, m, 1)
+    totals = []
+    for recompute in (True, False):
+        flags = {"recompute": recompute, "fuse_last": recompute}
+        costs = Costs([1, 1, 1, 1 + more], [2, 2, 2, 2 + 2 * more], **flags)
+        table = tick_table(orders, p, m, 1, **flags)
+        totals.append(round(simulate_ticks(table, costs, wait_between_slots=False).total))
+        assert simulate_ticks(table, costs).total >= simulate(orders, p, m, 1, costs).total
+    assert tuple(totals) == HEAVIER[more]
+
+
+def test_slots_that_wait_cost_time_where_stages_differ():
+    """The last stage has no forward slot, so that it could begin its long backward while the others are forward."""
+    flags = {"recompute": True, "fuse_last": True}
+    table = tick_table(interleaved_1f1b(4, 32, 1), 4, 32, 1, **flags)
+    costs = Costs([1, 1, 1, 1.33], [2, 2, 2, 2.66], **flags)
+    totals = [simulate_ticks(table, costs, wait_between_slots=wait).total for wait in (True, False)]
+    assert totals == [pytest.approx(170.68), pytest.approx(139.98)]
+
+
+def test_costs_of_recomputed_and_fused_tasks():
+    recomputed = Costs([1, 1], [2, 2], recompute=True, fuse_last=True)
+    assert [recomputed.of(Task(kind, stage, 0)) for kind in ("forward", "backward") for stage in (0, 1)] == [1, 0, 3, 3]
+    saved = Costs([1, 1], [2, 2], fuse_last=True)
+    assert [saved.of(Task(kind, stage, 0)) for kind in ("forward", "backward") for stage in (0, 1)] == [1, 0, 2, 3]
+
+
+def test_bytes_alive():
+    timeline = simulate(interleaved_1f1b(4, 16, 2), 4, 16, 2, even_costs(4, 2))
+    assert timeline.peak_of_stages() == [8, 8, 7, 5, 4, 4, 3, 1]
+    assert timeline.peak_bytes_of_devices([10.0] * 8) == [110, 90, 70, 50]
+    assert timeline.peak_bytes_of_devices([0.0] * 4 + [10.0] * 4) == [40, 40, 30, 10]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Costs([1.0, -1.0], [2.0, 2.0]), "a forward costs -1.0; a time is a number, at least 0"),
+        (lambda: Costs([1.0], [float("nan")]), "a backward costs nan"),
+        (lambda: Costs([1.0], [2.0], float("inf")), "a transfer costs inf"),
+        (lambda: Costs([1.0], [2.0, 2.0]), "1 forward costs and 2 backward costs: one a stage"),
+        (lambda: simulate(gpipe(2, 2), 2, 2, 1, Costs([1.0], [2.0])), "costs of 1 stages for a schedule of 2"),
+    ],
+)
+def test_bad_costs(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---- any schedule -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def published(draw):
+    """(orders, p, m, v) of a published schedule."""
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    p, v = draw(st.integers(1, 8)), draw(st.integers(1, 4))
+    v = 1 if name in ONE_CHUNK else v
+    m = p * draw(st.integers(1, 4)) if name == "interleaved_1f1b" else draw(st.integers(1, 20))
+    return SCHEDULES[name](p, m, v), p, m, v
+
+
+@st.composite
+def any_valid(draw):
+    """(orders, p, m, v) in which every device follows one random order of all tasks that respects what they need."""
+    p, m, v = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    random = draw(st.randoms(use_true_random=False))
+    waiting = all_tasks(p, m, v)
+    done, orders = set(), [[] for _ in range(p)]
+    while waiting:
+        task = random.choice([task for task in waiting if all(q in done for q in needs(task, p * v))])
+        waiting.remove(task)
+        done.add(task)
+        orders[task.stage % p].append(task)
+    return orders, p, m, v
+
+
+def all_tasks(p, m, v):
+    return [Task(kind, s, k) for kind in ("forward", "backward") for s in range(p * v) for k in range(m)]
+
+
+def what_is_needed(task, stages):
+    """`needs`, written a second time."""
+    found = []
+    if task.kind == "backward":
+        found.append(("forward", task.stage, task.microbatch))
+        found += [("backward", task.stage + 1, task.microbatch)] * (task.stage + 1 < stages)
+    else:
+        found += [("forward", task.stage - 1, task.microbatch)] * (task.stage > 0)
+    return found
+
+
+modes = st.sampled_from([(False, False), (False, True), (True, False), (True, True)])
+
+
+@given(st.one_of(published(), any_valid()), modes)
+def test_tables_read_what_was_written_for_them(schedule, mode):
+    orders, p, m, v = schedule
+    recompute, fuse_last = mode
+    check_schedule(orders, p, m, v)
+    table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    check_tick_table(table, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    if not recompute and not fuse_last:
+        assert not table.columns["backward_input"].any()
+    assert {column.dtype for column in table.columns.values()} == {np.dtype(np.int32)}
+    assert {column.shape[1] for column in table.columns.values()} == {p}
+
+
+@given(st.one_of(published(), any_valid()), modes)
+def test_buffers_have_no_slot_too_many(schedule, mode):
+    """As many slots as there are things kept at the same time on the fullest device: never fewer, and never more."""
+    orders, p, m, v = schedule
+    recompute, fuse_last = mode
+    table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    last = p * v - 1
+    at = {}
+    for kind in ("forward", "backward"):
+        for t, d in zip(*np.nonzero(table.columns[kind]), strict=True):
+            stage = table.columns[f"{kind}_chunk"][t, d] * p + d
+            at[kind, stage, table.columns[f"{kind}_microbatch"][t, d]] = t
+    kept = {"inputs": collections.Counter(), "cotangents": collections.Counter(), "residuals": collections.Counter()}
+    for stage in range(p * v):
+        for k in range(m):
+            fused = fuse_last and stage == last
+            from_input = recompute or fused
+            if stage:
+                end = at["backward", stage, k] if from_input else at["forward", stage, k]
+                for t in range(at["forward", stage - 1, k] + 1, end + 1):
+                    kept["inputs"][stage % p, t] += 1
+            if stage < last:
+                for t in range(at["backward", stage + 1, k] + 1, at["backward", stage, k] + 1):
+                    kept["cotangents"][stage % p, t] += 1
+            if not from_input:
+                for t in range(at["forward", stage, k], at["backward", stage, k] + 1):
+                    kept["residuals"][stage % p, t] += 1
+    for name, counts in kept.items():
+        assert getattr(table, name) == max(counts.values(), default=0), name
+
+
+@given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
+def test_forward_only_tables(p, m, v):
+    orders = check_schedule(forward_only(p, m, v), p, m, v, training=False)
+    table = tick_table(orders, p, m, v, recompute=False, fuse_last=False)
+    check_tick_table(table, p, m, v, recompute=False, fuse_last=False, training=False)
+    assert (table.cotangents, table.residuals) == (0, 0)
+    assert table.inputs <= 1, "a group of p microbatches arrives at each chunk just in time"
+    assert not any(column.any() for name, column in table.columns.items() if name.startswith("backward"))
+    assert table.columns["forward_last"].sum() == m
+
+
+@given(st.one_of(published(), any_valid()), modes, st.floats(0, 2))
+def test_simulated_times_respect_what_tasks_need(schedule, mode, transfer):
+    orders, p, m, v = schedule
+    recompute, fuse_last = mode
+    costs = even_costs(p, v, transfer, recompute=recompute, fuse_last=fuse_last)
+    in_order = simulate(orders, p, m, v, costs)
+    ticks = simulate_ticks(tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last), costs)
+    for timeline in (in_order, ticks):
+        spans = {span.task: span for device in timeline.spans for span in device}
+        assert len(spans) == 2 * p * m * v - (m if fuse_last else 0)
+        for device in timeline.spans:
+            for before, after in itertools.pairwise(device):
+                assert before.end <= after.start + 1e-9
+        for span in spans.values():
+            for q in what_is_needed(span.task, p * v):
+                # What is part of its backward has no time of its own; it stands for what it needs itself.
+                wanted = [q] if q in spans else what_is_needed(Task(*q), p * v)
+                for needed in wanted:
+                    away = transfer if needed[1] % p != span.task.stage % p else 0
+                    assert spans[needed].end + away <= span.start + 1e-9
+        assert 0 <= timeline.bubble < 1
+        assert timeline.total <= 1e-9 + sum(costs.of(t) for t in spans) + transfer * len(spans) * 2
+    if not fuse_last:
+        listed = [[span.task for span in device] for device in in_order.spans]
+        assert listed == [list(order) for order in orders]
+
+
+# ---- what cannot run ----------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.randoms(use_true_random=False))
+def test_deadlocks_are_the_circles_of_a_topological_sort(p, m, v, random):
+    orders = [[task for task in all_tasks(p, m, v) if task.stage % p == device] for device in range(p)]
+    for order in orders:
+        for _ in range(random.randrange(4)):
+            i, j = random.randrange(len(order)), random.randrange(len(order))
+            order[i], order[j] = order[j], order[i]
+    graph = {task: set(what_is_needed(task, p * v)) for order in orders for task in order}
+    for order in orders:
+        for before, after in itertools.pairwise(order):
+            graph[after].add(before)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError:
+        with pytest.raises(ValueError, match=r"never ends: device \d cannot do"):
+            check_schedule(orders, p, m, v)
+    else:
+        check_schedule(orders, p, m, v)
+
+
+def test_deadlock_names_the_circle():
+    orders = gpipe(2, 2)
+    orders[0] = [Task("forward", 0, 0), Task("backward", 0, 0), Task("forward", 0, 1), Task("backward", 0, 1)]
+    with pytest.raises(ValueError, match="never ends") as caught:
+        check_schedule(orders, 2, 2, 1)
+    assert str(caught.value) == (
+        "the schedule never ends: device 0 cannot do the backward of stage 0, microbatch 0 before the backward of stage"
+        " 1, microbatch 0, which comes later on device 1; device 1 cannot do the forward of stage 1, microbatch 1 "
+        "before the forward of stage 0, microbatch 1, which comes later on device 0."
+    )
+
+
+@given(published(), st.data())
+def test_mutated_schedules_are_refused(schedule, data):
+    orders, p, m, v = schedule
+    orders = [list(order) for order in orders]
+    device = data.draw(st.integers(0, p - 1))
+    i = data.draw(st.integers(0, len(orders[device]) - 1))
+    task = orders[device][i]
+    kind = data.draw(st.sampled_from(["missing", "doubled", "moved", "kind", "stage", "microbatch", "late forward"]))
+    match kind:
+        case "missing":
+            del orders[device][i]
+            message = f"{task} is missing from the list of device {device}"
+        case "doubled":
+            orders[device].append(task)
+            message = f"{task} is twice in the list of device {device}"
+        case "moved" if p > 1:
+            del orders[device][i]
+            orders[(device + 1) % p].append(task)
+            message = f"{task} is on device {(device + 1) % p}, but stage {task.stage} is on device {device}"
+        case "stage":
+            orders[device][i] = task._replace(stage=p * v)
+            message = f"the stage must be in 0..{p * v - 1}"
+        case "microbatch":
+            orders[device][i] = task._replace(microbatch=-1)
+            message = f"the microbatch must be in 0..{m - 1}"
+        case "late forward":
+            forward = next(t for t in orders[device] if t.kind == "forward")
+            orders[device].remove(forward)
+            orders[device].append(forward)
+            message = "the schedule never ends"
+        case _:
+            orders[device][i] = task._replace(kind="weights")
+            message = f"entry {i} of device {device} has the kind 'weights'; it must be forward or backward"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_schedule(orders, p, m, v)
+    if any(task.kind == "backward" for order in orders for task in order):  # otherwise it has become another thing
+        with pytest.raises(ValueError, match=re.escape(message)):
+            tick_table(orders, p, m, v, recompute=True, fuse_last=True)
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        ({0: []}, "a schedule is a list of tasks for each of 2 devices, not dict"),
+        ("ab", "a schedule is a list of tasks for each of 2 devices, not a list of 2"),
+        ([[]], "a schedule is a list of tasks for each of 2 devices, not a list of 1"),
+        (None, "a schedule is a list of tasks for each of 2 devices, not NoneType"),
+        ([["F0"], []], "entry 0 of device 0 is 'F0'; a task is Task"),
+        ([[5], []], "entry 0 of device 0 is 5; a task is Task"),
+        ([[("forward", 0.5, 0)], []], "entry 0 of device 0 is .*a task is Task"),
+        (forward_only(2, 1), "the backward of stage 0, microbatch 0 is missing"),
+    ],
+)
+def test_what_is_no_schedule(orders, message):
+    with pytest.raises(ValueError, match=message):
+        check_schedule(orders, 2, 1, 1)
+
+
+def test_any_triple_is_a_task():
+    orders = [[("forward", np.int64(0), 0), ["backward", 0, 0]]]
+    assert check_schedule(orders, 1, 1, 1) == gpipe(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: interleaved_1f1b(4, 6, 2), "6 microbatches are no multiple of 4 devices. Use 4 or 8 microbatches"),
+        (lambda: interleaved_1f1b(4, 3, 1), "Use 4 or 4 microbatches"),
+        (lambda: gpipe(4, 8, 2), "gpipe is defined for one chunk a device, not for v=2. Use v=1, or interleaved_1f1b"),
+        (lambda: one_f_one_b(4, 8, 2), "1f1b is defined for one chunk a device"),
+        (lambda: eager_1f1b(4, 8, 2), "eager_1f1b is defined for one chunk a device"),
+        (lambda: gpipe(0, 8), "0 devices of the axis p: there must be at least 1"),
+        (lambda: interleaved_1f1b(1, 0), "0 microbatches: there must be at least 1"),
+        (lambda: forward_only(1, 1, 0), "0 chunks of a device"),
+        (lambda: tick_table(forward_only(2, 2), 2, 2, 1, recompute=True, fuse_last=True), "there are no backwards"),
+    ],
+)
+def test_sizes_that_do_not_fit(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+# ---- faults in tables are seen ------------------------------------------------------------------------------------
+
+
+@given(st.one_of(published(), any_valid()), modes, st.data())
+def test_any_change_of_a_used_cell_is_seen(schedule, mode, data):
+    orders, p, m, v = schedule
+    recompute, fuse_last = mode
+    table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    columns, used = table.columns, []
+    sizes = {"input": table.inputs, "cotangent": table.cotangents, "residuals": table.residuals}
+    for kind in ("forward", "backward"):
+        for t, d in zip(*np.nonzero(columns[kind]), strict=True):
+            used += [(f"{kind}{name}", t, d, 2) for name in ("", "_first", "_last")]
+            used += [(f"{kind}_chunk", t, d, v), (f"{kind}_microbatch", t, d, m)]
+            from_input = recompute or (fuse_last and columns[f"{kind}_last"][t, d])
+            if not columns[f"{kind}_first"][t, d] and (kind == "forward" or from_input):
+                used.append((f"{kind}_input", t, d, table.inputs))
+            if kind == "backward" and not columns["backward_last"][t, d]:
+                used.append(("backward_cotangent", t, d, table.cotangents))
+            if not from_input:
+                used.append((f"{kind}_residuals", t, d, table.residuals))
+    for name in ("input", "cotangent"):
+        column = columns[f"arriving_{name}"]
+        used += [
+            (f"arriving_{name}", t, d, sizes[name] + 1) for t, d in zip(*np.nonzero(column < sizes[name]), strict=True)
+        ]
+    name, t, d, size = data.draw(st.sampled_from([cell for cell in used if cell[3] > 1]))
+    columns[name][t, d] = data.draw(st.integers(0, size - 1).filter(lambda x: x != columns[name][t, d]))
+    with pytest.raises(ValueError, match=r"tick \d+, device \d|the table lacks"):
+        check_tick_table(table, p, m, v, recompute=recompute, fuse_last=fuse_last)
+
+
+@pytest.mark.parametrize(("buffer", "recompute"), [("input", True), ("residuals", False)], ids=["inputs", "residuals"])
+def test_a_buffer_that_is_written_over_is_seen(buffer, recompute):
+    table = tick_table(interleaved_1f1b(4, 8, 2), 4, 8, 2, recompute=recompute, fuse_last=True)
+    size = {"input": table.inputs, "residuals": table.residuals}[buffer]
+    for name in (f"forward_{buffer}", f"backward_{buffer}", f"arriving_{buffer}"):
+        if name in table.columns:
+            column = table.columns[name]
+            column[(column == size - 1)] = 0
+    with pytest.raises(ValueError, match=r"reads slot 0 of (inputs|residuals), which holds the forward of stage"):
+        check_tick_table(table, 4, 8, 2, recompute=recompute, fuse_last=True)
+
+
+def edited(orders, p, m, v, edits, *, recompute, fuse_last):
+    """A table with cells set to other values: {(column, tick, device): value}."""
+    table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    for (name, t, d), value in edits.items():
+        table.columns[name][t, d] = value
+    return table
+
+
+@pytest.mark.parametrize(
+    ("p", "fuse_last", "edits", "message"),
+    [
+        (1, True, {("backward_microbatch", 1, 0): 0}, "tick 1, device 0: the backward of stage 0, .* a second time"),
+        (1, True, {("backward", 1, 0): 0, ("backward_microbatch", 1, 0): 0}, "no backward, but backward_first, backw"),
+        (1, True, {("forward", 0, 0): 1}, "marked wrongly as first or last"),
+        (1, False, {("forward_chunk", 0, 0): 1}, "the forward of stage 1, microbatch 0 does not exist"),
+        (
+            1,
+            True,
+            {(f"forward{name}", 0, 0): 1 for name in ("", "_first", "_last")},
+            "the forward of stage 0, microbatch 0 is part of its backward, and a forward too",
+        ),
+        (
+            1,
+            False,
+            {(f"forward{name}", 0, 0): 0 for name in ("", "_first", "_last")},
+            "tick 1, device 0: the backward of stage 0, microbatch 0 is before the forward of stage 0, microbatch 0",
+        ),
+        (
+            2,
+            True,
+            {("arriving_input", 1, 1): 1},
+            "reads slot 0 of inputs, which holds None, not the forward of stage 0",
+        ),
+        (
+            2,
+            True,
+            {("backward_cotangent", 2, 0): 5},
+            "slot 5 of cotangents, which holds nothing: there is no such slot",
+        ),
+    ],
+)
+def test_faults_of_tables_are_named(p, fuse_last, edits, message):
+    flags = {"recompute": True, "fuse_last": fuse_last}
+    table = edited(gpipe(p, 2) if p == 1 else one_f_one_b(p, 2), p, 2, 1, edits, **flags)
+    with pytest.raises(ValueError, match=message):
+        check_tick_table(table, p, 2, 1, **flags)
+
+
+def test_what_a_table_lacks_is_named():
+    table = tick_table(gpipe(1, 2), 1, 2, 1, recompute=True, fuse_last=True)
+    columns = {name: column[:1] for name, column in table.columns.items()}
+    with pytest.raises(ValueError, match="the table lacks the backward of stage 0, microbatch 1"):
+        check_tick_table(dataclasses.replace(table, columns=columns), 1, 2, 1, recompute=True, fuse_last=True)
+
+
+# ---- schedules by name --------------------------------------------------------------------------------------------
+
+
+def test_names():
+    assert {name: schedule_of(name) for name in SCHEDULES} == SCHEDULES
+    assert set(SCHEDULES) == {"gpipe", "1f1b", "interleaved_1f1b", "eager_1f1b"}
+
+
+MINE = """
+from shardlib.schedules import Task
+
+def one_after_the_other(p, m, v):
+    stages = lambda d: range(d, p * v, p)
+    return [
+        [
+            task
+            for k in range(m)
+            for task in [("forward", s, k) for s in stages(d)] + [("backward", s, k) for s in stages(d)[::-1]]
+        ]
+        for d in range(p)
+    ]
+
+def forgets(p, m, v):
+    return [order[:-1] for order in one_after_the_other(p, m, v)]
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "my_schedules.py").write_text(MINE)
+    (tmp_path / "broken_schedules.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in ("my_schedules", "broken_schedules"):
+        sys.modules.pop(name, None)
+
+
+def test_a_schedule_of_ones_own(mine):
+    schedule = schedule_of("my_schedules:one_after_the_other")
+    orders = schedule(2, 2, 2)
+    assert short(orders)[1] == ["F1.0", "F3.0", "B3.0", "B1.0", "F1.1", "F3.1", "B3.1", "B1.1"]
+    assert isinstance(orders[0][0], Task)
+    with pytest.raises(ValueError, match="'my_schedules:forgets' for p=2, m=1, v=1: the backward of stage 0, micro"):
+        schedule_of("my_schedules:forgets")(2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("zero_bubble", "no schedule is called 'zero_bubble'. Choose gpipe, 1f1b, interleaved_1f1b, eager_1f1b, or"),
+        ("my_schedules:", "no schedule is called 'my_schedules:'"),
+        ("nowhere:f", "there is no module 'nowhere'. It is looked for as `import nowhere` would"),
+        ("my_schedules:absent", "my_schedules has no function 'absent'"),
+        ("my_schedules:number", "my_schedules has no function 'number'"),
+    ],
+)
+def test_names_of_no_schedule(mine, name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        schedule_of(name)
+
+
+def test_what_ones_own_file_lacks_is_not_hidden(mine):
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
+        schedule_of("broken_schedules:f")
+
+
+def test_no_jax():
+    code = "import sys, shardlib.schedules, shardlib.schedule_simulator; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
