@@ -181,7 +181,7 @@ def run_training(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> tuple[A
         microbatches: a tuple of pytrees of arrays, each array with one leading dim of microbatches.
 
     Returns:
-        The loss: on a mesh with p a partial sum over p. The gradients: shaped as `w`, in f32.
+        The loss: on a mesh with p a partial sum over p. The gradients: shaped as `w`, in f32; of f64 weights, in f64.
     """
     if PIPELINE_AXIS in mesh_axes():
         return _run(parts, plan, w, microbatches, training=True)
@@ -193,7 +193,7 @@ def run_training(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> tuple[A
         share = lambda w: parts.whole(w, *part)
         return jax.tree.map(lambda total, x: total + x, sums, jax.value_and_grad(share)(w)), None
 
-    zeros = jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), w)
+    zeros = jnp.zeros(()), _accumulators(w)
     return lax.scan(tick, zeros, microbatches)[0]
 
 
@@ -278,7 +278,6 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
             carry = dict(carry, g_ends=g_ends, g_layers=g_layers, loss=total, dx=_shift(dx, p, -1))
         return carry, None
 
-    in_f32 = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), tree)
     carry = {
         "inputs": _ring(x_type, table.inputs + 1),
         "saved": [_ring(t, table.residuals) for t in saved_types],
@@ -287,7 +286,7 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     }
     if training:
         carry |= {"cotangents": _ring(x_type, table.cotangents + 1), "dx": _zeros(x_type)}
-        carry |= {"g_ends": in_f32(ends), "g_layers": in_f32(w.layers)}
+        carry |= {"g_ends": _accumulators(ends), "g_layers": _accumulators(w.layers)}
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
     _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)))
     carry, _ = lax.scan(tick, carry, columns)
@@ -358,6 +357,11 @@ def _shift(x: jax.Array, p: int, by: int) -> jax.Array:
 def _zeros(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
     """Zeros of a traced value's shape, dtype and kind: a loop's start, a branch that does nothing."""
     return varying(jnp.zeros((*leading, *like.shape), like.dtype), like.manual_axis_type.varying)
+
+
+def _accumulators(w: Any) -> Any:
+    """Zeros to add gradients of `w` to."""
+    return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
 
 
 def _ring(like: Any, slots: int) -> jax.Array:
