@@ -87,7 +87,7 @@ def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, np.nda
 
 
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
-    """The mesh in force without stages: p and r as parts of d, or all of r where they do not divide the model's dims."""
+    """The mesh in force without stages: p and r as parts of d; p as a part of r where that does not divide it."""
     mesh = jax.sharding.get_mesh()
     if PIPELINE_AXIS not in mesh.shape:
         return mesh

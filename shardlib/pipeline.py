@@ -218,7 +218,9 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
 
     residuals_of = _Residuals(layers)
     zero = jnp.int32(0)
-    x_type = jax.eval_shape(first, ends, zero)
+    x_type = _traced(first, ends, zero)
+    y_type = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
+    _traced(last, ends, y_type, zero)
     saved_types = []
     if training and not plan.recompute:
         saved_types = jax.eval_shape(residuals_of.forward, chunk(w.layers, zero), x_type, zero, zero)[1]
@@ -288,7 +290,7 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
         carry |= {"cotangents": _ring(x_type, table.cotangents + 1), "dx": _zeros(x_type)}
         carry |= {"g_ends": _accumulators(ends), "g_layers": _accumulators(w.layers)}
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
-    _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)))
+    _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)).jaxpr, in_task=False)
     carry, _ = lax.scan(tick, carry, columns)
     total = Partial(carry["loss"], (PIPELINE_AXIS,), Origin("the pipeline"))
     return total, dataclasses.replace(w, layers=carry["g_layers"], **carry["g_ends"]) if training else None
@@ -327,27 +329,33 @@ def _in_stage(fn: Callable, *args):
         return varying(fn(*args), (PIPELINE_AXIS,))
 
 
-def _refuse_collectives(tick: Any) -> None:
-    """Raises ShardError for a collective over p within a task of a tick, traced: one that shardops did not see."""
+def _traced(task: Callable, *args) -> Any:
+    """The type of task(*args). Raises ShardError if it has a collective over p."""
+    jaxpr, result = jax.make_jaxpr(task, return_shape=True)(*args)
+    _refuse_collectives(jaxpr.jaxpr, in_task=True)
+    return result
 
-    def inside(jaxpr: Any, in_task: bool) -> None:
-        for equation in jaxpr.eqns:
-            over = [equation.params.get(name) for name in ("axes", "axis_name")]
-            axes = {axis for value in over for axis in (value if isinstance(value, tuple | list) else (value,))}
-            name = equation.primitive.name
-            if in_task and PIPELINE_AXIS in axes and name not in ("pvary", "pcast", "axis_index"):
-                raise ShardError(
-                    f"a pipeline stage runs {name} over {PIPELINE_AXIS}: the stages run different tasks at a time, so "
-                    "that it would wait forever",
-                    "leave it out; or, if it is the gradient of a value that is the same on all stages, let that be "
-                    "one of the weights, or put lax.stop_gradient around it",
-                )
-            for value in equation.params.values():
-                for part in value if isinstance(value, tuple | list) else (value,):
-                    if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                        inside(getattr(part, "jaxpr", part), in_task or name == "cond")
 
-    inside(tick.jaxpr, False)
+def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
+    """Raises ShardError for a collective over p within a task, one that shardops did not see: gradients have some too.
+
+    `in_task`: whether all of `jaxpr` is a task, or only what its conditionals decide on is.
+    """
+    for equation in jaxpr.eqns:
+        over = [equation.params.get(name) for name in ("axes", "axis_name")]
+        axes = {axis for value in over for axis in (value if isinstance(value, tuple | list) else (value,))}
+        name = equation.primitive.name
+        if in_task and PIPELINE_AXIS in axes and name not in ("pvary", "pcast", "axis_index"):
+            raise ShardError(
+                f"a pipeline stage runs {name} over {PIPELINE_AXIS}: the stages run different tasks at a time, so "
+                "that it would wait forever",
+                "leave it out; or, if it is the gradient of a value that is the same on all stages, let that be "
+                "one of the weights, or put lax.stop_gradient around it",
+            )
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                    _refuse_collectives(getattr(part, "jaxpr", part), in_task or name == "cond")
 
 
 def _shift(x: jax.Array, p: int, by: int) -> jax.Array:
@@ -355,8 +363,9 @@ def _shift(x: jax.Array, p: int, by: int) -> jax.Array:
 
 
 def _zeros(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
-    """Zeros of a traced value's shape, dtype and kind: a loop's start, a branch that does nothing."""
-    return varying(jnp.zeros((*leading, *like.shape), like.dtype), like.manual_axis_type.varying)
+    """Zeros of a traced value's shape and dtype, a loop's start or a branch that does nothing: they vary as it does,
+    and over p, as all does that depends on the task."""
+    return varying(jnp.zeros((*leading, *like.shape), like.dtype), {*like.manual_axis_type.varying, PIPELINE_AXIS})
 
 
 def _accumulators(w: Any) -> Any:

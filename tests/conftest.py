@@ -1,4 +1,4 @@
-"""Every test sees eight simulated devices, whatever the machine."""
+"""Every test sees eight simulated devices, whatever the machine; or TEST_DEVICES of them."""
 
 import os
 
@@ -6,6 +6,7 @@ import os
 # the CPU is the platform unless one is asked for, e.g. with JAX_PLATFORMS=cuda.
 # Without LLVM's optimizations: they take most of the time of tests that compile much and compute little. XLA's own, of
 # which tests read the results, stay.
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+DEVICES = os.environ.get("TEST_DEVICES", "8")
+FLAGS = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

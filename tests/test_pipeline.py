@@ -1,0 +1,401 @@
+"""The executor of pipeline schedules in the training step: losses, gradients and updates against one device.
+
+The one-device run is the whole program without p, which test_model.py holds to transformers and test_optimizer.py to
+optax. Settings are combined so that every two values of two settings meet (`PAIRS`); the meshes of 16 devices, which
+are long to compile, are slow.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax import lax
+
+import configuration
+import gpt2
+import train
+from input_loader import TokenBatch
+from jax_extra import make_mesh, save_for_backward
+from shardlib import shardops
+from shardlib.pipeline import Parts, Placement, place_layers, plan_training
+from shardlib.shardtypes import ShardError, f32, make_shardings
+from stages import balanced, placement_of, training_plan
+from weights import initialize
+
+BATCH, LENGTH, LAYERS = 64, 16, 8
+SETTINGS = {
+    "p": (1, 2, 4),
+    "mesh": ("", "r", "d", "t", "rd", "rt", "dt"),  # the axes of two devices; those beside p
+    "schedule": ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"),
+    "v": (1, 2),
+    "m": (4, 8, 16),
+    "tied": (False, True),
+    "recompute": (False, True),
+    "gather": ("layer", "step"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    p: int
+    mesh: str
+    schedule: str
+    v: int
+    m: int
+    tied: bool
+    recompute: bool
+    gather: str
+
+    @property
+    def devices(self) -> int:
+        return self.p * 2 ** len(self.mesh)
+
+    @property
+    def is_possible(self) -> bool:
+        return self.v == 1 or (self.p > 1 and self.schedule == "interleaved_1f1b")
+
+    def __str__(self) -> str:
+        text = f"p={self.p} {self.mesh or 'alone'} {self.schedule} v={self.v} m={self.m} {self.gather}"
+        return text + " tied" * self.tied + " recompute" * self.recompute
+
+
+def pairs_of(case: Case) -> set:
+    values = dataclasses.asdict(case).items()
+    return set(itertools.combinations(values, 2))
+
+
+def chosen() -> list[Case]:
+    """Few cases in which all pairs of values meet that can: the one with the most new pairs, again and again."""
+    possible = [case for case in itertools.starmap(Case, itertools.product(*SETTINGS.values())) if case.is_possible]
+    left, found = set().union(*map(pairs_of, possible)), []
+    while left:
+        # Of those with as many new pairs, the one with the fewest devices and ticks.
+        best = max(possible, key=lambda case: (len(pairs_of(case) & left), -case.devices * case.v, -case.m))
+        found.append(best)
+        left -= pairs_of(best)
+    return found
+
+
+CASES = chosen()
+QUICK = ["p=2 alone interleaved_1f1b v=2", "p=2 d eager"]
+
+
+def settings(case: Case) -> configuration.Config:
+    c = tiny.config(tiny.model(d_model=64, layers=LAYERS, tied_embeddings=case.tied))
+    c.training = dataclasses.replace(
+        c.training, batch_size=BATCH, microbatches=case.m, gather_weights=case.gather, compute_dtype="f32"
+    )
+    c.pipeline = configuration.PipelineConfig(case.schedule, case.v, recompute=case.recompute)
+    return c
+
+
+@functools.cache
+def batch() -> TokenBatch:
+    rng = np.random.default_rng(0)
+    shape = BATCH, LENGTH
+    return TokenBatch(
+        targets=rng.integers(0, 64, shape).astype(np.uint32),
+        is_seq_start=rng.random(shape) < 0.2,
+        loss_mask=rng.random(shape) < 0.9,
+    )
+
+
+def in_layer_order(tree, order):
+    """`tree`, State or weights on the host, with its stacks in the order of the layers."""
+    if order is None:
+        return tree
+    rows = [int(np.flatnonzero(order == layer)[0]) for layer in range(order.max() + 1)]
+    if isinstance(tree, train.State):
+        parts = (in_layer_order(getattr(tree, f.name), order) for f in dataclasses.fields(tree))
+        return train.State(*parts)
+    return dataclasses.replace(tree, layers=jax.tree.map(lambda x: x[rows], tree.layers))
+
+
+def one_step(c: configuration.Config, mesh):
+    """(metrics, state after a step, loss of the evaluation), on the host, layers in their order.
+
+    Momentum starts at 0, so that after one step it is the clipped gradient times 1 - adam_b1.
+    """
+    with jax.set_mesh(mesh):
+        order = placement_of(c).order
+        state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(7))
+        placed = tiny.place(batch(), TokenBatch)
+        nats, targets = train.make_evaluation_step(c)(state.weights, placed)
+        state, metrics = train.make_training_step(c)(state, placed, np.int32(4))
+        host = in_layer_order(jax.tree.map(np.asarray, state), order)
+        return float(metrics.loss), float(metrics.grad_norm), host, float(nats / targets)
+
+
+@functools.cache
+def oracle(tied: bool):
+    return one_step(settings(Case(1, "", "gpipe", 1, 4, tied, False, "layer")), tiny.mesh("one device"))
+
+
+def assert_same_step(found, expected):
+    *scalars, state, validation = found
+    *expected_scalars, expected_state, expected_validation = expected
+    np.testing.assert_allclose([*scalars, validation], [*expected_scalars, expected_validation], rtol=2e-6)
+    assert_close(state.adam_mu, expected_state.adam_mu, 1e-5)
+    assert_close(state.adam_nu, expected_state.adam_nu, 1e-5)
+    # Adam divides by the root of a square: what is noise in a gradient near 0 is a share of the learning rate.
+    for x, e in zip(jax.tree.leaves(state.weights), jax.tree.leaves(expected_state.weights), strict=True):
+        assert np.mean(np.abs(x - e) > 1e-5) < 1e-3
+
+
+def assert_close(found, expected, rtol):
+    """Each array within rtol of its largest entry, which reassociated f32 sums of so many terms keep."""
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, e), x in zip(paths, jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(x, e, rtol=0, atol=rtol * np.abs(e).max(), err_msg=jax.tree_util.keystr(path))
+
+
+def mesh_of(case: Case):
+    sizes = {axis: 2 if axis in case.mesh else 1 for axis in "rdt"}
+    return make_mesh(**sizes, devices=jax.devices()[: case.devices], p=case.p)
+
+
+def test_all_pairs_are_among_the_cases():
+    met = set().union(*map(pairs_of, CASES))
+    names = dict(SETTINGS)
+    for (a, x), (b, y) in itertools.combinations([(n, v) for n, values in names.items() for v in values], 2):
+        impossible = a != b and not any(
+            case.is_possible
+            for case in itertools.starmap(Case, itertools.product(*({**names, a: (x,), b: (y,)}).values()))
+        )
+        assert a == b or impossible or ((a, x), (b, y)) in met
+    assert {case.devices for case in CASES} >= {1, 2, 4, 8, 16}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if any(str(c).startswith(q) for q in QUICK) else pytest.mark.slow) for c in CASES],
+    ids=str,
+)
+def test_step_equals_that_of_one_device(case):
+    if case.devices > len(jax.devices()):
+        command = [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_step_equals_that_of_one_device[{case}]"]
+        done = subprocess.run(
+            [*command, "-m", ""],
+            env={**os.environ, "TEST_DEVICES": str(case.devices)},
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+        )
+        assert done.returncode == 0, done.stdout
+        assert "1 passed" in done.stdout
+        return
+    assert_same_step(one_step(settings(case), mesh_of(case)), oracle(case.tied))
+
+
+@pytest.mark.parametrize(
+    ("counts", "recompute"), [([3, 1], False), pytest.param("balanced", True, marks=pytest.mark.slow)]
+)
+def test_stages_of_different_sizes(counts, recompute):
+    def settings(p):
+        c = tiny.config(tiny.model(d_model=64, layers=4, vocab=512), microbatches=4)
+        c.training.batch_size = BATCH
+        c.pipeline = configuration.PipelineConfig(layers_per_stage=counts, recompute=recompute)
+        return c
+
+    with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):
+        assert placement_of(settings(2)).counts == ((3, 1))
+    found = one_step(settings(2), make_mesh(1, 2, 1, jax.devices()[:4], 2))
+    assert_same_step(found, one_step(settings(1), tiny.mesh("one device")))
+
+
+def test_dropout_is_that_of_one_device():
+    """A mask depends on row and layer, not on stage or microbatch."""
+    c = tiny.config(
+        gpt2.ModelConfig(vocab=64, positions=16, d_model=64, heads=4, layers=4, dropout=0.3, bos_id=0), microbatches=4
+    )
+    c.training.batch_size = BATCH
+    c.pipeline = configuration.PipelineConfig(virtual_stages=2)
+    seeds = np.arange(BATCH, dtype=np.uint32)
+    losses = []
+    for mesh in (tiny.mesh("one device"), make_mesh(1, 1, 2, jax.devices()[:4], 2)):
+        with jax.set_mesh(mesh):
+
+            def per_device(w: gpt2.GPT2, batch: TokenBatch, seeds: train.u32["B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
+                return train.loss_and_gradients(w, batch, c, seeds)
+
+            w = jax.jit(lambda key: initialize(gpt2.weight_table(c.model), key, placement_of(c).order))(
+                jax.random.key(1)
+            )
+            losses.append(float(tiny.per_device(per_device)(w, tiny.place(batch(), TokenBatch), seeds)[0]))
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+# ---- what a stage may not do --------------------------------------------------------------------------------------
+
+SMALL = Case(2, "", "interleaved_1f1b", 1, 4, False, False, "layer")
+
+
+def trace(monkeypatch, name: str, instead):
+    """Traces the training step with train.<name> replaced; nothing is compiled."""
+    monkeypatch.setattr(train, name, instead(getattr(train, name)))
+    c = settings(SMALL)
+    with jax.set_mesh(mesh_of(SMALL)):
+        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
+        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        state = jax.tree.map(place, shapes, make_shardings(train.State[train.Transformer], like=shapes))
+        train.make_training_step(c).eval_shape(state, batch(), np.int32(0))
+
+
+def test_a_collective_over_p_in_a_stage_is_refused_by_shardops(monkeypatch):
+    def reduced(fn):
+        def layers(w, x, *args):
+            shardops.all_gather("X/r/d/p Y/t Z -> X/r/d Y/t Z", x)
+            return fn(w, x, *args)
+
+        return layers
+
+    with pytest.raises(ShardError, match=r"a collective over p inside a pipeline stage: the stages run different"):
+        trace(monkeypatch, "layers", reduced)
+
+
+@pytest.mark.parametrize("part", ["layers", "embed", "logits"])
+def test_a_collective_over_p_past_shardops_is_refused(monkeypatch, part):
+    def reduced(fn):
+        def with_psum(*args):
+            out = fn(*args)
+            x = out[0] if isinstance(out, tuple) else out
+            x = x + lax.pcast(0 * lax.psum(x, "p"), ("p",), to="varying")
+            return (x, *out[1:]) if isinstance(out, tuple) else x
+
+        return with_psum
+
+    with pytest.raises(ShardError, match=r"a pipeline stage runs psum\w* over p: .* would wait forever"):
+        trace(monkeypatch, part, reduced)
+
+
+def test_a_reduction_over_p_in_the_backward_pass_is_refused(monkeypatch):
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    def summed(_, g):
+        return (lax.pcast(lax.psum(g, "p"), ("p",), to="varying"),)
+
+    identity.defvjp(lambda x: (x, None), summed)
+    with pytest.raises(ShardError, match=r"a pipeline stage runs psum\w* over p"):
+        trace(monkeypatch, "layers", lambda fn: lambda w, x, *args: fn(w, identity(x), *args))
+
+
+def test_ends_that_are_not_gathered_are_refused(monkeypatch):
+    def without_ends(fn):
+        return lambda w, c, gather=False: shardops.replicate("... -> ... *r", w)
+
+    with pytest.raises(ShardError, match="differs between devices of d"):
+        trace(monkeypatch, "copies_for_step", without_ends)
+
+
+# ---- placement, settings ------------------------------------------------------------------------------------------
+
+
+def test_rows_of_chunks_and_uneven_stages():
+    even = place_layers(8, p=2, v=2)
+    assert even.rows.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert even.order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert place_layers(8, p=4, v=1).order is None
+    uneven = place_layers(5, p=2, v=1, counts=[3, 2])
+    assert uneven.order.tolist() == [0, 1, 2, 3, 4, -1]
+    assert uneven.padded
+    assert not even.padded
+
+
+def test_balance_gives_the_last_stage_fewer_layers():
+    assert balanced(8, 4, head=0) == [2, 2, 2, 2]
+    assert balanced(8, 4, head=1.2) == [3, 2, 2, 1]
+    # By brute force: no other way has a faster slowest stage.
+    for layers, stages, head in ((9, 3, 1.5), (12, 4, 2.6), (7, 2, 0.4)):
+        found = balanced(layers, stages, head)
+        cost = lambda counts, head=head: max([*counts[:-1], counts[-1] + head])
+        every = (c for c in itertools.product(range(1, layers), repeat=stages) if sum(c) == layers)
+        assert sum(found) == layers
+        assert cost(found) == min(map(cost, every))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"virtual_stages": 3}, "8 layers do not divide into 6 stages"),
+        ({"layers_per_stage": [4, 3]}, r"layers_per_stage is \[4, 3\]; it must have 2 numbers .* add up to the 8"),
+        ({"layers_per_stage": [8]}, r"it must have 2 numbers"),
+        ({"schedule": "gpipe", "virtual_stages": 2}, "gpipe is defined for one chunk"),
+        ({"schedule": "2f2b"}, "2f2b"),
+    ],
+)
+def test_settings_that_do_not_fit(changes, message):
+    c = settings(SMALL)
+    c.pipeline = dataclasses.replace(c.pipeline, **changes)
+    with jax.set_mesh(mesh_of(SMALL)), pytest.raises(ValueError, match=message):
+        training_plan(c)
+
+
+def training_plan_of(case: Case):
+    with jax.set_mesh(mesh_of(case)):
+        return training_plan(settings(case))
+
+
+def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
+    text = "from shardlib.schedules import gpipe\ndef waves(p, m, v):\n    return gpipe(p, m, v)\n"
+    (tmp_path / "my_schedules.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    case = dataclasses.replace(SMALL, schedule="my_schedules:waves")
+    assert training_plan_of(case).table.residuals == case.m
+
+
+# ---- memory and program size --------------------------------------------------------------------------------------
+
+
+def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool = False):
+    """The compiled executor alone on p=2: stages of one tanh layer each that saves what it gives."""
+    placement = Placement(2, 1, (1, 1))
+    plan = plan_training(placement, schedule, m, recompute)
+
+    @train.pytree_dataclass
+    class Small:
+        layers: train.Array["layers/p", f32["M"]]
+
+    from shardlib.pipeline import run_training
+
+    def stage(w, x, numbers, part):
+        return save_for_backward(jnp.tanh(x * w[0]))
+
+    parts = Parts(None, lambda w, part: part, stage, lambda w, x, part: jnp.sum(x))
+
+    @jax.jit
+    def program(w, data):
+        def per_device(w, data):
+            loss, g = run_training(parts, plan, Small(w), (data,))
+            return lax.psum(loss.value, "p"), g.layers
+
+        P = jax.sharding.PartitionSpec
+        return jax.shard_map(per_device, in_specs=(P("p"), P()), out_specs=(P(), P("p")))(w, data)
+
+    with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:2], 2)):
+        w = jax.device_put(np.ones((2, 1024), np.float32), jax.NamedSharding(jax.sharding.get_mesh(), jax.P("p")))
+        return program.lower(w, jax.ShapeDtypeStruct((m, 1024), jnp.float32)).compile()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_memory_and_program_do_not_grow_with_microbatches(schedule):
+    few, many = (executor_program(m, schedule) for m in (8, 32))
+    assert many.memory_analysis().temp_size_in_bytes <= 1.05 * few.memory_analysis().temp_size_in_bytes
+    count = lambda compiled: len(re.findall(r"^\s+\S+ = ", compiled.as_text(), re.M))
+    assert abs(count(many) - count(few)) <= 2
+
+
+def test_memory_of_gpipe_grows():
+    few, many = (executor_program(m, "gpipe").memory_analysis().temp_size_in_bytes for m in (8, 32))
+    assert many > few + 20 * 4096
