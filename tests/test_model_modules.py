@@ -45,13 +45,14 @@ def test_as_it_is(module):
         ([("    bos_id: int = 50256", "    bos: int = 50256"), ("bos_id=config", "bos=config")], "no bos_id"),
         ([("def check(", "def checked("), ("sharded: Class", "shards: Class")], "no sharded, check"),
         ([("@dataclasses.dataclass\nclass ModelConfig", "class ModelConfig")], "ModelConfig is no dataclass"),
-        ([('    numbers: LayerNumbers,\n', "")], "layers does not take .*numbers"),
+        ([("    numbers: LayerNumbers,\n", "")], "layers does not take .*numbers"),
         ([("def gather_ends(", "def gather_tables(")], "has no gather_ends"),
     ],
 )
 def test_a_part_that_is_missing(module, changes, message):
     module(*changes)
-    with pytest.raises(ValueError, match=f"model.module is 'mine', (whose|which) {'.*' if 'no ' in message else ''}{message}"):
+    any_text = ".*" if "no " in message else ""
+    with pytest.raises(ValueError, match=f"model.module is 'mine', (whose|which) {any_text}{message}"):
         configuration.model_of("mine")
 
 

@@ -111,9 +111,9 @@ class Checkpointer:
             OSError: the previous save failed.
         """
         with pause(f"saving the checkpoint of step {step}"):
-            self._save(step, state, metadata)
+            self._save(step, state, metadata, orders)
 
-    def _save(self, step: int, state: Any, metadata: dict) -> None:
+    def _save(self, step: int, state: Any, metadata: dict, orders: Orders) -> None:
         self.wait()
         final = self._path(step)
         if final.exists():
