@@ -33,9 +33,10 @@ class VerifyConfig:
     devices: int = 8
     """Simulated devices, at least 2: every mesh of so many is run."""
     meshes: list[str] | None = None
-    """Only these of them, each as devices along r, d and t: [1x4x2,2x2x2]. Null: all."""
+    """Only these of them, each as devices along r, d and t, or p, r, d and t: [1x4x2,2x2x1x2]. Null: all."""
     small: bool = False
-    """Whether the model and the batch are made small, at sizes that every mesh divides."""
+    """Whether the model and the batch are made small, at sizes that every mesh divides, with layers and microbatches
+    for mesh.p devices of p, or else for 2 and 4."""
     only_types: bool = False
     """Whether the step is only traced on each mesh, which checks its types: without devices, in seconds, for any number
     of them. Nothing is computed or compared."""
@@ -51,11 +52,14 @@ class VerifyConfig:
 def small(c: Config, devices: int) -> None:
     """Makes `c` small: sizes that all meshes of `devices` divide, all different, so that no dim passes for another.
 
-    The sizes of a model that are not among those known here stay.
+    Layers and microbatches are for the stages that the configuration has, or else for up to 4. The sizes of a model
+    that are not among those known here stay.
     """
     n, t = devices, c.training
+    p = c.mesh.p if c.mesh.p > 1 else next(p for p in (4, 3, 2, 1) if n % p == 0)
+    counts = c.pipeline.layers_per_stage
     sizes = {
-        "layers": 2,
+        "layers": sum(counts) if isinstance(counts, list) else max(2, p * c.pipeline.virtual_stages),
         "d_model": 6 * n,
         "d_ff": 10 * n,
         "vocab": 14 * n,
@@ -69,7 +73,7 @@ def small(c: Config, devices: int) -> None:
     for f in dataclasses.fields(c.model):
         if f.name in sizes:
             setattr(c.model, f.name, sizes[f.name])
-    t.microbatches = min(t.microbatches, 2)
+    t.microbatches = p if p > 1 else min(t.microbatches, 2)
     t.batch_size, t.seq_len = n * t.microbatches, 4 * n
 
 
@@ -103,7 +107,8 @@ def run(c: Config, settings: VerifyConfig, title: str) -> int:
 
 def run_job(directory: Path, devices: int, double: bool) -> int:
     """Runs tools.verify_run with the program's copy in `directory`, on simulated devices."""
-    path = [str(directory / "program"), str(Path(__file__).parent.parent), *filter(None, sys.path)]
+    # Behind the copy, all is found as it is here: shardlib in the working directory, if there is one.
+    path = [str(directory / "program"), *filter(None, sys.path), str(Path(__file__).parent.parent)]
     flags = (
         f"--xla_force_host_platform_device_count={devices} "
         "--xla_allow_excess_precision=false "  # or else what is rounded to bf16 would depend on what is fused

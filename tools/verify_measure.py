@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -20,13 +21,20 @@ from configuration import COMPUTE_DTYPES, Config
 from input_loader import TokenBatch, batch_shapes, make_loader
 from jax_extra import make_mesh, recording
 from shardlib.array_types import ABSENT, arrays_of
-from shardlib.parsing import AXIS_ORDER
+from shardlib.op_checks import varying
+from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
+from shardlib.pipeline import LayerNumbers, Parts
 from shardlib.shardtypes import Scope, make_partition_specs, make_shardings
+from shardlib.values import pipeline_stage
+from stages import has_stages, placement_of
 from tools.verify_names import line_of_field, line_of_function, name_of_site
 from tools.verify_record import Recorder, Site, summed_in_blocks
+from weights import are_stacks
 
-AXES = ("r", "d", "t")
+AXES = ("p", "r", "d", "t")
 """Of the mesh, major to minor."""
+WITHIN_STAGES = AXES[1:]
+"""Those that shard what passes through the model."""
 ROWS = P(("r", "d"))
 """How what there is for each row of the batch is sharded."""
 
@@ -70,15 +78,25 @@ def on_host(x: jax.Array) -> np.ndarray | NotTheSame:
 @contextlib.contextmanager
 def mesh_of(sizes: Mapping[str, int]) -> Iterator[jax.sharding.Mesh]:
     devices = jax.devices()[: math.prod(sizes.values())]
-    mesh = make_mesh(*(sizes[axis] for axis in AXES), devices)
+    mesh = make_mesh(*(sizes[axis] for axis in WITHIN_STAGES), devices, sizes["p"])
     with jax.set_mesh(mesh):
         yield mesh
 
 
+@contextlib.contextmanager
+def abstract_mesh_of(sizes: Mapping[str, int]) -> Iterator[None]:
+    """The mesh that `mesh_of` makes, without devices."""
+    sizes = {axis: size for axis, size in sizes.items() if axis != PIPELINE_AXIS or size > 1}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
 def fresh_state(c: Config) -> Any:
-    """The state that a run starts from, on the mesh in force, as `on_host` gives it."""
+    """The state that a run starts from, on the mesh in force, as `on_host` gives it, in the order of the layers."""
     state = jax.jit(functools.partial(train.init_state, c=c))(jax.random.key(c.training.seed))
-    return jax.tree.map(on_host, state)
+    state = jax.tree.map(on_host, state)
+    return in_order(c, state, state.weights)
 
 
 def loaded_batch(c: Config, step: int) -> TokenBatch:
@@ -122,14 +140,51 @@ def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
 def type_check(c: Config, sizes: Mapping[str, int]) -> None:
     """Traces the training step on a mesh of these sizes, which needs no devices. Raises ValueError if it is refused."""
     t = c.training
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
-    with jax.sharding.use_abstract_mesh(mesh):
+    with abstract_mesh_of(sizes):
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(t.seed), c))
         step = jax.ShapeDtypeStruct((), np.int32)
         after, _ = jax.eval_shape(train.make_training_step(c), state, batch_shapes(t.batch_size, t.seq_len), step)
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     if kinds(after) != kinds(state):
         raise ValueError("the training step returns a state of other shapes or dtypes than it is given.")
+
+
+# ---- the order of layers ------------------------------------------------------------------------------------------
+
+
+def in_order(c: Config, tree: Any, weights: Any) -> Any:
+    """`tree`, of host arrays, as it lies at rest on the mesh in force: each stack of layers in the order of the layers.
+
+    NotTheSame stands for a stack with a row that is no layer and not 0. `weights` are at rest too.
+    """
+    order = placement_of(c).order
+
+    def reordered(x):
+        if isinstance(x, NotTheSame):
+            return x
+        if np.any(x[order < 0]):
+            return NotTheSame("the rows that only make stages the same size are not 0")
+        return x[[int(np.flatnonzero(order == i)[0]) for i in range(order.max() + 1)]]
+
+    return tree if order is None else _map_stacks(reordered, tree, weights)
+
+
+def at_rest(c: Config, tree: Any, weights: Any) -> Any:
+    """The other way: `tree`, in the order of the layers as `weights` are, as it lies at rest on the mesh in force."""
+    order = placement_of(c).order
+
+    def reordered(x):
+        return np.concatenate([x, np.zeros_like(x[:1])])[np.where(order < 0, len(x), order)]
+
+    return tree if order is None else _map_stacks(reordered, tree, weights)
+
+
+def _map_stacks(fn: Any, tree: Any, weights: Any) -> Any:
+    """`tree`, like `weights` or a State of such, with `fn` of each stack of layers."""
+    if not isinstance(tree, type(weights)):
+        parts = {f.name: _map_stacks(fn, getattr(tree, f.name), weights) for f in dataclasses.fields(tree)}
+        return dataclasses.replace(tree, **parts)
+    return jax.tree.map(lambda stack, x: fn(x) if stack and x is not None else x, are_stacks(weights), tree)
 
 
 # ---- forward pass and gradients -----------------------------------------------------------------------------------
@@ -143,11 +198,12 @@ class Probe:
         self.sites: list[Site] = []
         self.varying: list[frozenset[str]] = []
         """Over which axes JAX knows each saved value to differ."""
+        self.places: list[int] = []
+        """On a mesh with p: on which device of it each saved value is."""
 
     def forward_and_gradients(self, weights: Any, batch: TokenBatch, row_seeds: Any) -> tuple[list, Any, Any, Any]:
-        """Each saved value as all devices hold it, [r, d, t, *block]; total_loss; the mean loss; the gradients.
-
-        Under jit.
+        """Each saved value as all devices hold it, [p, r, d, t, *block], on a mesh without p without the first of
+        these dims; summed_loss; the mean loss; the gradients. Under jit.
         """
         c = self._config
 
@@ -156,7 +212,11 @@ class Probe:
             with recording(recorder):
                 gather = c.training.gather_weights == "step"
                 copies = train.copies_for_step(weights, c.model, gather)
-                total = train.total_loss(copies, batch, c.model, c.optimizer.z_loss, row_seeds)
+                parts = train.parts_of_loss(c.model, c.optimizer.z_loss)
+                if has_stages():
+                    total, self.places = stage_by_stage(c, parts, recorder, copies, batch, row_seeds)
+                else:
+                    total = parts.whole(copies, batch, row_seeds)
             self.sites = recorder.sites
             self.varying = [jax.typeof(x).manual_axis_type.varying for x in recorder.values]
             loss, gradients = train.loss_and_gradients(weights, batch, c, row_seeds)
@@ -165,17 +225,45 @@ class Probe:
         specs = make_partition_specs(type(weights), like=weights)
         batch_specs = make_partition_specs(TokenBatch)
         with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]):
-            out_specs = P(*AXES), P(), P(), specs
+            out_specs = P(*jax.sharding.get_abstract_mesh().axis_names), P(), P(), specs
             run = jax.shard_map(per_device, in_specs=(specs, batch_specs, ROWS), out_specs=out_specs)
             return run(weights, batch, row_seeds)
 
 
+def stage_by_stage(c: Config, parts: Parts, recorder: Recorder, w: Any, *rows: Any) -> tuple[jax.Array, list[int]]:
+    """The loss of all rows at once, each stage waiting for the one before: `parts` as they stand, without a schedule.
+
+    Inside the schedule's loop and branches nothing can be recorded. Each stage runs on all devices of p, of which only
+    its own has its layers: what that one gives goes to all, and of what is saved that one's is the value. The second
+    result: which device that is, for each saved value.
+    """
+    placement, me, places = placement_of(c), lax.axis_index(PIPELINE_AXIS), []
+    rows = jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), rows)
+
+    def run(fn, device, *args):
+        with pipeline_stage():
+            y = varying(fn(*args, *rows), (PIPELINE_AXIS,))
+        places.extend([device] * (len(recorder.values) - len(places)))
+        return lax.psum(jnp.where(me == device, y, jnp.zeros_like(y)), PIPELINE_AXIS)
+
+    x, first = run(parts.first, 0, w), 0
+    for stage, count in enumerate(placement.counts):
+        begin, seen = stage // placement.p * placement.chunk_rows, len(recorder.sites)
+        own = jax.tree.map(lambda x, rows=slice(begin, begin + count): x[rows], w.layers)
+        numbers = varying(jnp.arange(first, first + count, dtype=jnp.int32), (PIPELINE_AXIS,))
+        x = varying(x, (PIPELINE_AXIS,))
+        x = run(parts.layers, stage % placement.p, own, x, LayerNumbers(numbers))
+        for i, site in enumerate(recorder.sites[seen:], seen):
+            turn, *inner = site.layers
+            recorder.sites[i] = dataclasses.replace(site, layers=(first + turn, *inner))
+        first += count
+    total = run(parts.last, stage % placement.p, w, varying(x, (PIPELINE_AXIS,)))
+    return total, places
+
+
 def _own_block(x: jax.Array) -> jax.Array:
-    missing = tuple(axis for axis in AXES if axis not in jax.typeof(x).manual_axis_type.varying)
-    reduced = tuple(axis for axis in missing if axis in jax.typeof(x).manual_axis_type.reduced)
-    for axes in (reduced, tuple(axis for axis in missing if axis not in reduced)):
-        x = lax.pcast(x, axes, to="varying") if axes else x
-    return x[None, None, None]
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    return varying(x, axes)[(None,) * len(axes)]
 
 
 def layouts(c: Config, sizes: Mapping[str, int]) -> list[dict[str, int]]:
@@ -183,13 +271,12 @@ def layouts(c: Config, sizes: Mapping[str, int]) -> list[dict[str, int]]:
 
     `sizes`: devices along each axis, which the model's sizes are divisible by; an axis of 1 shards nothing.
     """
-    whole = _block_shapes(c, dict.fromkeys(AXES, 1))
+    none = dict.fromkeys(WITHIN_STAGES, 1)
+    whole = _block_shapes(c, none)
     found: list[dict[str, int]] = [{} for _ in whole]
     for axis, size in sizes.items():
-        if size > 1:
-            for layout, before, after in zip(
-                found, whole, _block_shapes(c, dict.fromkeys(AXES, 1) | {axis: size}), strict=True
-            ):
+        if size > 1 and axis in WITHIN_STAGES:
+            for layout, before, after in zip(found, whole, _block_shapes(c, none | {axis: size}), strict=True):
                 cut = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
                 if len(cut) == 1:
                     layout[axis] = cut[0]
@@ -197,8 +284,7 @@ def layouts(c: Config, sizes: Mapping[str, int]) -> list[dict[str, int]]:
 
 
 def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
-    with jax.sharding.use_abstract_mesh(abstract):
+    with abstract_mesh_of(sizes):
         weights = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c)).weights
         shape = (c.training.batch_size, c.training.seq_len)
         batch = jax.tree.map(
@@ -212,7 +298,7 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         seeds = jax.ShapeDtypeStruct(shape[:1], np.uint32, sharding=sharding) if dropout else None
         probe = jax.jit(Probe(c).forward_and_gradients)
         blocks, *_ = jax.eval_shape(probe, placed(weights, type(weights)), placed(batch, TokenBatch), seeds)
-    return [block.shape[len(AXES) :] for block in blocks]
+    return [block.shape[len(sizes) :] for block in blocks]
 
 
 def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozenset[str]) -> np.ndarray:
@@ -221,8 +307,8 @@ def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozense
     Along an axis that shards no dim, all devices hold the same; or parts of a sum, where JAX lets them differ.
     Raises NotTheSame if they do, and JAX does not know of it.
     """
-    axes, summed = list(AXES), blocks
-    for axis in AXES:
+    axes, summed = list(WITHIN_STAGES), blocks
+    for axis in WITHIN_STAGES:
         if axis not in layout:
             at = axes.index(axis)
             first = np.take(summed, [0], at)
@@ -257,7 +343,7 @@ def measure(
     place = lambda tree, kind: jax.tree.map(jax.device_put, tree, make_shardings(kind, like=tree))
     old = inputs.state.weights
     Weights = type(old)
-    batch, state = place(inputs.batch, TokenBatch), place(inputs.state, train.State[Weights])
+    batch, state = place(inputs.batch, TokenBatch), place(at_rest(c, inputs.state, old), train.State[Weights])
     seeds = None if inputs.row_seeds is None else jax.device_put(inputs.row_seeds, ROWS)
     probe = Probe(c)
     with summed_in_blocks(**(blocks or {})):
@@ -274,17 +360,19 @@ def measure(
             if tensor not in found:
                 break
             tensor = dataclasses.replace(tensor, name=f"{name} {again}")
+        blocks_of = np.asarray(value)[probe.places[i]] if probe.places else np.asarray(value)
         try:
-            found[tensor] = whole_array(np.asarray(value), layout[i] if layout else {}, probe.varying[i])
+            found[tensor] = whole_array(blocks_of, layout[i] if layout else {}, probe.varying[i])
         except NotTheSame as error:
             found[tensor] = error
-    found[Tensor("loss", "total_loss", (), *line_of_function(train.total_loss))] = on_host(total)
+    found[Tensor("loss", "summed_loss", (), *line_of_function(train.summed_loss))] = on_host(total)
     found[Tensor("loss", "mean loss", (), *line_of_function(train.loss_and_gradients))] = on_host(loss)
     # The backward pass finds the gradients of what was used last first.
-    found |= dict(reversed(by_layer("gradient", jax.tree.map(on_host, gradients), old)))
+    gradients = in_order(c, jax.tree.map(on_host, gradients), state.weights)
+    found |= dict(reversed(by_layer("gradient", gradients, old)))
     for name, value in vars(metrics).items():
         found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = on_host(value)
-    new = jax.tree.map(on_host, new)
+    new = in_order(c, jax.tree.map(on_host, new), new.weights)
     minus = lambda after, before: after if isinstance(after, NotTheSame) else after - before
     change = jax.tree.map(minus, new.weights, old)
     found |= dict(by_layer("update", change, old))

@@ -23,10 +23,12 @@ from rich.table import Table
 
 import configuration
 from configuration import Config, check_divides
+from stages import training_plan
 from tools.verify_measure import (
     AXES,
     NotTheSame,
     Tensor,
+    abstract_mesh_of,
     by_layer,
     fresh_state,
     layouts,
@@ -57,13 +59,16 @@ class MeshResult:
 
 
 def all_meshes(c: Config, devices: int) -> tuple[list[dict[str, int]], list[tuple[dict[str, int], str]]]:
-    """The meshes of so many devices that divide the model's sizes and the batch; the others, each with the reason."""
+    """The meshes of so many devices that divide the model's sizes and the batch, and whose devices of p the schedule
+    and the layers are for; the others, each with the reason."""
     fit, others = [], []
     for sizes in itertools.product([n for n in range(1, devices + 1) if devices % n == 0], repeat=len(AXES)):
         mesh = dict(zip(AXES, sizes, strict=True))
         if math.prod(sizes) == devices:
             try:
                 check_divides(c, mesh)
+                with abstract_mesh_of(mesh):
+                    training_plan(c)
                 fit.append(mesh)
             except ValueError as error:
                 others.append((mesh, str(error)))
@@ -72,15 +77,18 @@ def all_meshes(c: Config, devices: int) -> tuple[list[dict[str, int]], list[tupl
 
 def chosen(names: list[str], meshes: list[dict[str, int]], others: list) -> tuple[list[dict[str, int]], list]:
     """Those of `meshes` and `others` that `names` ask for. Raises ValueError for one that is in neither."""
-    short = lambda sizes: "x".join(map(str, sizes.values()))
+    short = lambda sizes: "x".join(str(n) for axis, n in sizes.items() if axis != "p" or n > 1)
     known = [short(sizes) for sizes in (*meshes, *(sizes for sizes, _ in others))]
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"verify.meshes has {unknown[0]}; meshes of so many devices are {', '.join(known)} (r, d, t).")
+        raise ValueError(
+            f"verify.meshes has {unknown[0]}; meshes of so many devices are {', '.join(known)} (p if it is not "
+            "1, r, d, t)."
+        )
     return [m for m in meshes if short(m) in names], [(m, why) for m, why in others if short(m) in names]
 
 
 def mesh_name(sizes: Mapping[str, int]) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items())
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if axis != "p" or size > 1)
 
 
 NEGLIGIBLE = 1e-4
@@ -184,7 +192,7 @@ def run(c: Config, meshes: list[dict[str, int]], tolerance: float, band: float, 
 def reassociations(meshes: list[dict[str, int]]) -> list[dict[str, int]]:
     """The meshes with most devices along d, along t, and one with both, as ways to take sums apart on one device."""
     picks = [max(meshes, key=lambda m: m["d"] * m["r"]), max(meshes, key=lambda m: m["t"])]
-    picks.append(min(meshes, key=lambda m: max(m.values())))
+    picks.append(min(meshes, key=lambda m: (max(m.values()), m["p"])))
     return [mesh for i, mesh in enumerate(picks) if mesh not in picks[:i]]
 
 
@@ -308,6 +316,14 @@ def type_check_all(c: Config, meshes: list[dict[str, int]], others: list, consol
     console.print(f"The step type-checks on {len(meshes)} of {len(meshes) + len(others)} meshes; no device was used.")
 
 
+def how_stages_ran(c: Config) -> str:
+    settings = " ".join(f"{f.name}={getattr(c.pipeline, f.name)}" for f in dataclasses.fields(c.pipeline))
+    return (
+        "activations and summed_loss are of the stages run one after the other; the mean loss, gradients and all "
+        f"that follows are of the schedule, {c.training.microbatches} microbatches, {settings}"
+    )
+
+
 # ---- main ---------------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +356,8 @@ def main(path: str) -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     console.rule(job["title"])
-    console.print(f"batch: {outcome.data}", soft_wrap=True, markup=False)
+    if any(mesh["p"] > 1 for mesh in meshes):
+        console.print(f"with p: {how_stages_ran(c)}", soft_wrap=True, markup=False)
     for mesh, reason in others:
         console.print(f"not run: {mesh_name(mesh)}: {reason}", soft_wrap=True, markup=False)
     if job["tolerance"] and (other := sorted(outcome.dtypes - {"f64"})):
