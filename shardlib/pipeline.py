@@ -272,12 +272,14 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
         carry = dict(carry, inputs=_put(carry["inputs"], carry["y"], row["arriving_input"]))
         idle = lambda: (_zeros(x_type), carry["saved"], carry["loss"])
         y, saved, total = lax.cond(row["forward"] == 1, lambda: forward(row, carry), idle)
-        carry = dict(carry, saved=saved, loss=total, y=_shift(y, p, +1))
+        carry = dict(carry, saved=saved, loss=total)
         if training:
             carry = dict(carry, cotangents=_put(carry["cotangents"], carry["dx"], row["arriving_cotangent"]))
             idle = lambda: (_zeros(x_type), carry["g_ends"], carry["g_layers"], carry["loss"])
             dx, g_ends, g_layers, total = lax.cond(row["backward"] == 1, lambda: backward(row, carry), idle)
             carry = dict(carry, g_ends=g_ends, g_layers=g_layers, loss=total, dx=_shift(dx, p, -1))
+        # Not between the two slots, where a stage without a forward would wait for the others'.
+        carry = dict(carry, y=_shift(y, p, +1))
         return carry, None
 
     carry = {
