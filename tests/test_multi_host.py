@@ -221,7 +221,7 @@ sys.addaudithook(note)
 
 begin_read = tools.flat_tokens.Reader.begin_read
 def recorded(self, starts, lengths):
-    if self.path.endswith("train"):
+    if self.path.endswith("train") and set(lengths) == {16}:  # rows, not the dataset's checksum or statistics
         reads.write(" ".join(map(str, starts)) + "\\n")
         reads.flush()
     return begin_read(self, starts, lengths)
