@@ -26,7 +26,7 @@ from training_io.watch import EXIT_CODE
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.
-LIMITS = ["distributed.heartbeat_timeout=6", "distributed.stall_timeout=8", "distributed.join_timeout=120"]
+LIMITS = ["distributed.heartbeat_timeout=6", "distributed.stall_timeout=15", "distributed.join_timeout=120"]
 STEPS = 40
 
 
@@ -221,7 +221,7 @@ sys.addaudithook(note)
 
 begin_read = tools.flat_tokens.Reader.begin_read
 def recorded(self, starts, lengths):
-    if self.path.endswith("train"):
+    if self.path.endswith("train") and set(lengths) == {16}:  # rows, not the dataset's checksum or statistics
         reads.write(" ".join(map(str, starts)) + "\\n")
         reads.flush()
     return begin_read(self, starts, lengths)
@@ -295,10 +295,9 @@ def test_losses_are_those_of_one_process_and_the_same_each_time(count, unbroken,
     again = Run(tmp_path / "again", count, 2, f"training.steps={STEPS}").succeed()
     assert again.losses() == unbroken(count).losses()  # to the bit
     one = {}
-    for t in (1, 2, devices // 2):
-        name = f"t={t}"
-        one[name] = Run(tmp_path / name, 1, devices, f"training.steps={STEPS}", f"mesh.t={t}").succeed().losses()
-    same_mesh = np.array(one["t=2"])
+    for t in (1, 2, 4):
+        one[t] = Run(tmp_path / f"t{t}", 1, devices, f"training.steps={STEPS}", f"mesh.t={t}").succeed().losses()
+    same_mesh = np.array(one[2])
     spread = max(np.abs(np.array(losses) - same_mesh).max() for losses in one.values())
     assert 0 < spread < 1e-3
     assert np.abs(np.array(unbroken(count).losses()) - same_mesh).max() <= 4 * spread
@@ -435,7 +434,7 @@ def test_a_process_stuck_in_its_loader_ends_the_others(unbroken, tmp_path):
         assert re.search(rf"process 1 on {HOST} stalled for \d+ s \(waiting for a batch, at step 12\)", run.stderr(i))
     assert "batches.py" in run.stderr(1), "the stalled process shows where it is"
     assert "batches.py" not in run.stderr(0)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
     check_it_goes_on(run, 2, unbroken)
 
 
@@ -472,13 +471,13 @@ import training_io.checkpoint
 
 compile = jax.stages.Lowered.compile
 def slowly_compile(self, *arguments, **named):
-    time.sleep(12)
+    time.sleep(18)
     return compile(self, *arguments, **named)
 jax.stages.Lowered.compile = slowly_compile
 
 write = training_io.checkpoint._write_arrays
 def slowly_write(*arguments):
-    time.sleep(12)
+    time.sleep(18)
     write(*arguments)
 training_io.checkpoint._write_arrays = slowly_write
 
@@ -486,7 +485,7 @@ Loader = input_loader.flat.FlatTokensLoader
 rows = Loader.rows
 def slowly_read(self, step, which):
     if step == 0:
-        time.sleep(12)
+        time.sleep(18)
     return rows(self, step, which)
 Loader.rows = slowly_read
 """
@@ -494,10 +493,10 @@ Loader.rows = slowly_read
 
 @pytest.mark.slow
 def test_compilation_first_step_and_checkpoints_may_take_longer(tmp_path):
-    """Each takes twelve seconds in process 1: half as much again as a step may, and twice what a heartbeat may."""
-    overrides = ["training.steps=7", "training.checkpoint_interval=3", *LIMITS]
+    """Each takes 18 seconds in process 1: more than a step may, and three times what a heartbeat may."""
+    overrides = ["training.steps=4", "training.checkpoint_interval=3", *LIMITS]
     run = Run(tmp_path, 2, 2, *overrides, hooks={1: SLOW}).succeed()
-    assert len(run.losses()) == 7
+    assert len(run.losses()) == 4
 
 
 # ---- signals -----------------------------------------------------------------------------------------------------

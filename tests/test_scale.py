@@ -149,14 +149,15 @@ def measured(*cases: str) -> list[dict[str, str]]:
 
 
 def check(rows: list[dict[str, str]], spread: float) -> None:
-    """The same on 8 to 64 devices, whichever axis grows; of the instructions, up to this part of them."""
+    """The same on 8 to 64 devices, whichever axis grows: operations and instructions but for this part of them."""
+    number = lambda text: int(text.replace(",", ""))
     for row in rows:
-        counts = [int(row[f"{devices} devices"].replace(",", "")) for devices in scale.DEVICES]
-        assert min(counts) > 1000
-        assert max(counts) - min(counts) <= spread * min(counts), row
-        assert re.fullmatch(r"[\d,]+", row["traced"]), row
+        compiled = [number(row[f"{devices} devices"]) for devices in scale.DEVICES]
+        for counts in compiled, [number(text) for text in row["traced"].split(" → ")]:
+            assert min(counts) > 1000
+            assert max(counts) - min(counts) <= spread * min(counts), row
         assert re.fullmatch(r"(\d+ [\w-]+(, )?)+", row["collectives"]), row
-    assert len({row["collectives"] for row in rows}) == len({row["traced"] for row in rows}) == 1
+    assert len({row["collectives"] for row in rows}) == 1
 
 
 def test_a_device_has_the_same_to_do_on_8_and_on_64():
@@ -164,7 +165,7 @@ def test_a_device_has_the_same_to_do_on_8_and_on_64():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "spread"), [("muon", 0), ("microbatches", 0), ("gpt2", 5e-3)])
+@pytest.mark.parametrize(("case", "spread"), [("muon", 0), ("microbatches", 0), ("gpt2", 1e-2)])
 def test_so_it_has_with_muon_accumulation_and_gpt2(case, spread):
     check(measured(case), spread)
 

@@ -100,7 +100,7 @@ class RunLog:
         return self
 
     def __exit__(self, *exc_info) -> None:
-        self.close()
+        self._close()
 
     def log(self, step: int, metrics: Mapping[str, jax.Array], source_tokens: Mapping[str, int] | None = None) -> None:
         """Takes the metrics of a step just dispatched, and writes those of the step before it.
@@ -147,6 +147,9 @@ class RunLog:
     def close(self) -> None:
         """Writes the last step's metrics and ends the bar. Further calls do nothing."""
         mark("ending", paused=True)
+        self._close()
+
+    def _close(self) -> None:
         try:
             self._write_pending()
         finally:

@@ -12,6 +12,7 @@ import jax
 
 from . import perfetto
 from .flops import ModelFlops, PeakFlops
+from .progress import pause
 
 # Converting a trace must not hold this process's interpreter lock while it trains.
 _CONVERT_TIMEOUT_S = 300.0
@@ -53,10 +54,9 @@ class StepProfiler:
 
     def before_step(self, i: int) -> None:
         """Begins the measurement if step `i` is the first profiled one."""
-        if self._active and i == self._first:
-            jax.block_until_ready(self._before)
-            jax.profiler.start_trace(self._directory)
-            self._start = time.perf_counter()
+        if i == self._first:
+            with pause("starting the profiler"):  # in every process, since places are counted
+                self._begin()
 
     def after_step(self, i: int, outputs: Any) -> None:
         """Ends the measurement and prints it if step `i` is the last profiled one.
@@ -64,17 +64,27 @@ class StepProfiler:
         Args:
             outputs: arrays that the step computed and that no later step is given to donate, such as its metrics.
         """
-        if not self._active:
+        self._before = outputs if self._active and i == self._first - 1 else None
+        if i == self._last:
+            with pause("ending the profile"):
+                self._end(outputs)
+
+    def _begin(self) -> None:
+        if self._active:
+            jax.block_until_ready(self._before)
+            jax.profiler.start_trace(self._directory)
+            self._start = time.perf_counter()
+
+    def _end(self, outputs: Any) -> None:
+        if self._start is None:
             return
-        self._before = outputs if i == self._first - 1 else None
-        if i == self._last and self._start is not None:
-            jax.block_until_ready(outputs)
-            seconds = time.perf_counter() - self._start
-            self._start = None
-            executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="profile")
-            self._tracing = executor.submit(_finish_trace, self._directory)
-            executor.shutdown(wait=False)
-            print(self._report(seconds), flush=True)
+        jax.block_until_ready(outputs)
+        seconds = time.perf_counter() - self._start
+        self._start = None
+        executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="profile")
+        self._tracing = executor.submit(_finish_trace, self._directory)
+        executor.shutdown(wait=False)
+        print(self._report(seconds), flush=True)
 
     def close(self) -> Path | None:
         """Waits for the trace to be written. Returns its path; None if there is none, with a line that says why."""

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -71,10 +72,8 @@ class Watch:
         server = _listen() if self._id == 0 else None
         self._meeting = _agree(server, self._host, self._coordinator)
         self._hub = Peer(0, self._meeting["host"], time.monotonic(), time.monotonic())
-        run = self._decide if server else self._follow
         connection = server or self._connect()
-        self._thread = threading.Thread(target=run, args=(connection,), name="watch", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(connection,), name="watch", daemon=True).start()
         if not self._connected.wait(self._join_s):
             raise OSError(
                 f"process {self._id} on {self._host}: after {self._join_s:g} s (distributed.join_timeout) "
@@ -87,9 +86,7 @@ class Watch:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if jax.process_count() == 1:
             return
         if kind is None:
@@ -110,6 +107,17 @@ class Watch:
                 f"distributed.count is {self._count}, but {jax.process_count()} processes found one another. Start one "
                 "process for each, e.g. with srun, or set distributed.count."
             )
+
+    def _run(self, connection: "socket.socket | _Link") -> None:
+        try:
+            if self._id == 0:
+                self._decide(connection)
+            else:
+                self._follow(connection)
+        except BaseException:
+            # Nobody would watch any more, and the main thread wait for it in the end.
+            traceback.print_exc()
+            os._exit(1)
 
     # ---- process 0
 
@@ -172,12 +180,13 @@ class Watch:
                 if message.get("token") != self._meeting["token"] or message.get("id") not in self._peers:
                     return False
                 link.peer = self._peers[message["id"]]
-                link.peer.host = message["host"]
+                link.peer.host, link.peer.lost = message["host"], False
                 self._links[link.peer.id] = link
                 link.send({"hello": True})
                 self._is_urgent = True
             self._note(link.peer, message)
-        if not is_open and link.peer is not None:
+        # A process that got no answer in time may have connected again.
+        if not is_open and link.peer is not None and self._links[link.peer.id] is link:
             link.peer.lost = self._is_urgent = True
         return is_open
 

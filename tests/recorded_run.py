@@ -1,0 +1,76 @@
+"""`python -m train`, with a witness: what stands in each batch on the devices of this process, as its step gets it.
+
+    python tests/recorded_run.py --config-name=local_test_synthetic …
+
+Appends to <run>/witness_<process>.jsonl. With PAUSE_AT=<step> in the environment it stops there for good, to be killed.
+"""
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+
+class RecordedStep:
+    """A compiled training step that first writes down which rows it is given: step, and a hash of each row."""
+
+    def __init__(self, compiled, directory: Path):
+        self._compiled, self._directory = compiled, directory
+
+    def __getattr__(self, name: str):
+        return getattr(self._compiled, name)
+
+    def __call__(self, state, batch, step):
+        line = {"step": int(step), "rows": rows_on_devices(batch)}
+        with (self._directory / f"witness_{jax.process_index()}.jsonl").open("a") as file:
+            print(json.dumps(line), file=file, flush=True)
+        if int(step) == int(os.environ.get("PAUSE_AT", -1)):
+            time.sleep(3600)
+        return self._compiled(state, batch, step)
+
+
+def hash_of(*parts: np.ndarray) -> str:
+    return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
+
+
+def rows_on_devices(batch) -> dict[str, str]:
+    """Hash of each row of the batch that a device of this process holds, by its number in the whole batch.
+
+    All devices that hold a row have the same, whole one; or else its hash is "differs".
+    """
+    found: dict[str, str] = {}
+    fields = [{s.device: s for s in x.addressable_shards} for x in (batch.targets, batch.is_seq_start, batch.loss_mask)]
+    for device, first in fields[0].items():
+        blocks = [np.asarray(field[device].data) for field in fields]
+        begin = first.index[0].indices(batch.targets.shape[0])[0]
+        whole = all(block.shape[1] == batch.targets.shape[1] for block in blocks)
+        for i, row in enumerate(zip(*blocks, strict=True)):
+            name = hash_of(*row) if whole else "differs"
+            if found.setdefault(str(begin + i), name) != name:
+                found[str(begin + i)] = "differs"
+    return found
+
+
+def record(training_io):
+    """What is to take the place of `training_io.compile_with_hlo_dump`: the same, with a RecordedStep."""
+    compile_with_hlo_dump = training_io.compile_with_hlo_dump
+
+    def compile_and_record(lowered, directory):
+        compiled, _ = compile_with_hlo_dump(lowered, directory)
+        return RecordedStep(compiled, Path(directory)), None  # no graph: to draw it takes longer than the run
+
+    return compile_and_record
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import training_io
+
+    training_io.compile_with_hlo_dump = record(training_io)
+    runpy.run_module("train", run_name="__main__", alter_sys=True)
