@@ -1,0 +1,149 @@
+"""Runs with stages: their checkpoints on other meshes, several processes, many steps, texts that they sample."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import zarr
+from processes import Run
+
+import configuration
+import train
+from jax_extra import make_mesh
+from shardlib.shardtypes import make_shardings
+from stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages
+from training_io import Checkpointer
+
+PLACES = {  # name: p, r, d, t, pipeline settings
+    "p=4 v=2": (4, 1, 1, 2, {"virtual_stages": 2}),
+    "p=1 d=4 t=2": (1, 1, 4, 2, {}),
+    "p=1 d=2 t=4": (1, 1, 2, 4, {}),
+    "p=2 uneven": (2, 1, 2, 2, {"layers_per_stage": [5, 3]}),
+    "p=2 v=2 r=2": (2, 2, 1, 2, {"virtual_stages": 2}),
+}
+
+
+def settings(place: str) -> configuration.Config:
+    c = tiny.config(tiny.model(d_model=64, layers=8), microbatches=4)
+    c.pipeline = configuration.PipelineConfig(**PLACES[place][4])
+    return c
+
+
+def mesh_of(place: str):
+    p, r, d, t, _ = PLACES[place]
+    return make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)
+
+
+def fresh(c: configuration.Config) -> train.State:
+    """With moments that differ from layer to layer and from each other, as those of a run do."""
+
+    @jax.jit
+    def state(key):
+        weights = train.init_state(key, c).weights
+        return train.State(weights, jax.tree.map(lambda w: 2 * w, weights), jax.tree.map(lambda w: w * w, weights))
+
+    return state(jax.random.key(3))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of the same state, saved on each of PLACES."""
+    paths = {}
+    for place in PLACES:
+        c = settings(place)
+        with jax.set_mesh(mesh_of(place)), Checkpointer(tmp_path_factory.mktemp("saved")) as checkpoints:
+            state = fresh(c)
+            checkpoints.save(7, state, {}, stack_orders(placement_of(c), train.State, state))
+            paths[place] = checkpoints.directory
+    return paths
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_checkpoint_is_the_same_from_any_stages(saved, place):
+    """As another program reads it: arrays in the order of layers, without padding."""
+    mine, plain = (zarr.open_group(saved[name] / "0000000007", mode="r") for name in (place, "p=1 d=4 t=2"))
+    names = [name for name, item in plain.members(max_depth=None) if isinstance(item, zarr.Array)]
+    assert len(names) == 3 * len(jax.tree.leaves(train.weight_table(settings(place).model)))
+    for name in names:
+        np.testing.assert_array_equal(mine[name][...], plain[name][...], err_msg=name)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_and_is_restored_to_any_others(saved, place):
+    c = settings(place)
+    with jax.set_mesh(mesh_of(place)), Checkpointer(saved["p=4 v=2"]) as checkpoints:
+        expected = fresh(c)
+        shapes = jax.eval_shape(lambda: expected)
+        shardings = make_shardings(train.State[train.Transformer], like=shapes)
+        like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+        found = checkpoints.restore(7, like, orders=stack_orders(placement_of(c), train.State, shapes))
+    for x, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.sharding == e.sharding
+        np.testing.assert_array_equal(x, e)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_without_stages_are_those_of_a_mesh_without_p(place):
+    with jax.set_mesh(tiny.mesh("one device")):
+        expected = fresh(settings("p=1 d=4 t=2")).weights
+    c = settings(place)
+    with jax.set_mesh(mesh_of(place)):
+        mesh = folded_mesh(c)
+        found = without_stages(fresh(c).weights, placement_of(c), mesh)
+    assert "p" not in mesh.shape
+    for x, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, e)
+
+
+def test_the_run_says_what_each_stage_has():
+    with jax.set_mesh(mesh_of("p=2 uneven")):
+        lines = describe_stages(settings("p=2 uneven"))
+    assert lines[0].startswith("interleaved_1f1b, 4 microbatches in ")
+    assert lines[1].startswith("stage 0: p=0: layers 0-4, embedding; ")
+    assert lines[2].startswith("stage 1: p=1: layers 5-7, final norm, unembedding; ")
+    layer = 4 * (2 * 64 + 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 48)
+    assert f"{3 * layer / 2**20:.4g} MiB" in lines[2]
+    with jax.set_mesh(mesh_of("p=1 d=4 t=2")):
+        assert describe_stages(settings("p=1 d=4 t=2")) == []
+
+
+# ---- whole runs ---------------------------------------------------------------------------------------------------
+
+PIPELINE = ["model.layers=4", "training.microbatches=4", "pipeline.virtual_stages=2", "mesh.p=2"]
+SAMPLES = ["training.sample_interval=4", "training.sample_tokens=4", "training.eval_batches=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices", "mesh"), [(2, 2, (2, 1)), (2, 4, (2, 2)), (4, 2, (2, 2)), (4, 1, (1, 2))])
+def test_processes_run_as_one(count, devices, mesh, tmp_path):
+    """p, or d or t beside it, goes across processes; losses and texts are those of one process."""
+    sizes = [f"mesh.d={mesh[0]}", f"mesh.t={mesh[1]}", "training.steps=8", "training.checkpoint_interval=8"]
+    one = Run(tmp_path / "one", 1, count * devices, *PIPELINE, *SAMPLES, *sizes).succeed()
+    many = Run(tmp_path / "many", count, devices, *PIPELINE, *SAMPLES, *sizes).succeed()
+    # The same program on the same mesh: what differs is how gloo and one process add up.
+    np.testing.assert_allclose(many.losses(), one.losses(), rtol=1e-5)
+    texts = [[json.loads(line) for line in (run.directory / "samples.jsonl").open()] for run in (one, many)]
+    assert texts[0] == texts[1]
+    assert not any("step" in many.stdout(i) for i in range(1, count))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_over_other_stages_and_processes(tmp_path):
+    """p=2 v=2 in two processes, then four uneven stages in one, then none: as the unbroken run without stages."""
+    settings = ["model.layers=4", "training.microbatches=4", "training.checkpoint_interval=4"]
+    unbroken = Run(tmp_path / "unbroken", 1, 4, *settings, "mesh.d=4", "mesh.t=1", "training.steps=12").succeed()
+    root = tmp_path / "moved"
+    Run(root, 2, 2, *settings, "pipeline.virtual_stages=2", "mesh.p=2", "mesh.t=1", "training.steps=4").succeed()
+    uneven = ["mesh.p=2", "pipeline.layers_per_stage=[3,1]", "mesh.d=1", "mesh.t=2"]
+    Run(root, 1, 4, *settings, *uneven, "training.steps=8").succeed()
+    moved = Run(root, 1, 4, *settings, "mesh.d=1", "mesh.t=4", "training.steps=12").succeed()
+    np.testing.assert_allclose(moved.losses(), unbroken.losses(), rtol=2e-4)
+
+
+@pytest.mark.slow
+def test_five_hundred_steps_without_a_deadlock(tmp_path):
+    run = Run(tmp_path, 1, 8, *PIPELINE, "mesh.d=2", "mesh.t=2", "training.steps=500").succeed()
+    assert len(run.losses()) == 500
+    assert run.losses()[-1] < run.losses()[0] - 2
