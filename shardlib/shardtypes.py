@@ -39,7 +39,7 @@ from shardlib.array_types import (
 from shardlib.checks import Scope, scope
 from shardlib.functions import register_with_typeguard, typed, typed_shard_map
 from shardlib.parsing import ShardError
-from shardlib.values import Copy, Partial
+from shardlib.values import Copy, Partial, pipeline_stage
 
 __all__ = [
     "Array",
@@ -62,6 +62,7 @@ __all__ = [
     "is_fully_sharded",
     "make_partition_specs",
     "make_shardings",
+    "pipeline_stage",
     "pytree_dataclass",
     "register_with_typeguard",
     "scope",
