@@ -463,10 +463,19 @@ def test_what_fails_in_all_processes_is_said_by_each(tmp_path):
         assert "ends too" not in run.stderr(i)
 
 
-SLOW = """
+SLOW_BATCH = """
 import time
-import jax
 import input_loader.flat
+Loader = input_loader.flat.FlatTokensLoader
+rows = Loader.rows
+def slowly_read(self, step, which):
+    if step == 0:
+        time.sleep(18)
+    return rows(self, step, which)
+Loader.rows = slowly_read
+"""
+SLOW_COMPILATION_AND_CHECKPOINT = """
+import jax
 import training_io.checkpoint
 
 compile = jax.stages.Lowered.compile
@@ -480,22 +489,19 @@ def slowly_write(*arguments):
     time.sleep(18)
     write(*arguments)
 training_io.checkpoint._write_arrays = slowly_write
-
-Loader = input_loader.flat.FlatTokensLoader
-rows = Loader.rows
-def slowly_read(self, step, which):
-    if step == 0:
-        time.sleep(18)
-    return rows(self, step, which)
-Loader.rows = slowly_read
 """
 
 
 @pytest.mark.slow
-def test_compilation_first_step_and_checkpoints_may_take_longer(tmp_path):
-    """Each takes 18 seconds in process 1: more than a step may, and three times what a heartbeat may."""
+def test_compilation_first_batch_and_checkpoints_may_take_longer(tmp_path):
+    """Each takes 18 seconds: more than a step may, and three times what a heartbeat may.
+
+    Process 0 waits for process 1, whose compilation and checkpoints are slow. (In the first step, gloo lets it wait for
+    no more than 30 seconds.)
+    """
     overrides = ["training.steps=4", "training.checkpoint_interval=3", *LIMITS]
-    run = Run(tmp_path, 2, 2, *overrides, hooks={1: SLOW}).succeed()
+    hooks = {0: SLOW_BATCH, 1: SLOW_BATCH + SLOW_COMPILATION_AND_CHECKPOINT}
+    run = Run(tmp_path, 2, 2, *overrides, hooks=hooks).succeed()
     assert len(run.losses()) == 4
 
 
