@@ -1,7 +1,7 @@
 """The training step of train.py, broken in one place at a time: no break that communicates wrongly survives tracing.
 
-Each mutation replaces text of train.py; the step is then traced on a mesh of r=2, d=2, t=2 that has no devices. Where
-train.py changes, a mutation may no longer find its text: mend the text here.
+Each mutation replaces text of train.py; the step is then traced on a mesh of r=2, d=2, t=2 that has no devices, or on
+one of p=2 more. Where train.py changes, a mutation may no longer find its text: mend the text here.
 """
 
 import linecache
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.quick
 
 SOURCE = (Path(__file__).parent.parent / "train.py").read_text().split("# ---- main ---")[0]
 MESH = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+STAGES = AbstractMesh((2, 2, 2, 2), ("p", "r", "d", "t"), axis_types=(AxisType.Explicit,) * 4)
 
 SCATTER = 'shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", '
 MUTATIONS = {  # name: text of train.py, what stands there instead, part of the message
@@ -68,9 +69,9 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "f32[8], a copy on each device of r",
     ),
     "a weight is stored in the other axis order": (
-        'final_norm: f32["M/t/d"]',
-        'final_norm: f32["M/d/t"]',
-        "dim M/d/t has its axes in the wrong order",
+        'final_norm: f32["M/t/d/p"]',
+        'final_norm: f32["M/d/t/p"]',
+        "dim M/d/t/p has its axes in the wrong order",
     ),
     "a weight is not sharded over d at rest": (
         'w_down: f32["F/t M/d"]',
@@ -78,13 +79,13 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "layers.w_down: f32['layers F/t M'] is not sharded over d",
     ),
     "the embedding is not gathered": (
-        'embed = shardops.all_gather("V/t M/d -> V/t M", w.embed.astype(dtype))',
-        "embed = w.embed.astype(dtype)",
+        'shardops.all_gather("V/t M/d/p -> V/t M *d *p", x.astype(act.dtype))',
+        "x",
         "operand 1 `[V/t] M`: the value differs between devices of d",
     ),
     "replicas are not marked": (
-        'w = shardops.replicate("... -> ... *r", w)',
-        "pass",
+        'shardops.replicate("... -> ... *r", w)',
+        "w",
         "the same on every device of r, over which the result varies: its gradient would be all-reduced over r unseen",
     ),
     "replicas are marked over d": (
@@ -155,9 +156,9 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "layer, local hidden: act['B/r/d L F']: the value differs between devices of t",
     ),
     "the embedded tokens are not reduced": (
-        'x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(dtype))',
-        "pass",
-        "layer, argument x: act['B/r/d L/t M']: the value is a partial sum over t",
+        'return shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(act.dtype))',
+        "return x.astype(act.dtype)",
+        "embed, result: act['B/r/d L/t M']: the value is a partial sum over t",
     ),
     "the lookup takes the table for whole": (
         '"[V/t] M, B/r/d L -> B/r/d L M +t"',
@@ -188,12 +189,12 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     "the loss stays per device": (
         'shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", losses * batch.loss_mask))',
         "jnp.sum(losses * batch.loss_mask)",
-        "total_loss, result: f32['']: the value differs between devices of r, d",
+        "summed_loss, result: f32['']: the value differs between devices of r, d",
     ),
     "the loss is reduced over d, not r": (
         'shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", losses',
         'shardops.psum("+r +d -> +r", shardops.einsum_unreduced("B/r/d L -> +r +d", losses',
-        "total_loss, result: f32['']: the value is a partial sum over r",
+        "summed_loss, result: f32['']: the value is a partial sum over r",
     ),
     "the loss is reduced over t too": (
         'shardops.einsum_unreduced("B/r/d L -> +r +d", losses',
@@ -206,11 +207,6 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "count_targets, result: f32['']: the value differs between devices of r, d",
     ),
     # the step: weights gathered ahead of the microbatches, gradients
-    "the weights are no copies": (
-        'w = shardops.replicate("... -> ... *r", w)',
-        "",
-        "its gradient would be all-reduced over r unseen",
-    ),
     "the gradients are not reduced": (
         "(g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))",
         "",
@@ -218,29 +214,111 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     ),
     # the optimizer
     "the gradient's norm stays per device": (
-        'shardops.psum("+t +d ->", functools.reduce(lambda a, b: a + b, squares))',
+        'shardops.psum("+t +d +p ->", functools.reduce(lambda a, b: a + b, squares))',
         "sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(g))",
         "clip_by_global_norm, result: ",
     ),
     "the gradient's norm is reduced over t alone": (
-        '"+t +d ->", functools',
+        '"+t +d +p ->", functools',
         '"+t ->", functools',
         "the value is a partial sum over t, d, `+t` says +t",
     ),
     "the gradient's norm counts r too": (
-        '"N/t/d -> +t +d"',
-        '"N/r/t/d -> +r +t +d"',
+        '"N/t/d/p -> +t +d +p"',
+        '"N/r/t/d/p -> +r +t +d +p"',
         "operand 1 `N/r/t/d`: size mismatch: dim N is ",
+    ),
+}
+
+MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
+    # weights at rest
+    "the layers are not split over p": (
+        'layers: Array["layers/p", TransformerLayer]',
+        'layers: Array["layers", TransformerLayer]',
+        "layers.attention_norm: f32['layers M/t/d'] is not sharded over p",
+    ),
+    "the embedding is not sharded over p at rest": (
+        'embed: f32["V/t M/d/p"]',
+        'embed: f32["V/t M/d"]',
+        "embed: f32['V/t M/d'] is not sharded over p",
+    ),
+    "a norm outside of the layers is not sharded over p at rest": (
+        'final_norm: f32["M/t/d/p"]',
+        'final_norm: f32["M/t/d"]',
+        "final_norm: f32['M/t/d'] is not sharded over p",
+    ),
+    # what the stages are given
+    "the embedding is gathered over p alone": (
+        '"V/t M/d/p -> V/t M *d *p", x.astype',
+        '"V/t M/d/p -> V/t M/d *p", x.astype',
+        "operand 1 `[V/t] M`: the value differs between devices of d",
+    ),
+    "the embedding is gathered over d alone": (
+        '"V/t M/d/p -> V/t M *d *p", x.astype',
+        '"V/t M/d/p -> V/t M/p *d", x.astype',
+        "M/d/p and M/p differ in more than their last axes",
+    ),
+    "a norm outside of the layers stays sharded over p": (
+        'final_norm = shardops.all_gather("M/t/d/p -> M *t *d *p", w.final_norm)',
+        "final_norm = w.final_norm",
+        "rms_norm, argument weight: f32['M/t/d']: size mismatch: dim M is 8",
+    ),
+    "what lies outside of the layers is not gathered": (
+        "if gather or has_stages():",
+        "if gather:",
+        "operand 1 `[V/t] M`: the value differs between devices of d",
+    ),
+    "the weights are copies over p": (
+        'replicate("... -> ... *r", w)',
+        'replicate("... -> ... *r *p", w)',
+        "operand 1.embed, f32[10,2] {varying over t, d, p}, differs between devices of p already",
+    ),
+    # within a stage
+    "a stage gathers the layers of all stages": (
+        "layer_weights, _, cache = of_layer",
+        'layer_weights, cache = of_layer[0], shardops.all_gather("layers/p M/t/d -> layers M/t/d", w.mlp_norm)',
+        "a collective over p inside a pipeline stage: the stages run different tasks at a time, so that it would wait",
+    ),
+    "a stage sums over p behind the types": (
+        "jax.nn.silu(gate) * up",
+        'jax.nn.silu(lax.psum(gate, "p")) * up',
+        "a pipeline stage runs psum_invariant over p: the stages run different tasks at a time",
+    ),
+    "a stage asks another for its positions": (
+        "attended = save_for_backward(attended)",
+        'attended = save_for_backward(lax.ppermute(attended, "p", [(0, 1), (1, 0)]))',
+        "a pipeline stage runs ppermute over p",
+    ),
+    # behind the stages
+    "the loss is that of the last stage alone": (
+        'return shardops.psum("+p ->", loss), g',
+        "return loss, g",
+        "loss_and_gradients, result: [0]: f32['']: the value is a partial sum over p",
+    ),
+    "the evaluated loss is that of the last stage alone": (
+        'return shardops.psum("+p ->", total), count_targets(batch)',
+        "return total, count_targets(batch)",
+        "the value is a partial sum over p",
+    ),
+    "the gradient's norm is that of each stage": (
+        '"+t +d +p ->", functools',
+        '"+t +d ->", functools',
+        "the value is a partial sum over t, d, p, `+t +d` says +t +d",
+    ),
+    "the gradient's norm leaves p out": (
+        '"N/t/d/p -> +t +d +p"',
+        '"N/t/d -> +t +d"',
+        "operand 1 `N/t/d`: the value differs between devices of p",
     ),
 }
 
 
 @pytest.fixture
 def trace_step():
-    """A function that traces the training step of a module's source, and forgets the module."""
+    """A function that traces the steps of a module's source on a mesh, and forgets the module."""
     name = "mutated_train"
 
-    def trace(source: str) -> None:
+    def trace(source: str, mesh: AbstractMesh) -> None:
         module = types.ModuleType(name)
         module.__file__ = f"<{name} {hash(source)}>"
         linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
@@ -253,16 +331,17 @@ def trace_step():
             optimizer=module.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, schedule_steps=2),
             mesh=configuration.MeshConfig(),
             data=configuration.DataConfig(filespec="unused"),
-            training=configuration.TrainingConfig(batch_size=8, seq_len=4, steps=1),
+            training=configuration.TrainingConfig(batch_size=8, seq_len=4, steps=1, microbatches=2),
             hardware=configuration.HardwareConfig(),
             paths=configuration.PathsConfig(),
         )
-        with jax.sharding.use_abstract_mesh(MESH):
+        with jax.sharding.use_abstract_mesh(mesh):
             state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), config))
             array = lambda dtype, sharding: jax.ShapeDtypeStruct((8, 4), dtype, sharding=sharding)
             dtypes = TokenBatch(targets=jnp.uint32, is_seq_start=jnp.bool_, loss_mask=jnp.bool_)
             batch = jax.tree.map(array, dtypes, make_shardings(TokenBatch))
             module.make_training_step(config).eval_shape(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+            module.make_evaluation_step(config).eval_shape(state.weights, batch)
 
     yield trace
     sys.modules.pop(name, None)
@@ -270,14 +349,15 @@ def trace_step():
         del linecache.cache[file]
 
 
-def test_the_step_as_it_stands_traces(trace_step):
-    trace_step(SOURCE)
+@pytest.mark.parametrize("mesh", [MESH, STAGES], ids=["without p", "with p"])
+def test_the_step_as_it_stands_traces(trace_step, mesh):
+    trace_step(SOURCE, mesh)
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", [*MUTATIONS, *MUTATIONS_WITH_STAGES])
 def test_broken_step_does_not_trace(trace_step, name):
-    text, instead, message = MUTATIONS[name]
+    text, instead, message = (MUTATIONS | MUTATIONS_WITH_STAGES)[name]
     assert text in SOURCE, f"train.py no longer has {text!r}"
     with pytest.raises((ShardError, TypeError, ValueError)) as raised:
-        trace_step(SOURCE.replace(text, instead))
+        trace_step(SOURCE.replace(text, instead), MESH if name in MUTATIONS else STAGES)
     assert message in str(raised.value)
