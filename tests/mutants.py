@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from shardlib.parsing import ShardError, parse_op, parse_shape
 
-AXES = ("r", "t", "d")
+AXES = ("r", "t", "d", "p")
 """Of the mesh, in the order in which they stand within a dim."""
 GATHERS = {"all_gather", "gather", "cast", "head_norm"}  # with train.py's names for them
-COLLECTIVES = GATHERS | {"psum_scatter", "psum", "pmax", "replicate"}
+COLLECTIVES = GATHERS | {"psum_scatter", "psum", "pmax", "replicate", "gather_ends", "gather_layers"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +88,16 @@ def _of_type(node: ast.Subscript) -> list[ast.expr]:
 
 # ---- specs --------------------------------------------------------------------------------------------------------
 
-_WORD = r"\[?[A-Za-z]+(/[rtd])*\]?|\.\.\.|[+*][rtd]"
+_WORD = r"\[?[A-Za-z]+(/[rtdp])*\]?|\.\.\.|[+*][rtdp]"
 _SHAPE = rf"\s*(({_WORD})(\s+({_WORD}))*)?\s*"
 _SPEC = re.compile(rf"{_SHAPE}(,{_SHAPE})*->{_SHAPE}|{_SHAPE}")
 
 
 def is_spec(text: str) -> bool:
     """Whether a string is a spec: of an operation, or of a type that says how an array is sharded."""
-    return _SPEC.fullmatch(text) is not None and ("->" in text or re.search(r"/[rtd]\b|[+*][rtd]\b", text) is not None)
+    return _SPEC.fullmatch(text) is not None and (
+        "->" in text or re.search(r"/[rtdp]\b|[+*][rtdp]\b", text) is not None
+    )
 
 
 def spec_changes(spec: str) -> Iterator[tuple[str, str]]:
@@ -148,9 +150,9 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
         for other in AXES[i + 1 :]:
             if axis in used or other in used:
                 swap = {axis: other, other: axis}
-                new = re.sub(r"(?<=[/+*])([rtd])\b", lambda m, swap=swap: swap.get(m[1], m[1]), spec)
+                new = re.sub(r"(?<=[/+*])([rtdp])\b", lambda m, swap=swap: swap.get(m[1], m[1]), spec)
                 in_order = lambda m: "/".join(["", *sorted(m[0][1:].split("/"), key=AXES.index)])
-                yield "axes exchanged in a whole spec", re.sub(r"(/[rtd])+\b", in_order, new)
+                yield "axes exchanged in a whole spec", re.sub(r"(/[rtdp])+\b", in_order, new)
     if sum(bool(re.search(rf"[/+*]{axis}\b", word)) for word in words for axis in used) > 1:
         for axis in used:
             yield "axis dropped from a whole spec", re.sub(rf"\s*[+*]{axis}\b|/{axis}\b", "", spec)

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
+import configuration
 import jax_extra
 import train
 from shardlib import shardops
@@ -186,17 +188,41 @@ def test_every_mesh_divides_the_small_sizes():
     small(c, 8)
     c.model.check(c.training.seq_len)
     meshes, others = all_meshes(c, 8)
-    assert (len(meshes), others) == (10, [])
-    assert chosen(["2x2x2", "1x8x1"], meshes, others)[0] == [{"r": 1, "d": 8, "t": 1}, {"r": 2, "d": 2, "t": 2}]
-    with pytest.raises(ValueError, match=r"verify.meshes has 3x1x1; meshes of so many devices are .*1x8x1"):
+    assert [mesh["p"] for mesh in meshes] == [1] * 10 + [2] * 6 + [4] * 3
+    assert [mesh for mesh, _ in others] == [{"p": 8, "r": 1, "d": 1, "t": 1}]
+    assert "4 layers do not divide into 8 stages" in others[0][1]
+    expected = [{"p": 1, "r": 1, "d": 8, "t": 1}, {"p": 1, "r": 2, "d": 2, "t": 2}, {"p": 2, "r": 1, "d": 4, "t": 1}]
+    assert chosen(["2x1x4x1", "2x2x2", "1x8x1"], meshes, others)[0] == expected
+    with pytest.raises(ValueError, match=r"verify.meshes has 3x1x1; meshes of so many devices are .*1x8x1, .*8x1x1x1"):
         chosen(["3x1x1"], meshes, others)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "pipeline", "layers", "microbatches", "stages"),
+    [
+        ({"p": 2}, {}, 2, 2, {2}),
+        ({"p": 2}, {"virtual_stages": 2}, 4, 2, {2}),
+        ({}, {"virtual_stages": 2}, 8, 4, {2, 4}),
+        ({}, {"layers_per_stage": [1, 2]}, 3, 4, {2}),
+        ({}, {"layers_per_stage": "balanced", "schedule": "gpipe"}, 4, 4, {2, 4}),
+    ],
+)
+def test_small_is_small_in_the_configured_stages(mesh, pipeline, layers, microbatches, stages):
+    c = tiny.config()
+    c.mesh, c.pipeline = configuration.MeshConfig(**mesh), configuration.PipelineConfig(**pipeline)
+    small(c, 8)
+    assert (c.model.layers, c.training.microbatches) == (layers, microbatches)
+    assert {mesh["p"] for mesh in all_meshes(c, 8)[0]} - {1} == stages
+
+
 def test_meshes_that_do_not_divide_are_listed_with_the_reason():
-    meshes, others = all_meshes(tiny.config(tiny.model(n_kv=2)), 8)
+    """No mesh with p among them: there is one microbatch."""
+    meshes, others = all_meshes(tiny.config(tiny.model(n_kv=2, layers=4)), 8)
     assert all(mesh["t"] <= 2 for mesh in meshes)
-    assert {"r": 1, "d": 1, "t": 8} in [mesh for mesh, _ in others]
-    assert all("model.n_kv is 2; on the mesh" in reason for _, reason in others)
+    reasons = {tuple(mesh.values()): reason for mesh, reason in others}
+    assert "model.n_kv is 2; on the mesh r=1 d=1 t=8" in reasons[1, 1, 1, 8]
+    assert "interleaved_1f1b takes microbatches in groups of one a device: 1 microbatches" in reasons[2, 2, 2, 1]
+    assert "4 layers do not divide into 8 stages" in reasons[8, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -214,22 +240,23 @@ def test_settings_out_of_range_are_named(changes, message):
 
 # ---- the program --------------------------------------------------------------------------------------------------
 
-TINY = ("verify.small=true", "verify.meshes=[2x2x2]", "model.layers=1")
+TINY = ("verify.small=true", "verify.meshes=[2x2x2]", "mesh.p=2")
 
 
 def verify(directory: Path, *overrides: str, name: str = "local_test_synthetic") -> subprocess.CompletedProcess:
-    """Runs the tool in `directory`: its train.py, if there is one, comes before the project's."""
+    """Runs the tool in `directory`: its train.py and shardlib, if there are any, come before the project's."""
     command = [sys.executable, "-m", "tools.verify", f"--config-name={name}", *TINY, *overrides]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
-def test_train_py_is_the_same_on_a_mesh_of_all_axes(tmp_path):
+def test_train_py_is_the_same_on_meshes_of_all_axes(tmp_path):
     """In f64 and in bf16."""
-    done = verify(tmp_path)
+    done = verify(tmp_path, "verify.meshes=[2x2x2,2x1x2x2]")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "In f64, all 1 meshes agree with one device." in done.stdout
-    assert "In bf16, all 1 meshes agree with one device." in done.stdout
+    assert "In f64, all 2 meshes agree with one device." in done.stdout
+    assert "In bf16, all 2 meshes agree with one device." in done.stdout
+    assert "2 microbatches, schedule=interleaved_1f1b virtual_stages=1" in done.stdout
     assert "not all is f64" not in done.stdout
 
 
@@ -241,7 +268,11 @@ def test_train_py_is_the_same_on_a_mesh_of_all_axes(tmp_path):
             'attended = save_for_backward(jnp.roll(attended, shardops.axis_index("t"), 2))',
             "the activation layer.attended, layer 0",
         ),
-        ("seeds) / targets", "seeds) / batch.targets.size", "the loss mean loss"),
+        (
+            "row_seeds), batch, z_loss) / targets",
+            "row_seeds), batch, z_loss) / batch.targets.size",
+            "the loss summed loss",
+        ),
         ("(jnp.sqrt(unbiased_nu)", "(jnp.sqrt(jnp.mean(unbiased_nu))", "the update embed"),
     ],
     ids=["activation", "loss", "update"],
@@ -255,8 +286,46 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, in
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
     assert f"the first tensor that differs is {tensor} at train.py:" in line
     number = int(line.split("train.py:")[1].split(",")[0])
-    sought = {"activation": instead, "loss": "def loss_and_gradients", "update": "embed: f32"}[tensor.split()[1]]
+    sought = {"activation": instead, "loss": "whole = lambda", "update": "embed: f32"}[tensor.split()[1]]
     assert any(sought in near for near in edited.splitlines()[number - 1 : number + 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "instead", "chunks", "tensor"),
+    [
+        (
+            "return _add(g, g_ends), total + share, dy",
+            "return jax.tree.map(lambda a, b: jnp.where(k == 0, a, b), g, _add(g, g_ends)), total + share, dy",
+            1,
+            "the gradient unembed at train.py:",
+        ),
+        pytest.param(
+            "own = chunk(w.layers, i)",
+            "own = chunk(w.layers, 0 * i)",
+            2,
+            "the gradient layers.w_up, layer 3 at train.py:",
+            marks=pytest.mark.slow,
+        ),
+        (
+            "rows[stage % self.p, stage",
+            "rows[(stage + 1) % self.p, stage",
+            1,
+            "the activation layer.v, layer 0 at train.py:",
+        ),
+    ],
+    ids=["a microbatch's gradient is dropped", "the backward takes another chunk", "the stages are placed wrongly"],
+)
+def test_a_bug_in_the_executor_is_found_and_named(tmp_path, text, instead, chunks, tensor):
+    edited = tmp_path / "shardlib" / "pipeline.py"
+    shutil.copytree(ROOT / "shardlib", tmp_path / "shardlib", ignore=shutil.ignore_patterns("__pycache__"))
+    source = edited.read_text()
+    assert source.count(text) == 1
+    edited.write_text(source.replace(text, instead))
+    settings = ["verify.meshes=[2x1x2x2]", "verify.precisions=[f64]", f"pipeline.virtual_stages={chunks}"]
+    done = verify(tmp_path, *settings)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on")]
+    assert line.startswith(f"DIFFERS on p=2 r=1 d=2 t=2: the first tensor that differs is {tensor}")
 
 
 def test_what_tracing_rejects_is_one_message(tmp_path):

@@ -203,7 +203,7 @@ class Probe:
 
     def forward_and_gradients(self, weights: Any, batch: TokenBatch, row_seeds: Any) -> tuple[list, Any, Any, Any]:
         """Each saved value as all devices hold it, [p, r, d, t, *block], on a mesh without p without the first of
-        these dims; summed_loss; the mean loss; the gradients. Under jit.
+        these dims; the summed loss; the mean loss; the gradients. Under jit.
         """
         c = self._config
 
@@ -365,7 +365,8 @@ def measure(
             found[tensor] = whole_array(blocks_of, layout[i] if layout else {}, probe.varying[i])
         except NotTheSame as error:
             found[tensor] = error
-    found[Tensor("loss", "summed_loss", (), *line_of_function(train.summed_loss))] = on_host(total)
+    whole = train.parts_of_loss(c.model).whole
+    found[Tensor("loss", "summed loss", (), *line_of_function(whole))] = on_host(total)
     found[Tensor("loss", "mean loss", (), *line_of_function(train.loss_and_gradients))] = on_host(loss)
     # The backward pass finds the gradients of what was used last first.
     gradients = in_order(c, jax.tree.map(on_host, gradients), state.weights)

@@ -319,7 +319,7 @@ def type_check_all(c: Config, meshes: list[dict[str, int]], others: list, consol
 def how_stages_ran(c: Config) -> str:
     settings = " ".join(f"{f.name}={getattr(c.pipeline, f.name)}" for f in dataclasses.fields(c.pipeline))
     return (
-        "activations and summed_loss are of the stages run one after the other; the mean loss, gradients and all "
+        "activations and the summed loss are of the stages run one after the other; the mean loss, gradients and all "
         f"that follows are of the schedule, {c.training.microbatches} microbatches, {settings}"
     )
 
