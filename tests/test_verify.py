@@ -1,6 +1,7 @@
 """tools/verify: what it compares, and that it names the tensor and the line where an edited train.py goes wrong."""
 
 import ast
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from shardlib import shardops
 from shardlib.shardtypes import Scope, dtype_name, typed_shard_map
 from tools import verify_record
 from tools.verify import VerifyConfig, check, small
-from tools.verify_measure import NotTheSame, on_host, whole_array
+from tools.verify_measure import NotTheSame, at_rest, in_order, mesh_of, on_host, whole_array
 from tools.verify_names import line_of_field, name_of_site
 from tools.verify_program import find_sources, rewritten
 from tools.verify_record import Recorder, Site, summed_in_blocks
@@ -147,6 +148,24 @@ def test_copies_of_an_array_must_be_equal():
         )
         np.testing.assert_array_equal(on_host(made(0)), np.arange(4.0))
         assert isinstance(on_host(made(1)), NotTheSame)
+
+
+def test_stacks_are_compared_in_the_order_of_layers_and_padding_must_be_0():
+    c = tiny.config()
+    c.pipeline.layers_per_stage = [1, 2]
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(lambda w: rng.random(w.shape), train.weight_table(c.model))
+    state = train.State(weights, weights, dataclasses.replace(weights, unembed=None))
+    with mesh_of({"p": 2, "r": 1, "d": 2, "t": 2}):
+        placed = at_rest(c, state, weights)
+        w_q = placed.weights.layers.w_q
+        np.testing.assert_array_equal(w_q, np.stack([weights.layers.w_q[0], 0 * w_q[0], *weights.layers.w_q[1:]]))
+        assert placed.weights.embed is weights.embed
+        jax.tree.map(np.testing.assert_array_equal, in_order(c, placed, placed.weights), state)
+        w_q[1, 0] = 1e-9
+        found = in_order(c, placed, placed.weights)
+    assert isinstance(found.weights.layers.w_q, NotTheSame)
+    np.testing.assert_array_equal(found.adam_mu.layers.w_q, weights.layers.w_q)
 
 
 def test_differences_are_relative_to_the_largest_entry():
