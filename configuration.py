@@ -519,6 +519,7 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> 
     factors = {**mesh, "training.microbatches": c.training.microbatches}
     for name, axes in {**model, **(training if of_batch else {})}.items():
         section, field = name.split(".")
+        axes = "·".join(axis for axis in axes.split("·") if axis in shown or axis not in mesh)
         value, devices = getattr(getattr(c, section), field), math.prod(factors[axis] for axis in axes.split("·"))
         if value % devices:
             raise ValueError(
