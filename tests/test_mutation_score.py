@@ -53,13 +53,13 @@ CONFIGS = {  # name: whether the mesh has p, settings of training and pipeline, 
 
 VERIFY_ONLY = {  # (what a line of parts_of_loss defines, what the loss is divided by in it): why no type can tell
     (part, divisor): reason
-    for part in ("whole", "last")
+    for part, axes in {"whole": "rtd", "last": "rtdp"}.items()  # without p, axis_size refuses it
     for divisor, reason in {
         "batch.targets.size": "a number that Python computes from this device's shapes",
         **{
             f'(targets {operator} shardops.axis_size("{axis}"))': "a factor, the same on every device"
             for operator in "*/"
-            for axis in "rtd"  # not p: axis_size refuses an axis that the mesh has not
+            for axis in axes
         },
     }.items()
 }
