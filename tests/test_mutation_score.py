@@ -211,7 +211,31 @@ def test_every_change_of_a_kind_is_made():
     by_kind = collections.Counter(mutant.kind for mutant in mutants(SOURCE))
     assert len(by_kind) == 14
     assert by_kind["call removed"] == by_kind["call done twice"] > 30
-    assert by_kind["loss normalised by another count"] == 8
+    assert by_kind["loss normalised by another count"] == 20
+    assert {"B/d/p L +t -> B/d L/t", "B/d L/p +t -> B/d L/t", "B/d L +t -> B/d L/t/p"} <= found["/axis added"]
+    assert {mutant.after for mutant in mutants(SOURCE) if mutant.before == '"+p ->"'} >= {
+        '"->"',
+        '"+t ->"',
+        '"+p +r ->"',
+    }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("M/t/d", "M/t/d/p", True),
+        ("M/t/d/p", "M/t/p", False),
+        ("V/t M/d/p -> V/t M *d *p", "V/t M/d/p -> V/t M *d", True),
+        ("+t +p ->", "+t ->", True),
+        ("+p ->", "->", False),  # no p is named: it is no longer passed over
+        ("+p ->", "+t +p ->", False),
+        ("M/d ->", "M/d/d ->", False),
+    ],
+)
+def test_what_means_the_same_without_p(before, after, same):
+    mutant = Mutant("", 1, f'"{before}"', f'"{after}"', "")
+    assert same_without_p(mutant) is same
 
 
 def test_a_sample_of_the_mutants():
