@@ -32,6 +32,8 @@ from shardlib.shardtypes import ShardError, f32, make_shardings
 from stages import balanced, placement_of, training_plan
 from weights import initialize
 
+pytestmark = pytest.mark.quick
+
 BATCH, LENGTH, LAYERS = 64, 16, 8
 SETTINGS = {
     "p": (1, 2, 4),
