@@ -275,6 +275,7 @@ def test_train_py_is_the_same_on_meshes_of_all_axes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "In f64, all 2 meshes agree with one device." in done.stdout
     assert "In bf16, all 2 meshes agree with one device." in done.stdout
+    assert "batch: random tokens: " in done.stdout
     assert "2 microbatches, schedule=interleaved_1f1b virtual_stages=1" in done.stdout
     assert "not all is f64" not in done.stdout
 

@@ -356,6 +356,7 @@ def main(path: str) -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     console.rule(job["title"])
+    console.print(f"batch: {outcome.data}", soft_wrap=True, markup=False)
     if any(mesh["p"] > 1 for mesh in meshes):
         console.print(f"with p: {how_stages_ran(c)}", soft_wrap=True, markup=False)
     for mesh, reason in others:
