@@ -11,8 +11,9 @@ device is sent at the end of its slot and arrives at the start of the next tick.
 """
 
 import importlib
+import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,7 +136,7 @@ def schedule_of(name: str) -> Schedule:
     What a user's function gives is checked by `check_schedule` at each call.
 
     Raises:
-        ValueError: there is no such name, module or function.
+        ValueError: there is no such name, module or function, or it is not for (p, m, v).
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
@@ -156,6 +157,13 @@ def schedule_of(name: str) -> Schedule:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"schedule {name!r}: {module_name} has no function {function_name!r}. {choices}")
+    try:
+        inspect.signature(function).bind(1, 1, 1)
+    except TypeError as e:
+        raise ValueError(
+            f"schedule {name!r} cannot be called as {function_name}(p, m, v): {e}. It takes the devices of p, the "
+            "microbatches, and the chunks of a device."
+        ) from None
 
     def checked(p: int, m: int, v: int) -> list[list[Task]]:
         try:
@@ -196,6 +204,8 @@ def _check_tasks(orders: Orders, p: int, m: int, v: int, training: bool) -> list
     seen: dict[Task, int] = {}
     checked = []
     for device, order in enumerate(orders):
+        if not isinstance(order, Iterable):
+            raise ValueError(f"the tasks of device {device} are {order!r}; give a list of them.")
         checked.append([_as_task(task, i, device, kinds, p * v, m) for i, task in enumerate(order)])
         for task in checked[-1]:
             if task.stage % p != device:

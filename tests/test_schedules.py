@@ -626,6 +626,12 @@ def one_after_the_other(p, m, v):
 def forgets(p, m, v):
     return [order[:-1] for order in one_after_the_other(p, m, v)]
 
+def of_two(p, m):
+    return []
+
+def of_one_device(p, m, v):
+    return [None] * p
+
 number = 3
 """
 
@@ -647,6 +653,8 @@ def test_a_schedule_of_ones_own(mine):
     assert isinstance(orders[0][0], Task)
     with pytest.raises(ValueError, match="'my_schedules:forgets' for p=2, m=1, v=1: the backward of stage 0, micro"):
         schedule_of("my_schedules:forgets")(2, 1, 1)
+    with pytest.raises(ValueError, match="p=2, m=1, v=1: the tasks of device 0 are None; give a list of them"):
+        schedule_of("my_schedules:of_one_device")(2, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -657,6 +665,7 @@ def test_a_schedule_of_ones_own(mine):
         ("nowhere:f", "there is no module 'nowhere'. It is looked for as `import nowhere` would"),
         ("my_schedules:absent", "my_schedules has no function 'absent'"),
         ("my_schedules:number", "my_schedules has no function 'number'"),
+        ("my_schedules:of_two", "'my_schedules:of_two' cannot be called as of_two(p, m, v): too many positional"),
     ],
 )
 def test_names_of_no_schedule(mine, name, message):
