@@ -12,13 +12,14 @@ shardops refuse it there, and what reached p past them is refused once a tick is
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.array_types import pytree_dataclass
 from shardlib.op_checks import varying
@@ -56,6 +57,10 @@ class LayerNumbers:
     """Whether there are such rows."""
 
 
+_SKIPS = "shardlib_skips_padding"
+"""What tells in a jaxpr that a model skips padding, whose rows it would train as layers otherwise, and then lose."""
+
+
 def skip_padding(body: Callable) -> Callable:
     """Decorator of a `lax.scan` body over (weights, LayerNumbers, cache): rows that are no layer leave x as it is."""
 
@@ -64,7 +69,8 @@ def skip_padding(body: Callable) -> Callable:
         _, number, cache = of_layer
         if not number.padded:
             return body(x, of_layer)
-        return lax.cond(number.index >= 0, body, lambda x, _: (x, cache), x, of_layer)
+        is_layer = checkpoint_name(number.index >= 0, _SKIPS)
+        return lax.cond(is_layer, body, lambda x, _: (x, cache), x, of_layer)
 
     return layer_or_nothing
 
@@ -218,8 +224,10 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
 
     residuals_of = _Residuals(layers)
     zero = jnp.int32(0)
-    x_type = _traced(first, ends, zero)
-    y_type = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
+    _, x_type = _traced(first, ends, zero)
+    of_layers, y_type = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
+    if placement.padded:
+        _refuse_padding(of_layers, placement.counts)
     _traced(last, ends, y_type, zero)
     saved_types = []
     if training and not plan.recompute:
@@ -331,11 +339,11 @@ def _in_stage(fn: Callable, *args):
         return varying(fn(*args), (PIPELINE_AXIS,))
 
 
-def _traced(task: Callable, *args) -> Any:
-    """The type of task(*args). Raises ShardError if it has a collective over p."""
+def _traced(task: Callable, *args) -> tuple[Any, Any]:
+    """The jaxpr of task(*args), and the type of its result. Raises ShardError if it has a collective over p."""
     jaxpr, result = jax.make_jaxpr(task, return_shape=True)(*args)
     _refuse_collectives(jaxpr.jaxpr, in_task=True)
-    return result
+    return jaxpr.jaxpr, result
 
 
 def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
@@ -343,21 +351,38 @@ def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
 
     `in_task`: whether all of `jaxpr` is a task, or only what its conditionals decide on is.
     """
-    for equation in jaxpr.eqns:
+    for equation, is_in_task in _equations(jaxpr, in_task):
         over = [equation.params.get(name) for name in ("axes", "axis_name")]
         axes = {axis for value in over for axis in (value if isinstance(value, tuple | list) else (value,))}
         name = equation.primitive.name
-        if in_task and PIPELINE_AXIS in axes and name not in ("pvary", "pcast", "axis_index"):
+        if is_in_task and PIPELINE_AXIS in axes and name not in ("pvary", "pcast", "axis_index"):
             raise ShardError(
                 f"a pipeline stage runs {name} over {PIPELINE_AXIS}: the stages run different tasks at a time, so "
                 "that it would wait forever",
                 "leave it out; or, if it is the gradient of a value that is the same on all stages, let that be "
                 "one of the weights, or put lax.stop_gradient around it",
             )
+
+
+def _refuse_padding(layers: Any, counts: Sequence[int]) -> None:
+    """Raises ShardError if the jaxpr of the layers takes rows that are none for layers."""
+    if not any(equation.params.get("name") == _SKIPS for equation, _ in _equations(layers)):
+        raise ShardError(
+            "the model does not skip the rows that only make all stages the same size, where these have "
+            f"{', '.join(map(str, counts))} layers",
+            "put @skip_padding on the body of its lax.scan over (weights, LayerNumbers, caches), as train.layers has "
+            "it; or give all stages the same number of layers",
+        )
+
+
+def _equations(jaxpr: Any, in_branch: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Those of `jaxpr` and of all inside them, each with whether it is in a branch of a conditional."""
+    for equation in jaxpr.eqns:
+        yield equation, in_branch
         for value in equation.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    _refuse_collectives(getattr(part, "jaxpr", part), in_task or name == "cond")
+                    yield from _equations(getattr(part, "jaxpr", part), in_branch or equation.primitive.name == "cond")
 
 
 def _shift(x: jax.Array, p: int, by: int) -> jax.Array:

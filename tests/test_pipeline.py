@@ -242,10 +242,10 @@ def test_dropout_is_that_of_one_device():
 SMALL = Case(2, "", "interleaved_1f1b", 1, 4, False, False, "layer")
 
 
-def trace(monkeypatch, name: str, instead):
+def trace(monkeypatch, name: str, instead, c: configuration.Config | None = None):
     """Traces the training step with train.<name> replaced; nothing is compiled."""
     monkeypatch.setattr(train, name, instead(getattr(train, name)))
-    c = settings(SMALL)
+    c = c or settings(SMALL)
     with jax.set_mesh(mesh_of(SMALL)):
         shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
@@ -291,6 +291,14 @@ def test_a_reduction_over_p_in_the_backward_pass_is_refused(monkeypatch):
     identity.defvjp(lambda x: (x, None), summed)
     with pytest.raises(ShardError, match=r"a pipeline stage runs psum\w* over p"):
         trace(monkeypatch, "layers", lambda fn: lambda w, x, *args: fn(w, identity(x), *args))
+
+
+def test_padding_that_is_not_skipped_is_refused(monkeypatch):
+    """As layers, its rows would be trained, and lost in the next checkpoint."""
+    c = settings(SMALL)
+    c.pipeline = dataclasses.replace(c.pipeline, layers_per_stage=[5, 3])
+    with pytest.raises(ShardError, match=r"(?s)does not skip the rows .* 5, 3 layers.*@skip_padding"):
+        trace(monkeypatch, "skip_padding", lambda _: lambda body: body, c)
 
 
 def test_ends_that_are_not_gathered_are_refused(monkeypatch):
