@@ -1,6 +1,6 @@
 """Pipelines on this machine: memory, program size, step time and bubble, against GPipe by automatic differentiation.
 
-    python -m benchmarks.pipeline [--quick]
+    python -m benchmarks.pipeline [--quick] [--only=memory|times]
 
 The peer is what one writes in plain JAX: a `lax.scan` over m + p - 1 ticks, each a stage and a `ppermute`, and
 `jax.grad` through all of it. It embeds all microbatches at once before the scan, and shares the outputs of the last
@@ -242,10 +242,12 @@ def forward_share(mesh) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", choices=["memory", "times"], help="one half of it")
+    arguments = parser.parse_args()
     missed: list[str] = []
-    memory(missed, quick)
-    times(missed, quick)
+    for name, part in {"memory": memory, "times": times}.items():
+        if arguments.only in (None, name):
+            part(missed, arguments.quick)
     print()
     for line in missed:
         print("MISSED:", line)
