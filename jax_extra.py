@@ -79,13 +79,15 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1)
     sizes = [p, r, d, t]
     if sizes.count(-1) == 1:
         sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
-    shown = lambda sizes: " ".join(f"{axis}={n}" for axis, n in zip("prdt", sizes, strict=True) if axis != "p" or n != 1)
+    named = lambda sizes: zip("prdt", sizes, strict=True)
+    shown = lambda sizes: " ".join(f"{axis}={n}" for axis, n in named(sizes) if axis != "p" or n != 1)
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
         divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-        fits = itertools.product([n for n in divisors if n == max(1, sizes[0])] or [1], *[divisors] * 3)
+        fits = itertools.product([sizes[0]], *[divisors] * 3)
+        those = [shown(fit) for fit in fits if math.prod(fit) == len(devices)]
         raise ValueError(
             f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
-            + ", ".join(shown(fit) for fit in fits if math.prod(fit) == len(devices))
+            + ", ".join(those or [f"p={n} …" for n in divisors])
             + ". (-1, for one axis, takes what is left.)"
         )
     axes = ("r", "d", "t")

@@ -70,9 +70,10 @@ def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
     """
     _check_sizes(p, m, v)
     if m % p:
+        near = " or ".join(str(n) for n in (m - m % p, m - m % p + p) if n)
         raise ValueError(
             f"interleaved_1f1b takes microbatches in groups of one a device: {m} microbatches are no multiple of "
-            f"{p} devices. Use {m - m % p or p} or {m - m % p + p} microbatches, or eager_1f1b, which takes any number."
+            f"{p} devices. Use {near} microbatches, or {'v=1 and ' * (v > 1)}eager_1f1b, which takes any number."
         )
     orders = []
     for device in range(p):

@@ -486,8 +486,8 @@ def test_any_triple_is_a_task():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: interleaved_1f1b(4, 6, 2), "6 microbatches are no multiple of 4 devices. Use 4 or 8 microbatches"),
-        (lambda: interleaved_1f1b(4, 3, 1), "Use 4 or 4 microbatches"),
+        (lambda: interleaved_1f1b(4, 6, 2), "no multiple of 4 devices. Use 4 or 8 microbatches, or v=1 and"),
+        (lambda: interleaved_1f1b(4, 3, 1), "no multiple of 4 devices. Use 4 microbatches, or eager_1f1b, which takes"),
         (lambda: gpipe(4, 8, 2), "gpipe is defined for one chunk a device, not for v=2. Use v=1, or interleaved_1f1b"),
         (lambda: one_f_one_b(4, 8, 2), "1f1b is defined for one chunk a device"),
         (lambda: eager_1f1b(4, 8, 2), "eager_1f1b is defined for one chunk a device"),

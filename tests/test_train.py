@@ -216,7 +216,7 @@ def configure(*arguments: str) -> None:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         c = configuration.to_config(compose("local_test_synthetic", overrides=list(arguments)))
     configuration.check_booleans(arguments, OmegaConf.structured(c))
-    make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices())
+    make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)
     configuration.check_divides(c, {"r": 1, "d": 4, "t": 2})
 
 
@@ -266,6 +266,7 @@ def configure(*arguments: str) -> None:
         ("distributed.auto=true", "distributed says that there are several processes; give paths.model_name"),
         ("mesh.d=3", "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2"),
         ("mesh.t=5", "mesh r=1 d=-1 t=5 does not fit 8 devices."),
+        ("mesh.p=3", "mesh p=3 r=1 d=-1 t=2 does not fit 8 devices. Those that do: p=1 …, p=2 …, p=4 …, p=8 …."),
     ],
 )
 def test_bad_settings_get_one_clear_error(argument, message):
