@@ -7,6 +7,7 @@ are long to compile, are slow.
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import os
 import re
@@ -215,6 +216,24 @@ def test_stages_of_different_sizes(counts, recompute):
     assert_same_step(found, one_step(settings(1), tiny.mesh("one device")))
 
 
+def matmuls(mesh, **pipeline) -> int:
+    """How many products the traced training step has; loops and tasks count once."""
+    c = settings(SMALL)
+    c.pipeline = configuration.PipelineConfig(**pipeline)
+    with jax.set_mesh(mesh):
+        return len(re.findall(r"\bdot_general\[", str(traced_step(c).jaxpr)))
+
+
+def test_what_is_saved_is_not_computed_again():
+    stages = mesh_of(SMALL)
+    once = matmuls(tiny.mesh("one device"))
+    assert matmuls(stages) == once
+    assert matmuls(stages, layers_per_stage=[5, 3]) == once
+    of_a_layer = len(re.findall(r"\b(?:einsum|rms_norm)\(", inspect.getsource(train.layer))) + 2  # those of attention
+    assert of_a_layer == 11
+    assert matmuls(stages, recompute=True) == once + of_a_layer
+
+
 def test_dropout_is_that_of_one_device():
     """A mask depends on row and layer, not on stage or microbatch."""
     c = tiny.config(
@@ -242,15 +261,19 @@ def test_dropout_is_that_of_one_device():
 SMALL = Case(2, "", "interleaved_1f1b", 1, 4, False, False, "layer")
 
 
+def traced_step(c: configuration.Config):
+    """The training step, traced on the mesh in force; nothing is compiled."""
+    shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    state = jax.tree.map(place, shapes, make_shardings(train.State[train.Transformer], like=shapes))
+    return train.make_training_step(c).trace(state, batch(), np.int32(0))
+
+
 def trace(monkeypatch, name: str, instead, c: configuration.Config | None = None):
-    """Traces the training step with train.<name> replaced; nothing is compiled."""
+    """Traces the training step with train.<name> replaced."""
     monkeypatch.setattr(train, name, instead(getattr(train, name)))
-    c = c or settings(SMALL)
     with jax.set_mesh(mesh_of(SMALL)):
-        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
-        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        state = jax.tree.map(place, shapes, make_shardings(train.State[train.Transformer], like=shapes))
-        train.make_training_step(c).eval_shape(state, batch(), np.int32(0))
+        traced_step(c or settings(SMALL))
 
 
 def test_a_collective_over_p_in_a_stage_is_refused_by_shardops(monkeypatch):
