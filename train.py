@@ -9,7 +9,7 @@ Dims                                           Axes of the device mesh
   B  batch (sequences)      L  length            r  replicas: plain data parallel
   M  d_model                S  length, as keys   d  data parallel, weights sharded at rest (FSDP)
   K  kv heads               Q  queries per kv    t  tensor parallel
-  D  head dim               F  d_ff
+  D  head dim               F  d_ff              p  pipeline: each has other layers
   V  vocabulary
 
 `f32['M/d F/t']` is an array whose M is in blocks over d and whose F is in blocks over t; `+t` is a partial sum over t,
