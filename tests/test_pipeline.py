@@ -234,26 +234,35 @@ def test_what_is_saved_is_not_computed_again():
     assert matmuls(stages, recompute=True) == once + of_a_layer
 
 
-def test_dropout_is_that_of_one_device():
-    """A mask depends on row and layer, not on stage or microbatch."""
+@functools.cache
+def dropout_step(p: int, recompute: bool):
+    """Loss and gradients of GPT-2 with dropout, on the host, layers in their order."""
     c = tiny.config(
         gpt2.ModelConfig(vocab=64, positions=16, d_model=64, heads=4, layers=4, dropout=0.3, bos_id=0), microbatches=4
     )
     c.training.batch_size = BATCH
-    c.pipeline = configuration.PipelineConfig(virtual_stages=2)
+    c.pipeline = configuration.PipelineConfig(virtual_stages=2, recompute=recompute)
     seeds = np.arange(BATCH, dtype=np.uint32)
-    losses = []
-    for mesh in (tiny.mesh("one device"), make_mesh(1, 1, 2, jax.devices()[:4], 2)):
-        with jax.set_mesh(mesh):
 
-            def per_device(w: gpt2.GPT2, batch: TokenBatch, seeds: train.u32["B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
-                return train.loss_and_gradients(w, batch, c, seeds)
+    def per_device(w: gpt2.GPT2, batch: TokenBatch, seeds: train.u32["B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
+        return train.loss_and_gradients(w, batch, c, seeds)
 
-            w = jax.jit(lambda key: initialize(gpt2.weight_table(c.model), key, placement_of(c).order))(
-                jax.random.key(1)
-            )
-            losses.append(float(tiny.per_device(per_device)(w, tiny.place(batch(), TokenBatch), seeds)[0]))
-    np.testing.assert_allclose(*losses, rtol=1e-6)
+    with jax.set_mesh(tiny.mesh("one device") if p == 1 else make_mesh(1, 1, 2, jax.devices()[: 2 * p], p)):
+        order = placement_of(c).order
+        w = jax.jit(lambda key: initialize(gpt2.weight_table(c.model), key, order))(jax.random.key(1))
+        loss, g = tiny.per_device(per_device)(w, tiny.place(batch(), TokenBatch), seeds)
+        return float(loss), in_layer_order(jax.tree.map(np.asarray, g), order)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_dropout_is_that_of_one_device(recompute):
+    """A mask depends on row and layer, not on stage or microbatch, and is the same in forward and backward."""
+    (loss, g), (expected_loss, expected) = dropout_step(2, recompute), dropout_step(1, False)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    # What is added to all keys of a softmax has no gradient but rounding.
+    np.testing.assert_allclose(g.layers.b_k, 0, atol=1e-6)
+    g, expected = (dataclasses.replace(x, layers=dataclasses.replace(x.layers, b_k=None)) for x in (g, expected))
+    assert_close(g, expected, 1e-5)
 
 
 # ---- what a stage may not do --------------------------------------------------------------------------------------
