@@ -160,7 +160,8 @@ class PipelineConfig:
     schedule: str = "interleaved_1f1b"
     """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, or module:function of one's own (shardlib/schedules.py)."""
     virtual_stages: int = 1
-    """Stages of each device of p, at least 1; more than 1 for interleaved_1f1b only. They divide the layers with p."""
+    """v: stages of each device of p, at least 1; more than 1 for interleaved_1f1b only, or a schedule of one's own.
+    With layers_per_stage=null the number of layers is a multiple of p·v."""
     layers_per_stage: Any = None
     """The layers of each of the p times virtual_stages stages, a list; balanced: as FLOPs say, for the last stage has
     the unembedding too. Null: all the same."""
@@ -187,7 +188,8 @@ class TrainingConfig:
     """A run's directory, or a checkpoint's, with the weights to begin with; the optimizer and the data begin anew. Its
     model must be the same. A run that is resumed goes on from its own checkpoint."""
     microbatches: int = 1
-    """Parts of the batch that go through the model one after the other. batch_size is a multiple of them times r·d."""
+    """Parts of the batch that go through the model one after the other. batch_size is a multiple of them times r·d;
+    for interleaved_1f1b they are a multiple of p."""
     gather_weights: str = "layer"
     """layer: weights are gathered over d where they are used, in each microbatch. step: once a step, ahead of the
     microbatches, their gradients scattered once after them; each device of d then holds all weights and gradients."""
