@@ -153,10 +153,9 @@ def blockwise(
     length = q.shape[1]
     blocks = -(-length // (block or BLOCKS.get(jax.devices()[0].platform, BLOCK)))
     padding = -length % blocks
+    # Behind all else, so that only padding sees it; each position sees itself, so that no softmax is over nothing.
     pad = lambda x: jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-    # The padding is a document of its own, which sees itself, so that no softmax is over nothing.
-    document = jnp.pad(document, [(0, 0), (0, padding)], constant_values=jnp.iinfo(jnp.int32).max)
-    return _blockwise(blocks, pad(q), pad(k), pad(v), document)[:, :length]
+    return _blockwise(blocks, pad(q), pad(k), pad(v), pad(document))[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -225,7 +225,7 @@ def loss_and_gradients(c: configuration.Config, mesh):
 
 
 def assert_same(found, expected, tolerance):
-    """Each gradient up to a part of its largest entry; of those that are 0 but for rounding, of all tensors' largest."""
+    """Each gradient up to a part of its largest entry; where they are 0 but for rounding, of that of all."""
     largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=tolerance * max(np.abs(b).max(), 1e-3 * largest), rtol=0)
