@@ -17,6 +17,7 @@ from input_loader import TokenBatch
 from loss_chunks import in_chunks
 from shardlib import shardops
 from shardlib.shardtypes import dtype_name, pytree_dataclass
+from tools.verify import small
 
 act = dtype_name("act")
 
@@ -108,3 +109,12 @@ def test_a_chunk_that_does_not_fit_is_refused():
     c.training.loss_chunk = 2
     with pytest.raises(ValueError, match=r"training\.loss_chunk is 2; .* it must be a multiple of t = 8"):
         configuration.check_divides(c, {"r": 1, "d": 1, "t": 8})
+
+
+def test_verify_keeps_chunks_that_all_its_meshes_divide():
+    c = tiny.config(loss_chunk=4)
+    small(c, 8)
+    configuration.check_config(c)
+    assert c.training.loss_chunk < c.training.seq_len
+    for t in (1, 2, 4, 8):
+        configuration.check_divides(c, {"r": 1, "d": 8 // t, "t": t})
