@@ -15,8 +15,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from attention import PATHS
 from input_loader import DataConfig
 from input_loader import fixed_settings as fixed_data_settings
+from jax_extra import KEPT
 from shardlib.schedules import schedule_of
 from training_io import config_differences
 from weights import KINDS
@@ -195,6 +197,18 @@ class TrainingConfig:
     microbatches, their gradients scattered once after them; each device of d then holds all weights and gradients."""
     compute_dtype: str = "bf16"
     """bf16, or f32 for exact work. Weights and optimizer state are f32 either way."""
+    attention: str = "auto"
+    """einsum: with the scores of all pairs of positions in memory. blockwise: a block of them at a time (attention.py).
+    cudnn: NVIDIA's fused kernel. auto: the one that suits device and seq_len; the run says at its start which."""
+    loss_chunk: int | None = None
+    """Positions of each sequence whose logits are in memory at a time: a multiple of t that divides seq_len. Null: all,
+    which is faster while they fit."""
+    save: str = "marked"
+    """What a layer's backward pass gets from its forward pass, computing the rest again. marked: what the model marks
+    with save_for_backward. nothing: the layer's input. dots: products with weights. everything: all that it needs."""
+    unroll: int = 1
+    """Layers in one turn of the loop over layers, at least 1; as many as the model has, and there is no loop. More
+    compile longer, and may run faster."""
     eval_batches: int = 8
     """Batches of the validation split, at most, in an evaluation; 0 for no evaluations."""
     eval_interval: int | None = None
@@ -418,6 +432,7 @@ def check_config(c: Config) -> None:
     check_optimizer(c.optimizer)
     names = ("batch_size", "seq_len", "steps", "tokens", "microbatches", "log_interval", "eval_interval")
     names += ("checkpoint_interval", "keep_checkpoints", "sample_interval", "sample_tokens", "sample_top_k")
+    names += ("loss_chunk", "unroll")
     check_ranges("training", c.training, dict.fromkeys(names, count) | {"sample_temperature": (0, math.inf)})
     check_ranges("training", c.training, {"eval_batches": (0, 2**63), "seed": (0, 2**63), "epochs": (0, math.inf)})
     check_pipeline(c.pipeline)
@@ -426,6 +441,17 @@ def check_config(c: Config) -> None:
     if c.training.gather_weights == "step" and not hasattr(model_of(c.model.module), "gather_layers"):
         raise ValueError(f"training.gather_weights is step, but the model {c.model.module} has no gather_layers.")
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
+    check_choice("training.attention", c.training.attention, PATHS)
+    check_choice("training.save", c.training.save, tuple(KEPT))
+    if getattr(c.model, "dropout", 0) and c.training.attention not in ("auto", "einsum"):
+        raise ValueError(
+            f"training.attention is {c.training.attention}, which has no dropout, and model.dropout {c.model.dropout}; "
+            "choose einsum or auto, or set model.dropout=0."
+        )
+    if c.training.loss_chunk is not None and c.training.seq_len % c.training.loss_chunk:
+        raise ValueError(
+            f"training.loss_chunk is {c.training.loss_chunk}; it must divide training.seq_len = {c.training.seq_len}."
+        )
     if not c.distributed.is_single and c.paths.model_name is None:
         raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
     if c.paths.model_name == "":
@@ -516,6 +542,8 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> 
     if getattr(c.model, "qk_norm", False):
         model["model.d_head"] = "t·d"
     training = {"training.seq_len": "t", "training.batch_size": "r·d·training.microbatches"}
+    if c.training.loss_chunk is not None:
+        training["training.loss_chunk"] = "t"
     mesh = {"p": 1, **mesh}
     shown = {axis: size for axis, size in mesh.items() if axis != "p" or size > 1}
     factors = {**mesh, "training.microbatches": c.training.microbatches}

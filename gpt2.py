@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from configuration import check_ranges
-from jax_extra import explicit_activation_checkpointing, save_for_backward
+from jax_extra import explicit_activation_checkpointing, running, save_for_backward
 from shardlib import shardops
 from shardlib.pipeline import LayerNumbers, skip_padding
 from shardlib.shardtypes import Array, dtype_name, f32, i32, pytree_dataclass, typed, u32
@@ -205,6 +205,7 @@ def layer(
     k: act["B/r/d L K/t D"] = heads(w.w_k, w.b_k)
     v: act["B/r/d L K/t D"] = heads(w.w_v, w.b_v)
     drop_weights = lambda weights: dropout(weights, c.dropout, keys.of_heads(0, weights.shape[1]))
+    drop_weights = None if keys.rows is None else drop_weights
     attended, cache = attend(q[..., None, :], k, v, cache, drop_weights)  # one query head for each of keys
     attended: act["B/r/d L K/t D"] = save_for_backward(attended[..., 0, :])
     w_o = gather("K/t D M/d -> K/t D M", w.w_o.astype(dtype))
@@ -261,7 +262,7 @@ def layers(
         in_layer = None if rows is None else jax.vmap(lambda key: jax.random.fold_in(key, number.index))(rows)
         return layer(x, layer_weights, attend, cache, DropoutKeys(in_layer), c)
 
-    return lax.scan(body, x, (w, numbers, caches))
+    return lax.scan(body, x, (w, numbers, caches), unroll=running().unroll)
 
 
 @typed

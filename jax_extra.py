@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -29,17 +30,59 @@ def save_for_backward(x):
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _SAVED), x)
 
 
+_FUSED = "dot_product_attention_fwd_wrapper"
+"""JAX's name for cuDNN's attention in a traced program. What it keeps for its backward pass cannot be marked."""
+
+KEPT = {
+    "marked": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.save_only_these_names(_SAVED), lambda primitive, *_, **__: primitive.name == _FUSED
+    ),
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+"""What `training.save` may be, and what jax.checkpoint then keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How what is traced is to be computed: it changes memory and time, and results by rounding only."""
+
+    attention: str = "einsum"
+    save: str = "marked"
+    unroll: int = 1
+
+
+_EXECUTION: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("execution", default=None)
+
+
+@contextlib.contextmanager
+def run_as(settings: Any) -> Iterator[None]:
+    """What is traced inside is computed as `settings`, a TrainingConfig, say in the fields of Execution."""
+    names = (field.name for field in dataclasses.fields(Execution))
+    token = _EXECUTION.set(Execution(**{name: getattr(settings, name) for name in names}))
+    try:
+        yield
+    finally:
+        _EXECUTION.reset(token)
+
+
+def running() -> Execution:
+    """What the `run_as` in force says; outside of one, Execution's defaults."""
+    return _EXECUTION.get() or Execution()
+
+
 def explicit_activation_checkpointing(fn):
     """Decorator: the backward pass of `fn` gets its arguments and what it marks with `save_for_backward`, no more.
 
-    Everything else is computed again.
+    Everything else is computed again. Where `running().save` is not marked, it gets what that says instead.
     """
-    checkpointed = jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
+    checkpointed = {name: jax.checkpoint(fn, policy=policy) for name, policy in KEPT.items()}
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
         # What is recorded inside jax.checkpoint could not leave it.
-        return (fn if _RECORD.get() else checkpointed)(*args, **kwargs)
+        return (fn if _RECORD.get() else checkpointed[running().save])(*args, **kwargs)
 
     return call
 

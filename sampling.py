@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from configuration import COMPUTE_DTYPES, Config, check_ranges, model_of
 from input_loader import TokenBatch
+from jax_extra import run_as
 from shardlib import shardops
 from shardlib.shardtypes import Array, Scope, bool_, dtype_name, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 
@@ -281,6 +282,8 @@ class Sampler:
         Weights = type(model_of(m.module).weight_table(m))
         Cache = Array["layers", KeyValues]
         gather, dtype = self.c.training.gather_weights == "step", self.c.training.compute_dtype
+        # What training asked for may be for other devices than these.
+        any_device = dataclasses.replace(self.c.training, attention="auto")
 
         @typed_shard_map
         def prefill(w: Weights, ids: u32["N/r/d L"], fresh: bool_["N/r/d"], cache: Cache | None) -> Cache:
@@ -322,7 +325,7 @@ class Sampler:
 
             @functools.partial(jax.jit, **options)
             def program(*args):
-                with Scope(act=COMPUTE_DTYPES[dtype]):
+                with Scope(act=COMPUTE_DTYPES[dtype]), run_as(any_device):
                     out = per_device(*args)
                 if not isinstance(out, tuple):
                     return out

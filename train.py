@@ -35,6 +35,7 @@ from hydra.core.hydra_config import HydraConfig
 from jax import lax
 from omegaconf import OmegaConf
 
+import attention as attention_paths
 import training_io
 from configuration import (
     COMPUTE_DTYPES,
@@ -51,7 +52,8 @@ from configuration import (
     with_defaults,
 )
 from input_loader import Prefetcher, TokenBatch, batch_shapes, make_loader, steps_for
-from jax_extra import explicit_activation_checkpointing, make_mesh, save_for_backward, start_devices
+from jax_extra import explicit_activation_checkpointing, make_mesh, run_as, running, save_for_backward, start_devices
+from loss_chunks import in_chunks
 from optimizers import muon
 from rope import rope_frequencies
 from shardlib import shardops
@@ -60,6 +62,7 @@ from shardlib.shardtypes import (
     Array,
     Scope,
     Subset,
+    bool_,
     dtype_name,
     f32,
     i32,
@@ -157,6 +160,7 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+@attention_paths.or_by_blocks  # as training.attention says: the same by attention.py, without the scores of all pairs
 @typed
 def attention(
     q: act["B/r/d L K/t Q D"],
@@ -242,7 +246,7 @@ def layers(
         layer_weights, _, cache = of_layer
         return layer(x, layer_weights, rope, attend, cache, c)
 
-    return lax.scan(body, x, (w, numbers, caches))
+    return lax.scan(body, x, (w, numbers, caches), unroll=running().unroll)
 
 
 @typed
@@ -349,14 +353,16 @@ def batch_logits(w: W, batch: TokenBatch, c: ModelConfig, row_seeds: u32["B/r/d"
 
 
 @typed
-def summed_loss(logits: f32["B/r/d L V/t"], batch: TokenBatch, z_loss: float) -> f32[""]:
-    """Cross-entropy in nats, summed over the targets that loss_mask selects in the whole batch."""
-    losses = cross_entropy(logits, batch.targets, z_loss)
+def summed_loss(
+    w: W, x: act["B/r/d L/t M"], targets: u32["B/r/d L"], mask: bool_["B/r/d L"], c: ModelConfig, z_loss: float
+) -> f32["+r +d"]:
+    """Cross-entropy in nats, summed over the targets that `mask` selects; `x`: what the last layer gives."""
+    losses = cross_entropy(model_of(c.module).logits(w, x, c), targets, z_loss)
     # Each device of t holds the same losses: the sum is over r and d alone.
-    return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", losses * batch.loss_mask))
+    return shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)
 
 
-def parts_of_loss(c: ModelConfig, z_loss: float = 0.0, targets: jax.Array | float = 1.0) -> Parts:
+def parts_of_loss(c: ModelConfig, z_loss: float = 0.0, targets: Any = 1.0, chunk: int | None = None) -> Parts:
     """summed_loss over `targets`, of (TokenBatch, row_seeds), in one piece and as the stages of a pipeline run it."""
     model = model_of(c.module)
 
@@ -368,8 +374,14 @@ def parts_of_loss(c: ModelConfig, z_loss: float = 0.0, targets: jax.Array | floa
         _, positions, attend = inputs_of(batch, c)
         return model.layers(w, x, positions, c, attend, None, numbers, row_seeds)[0]
 
-    last = lambda w, x, batch, _: summed_loss(model.logits(w, x, c), batch, z_loss) / targets
-    whole = lambda w, batch, row_seeds: summed_loss(batch_logits(w, batch, c, row_seeds), batch, z_loss) / targets
+    def last(w, x, batch, _):
+        share = functools.partial(summed_loss, c=c, z_loss=z_loss)
+        return shardops.psum("+r +d ->", in_chunks(share, chunk, w, x, batch.targets, batch.loss_mask)) / targets
+
+    def whole(w, *part):
+        w = model.gather_ends(w)
+        return last(w, layers(w.layers, first(w, *part), LayerNumbers(jnp.arange(c.layers)), *part), *part)
+
     return Parts(whole, first, layers, last)
 
 
@@ -396,7 +408,7 @@ def loss_and_gradients(w: W, batch: TokenBatch, c: Config, row_seeds: u32["B/r/d
     """Mean loss in nats a token, and its gradients; microbatch by microbatch, as c.pipeline.schedule says."""
     gather = c.training.gather_weights == "step"
     copies, reduce_gradients = jax.vjp(lambda w: copies_for_step(w, c.model, gather), w)
-    loss = parts_of_loss(c.model, c.optimizer.z_loss, count_targets(batch))
+    loss = parts_of_loss(c.model, c.optimizer.z_loss, count_targets(batch), c.training.loss_chunk)
     loss, g = run_training(loss, training_plan(c), copies, microbatches((batch, row_seeds), c))
     (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))
     return shardops.psum("+p ->", loss), g
@@ -502,7 +514,7 @@ def make_training_step(c: Config):
     def training_step(state: State, batch: TokenBatch, step: jax.Array) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)
         row_seeds = jax.random.bits(key, batch.targets.shape[:1]) if getattr(c.model, "dropout", 0) else None
-        with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]):
+        with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]), run_as(c.training):
             return per_device(state, batch, step, row_seeds)
 
     return training_step
@@ -514,7 +526,7 @@ def make_evaluation_step(c: Config):
 
     @typed_shard_map
     def per_device(w: Weights, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
-        copies, loss = copies_for_step(w, c.model), parts_of_loss(c.model)
+        copies, loss = copies_for_step(w, c.model), parts_of_loss(c.model, chunk=c.training.loss_chunk)
         if not has_stages():
             return loss.whole(copies, batch, None), count_targets(batch)
         total = run_evaluation(loss, evaluation_plan(c), copies, microbatches((batch, None), c))
@@ -522,7 +534,7 @@ def make_evaluation_step(c: Config):
 
     @jax.jit
     def evaluation_step(w: Any, batch: TokenBatch):
-        with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]):
+        with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]), run_as(c.training):
             return per_device(w, batch)
 
     return evaluation_step
@@ -580,6 +592,7 @@ def train(c: Config, directory: Path) -> str | None:
         parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
         model = f"{parameters:,} parameters, {t.compute_dtype} compute"
         training_io.say_start(directory, start, mesh, model, c.data, loader, steps)
+        say(f"attention  {attention_paths.describe(t, m, mesh.devices.flat[0])}")
         for line in describe_stages(c):
             say(f"pipeline   {line}")
         speed = {"tokens_per_step": loader.tokens_per_batch, "flops": flops, "peak": peak}

@@ -94,7 +94,7 @@ def test_every_collective_is_a_written_one(mesh):
     # gather_ends' cast is for the two tables, its all_gather for the last norm, whose own gather then does nothing.
     outer_gathers = written("all_gather", *outer) - 1 + written("all_gather", train.gather_ends) + 1
     outer_scatters = written("psum_scatter", *outer)
-    sums = (train.cross_entropy, train.summed_loss, train.count_targets, train.clip_by_global_norm)
+    sums = (train.cross_entropy, train.parts_of_loss, train.count_targets, train.clip_by_global_norm)
     reductions = sum(written(op, *sums) for op in ("psum", "pmax"))
     weights = len(jax.tree.leaves(train.weight_table(tiny.model())))
     assert found["outside"] == {

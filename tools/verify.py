@@ -75,6 +75,7 @@ def small(c: Config, devices: int) -> None:
             setattr(c.model, f.name, sizes[f.name])
     t.microbatches = p if p > 1 else min(t.microbatches, 2)
     t.batch_size, t.seq_len = n * t.microbatches, 4 * n
+    t.loss_chunk = None if t.loss_chunk is None else n
 
 
 def run(c: Config, settings: VerifyConfig, title: str) -> int:

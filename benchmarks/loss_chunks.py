@@ -1,0 +1,77 @@
+"""The loss in chunks beside the loss of all logits at once: time and memory of unembedding, loss and gradients alone.
+
+    python -m benchmarks.loss_chunks [--vocab 32768] [--d_model 256] [--tokens 2048]
+
+One sequence on the first device, f32 (bf16 where the device is no CPU). Rounds of all programs in turn, the best of
+each; memory is the compiler's figure for temporary memory.
+"""
+
+import argparse
+import os
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import train
+from input_loader import TokenBatch
+from jax_extra import make_mesh
+from shardlib.shardtypes import Scope, dtype_name, f32, typed_shard_map
+from weights import initialize
+
+act = dtype_name("act")
+
+
+def program(c: train.ModelConfig, dtype, chunk: int | None):
+    """Per-device loss and gradients of the parts behind the layers, jitted."""
+
+    @typed_shard_map
+    def last(
+        w: train.Transformer, x: act["B/r/d L/t M"], batch: TokenBatch
+    ) -> tuple[f32[""], train.Transformer, act["B/r/d L/t M"]]:
+        parts = train.parts_of_loss(c, chunk=chunk)
+        loss = lambda w, x: parts.last(train.gather_ends(train.copies_for_step(w, c)), x, batch, None)
+        value, (g_w, g_x) = jax.value_and_grad(loss, argnums=(0, 1))(w, x)
+        return value, g_w, g_x
+
+    def run(*args):
+        with Scope(act=dtype):
+            return last(*args)
+
+    return jax.jit(run)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("vocab", 32768), ("d_model", 256), ("tokens", 2048), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    o = parser.parse_args()
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    c = train.ModelConfig(vocab=o.vocab, d_model=o.d_model, layers=1, n_kv=1, n_q_per_kv=1, d_head=8, d_ff=8)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, o.vocab, (1, o.tokens)).astype(np.uint32)
+    batch = TokenBatch(ids, np.zeros(ids.shape, bool), np.ones(ids.shape, bool))
+    x = jnp.asarray(rng.standard_normal((1, o.tokens, o.d_model)), dtype)
+    with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1])):
+        w = jax.jit(lambda key: initialize(train.weight_table(c), key))(jax.random.key(0))
+        chunks = [None, *(n for n in (1024, 512, 256, 128) if n < o.tokens)]
+        found = {chunk: program(c, dtype, chunk).lower(w, x, batch).compile() for chunk in chunks}
+        best = dict.fromkeys(found, float("inf"))
+        for turn in range(o.rounds + 1):
+            for chunk, compiled in found.items():
+                start = time.perf_counter()
+                jax.block_until_ready(compiled(w, x, batch))
+                if turn:
+                    best[chunk] = min(best[chunk], time.perf_counter() - start)
+        print("| loss_chunk | ms | of the time without | temporary memory, MiB |\n|---|---|---|---|")
+        for chunk, compiled in found.items():
+            size = compiled.memory_analysis().temp_size_in_bytes / 2**20
+            ratio = best[chunk] / best[None]
+            print(f"| {'null' if chunk is None else chunk} | {best[chunk] * 1e3:.0f} | {ratio:.2f} | {size:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
