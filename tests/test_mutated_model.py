@@ -187,14 +187,14 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "a partial sum over t",
     ),
     "the loss stays per device": (
-        'shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", losses * batch.loss_mask))',
-        "jnp.sum(losses * batch.loss_mask)",
-        "summed_loss, result: f32['']: the value differs between devices of r, d",
+        'shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)',
+        "jnp.sum(losses * mask)",
+        "summed_loss, result: f32['+r +d']: `+r +d` says a partial sum over r, d, but the value is none",
     ),
     "the loss is reduced over d, not r": (
-        'shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", losses',
-        'shardops.psum("+r +d -> +r", shardops.einsum_unreduced("B/r/d L -> +r +d", losses',
-        "summed_loss, result: f32['']: the value is a partial sum over r",
+        'shardops.psum("+r +d ->", in_chunks(',
+        'shardops.psum("+r +d -> +r", in_chunks(',
+        "a partial sum over r",
     ),
     "the loss is reduced over t too": (
         'shardops.einsum_unreduced("B/r/d L -> +r +d", losses',
