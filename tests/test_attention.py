@@ -298,6 +298,8 @@ def test_no_array_has_the_length_twice():
     step = compiled_step(384, attention="blockwise")
     assert not squares(step.as_text(), 384)
     assert squares(step.as_text(), 128), "scores of a block: this test can fail"
+    # Two more if the backward pass ran the forward again, as it does without what attention marks.
+    assert step.as_text().count(" while(") == 7
 
 
 def test_memory_grows_linearly():
