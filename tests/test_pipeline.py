@@ -33,8 +33,6 @@ from shardlib.shardtypes import ShardError, f32, make_shardings
 from stages import balanced, placement_of, training_plan
 from weights import initialize
 
-pytestmark = pytest.mark.quick
-
 BATCH, LENGTH, LAYERS = 64, 16, 8
 SETTINGS = {
     "p": (1, 2, 4),
@@ -285,6 +283,7 @@ def trace(monkeypatch, name: str, instead, c: configuration.Config | None = None
         traced_step(c or settings(SMALL))
 
 
+@pytest.mark.quick
 def test_a_collective_over_p_in_a_stage_is_refused_by_shardops(monkeypatch):
     def reduced(fn):
         def layers(w, x, *args):
@@ -297,6 +296,7 @@ def test_a_collective_over_p_in_a_stage_is_refused_by_shardops(monkeypatch):
         trace(monkeypatch, "layers", reduced)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("part", ["layers", "embed", "logits"])
 def test_a_collective_over_p_past_shardops_is_refused(monkeypatch, part):
     def reduced(fn):
@@ -312,6 +312,7 @@ def test_a_collective_over_p_past_shardops_is_refused(monkeypatch, part):
         trace(monkeypatch, part, reduced)
 
 
+@pytest.mark.quick
 def test_a_reduction_over_p_in_the_backward_pass_is_refused(monkeypatch):
     @jax.custom_vjp
     def identity(x):
@@ -333,6 +334,7 @@ def test_padding_that_is_not_skipped_is_refused(monkeypatch):
         trace(monkeypatch, "skip_padding", lambda _: lambda body: body, c)
 
 
+@pytest.mark.quick
 def test_ends_that_are_not_gathered_are_refused(monkeypatch):
     def without_ends(fn):
         return lambda w, c, gather=False: shardops.replicate("... -> ... *r", w)
@@ -344,6 +346,7 @@ def test_ends_that_are_not_gathered_are_refused(monkeypatch):
 # ---- placement, settings ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_rows_of_chunks_and_uneven_stages():
     even = place_layers(8, p=2, v=2)
     assert even.rows.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -355,6 +358,7 @@ def test_rows_of_chunks_and_uneven_stages():
     assert not even.padded
 
 
+@pytest.mark.quick
 def test_balance_gives_the_last_stage_fewer_layers():
     assert balanced(8, 4, head=0) == [2, 2, 2, 2]
     assert balanced(8, 4, head=1.2) == [3, 2, 2, 1]
