@@ -48,6 +48,7 @@ CONFIGS = {  # name: whether the mesh has p, settings of training and pipeline, 
     "gathered once a step": (False, {"gather_weights": "step", "microbatches": 2}, {}, None),
     "another model, with dropout": (False, {"microbatches": 2}, {}, GPT2),
     "stages": (True, {"gather_weights": "step", "microbatches": 2}, {}, None),
+    "stages of another model, with dropout": (True, {"microbatches": 2}, {}, GPT2),
 }
 """What a mutant is traced with: every collective of train.py is in one of them."""
 
@@ -291,7 +292,7 @@ def verify(directory: Path, source: str, *overrides: str) -> subprocess.Complete
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divisor", VERIFY_ONLY)
+@pytest.mark.parametrize("divisor", VERIFY_ONLY, ids=" / ".join)
 def test_verify_rejects_what_the_types_cannot_tell(tmp_path, divisor):
     (mutant,) = [mutant for mutant in mutants(SOURCE) if divisor_of(mutant) == divisor]
     # Stages run `last` where other meshes run `whole`. Beside p, 8 devices are not enough for all of r, d and t.
