@@ -156,6 +156,8 @@ def start_devices(processes: Any, xla_flags: str) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
     if processes.is_single or jax.distributed.is_initialized():
         return
+    if not processes.auto and processes.id == 0:
+        _check_port(processes.coordinator)
     named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
     named |= {"process_id": processes.id, "cluster_detection_method": "deactivate"}
     waiting = threading.Timer(processes.join_timeout, _give_up_joining, [processes])
@@ -183,6 +185,17 @@ def start_devices(processes: Any, xla_flags: str) -> None:
         ) from error
     finally:
         waiting.cancel()
+
+
+def _check_port(address: str) -> None:
+    """Raises ValueError if the port of process 0 is in use: JAX may crash on that, without a word."""
+    try:
+        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+    except OSError as error:
+        raise ValueError(
+            f"process 0 cannot listen at {address}: {error}. Is the port in use? Give another one in "
+            "distributed.coordinator."
+        ) from error
 
 
 _MARGIN_S = 30
