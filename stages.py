@@ -44,6 +44,7 @@ def training_plan(c: Config) -> Plan:
 
 
 def evaluation_plan(c: Config) -> Plan:
+    """What the devices of p do for a validation batch, cut into as many microbatches as a step's."""
     return plan_evaluation(placement_of(c), c.training.microbatches)
 
 
