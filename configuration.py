@@ -236,8 +236,18 @@ class TrainingConfig:
 class HardwareConfig:
     name: str = "any"
     """What the run is meant for, in words."""
-    xla_flags: str = ""
-    """Put behind those in the environment's XLA_FLAGS before the devices start."""
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """XLA's flags without their dashes, and what else XLA takes for a program, for the compilation of the steps. One
+    that the installed XLA does not know is left out, with a line that says so. Flags in the environment's XLA_FLAGS
+    hold for all programs, and an unknown one there ends the run."""
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Environment variables, such as NCCL's, that are set before the devices start; one that is set already stays."""
+    memory_fraction: float | None = None
+    """Part of a GPU's memory that JAX reserves when it starts, in (0, 1]; null: JAX's own default, 0.75. Whoever sets
+    XLA_PYTHON_CLIENT_MEM_FRACTION overrides it."""
+    compilation_cache: str | None = "~/.cache/shardwright/compiled"
+    """Directory in which compiled programs are kept, for the next run of the same step; null: none. It must be writable
+    by nobody whom you would not let run programs as you. Whoever sets JAX_COMPILATION_CACHE_DIR overrides it."""
 
 
 @dataclasses.dataclass
@@ -437,6 +447,7 @@ def check_config(c: Config) -> None:
     check_ranges("training", c.training, {"eval_batches": (0, 2**63), "seed": (0, 2**63), "epochs": (0, math.inf)})
     check_pipeline(c.pipeline)
     check_distributed(c.distributed)
+    check_ranges("hardware", c.hardware, {"memory_fraction": (math.nextafter(0, 1), math.nextafter(1, 2))})
     check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
     if c.training.gather_weights == "step" and not hasattr(model_of(c.model.module), "gather_layers"):
         raise ValueError(f"training.gather_weights is step, but the model {c.model.module} has no gather_layers.")

@@ -9,9 +9,10 @@ import itertools
 import math
 import os
 import socket
+import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -140,20 +141,25 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1)
     return jax.make_mesh(sizes[-len(axes) :], axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
 
 
-def start_devices(processes: Any, xla_flags: str) -> None:
-    """Adds to XLA_FLAGS and joins the other processes, if there are any, before anything else asks for devices.
+def start_devices(processes: Any, hardware: Any) -> None:
+    """Sets what `hardware` says and joins the other processes, if there are any, before anything else asks for devices.
 
     Ends this process, with a message and exit code 1, if they do not find one another within processes.join_timeout:
     JAX waits for them outside of Python, and would abort.
 
     Args:
         processes: the run's DistributedConfig.
-        xla_flags: put behind those of the environment.
+        hardware: its HardwareConfig.
 
     Raises:
         ValueError: JAX does not find out who the processes are, or process 0 cannot use its port.
     """
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
+    for name, value in hardware.environment.items():
+        os.environ.setdefault(name, value)
+    if hardware.memory_fraction is not None:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
+    if hardware.compilation_cache is not None and not jax.config.jax_compilation_cache_dir:
+        _keep_programs(os.path.expanduser(hardware.compilation_cache))
     if processes.is_single or jax.distributed.is_initialized():
         return
     if not processes.auto and processes.id == 0:
@@ -185,6 +191,39 @@ def start_devices(processes: Any, xla_flags: str) -> None:
         ) from error
     finally:
         waiting.cancel()
+
+
+def _keep_programs(directory: str) -> None:
+    """Has JAX keep compiled programs in `directory`; where it cannot be written, says so and goes on without."""
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        print(f"hardware.compilation_cache cannot be written, so compiled programs are not kept: {error}")
+        return
+    jax.config.update("jax_compilation_cache_dir", directory)
+    # All of them: a start compiles some fifty small programs, which together take as long as a small model's step.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def known_options(options: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Those compiler options that the installed XLA knows; each other one is told to `say`, in a line.
+
+    Raises ValueError for a value that XLA does not take. Starts the devices.
+    """
+    known, program = dict(options), jax.jit(lambda: 0).lower()
+    while known:
+        try:
+            program.compile(compiler_options=known)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            unknown = [name for name in known if f"No such compile option: '{name}'" in str(error)]
+            if not unknown:
+                raise ValueError(f"hardware.compiler_options: {error}") from error
+            del known[unknown[0]]
+            say(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
+    return known
 
 
 def _check_port(address: str) -> None:

@@ -52,7 +52,15 @@ from configuration import (
     with_defaults,
 )
 from input_loader import Prefetcher, TokenBatch, batch_shapes, make_loader, steps_for
-from jax_extra import explicit_activation_checkpointing, make_mesh, run_as, running, save_for_backward, start_devices
+from jax_extra import (
+    explicit_activation_checkpointing,
+    known_options,
+    make_mesh,
+    run_as,
+    running,
+    save_for_backward,
+    start_devices,
+)
 from loss_chunks import in_chunks
 from optimizers import muon
 from rope import rope_frequencies
@@ -520,8 +528,11 @@ def make_training_step(c: Config):
     return training_step
 
 
-def make_evaluation_step(c: Config):
-    """The jitted sums of loss and targets of a validation batch: (weights, batch) -> (nats, number of targets)."""
+def make_evaluation_step(c: Config, options: dict[str, Any] | None = None):
+    """The jitted sums of loss and targets of a validation batch: (weights, batch) -> (nats, number of targets).
+
+    `options`: for the compiler.
+    """
     Weights = type(model_of(c.model.module).weight_table(c.model))
 
     @typed_shard_map
@@ -532,7 +543,7 @@ def make_evaluation_step(c: Config):
         total = run_evaluation(loss, evaluation_plan(c), copies, microbatches((batch, None), c))
         return shardops.psum("+p ->", total), count_targets(batch)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=options)
     def evaluation_step(w: Any, batch: TokenBatch):
         with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]), run_as(c.training):
             return per_device(w, batch)
@@ -585,7 +596,8 @@ def train(c: Config, directory: Path) -> str | None:
         validation = make_loader(c.data, "validation", *sizes) if t.eval_batches else None
         steps = steps_for(loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
         state = start_state(c, checkpoints, start)
-        evaluation_step = make_evaluation_step(c)
+        options = known_options(c.hardware.compiler_options, say)
+        evaluation_step = make_evaluation_step(c, options)
         table = model_of(m.module).weight_table(m)
         flops = training_io.flops_of_model(table, m, t.seq_len)
         peak = training_io.peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
@@ -609,7 +621,7 @@ def train(c: Config, directory: Path) -> str | None:
         samples = TrainingSamples(c, directory, start, steps, log) if t.sample_interval else None
         # Tracing checks every type of the step: what communicates wrongly does not get past this line.
         lowered = make_training_step(c).lower(state, batch_shapes(t.batch_size, t.seq_len), np.int32(start))
-        training_step, graph = training_io.compile_with_hlo_dump(lowered, directory)
+        training_step, graph = training_io.compile_with_hlo_dump(lowered, directory, options)
         if graph is None:
             say("HLO graph: none, because the compiled step came from JAX's compilation cache")
         rendering = None
@@ -657,7 +669,7 @@ def main(config) -> str | None:
         raise ValueError("name a run: --config-name=<file in configs/>")
     c = to_config(config)
     check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
-    start_devices(c.distributed, c.hardware.xla_flags)
+    start_devices(c.distributed, c.hardware)
     if c.paths.model_name is None:
         c.paths.model_name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     directory = Path(c.paths.root_working_dir) / c.paths.model_name

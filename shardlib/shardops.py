@@ -1,7 +1,7 @@
 """Per-device operations under `typed_shard_map`: every collective, and the products that make partial sums.
 
 Each takes a spec string, checks its operands against it while JAX traces, and compiles to exactly the `jax.lax`
-operation it stands for. What each does to a type:
+collective or product it stands for, and transpositions where its dim is not the first. What each does to a type:
 
     all_gather         'M/d F/t -> M F/t'                   removes /d; into `M F/t *d`, a Copy
     psum_scatter       'B L M +t -> B L/t M'                turns +t into /t
@@ -18,6 +18,8 @@ The backward pass communicates where the forward pass does, by the transposed co
 become reduce-scatters and back, a Copy's gradient is reduced where the Copy was made.
 All raise ShardError, with the op, the spec, the operands, the sizes bound so far, the mesh, and a remedy.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +107,20 @@ def all_gather(spec, x):
         value = meet(1, lhs, value, (), lhs.sharded)
     for i, axes in enumerate(removed):
         if axes:
-            value = lax.all_gather(value, axes, axis=i, tiled=True, to="varying" if new_copies else "reduced")
+            gather = functools.partial(lax.all_gather, to="varying" if new_copies else "reduced")
+            value = _along_first_dim(gather, value, axes, i, axis=0)
     return wrap(value, (), {*copy_axes(x), *new_copies}, f"all_gather({op})")
+
+
+def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax.Array:
+    """collective(x, axes, tiled=True) along `dim`, with that dim moved to the front and back.
+
+    Blocks have to lie one behind the other anyway. XLA on a CPU, where the dim is another, chooses layouts around the
+    collective with which its neighbours take longer than it does.
+    """
+    if axes_product(axes) == 1:  # nothing changes, whatever the dim
+        return collective(x, axes, tiled=True, **options)
+    return jnp.moveaxis(collective(jnp.moveaxis(x, dim, 0), axes, tiled=True, **options), 0, dim)
 
 
 def psum_scatter(spec, x):
@@ -132,7 +146,7 @@ def psum_scatter(spec, x):
         check_result_divisible(rhs, bindings)
     for i, axes in enumerate(added):
         if axes:
-            value = lax.psum_scatter(value, axes, scatter_dimension=i, tiled=True)
+            value = _along_first_dim(lax.psum_scatter, value, axes, i, scatter_dimension=0)
     return wrap(value, rhs.partial, copy_axes(x), f"psum_scatter({op})")
 
 
@@ -289,8 +303,52 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None):
                 refuse_idle_gradient(i, v, "einsum_unreduced", spec, operands, bindings)
                 for i, v in enumerate(values, 1)
             ]
-    value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
+    # Each gradient is a product of the others, where no dim is in one place alone.
+    others = lambda i: {*op.rhs.names, *(name for j, s in enumerate(op.lhs) if j != i for name in s.names)}
+    floating = jnp.issubdtype(values[0].dtype, jnp.inexact)
+    simple = len(values) == 2 and floating and all(set(s.names) <= others(i) for i, s in enumerate(op.lhs))
+    product = _product if simple else jnp.einsum
+    value = product(formula, *values, preferred_element_type=preferred_element_type)
     return wrap(varying(value, axes), op.rhs.partial, copies, f"einsum_unreduced({op})")
+
+
+def _product(formula: str, x: jax.Array, y: jax.Array, preferred_element_type=None) -> jax.Array:
+    return _with_gradients(formula, preferred_element_type, x, y)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_gradients(formula: str, dtype, x: jax.Array, y: jax.Array) -> jax.Array:
+    """jnp.einsum, whose gradients are einsums with the operands in their own order, and of the operands' dtype.
+
+    JAX's own rule contracts the gradient with x and transposes what comes out. XLA turns that into a transposition of
+    the gradient, which for a layer's up-projection takes a CPU longer than the product. And where the result is wider
+    than the operands, as logits are, JAX's products are of the wider dtype: an accelerator is many times slower there.
+    """
+    return jnp.einsum(formula, x, y, preferred_element_type=dtype)
+
+
+def _product_forward(formula, dtype, x, y):
+    # Not the function itself: jax.checkpoint's policies are to see the product.
+    return jnp.einsum(formula, x, y, preferred_element_type=dtype), (x, y)
+
+
+def _product_backward(formula, dtype, operands, g):
+    x, y = operands
+    operand_dims, result = formula.split("->")
+    x_dims, y_dims = operand_dims.split(",")
+    g = g.astype(x.dtype)
+    product = lambda a, b, to: jnp.einsum(f"{a[0]},{b[0]}->{to}", a[1], b[1])
+    of_g, of_x, of_y = (result, g), (x_dims, x), (y_dims, y)
+    dx = product(of_g, of_y, x_dims)
+    if jax.default_backend() != "cpu" or x.size <= g.size:
+        return dx, product(of_x, of_g, y_dims)
+    # The first operand is transposed there: the smaller one had better be it. XLA would take the order of the result.
+    swapped = "".join(sorted(y_dims, key=lambda dim: dim not in result))
+    dy = lax.optimization_barrier(product(of_g, of_x, swapped))
+    return dx, jnp.einsum(f"{swapped}->{y_dims}", dy)
+
+
+_with_gradients.defvjp(_product_forward, _product_backward)
 
 
 def broadcast(spec, x):

@@ -10,3 +10,5 @@ DEVICES = os.environ.get("TEST_DEVICES", "8")
 FLAGS = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# No test finds what an earlier one, or a run of this user, compiled; tests of the cache itself turn it on.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"

@@ -86,14 +86,16 @@ def initialized(monkeypatch):
 def test_a_single_process_joins_nothing(overrides, initialized):
     """Not even as a task of Slurm, where JAX would find others."""
     os.environ |= slurm(count=4, i=1)
-    jax_extra.start_devices(settings("paths.model_name=run", *overrides.split()).distributed, "")
+    jax_extra.start_devices(
+        settings("paths.model_name=run", *overrides.split()).distributed, configuration.HardwareConfig()
+    )
     assert initialized == []
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("devices", "local"), [("all", []), ("one", None)])
 def test_all_devices_of_a_host_are_used_unless_one_is_asked_for(devices, local, initialized):
-    jax_extra.start_devices(configuration.DistributedConfig(auto=True, devices=devices), "")
+    jax_extra.start_devices(configuration.DistributedConfig(auto=True, devices=devices), configuration.HardwareConfig())
     (arguments,) = initialized
     assert arguments["local_device_ids"] == local
     assert "coordinator_address" not in arguments

@@ -512,10 +512,17 @@ def plain_step(w, tokens):
 
 
 def operations(step, *args) -> collections.Counter:
-    """How often each (opcode, shape) stands in the optimized HLO of `step`, over all its computations."""
+    """How often each product and collective of these sizes stands in the optimized HLO of `step`.
+
+    Whatever the order of the dims: which one stands first is the affair of what lies between them, transpositions.
+    """
     text = jax.jit(step).lower(*args).compile().as_text()
-    found = re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(", text, re.MULTILINE)
-    return collections.Counter((opcode, re.sub(r"\{[^}]*\}|/\*.*?\*/", "", shape)) for shape, opcode in found)
+    opcodes = "dot|all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"^\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ({opcodes})(?:-start)?\(", text, re.MULTILINE)
+    sizes = lambda shape: tuple(
+        sorted(int(n) for n in re.findall(r"\d+", re.sub(r"\{.*?\}|[a-z]+\d+", "", shape)) if n != "1")
+    )
+    return collections.Counter((opcode, sizes(shape)) for shape, opcode in found)
 
 
 def test_the_gradient_of_a_copy_is_reduced_where_it_was_made_not_in_the_loop():

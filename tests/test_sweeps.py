@@ -49,7 +49,7 @@ def program(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "program.py").write_text(PROGRAM)
     base = OmegaConf.load(ROOT / "configs" / "base.yaml")
-    own = {"defaults": ["_self_"], "a": 1, "b": 2, "hardware": {"xla_flags": ""}}
+    own = {"defaults": ["_self_"], "a": 1, "b": 2, "hardware": {"memory_fraction": None}}
     own |= {"distributed": {"auto": False, "count": None}}
     own |= {"paths": {"root_working_dir": "runs", "model_name": None}, "hydra": base.hydra}
     OmegaConf.save(OmegaConf.create(own), tmp_path / "configs" / "own.yaml")
@@ -112,7 +112,10 @@ def test_a_signal_ends_the_sweep(program):
     ("swept", "message"),
     [
         ("paths.model_name=x,y", "paths.model_name is swept, but it names the whole sweep"),
-        ("hardware.xla_flags=x,y", "hardware.xla_flags cannot be swept in one process, whose devices start once."),
+        (
+            "hardware.memory_fraction=0.5,0.9",
+            "hardware.memory_fraction cannot be swept in one process, whose devices start once.",
+        ),
     ],
 )
 def test_what_cannot_be_swept_is_refused(program, swept, message):

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -14,13 +15,14 @@ from .progress import mark
 
 
 def compile_with_hlo_dump(
-    lowered: jax.stages.Lowered, directory: str | os.PathLike
+    lowered: jax.stages.Lowered, directory: str | os.PathLike, options: dict[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, Path | None]:
     """Compiles, and keeps the optimized HLO as a graph for Graphviz.
 
     Args:
         lowered: the lowered training step.
         directory: where `training_step_optimized_hlo_<date>.dot` goes.
+        options: for the compiler.
 
     Returns:
         The compiled step, and the path of the graph: None where XLA wrote none (the step came from JAX's compilation
@@ -28,9 +30,11 @@ def compile_with_hlo_dump(
     """
     mark("compiling the training step", paused=True)
     if jax.process_index() != 0:
-        return lowered.compile(), None
+        return lowered.compile(compiler_options=options), None
     with tempfile.TemporaryDirectory() as dump:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_dot": True})
+        compiled = lowered.compile(
+            compiler_options={**(options or {}), "xla_dump_to": dump, "xla_dump_hlo_as_dot": True}
+        )
         # Autotuning may compile small modules of its own on the way.
         graphs = sorted(Path(dump).glob("*after_optimizations*.dot"), key=lambda path: path.stat().st_size)
         if not graphs:
