@@ -200,6 +200,9 @@ class TrainingConfig:
     attention: str = "auto"
     """einsum: with the scores of all pairs of positions in memory. blockwise: a block of them at a time (attention.py).
     cudnn: NVIDIA's fused kernel. auto: the one that suits device and seq_len; the run says at its start which."""
+    fp8: bool = False
+    """Whether a layer's products with its weights are of operands rounded to FP8 (fp8.py): faster on NVIDIA GPUs from
+    Hopper on, slower elsewhere, and never as exact."""
     loss_chunk: int | None = None
     """Positions of each sequence whose logits are in memory at a time: a multiple of t that divides seq_len. Null: all,
     which is faster while they fit."""

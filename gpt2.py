@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import fp8
 from configuration import check_ranges
 from jax_extra import explicit_activation_checkpointing, running, save_for_backward
 from shardlib import shardops
@@ -190,7 +191,8 @@ class DropoutKeys:
 def layer(
     x: act["B/r/d L/t M"], w: GPT2Layer, attend: Callable, cache: Any, keys: DropoutKeys, c: ModelConfig
 ) -> tuple[act["B/r/d L/t M"], Any]:
-    gather, einsum, broadcast, dtype = shardops.all_gather, shardops.einsum_unreduced, shardops.broadcast, x.dtype
+    gather, broadcast, dtype = shardops.all_gather, shardops.broadcast, x.dtype
+    einsum = fp8.if_chosen(shardops.einsum_unreduced)
 
     nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.attention_gain, w.attention_bias, c.norm_epsilon))
 

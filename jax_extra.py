@@ -52,6 +52,7 @@ class Execution:
     attention: str = "einsum"
     save: str = "marked"
     unroll: int = 1
+    fp8: bool = False
 
 
 _EXECUTION: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("execution", default=None)

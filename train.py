@@ -36,6 +36,7 @@ from jax import lax
 from omegaconf import OmegaConf
 
 import attention as attention_paths
+import fp8
 import training_io
 from configuration import (
     COMPUTE_DTYPES,
@@ -195,7 +196,7 @@ def layer(
     x: act["B/r/d L/t M"], w: TransformerLayer, rope: tuple, attend: Callable, cache: Any, c: ModelConfig
 ) -> tuple[act["B/r/d L/t M"], Any]:
     """One transformer layer. Weights arrive sharded and are cast, then gathered over d where they are used."""
-    gather, einsum, dtype = shardops.all_gather, shardops.einsum_unreduced, x.dtype
+    gather, einsum, dtype = shardops.all_gather, fp8.if_chosen(shardops.einsum_unreduced), x.dtype
 
     nx = gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.attention_norm, c.norm_epsilon))
     w_q = gather("M/d K/t Q D -> M K/t Q D", w.w_q.astype(dtype))
@@ -602,7 +603,7 @@ def train(c: Config, directory: Path) -> str | None:
         flops = training_io.flops_of_model(table, m, t.seq_len)
         peak = training_io.peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
         parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
-        model = f"{parameters:,} parameters, {t.compute_dtype} compute"
+        model = f"{parameters:,} parameters, {t.compute_dtype} compute" + ", products with weights in fp8" * t.fp8
         training_io.say_start(directory, start, mesh, model, c.data, loader, steps)
         say(f"attention  {attention_paths.describe(t, m, mesh.devices.flat[0])}")
         for line in describe_stages(c):

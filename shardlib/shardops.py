@@ -19,6 +19,7 @@ become reduce-scatters and back, a Copy's gradient is reduced where the Copy was
 All raise ShardError, with the op, the spec, the operands, the sizes bound so far, the mesh, and a remedy.
 """
 
+import collections
 import functools
 
 import jax
@@ -277,12 +278,13 @@ def replicate(spec, x):
 # ---- products ---------------------------------------------------------------------------------------------------
 
 
-def einsum_unreduced(spec, *operands, preferred_element_type=None):
+def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None):
     """The einsum of this device's blocks: `B/d L F/t, M F/t -> B/d L M +t`. Never communicates.
 
     One operand or more. A dim keeps its sharding from operand to result; a contracted sharded dim makes the result a
     partial sum, written `+`, for psum_scatter or psum to reduce. Operands must have one dtype; sums are kept in
-    `preferred_element_type` where given.
+    `preferred_element_type` where given. `product`: a function of a formula of jnp.einsum and two operands that
+    multiplies these in its place, e.g. in another precision.
     """
     with checked_op("einsum_unreduced", spec, *operands) as bindings:
         op = parse(spec, len(operands), copies=True)
@@ -303,17 +305,21 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None):
                 refuse_idle_gradient(i, v, "einsum_unreduced", spec, operands, bindings)
                 for i, v in enumerate(values, 1)
             ]
-    # Each gradient is a product of the others, where no dim is in one place alone.
-    others = lambda i: {*op.rhs.names, *(name for j, s in enumerate(op.lhs) if j != i for name in s.names)}
-    floating = jnp.issubdtype(values[0].dtype, jnp.inexact)
-    simple = len(values) == 2 and floating and all(set(s.names) <= others(i) for i, s in enumerate(op.lhs))
-    product = _product if simple else jnp.einsum
-    value = product(formula, *values, preferred_element_type=preferred_element_type)
+        # Each gradient is a product of the other two, where no dim is in one place alone.
+        places = collections.Counter(name for shape in (*op.lhs, op.rhs) for name in shape.names)
+        simple = len(values) == 2 and min(places.values()) > 1 and jnp.issubdtype(values[0].dtype, jnp.inexact)
+        if product and not simple:
+            raise ShardError(
+                "`product` is for two operands of floats, each dim of which is in the other or in the result",
+                "leave it out",
+            )
+    if product:
+        value = product(formula, *values)
+    elif simple:
+        value = _with_gradients(formula, preferred_element_type, *values)
+    else:
+        value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
     return wrap(varying(value, axes), op.rhs.partial, copies, f"einsum_unreduced({op})")
-
-
-def _product(formula: str, x: jax.Array, y: jax.Array, preferred_element_type=None) -> jax.Array:
-    return _with_gradients(formula, preferred_element_type, x, y)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,0 +1,122 @@
+"""Products in FP8: against numpy's arithmetic on values rounded by ml_dtypes, and runs against those in bf16."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+
+import fp8
+import gpt2
+import train
+from input_loader import TokenBatch, batch_shapes
+from jax_extra import Execution, run_as
+from shardlib import shardops
+from shardlib.shardtypes import ShardError, f32, typed_shard_map
+
+FORMATS = {jnp.float8_e4m3fn: (ml_dtypes.float8_e4m3fn, 448.0), jnp.float8_e5m2: (ml_dtypes.float8_e5m2, 57344.0)}
+
+
+def rounded(x: np.ndarray, dtype) -> np.ndarray:
+    """What is left of x when it is scaled to the range of an FP8 format and rounded, in f64."""
+    numpy_dtype, largest = FORMATS[dtype]
+    scale = np.float32(np.abs(x).max()) / np.float32(largest)
+    return (np.float32(x) / scale).astype(numpy_dtype).astype(np.float64) * scale
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("dtype", "error"), [(jnp.float8_e4m3fn, 2**-4), (jnp.float8_e5m2, 2**-3)])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_values_are_rounded_within_the_format(dtype, error, size):
+    x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) * np.float32(size)
+    values, scale = jax.jit(lambda x: fp8.quantize(x, dtype))(x)
+    assert values.dtype == dtype
+    found = np.float64(values) * np.float64(scale)
+    np.testing.assert_allclose(found, rounded(x, dtype), rtol=1e-6)
+    # Half a unit in the last place, where numbers are not so small that the format has no more digits for them.
+    normal = np.abs(x) > np.abs(x).max() * 2**-10
+    assert np.abs(found / x - 1)[normal].max() <= error
+    assert np.abs(found).max() == pytest.approx(np.abs(x).max(), rel=1e-6)
+
+
+@pytest.mark.quick
+def test_zeros_stay_and_what_is_no_number_is_seen():
+    quantized = lambda x: [np.float32(part) for part in jax.jit(lambda x: fp8.quantize(x, fp8.FORWARD))(np.float32(x))]
+    assert quantized([0, 0]) == [pytest.approx([0, 0]), 1 / np.float32(448)]
+    for bad in (np.inf, -np.inf, np.nan):
+        values, scale = quantized([1.0, bad])
+        assert not (np.isfinite(values).all() and np.isfinite(scale))
+
+
+@pytest.mark.quick
+def test_a_scale_that_bf16_rounds_down_does_not_overflow():
+    peaks = np.linspace(1, 2, 999, dtype=np.float32)
+    values, _ = jax.vmap(lambda x: fp8.quantize(x[None].astype(jnp.bfloat16), fp8.FORWARD))(peaks)
+    assert np.isfinite(np.float32(values)).all()
+
+
+@pytest.mark.quick
+def test_product_and_gradients_are_those_of_the_rounded_values():
+    rng = np.random.default_rng(0)
+    x, y, g = (rng.normal(size=shape).astype(np.float32) for shape in [(4, 6, 8), (8, 3, 5), (4, 6, 3, 5)])
+    with jax.default_matmul_precision("highest"):
+        out, vjp = jax.vjp(lambda x, y: fp8.product("abc,cde->abde", x, y), x, y)
+        dx, dy = vjp(g)
+    x, y, g = rounded(x, fp8.FORWARD), rounded(y, fp8.FORWARD), rounded(g, fp8.GRADIENTS)
+    np.testing.assert_allclose(out, np.einsum("abc,cde->abde", x, y), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, np.einsum("abde,cde->abc", g, y), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dy, np.einsum("abc,abde->cde", x, g), rtol=1e-5, atol=1e-5)
+
+
+def test_einsum_takes_it_for_two_operands_alone():
+    with jax.set_mesh(tiny.mesh("one device")):
+
+        @typed_shard_map
+        def total(x: f32["M"]) -> f32[""]:
+            return shardops.einsum_unreduced("M ->", x, product=fp8.product)
+
+        with pytest.raises(ShardError, match="`product` is for two operands"):
+            total(np.ones(4, np.float32))
+
+
+def program(c) -> str:
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        state = jax.eval_shape(lambda key: train.init_state(key, c), jax.random.key(0))
+        shapes = batch_shapes(c.training.batch_size, c.training.seq_len)
+        return train.make_training_step(c).lower(state, shapes, np.int32(0)).as_text()
+
+
+@pytest.mark.parametrize(("model", "products"), [(tiny.model(), 7), (None, 6)], ids=["llama", "gpt2"])
+def test_the_step_has_its_products_with_weights_in_fp8(model, products):
+    model = model or gpt2.ModelConfig(vocab=32, positions=16, d_model=32, layers=2, heads=4, bos_id=0)
+    casts = lambda text, dtype: len(re.findall(rf"stablehlo.convert .*-> tensor<[^>]*{dtype}>", text))
+    plain, with_fp8 = (program(tiny.config(model, compute_dtype="bf16", fp8=on)) for on in (False, True))
+    assert casts(plain, "f8E4M3FN") == casts(plain, "f8E5M2") == 0
+    # Both operands of each product, forward, and again where the layer is computed again; each gradient once.
+    assert casts(with_fp8, "f8E5M2") == products
+    assert casts(with_fp8, "f8E4M3FN") >= 2 * products
+
+
+def test_losses_stay_close_to_those_in_bf16():
+    curves = {}
+    for on in (False, True):
+        c = tiny.config(compute_dtype="bf16", fp8=on)
+        with jax.set_mesh(tiny.mesh("d=4 t=2")):
+            state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(0))  # noqa: B023
+            step, batch = train.make_training_step(c), tiny.place(tiny.host_batch(), TokenBatch)
+            curves[on] = []
+            for i in range(20):
+                state, metrics = step(state, batch, np.int32(i))
+                curves[on].append(float(metrics.loss))
+    assert curves[True] != curves[False]
+    assert curves[False][-1] < curves[False][0] - 0.3, "it learns"
+    np.testing.assert_allclose(curves[True], curves[False], atol=0.05)
+
+
+def test_outside_of_a_run_nothing_is_in_fp8():
+    assert fp8.if_chosen(shardops.einsum_unreduced) is shardops.einsum_unreduced
+    with run_as(Execution(fp8=True)):
+        assert fp8.if_chosen(shardops.einsum_unreduced).keywords == {"product": fp8.product}
