@@ -46,13 +46,13 @@ def trace(planes):
     return ProfileData.from_text_proto(text)
 
 
-def gpu(nccl_ends, steps=3):
+def gpu(adam_ends, nccl_ends, steps=3):
     """Steps of 100 µs on two streams, and the beginning of one more; copies, and another program, beside them."""
     of = {"hlo_module": STEP, "hlo_op": "fusion"}
     compute, nccl = [], []
     for at in range(0, 100 * steps, 100):
         compute += [(at, at + 30, "gemm", of), (at + 30, at + 50, "softmax", of), (at + 50, at + 80, "gemm", of)]
-        compute += [(at + 80, at + 90, "adam", {"cuda_graph_id": 3})]  # of a CUDA graph
+        compute += [(at + 80, at + adam_ends, "adam", {"cuda_graph_id": 3})]  # of a CUDA graph
         nccl += [(at + 60, at + nccl_ends, "ncclDevKernel_AllGather", of)]
     compute += [(100 * steps, 100 * steps + 30, "gemm", of)]
     return {
@@ -66,9 +66,12 @@ def gpu(nccl_ends, steps=3):
 
 
 def test_gpu_streams():
-    """GPU:0 executes nothing of the step in 98 … 100 and 198 … 200 of 200 µs, GPU:1 from 96 on: 2% and 4%."""
+    """GPU:0 executes nothing of the step in 98 … 100 and 198 … 200 of 200 µs, GPU:1 from 96 on: 2% and 4%.
+
+    The last kernel is one stream's on GPU:0, the other's on GPU:1.
+    """
     host = {"python": [(0, 400, "step", {})]}
-    found = step_bubble(trace({"/host:CPU": host, "/device:GPU:0": gpu(98), "/device:GPU:1": gpu(96)}), STEP, 3)
+    found = step_bubble(trace({"/host:CPU": host, "/device:GPU:0": gpu(98, 90), "/device:GPU:1": gpu(90, 96)}), STEP, 3)
     assert found["step_bubble"] == pytest.approx(0.03)
     assert (found["worst"], found["worst_device"]) == (pytest.approx(0.04), "GPU:1")
     assert found["gap_seconds"] == pytest.approx(3e-6)
@@ -92,9 +95,10 @@ def test_cpu_devices():
     """Operations are on any thread; CPU:1's second step begins before its first has ended, which is no gap."""
     op = lambda device, run: {"hlo_module": STEP, "hlo_op": "dot", "run_id": run, "device_ordinal": device}
     threads = {
-        "tf_XLAEigen/1": [(0, 40, "dot", op(0, 7)), (80, 90, "dot", op(0, 9)), (0, 50, "dot", op(1, 7))],
+        "tf_XLAEigen/1": [(80, 90, "dot", op(0, 9)), (0, 40, "dot", op(0, 7)), (0, 50, "dot", op(1, 7))],
         "tf_XLAPjRtCpuClient/2": [
             (30, 60, "dot", op(0, 7)),
+            (50, 55, "dot", op(0, 7)),
             (45, 70, "dot", op(1, 9)),
             (60, 75, "$f.py:1 f", op(0, 7)),
         ],
@@ -112,13 +116,13 @@ def test_cpu_devices():
         ({"/host:CPU": {"python": [(0, 9, "f", {})]}}, 2, f"no line of any device with executions of {STEP}"),
         ({"/device:GPU:0": {"Stream #1": [(0, 9, "k", {})]}}, 2, "no line of the devices /device:GPU:0 with"),
         ({"/device:TPU:0": {"XLA Modules": [(0, 9, STEP, {})]}}, 2, f"1 of 2 executions of {STEP} on TPU:0"),
-        ({"/device:GPU:0": gpu(98)}, 5, "do not show where each of the 5 steps begins"),
+        ({"/device:GPU:0": gpu(98, 90)}, 5, "do not show where each of the 5 steps begins"),
         (
             {"/device:GPU:0": {"Stream #1": [(i, i + 1, "k", {"hlo_module": STEP}) for i in range(12)]}},
             3,
             "where each of",
         ),
-        ({"/device:GPU:0": gpu(98)}, 1, "a run of one step has nothing between steps"),
+        ({"/device:GPU:0": gpu(98, 90)}, 1, "a run of one step has nothing between steps"),
     ],
 )
 def test_what_cannot_be_measured_is_not(planes, steps, why):
@@ -188,3 +192,10 @@ def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch, broke
     assert lines == []
     output = capsys.readouterr().out.splitlines()
     assert [line for line in output if line.startswith("step_bubble: not measured, because ")] == output[-1:]
+
+
+def test_the_reason_is_the_last_line_of_the_programs_errors(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import sys\nprint('{}')\nsys.exit('first\\nand why')")
+    with pytest.raises(RuntimeError, match=r"^and why$"):
+        profile._run(str(program))
