@@ -626,7 +626,7 @@ def train(c: Config, directory: Path) -> str | None:
         if graph is None:
             say("HLO graph: none, because the compiled step came from JAX's compilation cache")
         rendering = None
-        profiler = training_io.StepProfiler(directory, steps=steps - start, **speed)
+        profiler = training_io.StepProfiler(directory, steps=steps - start, log=log, start=start, **speed)
         cleanup.callback(profiler.close)
         batches = Prefetcher(loader.load, start, steps, c.data.prefetch, loader.parallel_loads)
         batches = training_io.watched_batches(cleanup.enter_context(batches), start)
@@ -644,12 +644,12 @@ def train(c: Config, directory: Path) -> str | None:
             if samples:
                 samples.after(step + 1, state.weights)
             if (step + 1) % t.checkpoint_interval == 0 or step + 1 == steps or stopped_by:
-                training_io.check_finite(float(metrics.loss), step + 1, checkpoints.latest_step())
+                check = functools.partial(training_io.check_finite, metrics.loss, step + 1, checkpoints.latest_step)
                 metadata = {"config": dataclasses.asdict(c), "loader": loader.state(step + 1)}
-                checkpoints.save(step + 1, state, metadata, stack_orders(placement, State, state))
+                checkpoints.save(step + 1, state, metadata, stack_orders(placement, State, state), check=check)
             if validation and (step + 1 == steps or (t.eval_interval and (step + 1) % t.eval_interval == 0)):
                 log.log_event(step, "validation", functools.partial(evaluation, state.weights))
-            if graph and (step - start == 4 or step + 1 == steps) and rendering is None:
+            if graph and (step - start == 6 or step + 1 == steps) and rendering is None:
                 rendering = training_io.start_rendering(graph)
             if stopped_by and step + 1 < steps:
                 checkpoints.wait()

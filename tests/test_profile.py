@@ -1,6 +1,7 @@
 import contextlib
 import gzip
 import json
+import threading
 import time
 
 import jax
@@ -18,8 +19,9 @@ def profiled_step(x):
     return jnp.tanh(x @ x) / 8
 
 
-def train(directory, steps, done=None, fetch_s=0.0):
-    profiler = StepProfiler(directory, steps=steps, tokens_per_step=100, flops=FLOPS, peak=PEAK)
+def train(directory, steps, done=None, fetch_s=0.0, **settings):
+    settings = {"module": "jit_profiled_step"} | settings
+    profiler = StepProfiler(directory, steps=steps, tokens_per_step=100, flops=FLOPS, peak=PEAK, **settings)
     x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
     for i in range(steps if done is None else done):
         profiler.before_step(i)
@@ -37,12 +39,13 @@ def event_names(trace):
     return {event.get("name") for event in trace["traceEvents"]}
 
 
-def test_third_and_fourth_step_are_timed_and_traced(tmp_path, capsys):
+def test_third_and_fourth_step_are_timed_and_two_more_traced(tmp_path, capsys):
     trace = train(tmp_path, steps=7, fetch_s=0.1)
     assert trace.parent.parent == tmp_path / "plugins" / "profile"
     assert trace.name == "perfetto_trace.json.gz"
     names = event_names(trace)
-    assert {name for name in names if name and name.startswith("this is step")} == {"this is step 2", "this is step 3"}
+    traced = {f"this is step {i}" for i in (2, 3, 4, 5)}
+    assert {name for name in names if name and name.startswith("this is step")} == traced
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "profile of steps 3 and 4 of this run, data fetching included"
@@ -56,18 +59,20 @@ def test_third_and_fourth_step_are_timed_and_traced(tmp_path, capsys):
     assert float(lines[3].split()[1].rstrip("%")) == pytest.approx(rate * 1.5e6 / 1e9 * 100, rel=0.01)
     assert lines[3].endswith("%  attention full: 1.50 MFLOP/token = full formula")
     assert lines[4] == "  peak   0.001 TFLOP/s: the source of the peak"
-    assert len(lines) == 5
+    assert lines[5].startswith("step_bubble  ")
+    assert len(lines) == 6
 
 
-def test_steps_are_not_waited_for_between_the_edges(tmp_path, monkeypatch):
-    waited = []
-    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
+    waited = {True: [], False: []}
+    in_main = lambda: threading.current_thread() is threading.main_thread()
+    monkeypatch.setattr(jax, "block_until_ready", lambda outputs: waited[in_main()].append(outputs))
     profiler = StepProfiler(tmp_path, steps=9, tokens_per_step=100, flops=FLOPS, peak=PEAK)
     for i in range(9):
         profiler.before_step(i)
         profiler.after_step(i, f"outputs of {i}")
     profiler.close()
-    assert waited == ["outputs of 1", "outputs of 3"]
+    assert waited == {True: ["outputs of 1"], False: ["outputs of 3", "outputs of 5"]}
 
 
 @pytest.mark.parametrize(("steps", "title"), [(3, "steps 2 and 3"), (2, "steps 1 and 2"), (1, "step 1")])
@@ -76,6 +81,14 @@ def test_a_short_run_profiles_its_last_steps(tmp_path, capsys, steps, title):
     output = capsys.readouterr().out
     assert f"profile of {title} of this run" in output
     assert "fewer than 4 steps" in output
+
+
+def test_a_run_that_is_stopped_among_the_steps_that_are_only_traced(tmp_path, capsys):
+    assert train(tmp_path, 9, done=5).is_file()
+    *report, bubble = capsys.readouterr().out.splitlines()
+    assert report[0].startswith("profile of steps 3 and 4 ")
+    assert bubble.startswith("step_bubble  ")
+    assert bubble.endswith("steps 3 to 5 of this run")
 
 
 def test_no_steps(tmp_path, capsys):

@@ -36,7 +36,7 @@ def losses(directory: Path) -> list[float]:
 
 def events(directory: Path) -> list[dict]:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("event", "memory") != "memory"]
+    return [line for line in lines if line.get("event", "memory") not in ("memory", "step_bubble")]
 
 
 def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:
@@ -111,6 +111,10 @@ def test_a_run_leaves_its_outputs(unbroken):
     assert len(losses(unbroken)) == 8
     assert [e["event"] for e in events(unbroken)] == ["validation"]
     assert (unbroken / "config.yaml").is_file()
+    lines = [json.loads(line) for line in (unbroken / "metrics.jsonl").read_text().splitlines()]
+    (bubble,) = [line for line in lines if line.get("event") == "step_bubble"]
+    assert (bubble["step"], bubble["steps"], bubble["devices"]) == (5, 4, 8)
+    assert 0 <= bubble["step_bubble"] <= bubble["worst"] < 1
     assert len(list(unbroken.glob("plugins/profile/*/perfetto_trace.json.gz"))) == 1
     pictures = list(unbroken.glob("training_step_optimized_hlo_*"))
     assert [p.suffix in (".svg", ".dot") for p in pictures] == [True]

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -93,7 +93,15 @@ class Checkpointer:
         """The metadata given to `save` for this step."""
         return self.manifest(step)["metadata"]
 
-    def save(self, step: int, state: Any, metadata: dict, orders: Orders = NO_ORDERS) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metadata: dict,
+        orders: Orders = NO_ORDERS,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Copies `state` to host memory, then writes it in the background.
 
         When this returns, the buffers of `state` may be donated or deleted. Waits for the save before it first, and
@@ -105,15 +113,17 @@ class Checkpointer:
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
             metadata: what json can write, without NaN or infinity. Kept in the manifest.
             orders: by name, of arrays whose rows are written in another order: the row to write each as, -1 for none.
+            check: called before the devices are waited for, in every process; nothing is written if it raises. What
+                waits for the step that makes `state` belongs here: all else that saving takes is done while that runs.
 
         Raises:
             ValueError: a step, leaf or name that cannot be saved, by name.
             OSError: the previous save failed.
         """
         with pause(f"saving the checkpoint of step {step}"):
-            self._save(step, state, metadata, orders)
+            self._save(step, state, metadata, orders, check)
 
-    def _save(self, step: int, state: Any, metadata: dict, orders: Orders) -> None:
+    def _save(self, step: int, state: Any, metadata: dict, orders: Orders, check: Callable[[], None]) -> None:
         self.wait()
         final = self._path(step)
         if final.exists():
@@ -130,6 +140,7 @@ class Checkpointer:
                     f"cannot save {name!r}: zarr readers do not share a {leaf.dtype} type. "
                     f"Keep it as one of {', '.join(sorted(_DTYPES))} (jax.random.key_data turns keys into integers)."
                 )
+        shards = _start_copies(leaves)
         manifest = _manifest_text(step, _as_stored(leaves, orders), metadata)
         temporary = final.with_name(final.name + ".tmp")
         if jax.process_index() == 0:
@@ -138,7 +149,8 @@ class Checkpointer:
             # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
             # copies below have to wait for the running step anyway.
             multihost_utils.sync_global_devices(f"checkpoint {step}")
-        arrays = _copy_to_host(leaves, orders)
+        check()
+        arrays = _copy_to_host(leaves, shards, orders)
         self._saving = self._executor.submit(self._write, temporary, final, arrays, manifest)
 
     def wait(self) -> None:
@@ -349,13 +361,18 @@ def _runs(order: np.ndarray, rows: slice) -> list[tuple[slice, slice]]:
     return [(slice(int(own[a]), int(own[a]) + b - a), slice(a, b)) for a, b in runs if own[a] >= 0]
 
 
-def _copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[_HostArray]:
+def _start_copies(leaves: dict[str, jax.Array]) -> dict[str, list[jax.Shard]]:
+    """What this process saves of each leaf, on its way to the host."""
     shards = {
         name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0] for name, leaf in leaves.items()
     }
     for own in shards.values():
         for shard in own:
             shard.data.copy_to_host_async()
+    return shards
+
+
+def _copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]], orders: Orders) -> list[_HostArray]:
     arrays = []
     for name, leaf in leaves.items():
         # On a CPU device this is no copy but a reference to the buffer, which JAX does not give to a step that is to

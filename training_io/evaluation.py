@@ -28,11 +28,15 @@ def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: 
     return result
 
 
-def check_finite(loss: float, step: int, saved: int | None) -> None:
-    """Raises FloatingPointError if the loss after `step` steps is not finite; `saved`: step of the last checkpoint."""
+def check_finite(loss: Any, step: int, saved: Callable[[], int | None]) -> None:
+    """Raises FloatingPointError if the loss after `step` steps, which is waited for, is not finite.
+
+    `saved`: gives the step of the last checkpoint.
+    """
+    loss = float(loss)
     if not math.isfinite(loss):
         raise FloatingPointError(
             f"the loss is {loss} after step {step}, so this state is not saved; the last checkpoint is of step "
-            f"{saved or 0}. Look in metrics.jsonl for where it began; a lower learning rate or a longer warmup is the "
-            "usual remedy."
+            f"{saved() or 0}. Look in metrics.jsonl for where it began; a lower learning rate or a longer warmup is "
+            "the usual remedy."
         )

@@ -71,11 +71,11 @@ class RunLog:
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._validation: float | str | None = None
         self._not_finite: set[tuple[str, str]] = set()
-        self._file = self._progress = None
+        self._path = self._file = self._progress = None
         self._console = console or Console()
         if jax.process_index() != 0:
             return
-        path = Path(directory) / "metrics.jsonl"
+        self._path = path = Path(directory) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if start_step == 0 and path.exists() and path.stat().st_size:
             self._print(f"{path}: of a run without a checkpoint, kept as {path.name}.old")
@@ -144,6 +144,15 @@ class RunLog:
         if self._last_end is not None:
             self._last_end = time.perf_counter()  # the time that the event took is not the next step's
 
+    def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
+        """Writes something known only now of step `step`, an earlier one. Waits for nothing, and prints nothing.
+
+        Args:
+            event: its name.
+            values: as for `log_event`, but no arrays. May come after `close`.
+        """
+        self._write_line({"step": step, "event": event} | {name: _plain(value) for name, value in values.items()})
+
     def close(self) -> None:
         """Writes the last step's metrics and ends the bar. Further calls do nothing."""
         mark("ending", paused=True)
@@ -187,9 +196,13 @@ class RunLog:
         }
 
     def _write_line(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record, allow_nan=False) + "\n"
         if self._file is not None:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.write(line)
             self._file.flush()
+        elif self._path is not None:
+            with open(self._path, "a") as file:
+                file.write(line)
 
     def _warn_if_not_finite(self, step: int, values: Mapping[str, Any], event: str = "training") -> None:
         for name, value in values.items():
