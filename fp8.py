@@ -28,12 +28,9 @@ def if_chosen(einsum: Callable) -> Callable:
 def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """x over a scale, in `dtype`, and the scale: a scalar of x's dtype. Of an x with infinities or NaN: NaN."""
     peak = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    # Of the dtype in which it is multiplied with later, so that what is rounded here is what is scaled back there.
+    # In x's dtype, in which it is multiplied with later. bf16 may round it down, by less than what rounds to largest.
     scale = (jnp.where(peak == 0, 1, peak) / jnp.finfo(dtype).max.astype(jnp.float32)).astype(x.dtype)
-    # bf16 rounds the scale, down too: what is then beyond the largest number must not become NaN.
-    largest = jnp.finfo(dtype).max.astype(jnp.float32)
-    scaled = jnp.clip(x.astype(jnp.float32) / scale.astype(jnp.float32), -largest, largest)
-    return scaled.astype(dtype), scale
+    return (x.astype(jnp.float32) / scale.astype(jnp.float32)).astype(dtype), scale
 
 
 def _dequantize(x: tuple[jax.Array, jax.Array]) -> jax.Array:
