@@ -63,10 +63,15 @@ class Size:
     shapes: Shapes
     rows: int
     length: int
+    config: str = "local_test_synthetic"
 
 
 def _c4(d_model: int, n_kv: int, d_ff: int) -> Shapes:
     return Shapes(vocab=32768, d_model=d_model, layers=8, n_kv=n_kv, n_q_per_kv=1, d_head=128, d_ff=d_ff)
+
+
+def _config(name: str) -> str:
+    return f"flat_tokens_c4_a100x1_{name}"
 
 
 CPU_SIZES = {
@@ -77,14 +82,18 @@ CPU_SIZES = {
 }
 """2m is configs/model/demo.yaml."""
 GPU_SIZES = {
-    "124m": Size(Shapes(50304, 768, layers=12, n_kv=12, n_q_per_kv=1, d_head=64, d_ff=2048), 32, 1024),
-    "270m": Size(_c4(1024, 16, 8192), 32, 1024),
-    "540m": Size(_c4(2048, 16, 8192), 32, 1024),
-    "1b": Size(_c4(2048, 16, 16384), 16, 1024),
-    "2b": Size(_c4(4096, 16, 16384), 16, 1024),
+    "124m": Size(Shapes(50304, 768, layers=12, n_kv=12, n_q_per_kv=1, d_head=64, d_ff=2048), 32, 1024, _config("84m")),
+    "270m": Size(_c4(1024, 16, 8192), 32, 1024, _config("270m")),
+    "540m": Size(_c4(2048, 16, 8192), 32, 1024, _config("540m")),
+    "1b": Size(_c4(2048, 16, 16384), 16, 1024, _config("1b")),
+    "2b": Size(_c4(4096, 16, 16384), 16, 1024, _config("2b")),
 }
 """270m to 2b are those of configs/model. 124m has the products of GPT-2: 124M parameters without the input table."""
-SIZES = CPU_SIZES | GPU_SIZES
+SIZES = CPU_SIZES | GPU_SIZES | {"demo": CPU_SIZES["2m"]}
+CONFIGURED = "ours, as configured"
+"""The demo with the compute dtype of its configuration."""
+DEMO_GOAL, DEMO_PLAIN = 20_000, 13_000
+"""Tokens/s of the demo on 8 simulated devices, and of a plain f32 step where that was set as the goal."""
 
 MFU_MARKS = {"124m": 0.45, "540m": 0.55, "1b": 0.55, "2b": 0.60}
 """Full-attention MFU in bf16 on an H200."""
@@ -115,7 +124,8 @@ class Process:
                 env=environment(job, scratch),
                 start_new_session=True,  # so that what it starts can be stopped and ended with it
             )
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -156,6 +166,10 @@ class Process:
     def end(self) -> None:
         self.signal(signal.SIGKILL)
         self.process.wait()
+        self.reader.join(timeout=10)  # until the pipe's end: what the process started is gone too
+        self.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
 
 
 def environment(job: Job, scratch: Path) -> dict[str, str]:
@@ -212,74 +226,125 @@ class Timing:
     seconds: float
     """Of a turn, about."""
     take_turns: bool
+    """Whether all stay alive; otherwise one after the other."""
     limit: float
-    """Seconds that a contestant has to build and compile, and again for its rounds."""
+    """Seconds that a contestant has to build and compile, and again for each turn."""
+    until: float = float("inf")
+    """On time.monotonic: nothing goes on beyond this."""
+
+    def left(self, limit: float | None = None) -> float:
+        return min(self.limit if limit is None else limit, self.until - time.monotonic())
+
+
+class Run:
+    """One contestant's way through its events; what goes wrong is kept, and the others go on."""
+
+    def __init__(self, measured: Measured, timing: Timing, scratch: Path):
+        self.measured, self.timing, self.scratch = measured, timing, scratch
+        self.process: Process | None = None
+        self.n = 1
+
+    def _guarded(self, work) -> None:
+        if self.measured.error is None:
+            try:
+                work()
+            except ContestantError as error:
+                self.measured.error = str(error)
+                self.end()
+
+    def launch(self) -> None:
+        """Starts it; it goes as far as its imports."""
+        if self.process is None:
+            self.process = Process(self.measured.label, self.measured.job, self.scratch)
+
+    def build(self) -> None:
+        def work():
+            self.launch()
+            imported = self.process.wait("imported", self.timing.left())
+            self.measured.imports_memory = imported["memory"]["peak"]
+            self.process.tell("build\n")
+            ready = self.process.wait("ready", self.timing.left())
+            self.measured.compile_s, self.measured.losses = ready["compile_s"], ready["losses"]
+            self.measured.about, self.measured.host_peak = ready["about"], ready["highest"]
+            self.n = max(1, round(self.timing.seconds / ready["step_s"]))
+
+        self._guarded(work)
+
+    def turn(self) -> None:
+        def work():
+            steps = self.process.steps(self.n, self.timing.left())
+            self.measured.rounds.append(steps["seconds"] / self.n)
+            self.measured.losses += steps["losses"]
+            self.n = max(1, round(self.timing.seconds / self.measured.rounds[-1]))
+
+        self._guarded(work)
+
+    def finish(self) -> None:
+        def work():
+            end = self.process.finish(self.timing.left(60))
+            self.measured.steps_peak, self.measured.device_peak = end["memory"]["peak"], end["device_peak"]
+            self.measured.host_peak = max(self.measured.host_peak, self.measured.steps_peak)
+
+        self._guarded(work)
+        self.end()
+
+    def pause(self) -> None:
+        if self.process:
+            self.process.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        if self.process:
+            self.process.signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        if self.process:
+            self.process.end()
+        self.process = None
 
 
 def compare(jobs: dict[str, Job], timing: Timing, show=lambda measured: None) -> dict[str, Measured]:
     """Runs each job, and calls `show` with each result as it comes."""
-    found = {label: Measured(label, job) for label, job in jobs.items()}
-    processes: dict[str, Process] = {}
-    turns: dict[str, int] = {}
-
-    def guarded(label, work) -> None:
-        if found[label].error is None:
-            try:
-                work(label)
-            except ContestantError as error:
-                found[label].error = str(error)
-                if label in processes:
-                    processes[label].end()
-
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, contextlib.ExitStack() as cleanup:
+        runs = [Run(Measured(label, job), timing, Path(scratch)) for label, job in jobs.items()]
+        for run in runs:
+            cleanup.callback(run.end)
+        (_in_turns if timing.take_turns else _one_by_one)(runs, timing, show)
+        return {run.measured.label: run.measured for run in runs}
 
-        def start(label) -> None:
-            processes[label] = process = Process(label, jobs[label], Path(scratch))
-            cleanup.callback(process.end)
-            until = time.monotonic() + timing.limit
-            found[label].imports_memory = process.wait("imported", timing.limit)["memory"]["peak"]
-            ready = process.wait("ready", until - time.monotonic())
-            found[label].compile_s, found[label].losses = ready["compile_s"], ready["losses"]
-            found[label].about, found[label].host_peak = ready["about"], ready["highest"]
-            turns[label] = max(1, round(timing.seconds / ready["step_s"]))
 
-        def turn(label) -> None:
-            steps = processes[label].steps(turns[label], timing.limit)
-            found[label].rounds.append(steps["seconds"] / turns[label])
-            found[label].losses += steps["losses"]
-            turns[label] = max(1, round(timing.seconds / found[label].rounds[-1]))
+def _in_turns(runs: list[Run], timing: Timing, show) -> None:
+    for run in runs:
+        run.build()
+        run.pause()
+    for i in range(timing.rounds):
+        first = i % len(runs)
+        for run in runs[first:] + runs[:first]:
+            run.go_on()
+            run.turn()
+            run.pause()
+    for run in runs:
+        run.go_on()
+        run.finish()
+        show(run.measured)
 
-        def finish(label) -> None:
-            end = processes[label].finish(60)
-            found[label].steps_peak, found[label].device_peak = end["memory"]["peak"], end["device_peak"]
-            found[label].host_peak = max(found[label].host_peak, found[label].steps_peak)
-            processes[label].end()
 
-        if timing.take_turns:
-            for label in jobs:
-                guarded(label, start)
-                if label in processes:
-                    processes[label].signal(signal.SIGSTOP)
-            for i in range(timing.rounds):
-                order = list(jobs)
-                for label in order[i % len(order) :] + order[: i % len(order)]:
-                    if label in processes:
-                        processes[label].signal(signal.SIGCONT)
-                        guarded(label, turn)
-                        processes[label].signal(signal.SIGSTOP)
-            for label in jobs:
-                if label in processes:
-                    processes[label].signal(signal.SIGCONT)
-                guarded(label, finish)
-                show(found[label])
+NEEDED_S = 30
+"""With less time left than this, nothing is started any more."""
+
+
+def _one_by_one(runs: list[Run], timing: Timing, show) -> None:
+    for run, following in zip(runs, [*runs[1:], None], strict=True):
+        if timing.left(float("inf")) < NEEDED_S:
+            run.measured.error = "not measured: no time was left"
         else:
-            for label in jobs:
-                guarded(label, start)
-                for _ in range(timing.rounds):
-                    guarded(label, turn)
-                guarded(label, finish)
-                show(found[label])
-    return found
+            run.launch()
+            if following and timing.left(float("inf")) > 3 * NEEDED_S:
+                following.launch()  # its imports pass meanwhile
+            run.build()
+            for _ in range(timing.rounds):
+                run.turn()
+        run.finish()
+        show(run.measured)
 
 
 # ---- what it means --------------------------------------------------------------------------------------------------
@@ -292,19 +357,19 @@ def flops_per_token(job: Job) -> tuple[float, float]:
     return 6 * n + 6 * attention, 6 * n + 12 * attention
 
 
-def figures(m: Measured, floor: Measured | None) -> dict[str, Any]:
-    """All of one contestant's numbers, for the table and for --json."""
-    row: dict[str, Any] = {"label": m.label, "contestant": m.job.contestant, "error": m.error}
+def figures(m: Measured, floor: dict[str, Any] | None) -> dict[str, Any]:
+    """All of one contestant's numbers, for the table and for --json. `floor`: these figures of the floor."""
+    row: dict[str, Any] = {"label": m.label, "contestant": m.job.contestant, "error": m.error, "tokens": m.job.tokens}
     if m.error is not None:
         return row
     row |= {"tokens_per_s": m.tokens_per_s, "tokens_per_s_median": m.job.tokens / statistics.median(m.rounds)}
     row |= {"step_s": m.rounds, "compile_s": m.compile_s, "peak_bytes": m.peak, "host_peak_bytes": m.host_peak}
-    row |= {"steps_peak_bytes": m.steps_peak, "device_peak_bytes": m.device_peak}
-    row |= {"imports_bytes": m.imports_memory, "about": m.about, "losses": m.losses[:8]}
-    if floor and floor.error is None and m.job.contestant != "floor":
-        causal, full = (x * m.tokens_per_s / floor.about["peak"] for x in flops_per_token(m.job))
-        floor_s = floor.best * (1 + floor.about["attention_share"])
-        row |= {"mfu_causal": causal, "mfu_full": full, "floor_s": floor_s, "of_floor": floor_s / m.best}
+    row |= {"steps_peak_bytes": m.steps_peak, "device_peak_bytes": m.device_peak, "imports_bytes": m.imports_memory}
+    row |= {"about": m.about, "settings": m.job.settings, "losses": m.losses[:8]}
+    if floor and floor["error"] is None and m.job.contestant != "floor":
+        causal, full = (x * m.tokens_per_s / floor["about"]["peak"] for x in flops_per_token(m.job))
+        floor_per_token = min(floor["step_s"]) * (1 + floor["about"]["attention_share"]) / floor["tokens"]
+        row |= {"mfu_causal": causal, "mfu_full": full, "of_floor": floor_per_token * m.tokens_per_s}
     return row
 
 
@@ -343,35 +408,43 @@ class Target:
 def targets(size: str, rows: dict[str, dict], platform: str) -> list[Target]:
     """What `ours` should reach, of those that were measured."""
     ran = {label: row for label, row in rows.items() if row["error"] is None}
-    if "ours" not in ran:
-        return []
-    ours, found = ran["ours"], []
-    ratio = lambda peer: ours["tokens_per_s"] / ran[peer]["tokens_per_s"]
-    if platform == "cpu":
-        found += [Target(f"{size}, times nnx's tokens/s", ratio("nnx"), 1.1)] if "nnx" in ran else []
-        found += [Target(f"{size}, times torch's tokens/s", ratio("torch"), 1.0)] if "torch" in ran else []
-        for peer in ("nnx", "torch"):
-            if peer in ran:
-                less = ran[peer]["peak_bytes"] / ours["peak_bytes"]
-                found.append(Target(f"{size}, {peer}'s memory over ours", less, 1.0))
-        return found
-    found += [Target(f"{size}, times torch's tokens/s", ratio("torch"), 1.1)] if "torch" in ran else []
-    if size in MFU_MARKS and "mfu_full" in ours:
-        found.append(Target(f"{size}, MFU with full attention", ours["mfu_full"], MFU_MARKS[size]))
+    found = []
+
+    def at_least(goal: float, peer: str, ours: str = "ours", what: str = "tokens_per_s") -> None:
+        if ours in ran and peer in ran:
+            ratio = ran[ours][what] / ran[peer][what]
+            name, ratio = ("tokens/s", ratio) if what == "tokens_per_s" else ("memory, the inverse", 1 / ratio)
+            found.append(Target(f"{size}, {ours} over {peer}, {name}", ratio, goal))
+
+    if size == "demo":
+        at_least(DEMO_GOAL / DEMO_PLAIN, "cookbook", CONFIGURED)
+        if CONFIGURED in ran:
+            found.append(Target(f"{size}, {CONFIGURED}, tokens/s", ran[CONFIGURED]["tokens_per_s"], DEMO_GOAL))
+    elif platform == "cpu":
+        at_least(1.1, "nnx")
+        at_least(1.0, "torch")
+        at_least(1.0, "nnx", what="peak_bytes")
+        at_least(1.0, "torch", what="peak_bytes")
+    else:
+        at_least(1.1, "torch")
+        if size in MFU_MARKS and "mfu_full" in ran.get("ours", {}):
+            found.append(Target(f"{size}, MFU with full attention", ran["ours"]["mfu_full"], MFU_MARKS[size]))
     return found
 
 
-def ratios(rows: dict[str, dict]) -> str:
-    """Ours over each of the others."""
+def ratios(size: str, rows: dict[str, dict]) -> str:
+    """Ours over each of the others, and each of ours by other settings over ours."""
     ran = {label: row for label, row in rows.items() if row["error"] is None and row["contestant"] != "floor"}
     if "ours" not in ran:
         return ""
     cells = []
     for label, row in ran.items():
         if label != "ours":
-            best, median = (ran["ours"][key] / row[key] for key in ("tokens_per_s", "tokens_per_s_median"))
-            cells.append(f"{best:.2f} × {label} ({median:.2f} by medians)")
-    return "ours is " + ", ".join(cells) if cells else ""
+            over, under = (row, ran["ours"]) if row["contestant"] == "ours" else (ran["ours"], row)
+            best, median = (over[key] / under[key] for key in ("tokens_per_s", "tokens_per_s_median"))
+            names = f"{label} / ours" if over is row else f"ours / {label}"
+            cells.append(f"ratio   {size}, {names}: {best:.2f}, by medians {median:.2f}")
+    return "\n".join(cells)
 
 
 # ---- program --------------------------------------------------------------------------------------------------------
@@ -389,9 +462,47 @@ def has_gpu() -> bool:
     return program is not None and subprocess.run([program, "-L"], capture_output=True).returncode == 0
 
 
+def variant_of(job: Job, text: str) -> Job:
+    """`job` with settings of its own: "training.save=dots,rows=16"; rows and microbatches are the job's."""
+    changes, settings = {}, []
+    for setting in text.split(","):
+        name, _, value = setting.partition("=")
+        if name in ("rows", "microbatches"):
+            changes[name] = int(value)
+        else:
+            settings.append(setting)
+    return dataclasses.replace(job, settings=(*job.settings, *settings), **changes)
+
+
+def jobs_of(size: str, names: list[str], dtype: str, platform: str, extra: list[str]) -> dict[str, Job]:
+    """Label: job, in the order in which they run where they cannot take turns: the others' shares need the floor."""
+    s = SIZES[size]
+    job = Job("", s.shapes, s.rows, s.length, dtype, platform, config=s.config)
+    of = lambda name, **changes: dataclasses.replace(job, contestant=MODULES[name], **changes)
+    if size == "demo":
+        found = {"floor": of("floor", d=4, t=2), "ours": of("ours", d=4, t=2)}
+        found[CONFIGURED] = dataclasses.replace(found["ours"], dtype="config")
+        found |= {"cookbook": of("cookbook", d=8), "nnx": of("nnx", d=8)}
+        found = {
+            label: job for label, job in found.items() if label in names or ("ours" in names and label == CONFIGURED)
+        }
+    else:
+        found = {name: of(name) for name in sorted(names, key=lambda name: name != "floor")}
+    for text in extra if "ours" in names else []:
+        found[f"ours {text}"] = variant_of(found["ours"], text)
+    return found
+
+
+def printed_head(size: str, dtype: str, platform: str) -> str:
+    s = SIZES[size]
+    devices = ", 8 simulated devices" if size == "demo" else ""
+    shape = f"{s.shapes.parameters:,} parameters, {s.rows} rows of {s.length} tokens, {dtype}, {platform}{devices}"
+    return f"\n{size}: {shape}\n{HEADER}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--sizes", help=f"of {', '.join(SIZES)}; demo is the demo's run on 8 simulated devices")
     parser.add_argument("--only", help=f"of {', '.join(MODULES)}; the floor always runs")
     parser.add_argument("--platform", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--dtype", choices=["f32", "bf16"], help="f32 on a CPU, bf16 on a GPU")
@@ -399,12 +510,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="of a turn, about")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--one-at-a-time", action="store_true", help="as on a GPU")
+    parser.add_argument(
+        "--extra-settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="ours once more with these settings of train.py, or rows=, microbatches=; may be given several times",
+    )
     parser.add_argument("--limit", type=float, default=300, help="seconds a contestant has to compile")
-    parser.add_argument("--json", type=Path, help="write all figures there, after each size")
+    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds for all of it")
+    parser.add_argument("--json", type=Path, help="write all figures there as they come; what it has already stands")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a target is missed")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the contestants are ended
     platform = options.platform if options.platform != "auto" else "gpu" if has_gpu() else "cpu"
-    sizes = options.sizes.split(",") if options.sizes else ["2m", "10m"] if platform == "cpu" else list(GPU_SIZES)
+    sizes = (
+        options.sizes.split(",") if options.sizes else ["2m", "10m", "demo"] if platform == "cpu" else list(GPU_SIZES)
+    )
     names = options.only.split(",") if options.only else list(MODULES)
     names += ["floor"] if "floor" not in names else []
     dtype = options.dtype or ("f32" if platform == "cpu" else "bf16")
@@ -413,39 +535,38 @@ def main() -> None:
         seconds=options.seconds or (1.0 if options.quick else 2.0),
         take_turns=platform == "cpu" and not options.one_at_a_time,
         limit=options.limit,
+        until=time.monotonic() + options.deadline,
     )
     for name in list(names):
         if why := missing(name):
             print(why, flush=True)
             names.remove(name)
-    record, reached = {}, []
+    record = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     for size in sizes:
-        s = SIZES[size]
-        job = Job("", s.shapes, s.rows, s.length, dtype, platform)
-        order = sorted(names, key=lambda name: name != "floor")  # the others' shares need it
-        jobs = {name: dataclasses.replace(job, contestant=MODULES[name]) for name in order}
-        print(
-            f"\n{size}: {s.shapes.parameters:,} parameters, {s.rows} rows of {s.length} tokens, {dtype}, {platform}\n"
-            f"{HEADER}",
-            flush=True,
-        )
-        floors: list[Measured] = []
+        kind = {"dtype": dtype, "platform": platform, **dataclasses.asdict(SIZES[size])}
+        of_size = record.setdefault(size, {**kind, "contestants": {}})
+        if any(of_size[key] != value for key, value in kind.items()):
+            raise SystemExit(f"{options.json} has other figures of {size}: of {of_size} instead of {kind}")
+        rows = of_size["contestants"]
+        print(printed_head(size, dtype, platform), flush=True)
 
-        def show(measured: Measured, floors=floors) -> None:
-            if measured.job.contestant == "floor":
-                floors.append(measured)
-            print(line_of(figures(measured, *floors or [None])), flush=True)
+        def show(measured: Measured, rows=rows) -> None:
+            rows[measured.label] = figures(measured, rows.get("floor"))
+            print(line_of(rows[measured.label]), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(record, indent=1))
 
-        found = compare(jobs, timing, show)
-        rows = {label: figures(measured, found.get("floor")) for label, measured in found.items()}
-        print(ratios(rows))
-        for target in targets(size, rows, platform):
-            reached.append(target)
-            print(target, flush=True)
-        record[size] = {"shapes": dataclasses.asdict(s.shapes), "rows": s.rows, "length": s.length, "dtype": dtype}
-        record[size] |= {"platform": platform, "contestants": rows}
-        if options.json:
-            options.json.write_text(json.dumps(record, indent=1))
+        jobs = jobs_of(size, names, dtype, platform, options.extra_settings)
+        done = {label for label, row in rows.items() if row["error"] is None}
+        compare({label: job for label, job in jobs.items() if label not in done}, timing, show)
+    print()
+    reached = []
+    for size, of_size in record.items():
+        if said := ratios(size, of_size["contestants"]):
+            print(said)
+        reached += targets(size, of_size["contestants"], of_size["platform"])
+    for target in reached:
+        print(target)
     if options.check:
         raise SystemExit(any(not target.met for target in reached))
 

@@ -79,10 +79,11 @@ class Job:
         contestant: a module of benchmarks/peers.
         rows, length: of a batch, over all devices; each row is one document.
         microbatches: parts of the batch that go through the model one after the other; of ours only.
-        dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32.
+        dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32. config, of ours: as it says.
         platform: cpu or gpu.
         d, t: the mesh. Peers know d alone, as plain data parallelism over d·t devices.
-        settings: of ours: Hydra overrides, as on train.py's command line.
+        config: of ours: a file of configs/, of which all holds that the job does not say otherwise.
+        settings: of ours: Hydra overrides, as on train.py's command line; they come last.
     """
 
     contestant: str
@@ -100,6 +101,7 @@ class Job:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    config: str = "local_test_synthetic"
     settings: tuple[str, ...] = ()
     seed: int = 0
 

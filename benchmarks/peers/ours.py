@@ -20,10 +20,10 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def config_of(job: Job):
-    """The configuration of a run: that of the demo, with everything in its place that the job says."""
+    """The configuration of a run: job.config, with everything in its place that the job says."""
     shapes = {f"model.{name}": value for name, value in dataclasses.asdict(job.shapes).items()}
     training = {"batch_size": job.rows, "seq_len": job.length, "steps": 1000, "microbatches": job.microbatches}
-    training |= {"compute_dtype": job.dtype, "seed": job.seed}
+    training |= {"seed": job.seed} | ({} if job.dtype == "config" else {"compute_dtype": job.dtype})
     optimizer = {"learning_rate": job.learning_rate, "adam_b1": job.b1, "adam_b2": job.b2, "warmup_steps": 0}
     optimizer |= {"adam_epsilon": job.epsilon, "weight_decay": job.weight_decay, "clip_norm": job.clip_norm}
     overrides = shapes | {f"training.{name}": value for name, value in training.items()}
@@ -33,7 +33,7 @@ def config_of(job: Job):
     lines += ["optimizer.schedule=constant", "optimizer.schedule_steps=null", f"++model.bos_id={BOS_ID}"]
     register_schema()
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(hydra.compose("local_test_synthetic", [*lines, *job.settings]))
+        return to_config(hydra.compose(job.config, [*lines, *job.settings]))
 
 
 class Contestant:

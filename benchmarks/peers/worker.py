@@ -3,11 +3,14 @@
     python -m benchmarks.peers.worker '<Job as JSON>'
 
 Each line of JSON on standard output behind MARK is an event; everything else there is the contestant's own talk. First
-`imported`, then `ready`; then for each number read from standard input `steps`; at its end, `end`. Memory is in bytes.
+`imported`; after a line on standard input, `ready`; then for each number read there `steps`; at its end, `end`. Nothing
+touches a device before the first line: the next contestant's imports may pass while one is at work. Memory is in bytes.
 """
 
+import ctypes
 import importlib
 import json
+import signal
 import sys
 import time
 
@@ -29,14 +32,21 @@ def forget_peak() -> None:
         file.write("5")
 
 
+def die_with_parent() -> None:
+    """Has the kernel end this process when its parent is gone, even where it is stopped."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+
+
 def say(event: str, **values) -> None:
     print(MARK + json.dumps({"event": event, **values}), flush=True)
 
 
 def main() -> None:
+    die_with_parent()
     job = Job.from_json(sys.argv[1])
     module = importlib.import_module(f"benchmarks.peers.{job.contestant}")
     say("imported", memory=memory_of_process())
+    sys.stdin.readline()
     contestant = module.Contestant(job)
     start = time.perf_counter()
     first = contestant.wait([contestant.step()])
