@@ -53,7 +53,7 @@ NEEDS = {
     "nnx": (("flax", "optax"), "pip install -e '.[bench]' -c constraints/py3.11.txt"),
     "cookbook": ((), ""),
     "torch": (("torch", "transformers"), "pip install torch transformers"),
-    "ours": (("jax", "hydra", "omegaconf", "tensorstore", "zarr"), "pip install -e ."),
+    "ours": (("jax", "hydra", "omegaconf", "tensorstore", "rich"), "pip install -e ."),
     "floor": (("jax",), "pip install -e ."),
 }
 
@@ -75,7 +75,7 @@ def _config(name: str) -> str:
 
 
 CPU_SIZES = {
-    "tiny": Size(Shapes(vocab=256, d_model=64, layers=2, n_kv=2, n_q_per_kv=2, d_head=16, d_ff=128), 4, 64),
+    "tiny": Size(Shapes(vocab=256, d_model=64, layers=2, n_kv=2, n_q_per_kv=2, d_head=16, d_ff=128), 2, 256),
     "2m": Size(Shapes(1280, 256, layers=2, n_kv=2, n_q_per_kv=2, d_head=32, d_ff=1024, rope_base=256), 64, 64),
     "4m": Size(Shapes(2048, 256, layers=4, n_kv=4, n_q_per_kv=2, d_head=32, d_ff=704), 8, 256),
     "10m": Size(Shapes(4096, 384, layers=4, n_kv=3, n_q_per_kv=2, d_head=64, d_ff=1024), 4, 512),
@@ -184,6 +184,8 @@ def environment(job: Job, scratch: Path) -> dict[str, str]:
             flag = f"--xla_force_host_platform_device_count={job.devices}"
             env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flag}".strip()
     else:
+        # Without a platform by name, JAX would go on with the CPU where it cannot use the GPU.
+        env |= {"JAX_PLATFORMS": "cuda", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     return env
 

@@ -10,7 +10,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,54 +25,45 @@ def attention_share(job: Job) -> float:
     return c.layers * c.heads * c.d_head * job.length / c.matmul_parameters
 
 
+def dots(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A product, and its gradients by both factors."""
+    return jnp.dot(x, w), jnp.dot(dy, w.T), jnp.dot(x.T, dy)
+
+
 class Contestant:
     def __init__(self, job: Job, weights: None = None):
         self.job, dtype = job, DTYPES[job.dtype]
         devices = jax.devices()[: job.devices]
         mesh = jax.make_mesh((len(devices),), ("device",), axis_types=(AxisType.Auto,), devices=devices)
-        rows = job.tokens // job.d
-        groups: dict[int, list[tuple[int, int]]] = {}
-        for inputs, outputs, n in job.shapes.products(job.t):
-            groups.setdefault(n, []).append((inputs, outputs))
+        on_each, rows = NamedSharding(mesh, P("device")), job.tokens // job.d
+        # Each layer has operands of its own, and there is no loop: out of one, XLA would move what does not change, and
+        # equal products it would compute once.
+        products = [(i, o) for i, o, n in job.shapes.products(job.t) for _ in range(n)]
 
-        def draw(key, *shape):
-            return jax.random.normal(key, (len(devices), *shape), dtype)
-
-        @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P("device")))
+        @functools.partial(jax.jit, out_shardings=on_each)
         def operands(key):
-            keys = iter(jax.random.split(key, 3 * sum(map(len, groups.values()))))
-            of = lambda i, o: (draw(next(keys), rows, i), draw(next(keys), i, o), draw(next(keys), rows, o))
-            return {n: [of(*product) for product in products] for n, products in groups.items()}
+            keys = iter(jax.random.split(key, 3 * len(products)))
+            draw = lambda *shape: jax.random.normal(next(keys), (len(devices), *shape), dtype)
+            return [(draw(rows, i), draw(i, o), draw(rows, o)) for i, o in products]
 
-        def dots(x, w, dy):
-            return jnp.dot(x, w), jnp.dot(dy, w.T), jnp.dot(x.T, dy)
+        @functools.partial(jax.jit, out_shardings=on_each)
+        def places():
+            place = lambda *shape: jnp.zeros((len(devices), *shape), dtype)
+            return [(place(rows, o), place(rows, i), place(i, o)) for i, o in products]
 
-        def per_device(given, results):
-            given, results = jax.tree.map(lambda x: x[0], (given, results))
-            for n, products in given.items():
+        def per_device(given, _):
+            of_device = jax.tree.map(lambda x: x[0], given)
+            return jax.tree.map(lambda x: x[None], [dots(*product) for product in of_device])
 
-                def turn(_, results, products=products):
-                    # Tied to the results before, so that the products are not moved out of the loop.
-                    inputs, _ = lax.optimization_barrier((products, results))
-                    return [dots(*product) for product in inputs]
-
-                results[n] = lax.fori_loop(0, n, turn, results[n])
-            return jax.tree.map(lambda x: x[None], results)
-
-        self.given = operands(jax.random.key(job.seed))
-        shapes = jax.eval_shape(
-            lambda given: {n: [jax.vmap(dots)(*p) for p in ps] for n, ps in given.items()}, self.given
-        )
-        sharding = NamedSharding(mesh, P("device"))
-        self.results = jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=sharding
-        )()
-        mapped = jax.shard_map(per_device, mesh=mesh, in_specs=P("device"), out_specs=P("device"), check_vma=False)
-        self.jitted = jax.jit(mapped, donate_argnums=1)
+        self.given, self.results = operands(jax.random.key(job.seed)), places()
+        of_each = P("device")
+        mapped = jax.shard_map(per_device, mesh=mesh, in_specs=(of_each, of_each), out_specs=of_each, check_vma=False)
+        # The results of a step go where those of the step before were: fresh memory would cost page faults on a CPU.
+        self.jitted = jax.jit(mapped, donate_argnums=1, keep_unused=True)
 
     def step(self) -> jax.Array:
         self.results = self.jitted(self.given, self.results)
-        return jax.tree.leaves(self.results)[0]
+        return self.results[0][0]
 
     def wait(self, results: list[jax.Array]) -> list[float]:
         jax.block_until_ready(results[-1])
