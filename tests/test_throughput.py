@@ -180,6 +180,10 @@ def test_targets_of_the_demo():
     assert [target.met for target in throughput.targets("demo", rows, "cpu")] == [True, False]
 
 
+def test_shapes_without_targets():
+    assert throughput.targets("tiny", {"ours": row("ours", 1), "nnx": row("nnx", 2)}, "cpu") == []
+
+
 def test_a_variant_of_ours():
     job = throughput.variant_of(JOB, "training.save=dots,rows=4,microbatches=2,training.unroll=2")
     assert (job.rows, job.microbatches, job.settings) == (4, 2, ("training.save=dots", "training.unroll=2"))
