@@ -82,7 +82,7 @@ CPU_SIZES = {
 }
 """2m is configs/model/demo.yaml."""
 GPU_SIZES = {
-    "124m": Size(Shapes(50304, 768, layers=12, n_kv=12, n_q_per_kv=1, d_head=64, d_ff=2048), 32, 1024, _config("84m")),
+    "124m": Size(Shapes(50304, 768, layers=12, n_kv=12, n_q_per_kv=1, d_head=64, d_ff=2048), 64, 1024, _config("84m")),
     "270m": Size(_c4(1024, 16, 8192), 32, 1024, _config("270m")),
     "540m": Size(_c4(2048, 16, 8192), 32, 1024, _config("540m")),
     "1b": Size(_c4(2048, 16, 16384), 16, 1024, _config("1b")),

@@ -79,6 +79,22 @@ def test_eight_devices_train_as_one(contestant, ours):
     np.testing.assert_allclose(found, ours["f32"], rtol=TOLERANCE["f32"])
 
 
+def test_torch_takes_the_fastest_kernel_that_can():
+    need("torch")
+    from torch.nn.attention import SDPBackend
+
+    from benchmarks.peers.torch_trainer import allow, fastest_kernel
+
+    can = SDPBackend.MATH
+    assert fastest_kernel(JOB, [can], "cpu") is can
+    assert fastest_kernel(JOB, [], "cpu") is None
+    allow([])  # what a kernel does that cannot do these shapes
+    try:
+        assert fastest_kernel(JOB, [SDPBackend.CUDNN_ATTENTION, can], "cpu") is can
+    finally:
+        allow(SDPBackend.__members__.values())
+
+
 def test_settings_reach_our_configuration():
     from benchmarks.peers.ours import config_of
 
