@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 # What development needs beside the run-time dependencies: extras of pyproject.toml. EXTRAS=test,tools spares torch.
-EXTRAS ?= test,tools,oracle
+EXTRAS ?= test,tools,oracle,bench
 
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 CONSTRAINTS := $(wildcard constraints/py$(VERSION).txt)

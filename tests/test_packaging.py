@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
-INSTALLED_EXTRAS = ("tools", "test", "oracle")
+INSTALLED_EXTRAS = ("tools", "test", "oracle", "bench")
 PACKAGES = ("input_loader", "shardlib", "training_io", "tools")
 
 

@@ -1,0 +1,137 @@
+#!/usr/bin/env bash
+# Everything that is to be measured on one H200, in one command and within ten minutes: our step beside PyTorch's at five
+# sizes, with its MFU and the floor of its products; what other settings of ours would give; the peers in JAX.
+#
+#   benchmarks/h200.sh --fetch            on a machine with a network: put wheels for Python 3.12 into .wheels
+#   benchmarks/h200.sh                    on the machine with the GPU, which needs no network; .wheels goes along
+#   benchmarks/h200.sh --tries            there, the other settings alone, at TRY_SIZES, for ten minutes of their own
+#   benchmarks/h200.sh --cpu              the same program at tiny shapes on a CPU, as it also runs where there is no GPU
+#   … --extra-settings key=value,…        one more try of ours; may be given several times
+#
+# The machine has Python 3.12, jax with CUDA, torch and transformers; of what else is needed, only what is missing is taken
+# from .wheels, into a temporary folder. All figures go, as they come, into $OUT/throughput.json, and what is printed into
+# $OUT/throughput.txt; OUT is runs/h200 if it is not set. BUDGET is in seconds, PYTHON the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-runs/h200} PYTHON=${PYTHON:-python3} BUDGET=${BUDGET:-570} WHEELS=.wheels
+
+# The most important first: what no time is left for is not measured, and says so.
+SIZES=${SIZES:-124m,1b,540m,2b,270m}
+TRY_SIZES=${TRY_SIZES:-540m}
+tries=(
+  training.loss_chunk=128
+  training.save=dots
+  training.save=everything
+  training.unroll=8
+  rows=64
+  training.attention=blockwise
+  training.attention=einsum
+  training.unroll=8,training.save=everything
+  training.save=everything,training.loss_chunk=128,rows=64
+  training.save=nothing
+)
+
+# module  package, of all that our trainer and the NNX peer import beyond jax, torch and transformers
+packages="
+hydra        hydra-core
+omegaconf    omegaconf
+antlr4       antlr4-python3-runtime
+yaml         PyYAML
+packaging    packaging
+rich         rich
+markdown_it  markdown-it-py
+mdurl        mdurl
+pygments     Pygments
+tensorstore  tensorstore
+jaxtyping    jaxtyping
+wadler_lindig wadler_lindig
+typing_extensions typing_extensions
+flax         flax
+optax        optax
+absl         absl-py
+msgpack      msgpack
+treescope    treescope
+"
+
+fetch() {
+  local constraints=constraints/py3.12.txt names wanted
+  names=$(awk 'NF { print $2 }' <<<"$packages" | grep -v antlr4)
+  local platforms=()
+  for glibc in 2_28 2_27 2_24 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
+  rm -rf "$WHEELS" && mkdir "$WHEELS"
+  # shellcheck disable=SC2086
+  "$PYTHON" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+    "${platforms[@]}" --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -c "$constraints" -d "$WHEELS" $names
+  # There is no wheel of it; what is built from its source is for any Python.
+  wanted=$(grep -i '^antlr4-python3-runtime==' "$constraints")
+  "$PYTHON" -m pip wheel --quiet --no-deps -w "$WHEELS" "$wanted"
+  du -sh "$WHEELS"
+  [ "$(du -sm "$WHEELS" | cut -f1)" -lt 60 ] || { echo "$WHEELS is too large to be carried along"; exit 1; }
+}
+
+# Prints the wheels of what is missing; ends with 1, and says what to do, if one is not there.
+missing_wheels() {
+  "$PYTHON" - "$WHEELS" <<PYTHON
+import importlib.util, pathlib, re, sys
+table = [line.split() for line in """$packages""".splitlines() if line.strip()]
+plain = lambda name: re.sub(r"[-_.]+", "_", name).lower()
+wheels = {plain(path.name.split("-")[0]): path for path in pathlib.Path(sys.argv[1]).glob("*.whl")}
+lacking = [package for module, package in table if importlib.util.find_spec(module) is None]
+absent = [package for package in lacking if plain(package) not in wheels]
+print(*(wheels[plain(package)] for package in lacking if plain(package) in wheels), sep="\n")
+if absent:
+    sys.exit(
+        f"This Python has no {', '.join(absent)}, nor are there wheels of them in {sys.argv[1]}. On a machine with a network:\n"
+        f"    benchmarks/h200.sh --fetch\nand take {sys.argv[1]} along; or, here:\n    pip install {' '.join(absent)}"
+    )
+PYTHON
+}
+
+mode=all platform=auto extra=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --fetch) fetch; exit ;;
+    --tries) mode=tries ;;
+    --cpu) platform=cpu ;;
+    --extra-settings) extra+=("$2"); shift ;;
+    *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; exit 2 ;;
+  esac
+  shift
+done
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+wheels=$(missing_wheels)
+if [ -n "$wheels" ]; then
+  # shellcheck disable=SC2086
+  "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check \
+    --target "$scratch/site" $wheels
+  export PYTHONPATH="$scratch/site${PYTHONPATH:+:$PYTHONPATH}"
+fi
+nvidia-smi -L 2>/dev/null || platform=cpu
+common=(--platform gpu --rounds 3 --seconds 1.5 --limit 150)
+peers_size=${SIZES%%,*}
+if [ "$platform" = cpu ]; then
+  SIZES=tiny TRY_SIZES=tiny peers_size=tiny
+  common=(--platform cpu --one-at-a-time --dtype bf16 --rounds 2 --seconds 0.2 --limit 100)
+fi
+mkdir -p "$OUT"
+rm -f "$OUT/throughput.json" "$OUT/throughput.txt"
+
+measure() { # <seconds to leave for what comes later> <arguments>
+  local left=$((BUDGET - SECONDS - $1))
+  shift
+  PYTHONUNBUFFERED=1 "$PYTHON" -m benchmarks.throughput "${common[@]}" --json "$OUT/throughput.json" --deadline "$left" "$@" \
+    2>&1 | tee -a "$OUT/throughput.txt"
+}
+
+try_arguments=()
+for try in "${extra[@]}" "${tries[@]}"; do try_arguments+=(--extra-settings "$try"); done
+if [ "$mode" = all ]; then
+  measure 150 --sizes "$SIZES" --only ours,torch
+  measure 60 --sizes "$TRY_SIZES" --only ours "${try_arguments[@]}"
+  measure 0 --sizes "$peers_size" --only nnx,cookbook
+else
+  measure 0 --sizes "$TRY_SIZES" --only ours "${try_arguments[@]}"
+fi
+echo "$SECONDS s in all; $OUT has the figures"
