@@ -122,7 +122,7 @@ measure() { # <seconds to leave for what comes later> <arguments>
   local left=$((BUDGET - SECONDS - $1))
   shift
   PYTHONUNBUFFERED=1 "$PYTHON" -m benchmarks.throughput "${common[@]}" --json "$OUT/throughput.json" --deadline "$left" "$@" \
-    2>&1 | tee -a "$OUT/throughput.txt"
+    2>&1 | tee -a "$OUT/throughput.txt" || echo "this part failed; the next goes on"
 }
 
 try_arguments=()

@@ -369,8 +369,10 @@ def figures(m: Measured, floor: dict[str, Any] | None) -> dict[str, Any]:
     row |= {"steps_peak_bytes": m.steps_peak, "device_peak_bytes": m.device_peak, "imports_bytes": m.imports_memory}
     row |= {"about": m.about, "settings": m.job.settings, "losses": m.losses[:8]}
     if floor and floor["error"] is None and m.job.contestant != "floor":
-        causal, full = (x * m.tokens_per_s / floor["about"]["peak"] for x in flops_per_token(m.job))
         floor_per_token = min(floor["step_s"]) * (1 + floor["about"]["attention_share"]) / floor["tokens"]
+        # Where the peak is measured, on a machine with other work, the floor may have had the better moment.
+        peak = max(floor["about"]["peak"], flops_per_token(m.job)[0] / floor_per_token)
+        causal, full = (x * m.tokens_per_s / peak for x in flops_per_token(m.job))
         row |= {"mfu_causal": causal, "mfu_full": full, "of_floor": floor_per_token * m.tokens_per_s}
     return row
 

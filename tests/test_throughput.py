@@ -229,6 +229,8 @@ def test_shares_and_lines():
     assert figures["of_floor"] == pytest.approx(0.55)
     assert figures["mfu_full"] == pytest.approx(128 * throughput.flops_per_token(JOB)[1] / 1e9)
     assert "1,024" in throughput.line_of(figures)
+    floor["about"]["peak"] = 1.0  # measured at a bad moment
+    assert throughput.figures(ours, floor)["mfu_causal"] == pytest.approx(0.55)
     ours.error = "no ready within 3 s"
     assert throughput.line_of(throughput.figures(ours, floor)).endswith("failed: no ready within 3 s")
 

@@ -13,7 +13,7 @@ import train
 from benchmarks.peers.job import BOS_ID, Job, batches
 from configuration import check_divides, register_schema, to_config
 from input_loader import TokenBatch
-from jax_extra import make_mesh, start_devices
+from jax_extra import known_options, make_mesh, start_devices
 from shardlib.shardtypes import make_shardings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -29,6 +29,7 @@ def config_of(job: Job):
     overrides = shapes | {f"training.{name}": value for name, value in training.items()}
     overrides |= {f"optimizer.{name}": value for name, value in optimizer.items()}
     overrides |= {"mesh.d": job.d, "mesh.t": job.t, "hardware": "cpu" if job.platform == "cpu" else "h200"}
+    overrides |= {"hardware.compilation_cache": "null"}
     lines = [f"++{name}={value}" if "." in name else f"{name}={value}" for name, value in overrides.items()]
     lines += ["optimizer.schedule=constant", "optimizer.schedule_steps=null", f"++model.bos_id={BOS_ID}"]
     register_schema()
@@ -39,7 +40,7 @@ def config_of(job: Job):
 class Contestant:
     def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
         self.config = c = config_of(job)
-        start_devices(c.distributed, c.hardware.xla_flags)
+        start_devices(c.distributed, c.hardware)
         self.mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices()[: job.devices], c.mesh.p)
         with jax.set_mesh(self.mesh):
             check_divides(c, self.mesh.shape)
@@ -47,12 +48,16 @@ class Contestant:
             if weights is not None:
                 self.state.weights = placed(weights, self.state.weights)
             self.batches = [whole_documents(targets) for targets in batches(job)]
-            self.training_step = train.make_training_step(c)
+            self.options = known_options(c.hardware.compiler_options, print)
+            self.training_step = None
         self.steps = 0
 
     def step(self) -> jax.Array:
         with jax.set_mesh(self.mesh):
             batch = self.batches[self.steps % len(self.batches)]
+            if self.training_step is None:
+                lowered = train.make_training_step(self.config).lower(self.state, batch, np.int32(0))
+                self.training_step = lowered.compile(compiler_options=self.options)
             self.state, metrics = self.training_step(self.state, batch, np.int32(self.steps))
         self.steps += 1
         return metrics.loss
