@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from jax_extra import compile_program
+
 from .progress import mark
 
 
@@ -30,11 +32,9 @@ def compile_with_hlo_dump(
     """
     mark("compiling the training step", paused=True)
     if jax.process_index() != 0:
-        return lowered.compile(compiler_options=options), None
+        return compile_program(lowered, options), None
     with tempfile.TemporaryDirectory() as dump:
-        compiled = lowered.compile(
-            compiler_options={**(options or {}), "xla_dump_to": dump, "xla_dump_hlo_as_dot": True}
-        )
+        compiled = compile_program(lowered, {**(options or {}), "xla_dump_to": dump, "xla_dump_hlo_as_dot": True})
         # Autotuning may compile small modules of its own on the way.
         graphs = sorted(Path(dump).glob("*after_optimizations*.dot"), key=lambda path: path.stat().st_size)
         if not graphs:

@@ -13,7 +13,7 @@ import train
 from benchmarks.peers.job import BOS_ID, Job, batches
 from configuration import check_divides, register_schema, to_config
 from input_loader import TokenBatch
-from jax_extra import known_options, make_mesh, start_devices
+from jax_extra import compile_program, known_options, make_mesh, start_devices
 from shardlib.shardtypes import make_shardings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -57,7 +57,7 @@ class Contestant:
             batch = self.batches[self.steps % len(self.batches)]
             if self.training_step is None:
                 lowered = train.make_training_step(self.config).lower(self.state, batch, np.int32(0))
-                self.training_step = lowered.compile(compiler_options=self.options)
+                self.training_step = compile_program(lowered, self.options)
             self.state, metrics = self.training_step(self.state, batch, np.int32(self.steps))
         self.steps += 1
         return metrics.loss
