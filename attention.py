@@ -39,7 +39,13 @@ CUDNN_UP_TO = 4096
 
 
 def choose(
-    path: str, length: int, d_head: int, dtype: Any, dropout: bool, device: jax.Device | None = None
+    path: str,
+    length: int,
+    d_head: int,
+    dtype: Any,
+    dropout: bool,
+    device: jax.Device | None = None,
+    masked: bool = True,
 ) -> tuple[str, str]:
     """What `training.attention: path` runs, one of PATHS without auto; and why, in words, if `path` is auto.
 
@@ -49,6 +55,7 @@ def choose(
         dtype: of queries, keys and values.
         dropout: whether attention weights have dropout.
         device: one of those that will run it; None: the first that JAX has.
+        masked: whether a row may have several documents, as it may with training.document_mask.
 
     Raises:
         ValueError: `path` cannot do it.
@@ -63,6 +70,8 @@ def choose(
                 "can, or einsum, which can do everything."
             )
         return path, ""
+    if not refusals["cudnn"] and not masked:
+        return "cudnn", "an NVIDIA GPU, no mask of documents"
     if not refusals["cudnn"] and length <= CUDNN_UP_TO:
         return "cudnn", f"an NVIDIA GPU, at most {CUDNN_UP_TO} tokens"
     if refusals["blockwise"]:
@@ -78,7 +87,8 @@ def describe(training: Any, model: Any, device: jax.Device) -> str:
     """Which path the steps of a run take, and why, for its TrainingConfig and ModelConfig. Raises as `choose` does."""
     dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}[training.compute_dtype]
     dropout = bool(getattr(model, "dropout", 0))
-    path, why = choose(training.attention, training.seq_len, model.d_head, dtype, dropout, device)
+    masked = training.document_mask
+    path, why = choose(training.attention, training.seq_len, model.d_head, dtype, dropout, device, masked)
     return f"{path} (auto: {why})" if why else path
 
 
@@ -101,7 +111,8 @@ def or_by_blocks(plain: Callable) -> Callable:
 
     @functools.wraps(plain)
     def attention(q, k, v, document, drop=None):
-        path, _ = choose(running().attention, q.shape[1], q.shape[-1], q.dtype, drop is not None)
+        settings, shape = running(), (q.shape[1], q.shape[-1], q.dtype, drop is not None)
+        path, _ = choose(settings.attention, *shape, masked=settings.document_mask)
         if path == "einsum":
             return plain(q, k, v, document, drop)
         return (blockwise if path == "blockwise" else cudnn)(q, k, v, document)
@@ -122,11 +133,12 @@ def cudnn(
     """train.attention by cuDNN's kernel, without dropout. Causal blocks are skipped; those of other documents are not.
 
     JAX's public function takes documents as a mask only, [B, 1, L, L]: one for all heads and layers, but quadratic.
+    Without training.document_mask there is none.
     """
     b, l, k_heads, q_heads, d = q.shape
-    same_document = document[:, None, :, None] == document[:, None, None, :]
+    mask = document[:, None, :, None] == document[:, None, None, :] if running().document_mask else None
     out = jax.nn.dot_product_attention(
-        q.reshape(b, l, k_heads * q_heads, d), k, v, mask=same_document, is_causal=True, implementation="cudnn"
+        q.reshape(b, l, k_heads * q_heads, d), k, v, mask=mask, is_causal=True, implementation="cudnn"
     )
     return out.reshape(q.shape)
 

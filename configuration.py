@@ -200,6 +200,9 @@ class TrainingConfig:
     attention: str = "auto"
     """einsum: with the scores of all pairs of positions in memory. blockwise: a block of them at a time (attention.py).
     cudnn: NVIDIA's fused kernel. auto: the one that suits device and seq_len; the run says at its start which."""
+    document_mask: bool = True
+    """Whether tokens see only those of their own document. false: a row of a batch is one text, with whatever documents
+    it has; cudnn, to which documents are a mask of seq_len² entries a row, is then faster."""
     fp8: bool = False
     """Whether a layer's products with its weights are of operands rounded to FP8 (fp8.py): faster on NVIDIA GPUs from
     Hopper on, slower elsewhere, and never as exact."""
@@ -390,7 +393,7 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     Free are mesh, processes, logging, microbatches, and the length of the run.
     """
     data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
-    training = tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype"))
+    training = tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype", "document_mask"))
     # Nothing reads it any more, and where it points to may be gone: it may be left out, but not say something else.
     training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
     return ("model", "optimizer", *data, *training)

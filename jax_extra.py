@@ -48,9 +48,10 @@ KEPT = {
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How what is traced is to be computed: it changes memory and time, and results by rounding only."""
+    """How what is traced is to be computed. All but document_mask change memory, time, and results by rounding only."""
 
     attention: str = "einsum"
+    document_mask: bool = True
     save: str = "marked"
     unroll: int = 1
     fp8: bool = False

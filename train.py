@@ -347,11 +347,14 @@ def forward(
 @typed
 def inputs_of(batch: TokenBatch, c: ModelConfig) -> tuple[u32["B/r/d L"], i32["B/r/d L"], Callable]:
     """The token before each target (c.bos_id before the first of a document), its position, and attention within it."""
+    place = jnp.arange(batch.targets.shape[1], dtype=jnp.int32)
+    starts: bool_["B/r/d L"] = batch.is_seq_start
+    if not running().document_mask:
+        starts = jnp.zeros_like(starts).at[:, 0].set(True)  # a row is one document
     before = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)), constant_values=c.bos_id)
-    ids: u32["B/r/d L"] = jnp.where(batch.is_seq_start, jnp.uint32(c.bos_id), before)
-    document: i32["B/r/d L"] = jnp.cumsum(batch.is_seq_start, axis=1, dtype=jnp.int32)
-    place = jnp.arange(ids.shape[1], dtype=jnp.int32)
-    positions: i32["B/r/d L"] = place - lax.cummax(jnp.where(batch.is_seq_start, place, 0), axis=1)
+    ids: u32["B/r/d L"] = jnp.where(starts, jnp.uint32(c.bos_id), before)
+    document: i32["B/r/d L"] = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    positions: i32["B/r/d L"] = place - lax.cummax(jnp.where(starts, place, 0), axis=1)
     return ids, positions, lambda q, k, v, cache, drop=None: (attention(q, k, v, document, drop), cache)
 
 

@@ -14,7 +14,7 @@ import configuration
 import gpt2
 import train
 from input_loader import TokenBatch, batch_shapes
-from jax_extra import make_mesh, run_as
+from jax_extra import Execution, make_mesh, run_as
 from shardlib.shardtypes import dtype_name, f32, i32
 from weights import initialize
 
@@ -128,15 +128,18 @@ def test_cudnn_is_asked_for_the_same(monkeypatch):
     real, asked = jax.nn.dot_product_attention, []
 
     def instead(*args, implementation, **options):
-        asked.append((implementation, options["is_causal"]))
+        asked.append((implementation, options["is_causal"], options["mask"] is not None))
         return real(*args, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
     (q, k, v, g), document = operands(12, 3), documents(12)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         found = with_gradients(attention.cudnn, q, k, v, document, g)
+        with run_as(Execution(document_mask=False)):
+            unmasked = with_gradients(attention.cudnn, q, k, v, document, g)
     assert_close(found, dense(q, k, v, document, g), 1e-5)
-    assert set(asked) == {("cudnn", True)}
+    assert_close(unmasked, dense(q, k, v, np.zeros_like(document), g), 1e-5)
+    assert set(asked) == {("cudnn", True, True), ("cudnn", True, False)}
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------
@@ -147,6 +150,7 @@ def test_cudnn_is_asked_for_the_same(monkeypatch):
     [
         (GPU, 1024, {}, "cudnn"),
         (GPU, 32768, {}, "blockwise"),
+        (GPU, 32768, {"masked": False}, "cudnn"),
         (GPU, 1024, {"dtype": jnp.float32}, "blockwise"),
         (GPU, 1024, {"d_head": 60}, "blockwise"),
         (GPU, 1024, {"d_head": 256}, "cudnn"),

@@ -7,6 +7,7 @@ import tiny
 
 import train
 from input_loader import TokenBatch
+from jax_extra import Execution, run_as
 from shardlib.shardtypes import f32
 
 torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
@@ -118,6 +119,17 @@ def test_logits_loss_and_gradients_equal_llama(mesh, changes, z_loss):
         # Entries far below a tensor's largest are sums of cancelling terms: they carry its absolute rounding error.
         scale = float(parameter.grad.abs().max())
         np.testing.assert_allclose(ours[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale, err_msg=name)
+
+
+def test_without_the_mask_a_row_is_one_document():
+    c, batch = tiny.model(), tiny.host_batch()
+    assert batch.is_seq_start[:, 1:].any()
+    with jax.set_mesh(tiny.mesh("d=4 t=2")), run_as(Execution(document_mask=False)):
+        w = tiny.weights(c)
+        logits, *_ = losses_and_grads(w, batch, c)
+    row = TokenBatch(batch.targets, np.zeros_like(batch.is_seq_start), batch.loss_mask)
+    row.is_seq_start[:, 0] = True
+    np.testing.assert_allclose(logits, llama_logits(llama(w, c), row).detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_rope_base_and_grouping_matter():
