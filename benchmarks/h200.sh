@@ -19,6 +19,8 @@ OUT=${OUT:-runs/h200} PYTHON=${PYTHON:-python3} BUDGET=${BUDGET:-570} WHEELS=.wh
 SIZES=${SIZES:-124m,1b,540m,2b,270m}
 TRY_SIZES=${TRY_SIZES:-540m}
 tries=(
+  training.fp8=true
+  training.document_mask=true
   training.loss_chunk=128
   training.save=dots
   training.save=everything
