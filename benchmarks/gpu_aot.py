@@ -1,0 +1,149 @@
+"""The training step compiled for NVIDIA GPUs by a machine that has none: what fits, and what the program is made of.
+
+    python -m benchmarks.gpu_aot --config-name flat_tokens_c4_a100x8_1b --devices 8 training.attention=cudnn
+
+Prints a row of a table in Markdown for each configuration, or why it does not compile. XLA compiles for a description
+of the GPU; nothing runs. Needs CUDA's libraries as `pip install -e '.[cuda]'` brings them, no driver and no device:
+
+- GiB of a device: arguments, and at the peak, arguments included; without cuDNN's workspaces, which need a device;
+- kernels, each once however often its loop turns: matmuls, of these with f32 operands, cuDNN's, all others;
+- collectives, each once too: all, of these with a matmul or attention between start and end, and of these moved to
+  another turn of the loop: gathers into the one before, scatters into the one behind.
+
+A GPU would choose kernels by timing them. Here nothing is timed, and all matmuls are given to cuBLAS.
+"""
+
+import argparse
+import functools
+import os
+import re
+import time
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # so that JAX's plugin for CUDA does not ask for a device
+
+import jax
+import numpy as np
+import yaml
+from hydra import compose, initialize_config_dir
+from jax.experimental import topologies
+
+import attention
+import train
+from configuration import check_divides, register_schema, to_config
+from input_loader import batch_shapes
+from jax_extra import make_mesh
+from shardlib.shardtypes import make_shardings
+
+GPUS = {  # compute capability, processors, shared memory of one and of a block, bytes, bytes/s, level-2 cache, GHz
+    "a100": (8, 108, 167936, 166912, 85_197_979_648, 2_039_000_000_000, 41_943_040, 1.41),
+    "h100": (9, 132, 233472, 232448, 84_942_979_072, 3_352_000_000_000, 52_428_800, 1.98),
+    "h200": (9, 132, 233472, 232448, 151_397_597_184, 4_800_000_000_000, 52_428_800, 1.98),
+}
+# Timing needs a device; without it, Triton's matmuls would have a tile that nobody would choose.
+UNTIMED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+COLUMNS = ["configuration", "devices", "compiled in s", "arguments", "peak", "matmuls", "of f32", "cuDNN", "others"]
+COLUMNS += ["collectives", "beside matmuls", "moved"]
+
+
+def description(gpu: str) -> str:
+    """XLA's GpuTargetConfigProto, as text, with what its compiler asks for."""
+    major, cores, shared, of_block, memory, bandwidth, cache, clock = GPUS[gpu]
+    accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""
+    gpu_device_info {{
+      name: "NVIDIA {gpu.upper()}" cuda_compute_capability {{ major: {major} {accelerated} }} core_count: {cores}
+      fpus_per_core: {128 if major >= 9 else 64} clock_rate_ghz: {clock} l2_cache_size: {cache}
+      device_memory_size: {memory} memory_bandwidth: {bandwidth} threads_per_warp: 32 shared_memory_per_block: 49152
+      shared_memory_per_core: {shared} shared_memory_per_block_optin: {of_block} registers_per_core_limit: 65536
+      registers_per_block_limit: 65536 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+      thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      driver_version: "13.0.0" runtime_version: "12.8.0" dnn_version: "9.10.0"
+    }}
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "NVIDIA {gpu.upper()}"
+    """
+
+
+def lowered_step(name: str, overrides: list[str], devices: list) -> tuple[jax.stages.Lowered, dict]:
+    """The training step of configs/{name}.yaml on these devices, and the options to compile it with."""
+    with initialize_config_dir(str(Path(__file__).parents[1] / "configs"), version_base="1.3"):
+        c = to_config(compose(name, overrides=overrides))
+    mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, devices, c.mesh.p)
+    check_divides(c, mesh.shape)
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
+        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        state = jax.tree.map(place, shapes, make_shardings(train.State[type(shapes.weights)], like=shapes))
+        batch = batch_shapes(c.training.batch_size, c.training.seq_len)
+        step = jax.ShapeDtypeStruct((), np.int32)
+        return train.make_training_step(c).lower(state, batch, step), c.hardware.compiler_options
+
+
+def count(hlo: str) -> list[int]:
+    """matmuls, those of f32, cuDNN's, other kernels; collectives, those beside matmuls, those moved to another turn."""
+    fused = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", hlo))
+    free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
+    instruction = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*?[\])}]) ([a-z][\w-]*)\((.*?)\)(.*)$", re.MULTILINE)
+    matmuls = f32 = cudnn = others = collectives = beside = moved = 0
+    for name, body in re.findall(r"^(?:ENTRY )?%?([\w.-]+) \([^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL):
+        types, started, heavy = {}, {}, 0
+        for result, dtype, operation, operands, rest in instruction.findall(body if name not in fused else ""):
+            types[result], operands = dtype, re.findall(r"%([\w.-]+)", operands)
+            if "__cublas" in rest or "__cudnn" in rest:
+                heavy += 1
+                matmuls += "__cublas" in rest
+                cudnn += "__cudnn" in rest
+                f32 += "__cublas" in rest and any(types.get(x, "").startswith("f32") for x in operands[:2])
+            elif operation.endswith("-start"):
+                collectives += 1
+                started[result] = heavy
+                moved += '"is_pipelined":true' in rest
+            elif operation.endswith("-done"):
+                beside += heavy > started.get(operands[0], heavy)
+            else:
+                others += operation not in free
+    return [matmuls, f32, cudnn, others, collectives, beside, moved]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-name", nargs="+", required=True, help="of files in configs/")
+    parser.add_argument("--gpu", choices=GPUS, default="h200")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument(
+        "-o", dest="options", action="append", default=[], metavar="NAME=VALUE", help="for the compiler"
+    )
+    parser.add_argument("--hlo", type=Path, help="directory in which to keep the scheduled programs, by configuration")
+    args, overrides = parser.parse_known_args()
+    try:
+        topology = {"target_config": description(args.gpu), "topology": f"1x1x{args.devices}"}
+        devices = topologies.get_topology_desc(platform="cuda", **topology).devices
+    except NotImplementedError:
+        parser.error("JAX's plugin for CUDA is not installed: pip install -e '.[cuda]'")
+    register_schema()
+    # Both ask for the first device of this machine, where it is the GPU that counts.
+    attention.choose = functools.partial(attention.choose, device=devices[0])
+    attention.BLOCKS.clear()
+    options = {name: yaml.safe_load(value) for name, value in (option.split("=", 1) for option in args.options)}
+    print("|", " | ".join(COLUMNS), "|\n" + "|---" * len(COLUMNS) + "|", flush=True)
+    for name in args.config_name:
+        row = [" ".join((name, *overrides, *args.options)), f"{args.devices} × {args.gpu}"]
+        try:
+            lowered, own = lowered_step(name, [f"hardware={args.gpu}", *overrides], devices)
+            begin = time.perf_counter()
+            compiled = lowered.compile(compiler_options={**own, **UNTIMED, **options})
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            print("|", " | ".join([*row, f"not compiled: {' '.join(str(error).split())[:400]}"]), "|", flush=True)
+            continue
+        hlo, memory = compiled.as_text(), compiled.memory_analysis()
+        row.append(f"{time.perf_counter() - begin:.1f}")
+        row += [f"{size / 2**30:.2f}" for size in (memory.argument_size_in_bytes, memory.peak_memory_in_bytes)]
+        print("|", " | ".join(row + [str(number) for number in count(hlo)]), "|", flush=True)
+        if args.hlo:
+            args.hlo.mkdir(parents=True, exist_ok=True)
+            (args.hlo / f"{name}.txt").write_text(hlo)
+
+
+if __name__ == "__main__":
+    main()
