@@ -21,7 +21,7 @@ from jax import lax
 from jax_extra import running, save_for_backward
 from shardlib.op_checks import varying
 from shardlib.shardtypes import dtype_name, i32, typed
-from shardlib.values import stage_axes
+from shardlib.values import stage_axes, target_device
 
 act = dtype_name("act")
 
@@ -31,8 +31,9 @@ BLOCKS = {"cpu": 128}
 """Positions in a block of `blockwise`, at most, by platform: docs/performance.md has the measurements."""
 BLOCK = 512
 """The same where BLOCKS names none. Of other platforms none was measured: blocks that fill a large device."""
-CUDNN_UP_TO = 4096
-"""The longest sequences, in tokens, for which `auto` takes cudnn: its mask of documents has their square in entries."""
+CUDNN_UP_TO = 16384
+"""The longest sequences, in tokens, for which `auto` takes cudnn with a mask of documents, which has their square in
+entries: the mask, and the gradient of it that cuDNN makes, then take 1 GiB a row."""
 
 
 # ---- which one --------------------------------------------------------------------------------------------------
@@ -54,13 +55,13 @@ def choose(
         d_head: entries of a head.
         dtype: of queries, keys and values.
         dropout: whether attention weights have dropout.
-        device: one of those that will run it; None: the first that JAX has.
+        device: one of those that will run it; None: as the mesh in force says.
         masked: whether a row may have several documents, as it may with training.document_mask.
 
     Raises:
         ValueError: `path` cannot do it.
     """
-    device = device or jax.devices()[0]
+    device = device or target_device()
     refusals = {"einsum": None, "blockwise": "it has no dropout" if dropout else None}
     refusals["cudnn"] = _cudnn_refuses(length, d_head, jnp.dtype(dtype), dropout, device)
     if path != "auto":
@@ -100,7 +101,7 @@ def _cudnn_refuses(length: int, d_head: int, dtype: Any, dropout: bool, device: 
         return "it has no dropout here"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bf16, not {dtype.name}"
-    largest = 256 if float(device.compute_capability) >= 9 else 128
+    largest = 256 if float(getattr(device, "compute_capability", 9)) >= 9 else 128  # an abstract device does not tell
     if d_head % 8 or d_head > largest:
         return f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"
     return f"an odd number of tokens, {length}" if length % 2 else None
@@ -163,7 +164,7 @@ def blockwise(
     axes = {axis for x in (q, k, v, document) for axis in jax.typeof(x).manual_axis_type.varying}
     q, k, v, document = (varying(x, axes | set(stage_axes())) for x in (q, k, v, document))
     length = q.shape[1]
-    blocks = -(-length // (block or BLOCKS.get(jax.devices()[0].platform, BLOCK)))
+    blocks = -(-length // (block or BLOCKS.get(target_device().platform, BLOCK)))
     padding = -length % blocks
     # Behind all else, so that only padding sees it; each position sees itself, so that no softmax is over nothing.
     pad = lambda x: jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))

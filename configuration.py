@@ -212,9 +212,9 @@ class TrainingConfig:
     save: str = "marked"
     """What a layer's backward pass gets from its forward pass, computing the rest again. marked: what the model marks
     with save_for_backward. nothing: the layer's input. dots: products with weights. everything: all that it needs."""
-    unroll: int = 1
-    """Layers in one turn of the loop over layers, at least 1; as many as the model has, and there is no loop. More
-    compile longer, and may run faster."""
+    unroll: int | None = 1
+    """Layers in one turn of the loop over layers, at least 1; null: all, so that there is no loop. That compiles
+    longer, and saves a GPU copying what is kept for the backward pass."""
     eval_batches: int = 8
     """Batches of the validation split, at most, in an evaluation; 0 for no evaluations."""
     eval_interval: int | None = None

@@ -21,7 +21,7 @@ from jax import lax
 
 import fp8
 from configuration import check_ranges
-from jax_extra import explicit_activation_checkpointing, running, save_for_backward
+from jax_extra import explicit_activation_checkpointing, save_for_backward, unrolled
 from shardlib import shardops
 from shardlib.pipeline import LayerNumbers, skip_padding
 from shardlib.shardtypes import Array, dtype_name, f32, i32, pytree_dataclass, typed, u32
@@ -257,14 +257,14 @@ def layers(
     """The layers `numbers`: all of them, or those of a pipeline stage. train.forward tells about `attend`, `caches`."""
     rows = row_keys(row_seeds)
 
-    @explicit_activation_checkpointing
+    @explicit_activation_checkpointing(of_layers=c.layers)
     @skip_padding
     def body(x, of_layer):
         layer_weights, number, cache = of_layer
         in_layer = None if rows is None else jax.vmap(lambda key: jax.random.fold_in(key, number.index))(rows)
         return layer(x, layer_weights, attend, cache, DropoutKeys(in_layer), c)
 
-    return lax.scan(body, x, (w, numbers, caches), unroll=running().unroll)
+    return lax.scan(body, x, (w, numbers, caches), unroll=unrolled(c.layers))
 
 
 @typed

@@ -53,7 +53,7 @@ class Execution:
     attention: str = "einsum"
     document_mask: bool = True
     save: str = "marked"
-    unroll: int = 1
+    unroll: int | None = 1
     fp8: bool = False
 
 
@@ -76,12 +76,24 @@ def running() -> Execution:
     return _EXECUTION.get() or Execution()
 
 
-def explicit_activation_checkpointing(fn):
+def unrolled(layers: int) -> int:
+    """How many of `layers` layers are one turn of the loop over them, as `running()` says."""
+    unroll = running().unroll
+    return layers if unroll is None else min(unroll, layers)
+
+
+def explicit_activation_checkpointing(fn=None, *, of_layers: int = 1):
     """Decorator: the backward pass of `fn` gets its arguments and what it marks with `save_for_backward`, no more.
 
     Everything else is computed again. Where `running().save` is not marked, it gets what that says instead.
+    `of_layers`: how many layers `fn` is called for, in a `lax.scan` with `unroll=unrolled(of_layers)`.
     """
-    checkpointed = {name: jax.checkpoint(fn, policy=policy) for name, policy in KEPT.items()}
+    if fn is None:
+        return functools.partial(explicit_activation_checkpointing, of_layers=of_layers)
+    # In a loop nothing need keep XLA from taking what is computed again from the forward pass, which is another loop.
+    # And what would (prevent_cse) ties each layer's gathers to the gradient that comes to it.
+    prevent_cse = unrolled(of_layers) == of_layers
+    checkpointed = {name: jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse) for name, policy in KEPT.items()}
 
     @functools.wraps(fn)
     def call(*args, **kwargs):

@@ -61,6 +61,7 @@ from jax_extra import (
     running,
     save_for_backward,
     start_devices,
+    unrolled,
 )
 from loss_chunks import in_chunks
 from optimizers import muon
@@ -249,13 +250,13 @@ def layers(
     angles = jnp.float32(positions)[..., None] * rope_frequencies(c)
     rope = jnp.cos(angles), jnp.sin(angles)
 
-    @explicit_activation_checkpointing
+    @explicit_activation_checkpointing(of_layers=c.layers)
     @skip_padding
     def body(x, of_layer):
         layer_weights, _, cache = of_layer
         return layer(x, layer_weights, rope, attend, cache, c)
 
-    return lax.scan(body, x, (w, numbers, caches), unroll=running().unroll)
+    return lax.scan(body, x, (w, numbers, caches), unroll=unrolled(c.layers))
 
 
 @typed

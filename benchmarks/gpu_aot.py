@@ -14,7 +14,6 @@ A GPU would choose kernels by timing them. Here nothing is timed, and all matmul
 """
 
 import argparse
-import functools
 import os
 import re
 import time
@@ -28,7 +27,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 from jax.experimental import topologies
 
-import attention
 import train
 from configuration import check_divides, register_schema, to_config
 from input_loader import batch_shapes
@@ -108,7 +106,7 @@ def count(hlo: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-name", nargs="+", required=True, help="of files in configs/")
+    parser.add_argument("--config-name", required=True, help="of files in configs/, with commas between them")
     parser.add_argument("--gpu", choices=GPUS, default="h200")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument(
@@ -122,12 +120,9 @@ def main() -> None:
     except NotImplementedError:
         parser.error("JAX's plugin for CUDA is not installed: pip install -e '.[cuda]'")
     register_schema()
-    # Both ask for the first device of this machine, where it is the GPU that counts.
-    attention.choose = functools.partial(attention.choose, device=devices[0])
-    attention.BLOCKS.clear()
     options = {name: yaml.safe_load(value) for name, value in (option.split("=", 1) for option in args.options)}
     print("|", " | ".join(COLUMNS), "|\n" + "|---" * len(COLUMNS) + "|", flush=True)
-    for name in args.config_name:
+    for name in args.config_name.split(","):
         row = [" ".join((name, *overrides, *args.options)), f"{args.devices} × {args.gpu}"]
         try:
             lowered, own = lowered_step(name, [f"hardware={args.gpu}", *overrides], devices)

@@ -20,16 +20,15 @@ SIZES=${SIZES:-124m,1b,540m,2b,270m}
 TRY_SIZES=${TRY_SIZES:-540m}
 tries=(
   training.fp8=true
+  training.unroll=1
   training.document_mask=true
   training.loss_chunk=128
   training.save=dots
   training.save=everything
-  training.unroll=8
   rows=64
   training.attention=blockwise
   training.attention=einsum
-  training.unroll=8,training.save=everything
-  training.save=everything,training.loss_chunk=128,rows=64
+  training.loss_chunk=128,rows=64
   training.save=nothing
 )
 

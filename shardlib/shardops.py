@@ -47,7 +47,7 @@ from shardlib.op_checks import (
     wrap,
 )
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes
-from shardlib.values import axes_product, describe, is_opaque, stage_axes
+from shardlib.values import axes_product, describe, is_opaque, stage_axes, target_device
 
 
 def axis_size(axes: str) -> int:
@@ -346,7 +346,7 @@ def _product_backward(formula, dtype, operands, g):
     product = lambda a, b, to: jnp.einsum(f"{a[0]},{b[0]}->{to}", a[1], b[1])
     of_g, of_x, of_y = (result, g), (x_dims, x), (y_dims, y)
     dx = product(of_g, of_y, x_dims)
-    if jax.default_backend() != "cpu" or x.size <= g.size:
+    if target_device().platform != "cpu" or x.size <= g.size:
         return dx, product(of_x, of_g, y_dims)
     # The first operand is transposed there: the smaller one had better be it. XLA would take the order of the result.
     swapped = "".join(sorted(y_dims, key=lambda dim: dim not in result))

@@ -37,6 +37,18 @@ def mesh_axes() -> Mapping[str, int]:
     return {} if mesh.empty else dict(mesh.shape)
 
 
+def target_device():
+    """A device of those that what is traced is for: JAX's first.
+
+    Where the mesh in force is of another platform, because a program is compiled for a machine elsewhere, it is an
+    abstract one, which knows its platform and its kind.
+    """
+    device = jax.devices()[0]
+    mesh = jax.sharding.get_abstract_mesh()
+    target = None if mesh.empty else mesh.abstract_device
+    return target if target is not None and target.platform != device.platform else device
+
+
 def on_mesh(spec: ShapeSpec) -> ShapeSpec:
     """What `spec` means on the mesh in force: without the pipeline axis, where the mesh has none."""
     sizes = mesh_axes()
