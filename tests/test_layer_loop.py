@@ -3,12 +3,15 @@
 import functools
 import re
 
+import jax
 import numpy as np
 import pytest
 import tiny
 from test_attention import assert_same, loss_and_gradients
 
 import configuration
+import train
+from input_loader import batch_shapes
 
 LAYERS = 5
 
@@ -34,7 +37,7 @@ def test_each_keeps_what_it_says():
 
 
 @pytest.mark.parametrize(
-    ("save", "unroll"), [("nothing", 1), ("dots", 1), ("everything", 1), ("marked", 2), ("marked", LAYERS)]
+    ("save", "unroll"), [("nothing", 1), ("dots", 1), ("everything", 1), ("marked", 2), ("marked", None)]
 )
 def test_the_numbers_are_the_same(save, unroll):
     (loss, g), (expected, g_expected) = run(save, unroll)[1], run("marked", 1)[1]
@@ -44,9 +47,20 @@ def test_the_numbers_are_the_same(save, unroll):
 
 def test_unrolling_makes_fewer_turns():
     loops = lambda unroll: run("marked", unroll)[0].count(" while(")
-    assert loops(LAYERS) == loops(1) - 2, "no loop over layers, forward and backward"
+    assert loops(LAYERS) == loops(None) == loops(1) - 2, "no loop over layers, forward and backward"
     dots = lambda unroll: run("marked", unroll)[0].count(" dot(")
     assert dots(LAYERS) > 3 * dots(1)
+
+
+@pytest.mark.parametrize(("unroll", "barriers"), [(1, 1), (2, 1), (LAYERS, 2), (None, 2)])
+def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pass(unroll, barriers):
+    """By a barrier before it, around a layer's arguments; the other one is the loss's, which is in no loop."""
+    c = tiny.config(tiny.model(layers=LAYERS, n_kv=2), unroll=unroll)
+    with jax.set_mesh(tiny.mesh("one device")):
+        state = jax.eval_shape(lambda key: train.init_state(key, c), jax.random.key(0))
+        shapes = batch_shapes(c.training.batch_size, c.training.seq_len)
+        program = train.make_training_step(c).lower(state, shapes, np.int32(0)).as_text()
+    assert len(re.findall(r"%\d+:\d+ = stablehlo.optimization_barrier", program)) == barriers
 
 
 def test_settings_are_checked():
