@@ -243,9 +243,9 @@ class HardwareConfig:
     name: str = "any"
     """What the run is meant for, in words."""
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """XLA's flags without their dashes, and what else XLA takes for a program, for the compilation of the steps. One
-    that the installed XLA does not know is left out, with a line that says so. Flags in the environment's XLA_FLAGS
-    hold for all programs, and an unknown one there ends the run."""
+    """XLA's flags without their dashes, and what else XLA takes for a program, for the compilation of the steps. Left
+    out are those that are null and, with a line that says so, those that the installed XLA does not know. Flags in the
+    environment's XLA_FLAGS hold for all programs, and an unknown one there ends the run."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables, such as NCCL's, that are set before the devices start; one that is set already stays."""
     memory_fraction: float | None = None
@@ -253,7 +253,9 @@ class HardwareConfig:
     XLA_PYTHON_CLIENT_MEM_FRACTION overrides it."""
     compilation_cache: str | None = "~/.cache/shardwright/compiled"
     """Directory in which compiled programs are kept, for the next run of the same step; null: none. It must be writable
-    by nobody whom you would not let run programs as you. Whoever sets JAX_COMPILATION_CACHE_DIR overrides it."""
+    by nobody whom you would not let run programs as you. It grows; what is in it can be deleted at any time. A run of
+    several processes, of which the first writes and all read, keeps none here, where hosts may each have their own:
+    give a directory that they share. Whoever sets JAX_COMPILATION_CACHE_DIR overrides it."""
 
 
 @dataclasses.dataclass
@@ -375,6 +377,10 @@ def to_config(composed: DictConfig) -> Config:
     return c
 
 
+RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host")}
+"""Settings that there were once. None of them says what a run computes."""
+
+
 def with_defaults(saved: dict) -> dict:
     """A checkpoint's configuration, with the defaults of settings that did not exist yet when it was made."""
     filled = {}
@@ -383,7 +389,8 @@ def with_defaults(saved: dict) -> dict:
         kind = model_of(given.get("module", "train")).ModelConfig if section.name == "model" else section.type
         defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
         made = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
-        filled[section.name] = defaults | made | given
+        kept = {name: value for name, value in given.items() if name not in RETIRED.get(section.name, ())}
+        filled[section.name] = defaults | made | kept
     return saved | filled
 
 
@@ -393,7 +400,9 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     Free are mesh, processes, logging, microbatches, and the length of the run.
     """
     data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
-    training = tuple(f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype", "document_mask"))
+    training = tuple(
+        f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype", "document_mask", "fp8")
+    )
     # Nothing reads it any more, and where it points to may be gone: it may be left out, but not say something else.
     training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
     return ("model", "optimizer", *data, *training)
@@ -453,7 +462,9 @@ def check_config(c: Config) -> None:
     check_ranges("training", c.training, {"eval_batches": (0, 2**63), "seed": (0, 2**63), "epochs": (0, math.inf)})
     check_pipeline(c.pipeline)
     check_distributed(c.distributed)
-    check_ranges("hardware", c.hardware, {"memory_fraction": (math.nextafter(0, 1), math.nextafter(1, 2))})
+    fraction = c.hardware.memory_fraction
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"hardware.memory_fraction is {fraction}; it must be above 0 and at most 1.")
     check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
     if c.training.gather_weights == "step" and not hasattr(model_of(c.model.module), "gather_layers"):
         raise ValueError(f"training.gather_weights is step, but the model {c.model.module} has no gather_layers.")

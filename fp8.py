@@ -29,7 +29,8 @@ def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """x over a scale, in `dtype`, and the scale: a scalar of x's dtype. Of an x with infinities or NaN: NaN."""
     peak = jnp.max(jnp.abs(x)).astype(jnp.float32)
     # In x's dtype, in which it is multiplied with later. bf16 may round it down, by less than what rounds to largest.
-    scale = (jnp.where(peak == 0, 1, peak) / jnp.finfo(dtype).max.astype(jnp.float32)).astype(x.dtype)
+    scale = peak / jnp.finfo(dtype).max.astype(jnp.float32)
+    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny).astype(x.dtype)  # of zeros, and what is next to zero
     return (x.astype(jnp.float32) / scale.astype(jnp.float32)).astype(dtype), scale
 
 

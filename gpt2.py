@@ -257,14 +257,14 @@ def layers(
     """The layers `numbers`: all of them, or those of a pipeline stage. train.forward tells about `attend`, `caches`."""
     rows = row_keys(row_seeds)
 
-    @explicit_activation_checkpointing(of_layers=c.layers)
+    @explicit_activation_checkpointing(of_layers=len(numbers.index))
     @skip_padding
     def body(x, of_layer):
         layer_weights, number, cache = of_layer
         in_layer = None if rows is None else jax.vmap(lambda key: jax.random.fold_in(key, number.index))(rows)
         return layer(x, layer_weights, attend, cache, DropoutKeys(in_layer), c)
 
-    return lax.scan(body, x, (w, numbers, caches), unroll=unrolled(c.layers))
+    return lax.scan(body, x, (w, numbers, caches), unroll=unrolled(len(numbers.index)))
 
 
 @typed

@@ -48,7 +48,7 @@ KEPT = {
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How what is traced is to be computed. All but document_mask change memory, time, and results by rounding only."""
+    """How what is traced is to be computed. Without document_mask and fp8 it changes results by f32's rounding only."""
 
     attention: str = "einsum"
     document_mask: bool = True
@@ -86,13 +86,14 @@ def explicit_activation_checkpointing(fn=None, *, of_layers: int = 1):
     """Decorator: the backward pass of `fn` gets its arguments and what it marks with `save_for_backward`, no more.
 
     Everything else is computed again. Where `running().save` is not marked, it gets what that says instead.
-    `of_layers`: how many layers `fn` is called for, in a `lax.scan` with `unroll=unrolled(of_layers)`.
+    `of_layers`: how many layers `fn` is called for here, in a `lax.scan` with `unroll=unrolled(of_layers)`.
     """
     if fn is None:
         return functools.partial(explicit_activation_checkpointing, of_layers=of_layers)
     # In a loop nothing need keep XLA from taking what is computed again from the forward pass, which is another loop.
     # And what would (prevent_cse) ties each layer's gathers to the gradient that comes to it.
-    prevent_cse = unrolled(of_layers) == of_layers
+    turn = unrolled(of_layers)
+    prevent_cse = turn == of_layers or of_layers % turn != 0  # no loop, or layers that are left over behind it
     checkpointed = {name: jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse) for name, policy in KEPT.items()}
 
     @functools.wraps(fn)
@@ -173,7 +174,9 @@ def start_devices(processes: Any, hardware: Any) -> None:
         os.environ.setdefault(name, value)
     if hardware.memory_fraction is not None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
-    if hardware.compilation_cache is not None and not jax.config.jax_compilation_cache_dir:
+    # In homes that hosts do not share, process 0 alone would find programs, and not compile along with the others.
+    unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
+    if hardware.compilation_cache is not None and not unshared and not jax.config.jax_compilation_cache_dir:
         _keep_programs(os.path.expanduser(hardware.compilation_cache))
     if processes.is_single or jax.distributed.is_initialized():
         return
@@ -211,9 +214,10 @@ def start_devices(processes: Any, hardware: Any) -> None:
 def _keep_programs(directory: str) -> None:
     """Has JAX keep compiled programs in `directory`; where it cannot be written, says so and goes on without."""
     try:
-        os.makedirs(directory, mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        if "://" not in directory:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
     except OSError as error:
         print(f"hardware.compilation_cache cannot be written, so compiled programs are not kept: {error}")
         return
@@ -225,9 +229,13 @@ def _keep_programs(directory: str) -> None:
 def known_options(options: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
     """Those compiler options that the installed XLA knows; each other one is told to `say`, in a line.
 
-    Raises ValueError for a value that XLA does not take. Starts the devices.
+    Those that are None are left out. Raises ValueError for a value that XLA does not take. Starts the devices.
     """
-    known, program = dict(options), jax.jit(lambda: 0).lower()
+    known = {name: value for name, value in options.items() if value is not None}
+    for name in known:
+        if name.startswith("-"):
+            raise ValueError(f"hardware.compiler_options has {name}; write it without dashes: {name.lstrip('-')}.")
+    program = jax.jit(lambda: 0).lower()
     while known:
         try:
             program.compile(compiler_options=known)
@@ -238,6 +246,8 @@ def known_options(options: Mapping[str, Any], say: Callable[[str], None]) -> dic
                 raise ValueError(f"hardware.compiler_options: {error}") from error
             del known[unknown[0]]
             say(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
+        except TypeError as error:
+            raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}") from error
     return known
 
 

@@ -282,8 +282,8 @@ class Sampler:
         Weights = type(model_of(m.module).weight_table(m))
         Cache = Array["layers", KeyValues]
         gather, dtype = self.c.training.gather_weights == "step", self.c.training.compute_dtype
-        # What training asked for may be for other devices than these.
-        any_device = dataclasses.replace(self.c.training, attention="auto")
+        # What training asked for may be for other devices than these; and in FP8 a text depends on those beside it.
+        any_device = dataclasses.replace(self.c.training, attention="auto", fp8=False)
 
         @typed_shard_map
         def prefill(w: Weights, ids: u32["N/r/d L"], fresh: bool_["N/r/d"], cache: Cache | None) -> Cache:

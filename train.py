@@ -250,13 +250,13 @@ def layers(
     angles = jnp.float32(positions)[..., None] * rope_frequencies(c)
     rope = jnp.cos(angles), jnp.sin(angles)
 
-    @explicit_activation_checkpointing(of_layers=c.layers)
+    @explicit_activation_checkpointing(of_layers=len(numbers.index))
     @skip_padding
     def body(x, of_layer):
         layer_weights, _, cache = of_layer
         return layer(x, layer_weights, rope, attend, cache, c)
 
-    return lax.scan(body, x, (w, numbers, caches), unroll=unrolled(c.layers))
+    return lax.scan(body, x, (w, numbers, caches), unroll=unrolled(len(numbers.index)))
 
 
 @typed
@@ -628,7 +628,9 @@ def train(c: Config, directory: Path) -> str | None:
         lowered = make_training_step(c).lower(state, batch_shapes(t.batch_size, t.seq_len), np.int32(start))
         training_step, graph = training_io.compile_with_hlo_dump(lowered, directory, options)
         if graph is None:
-            say("HLO graph: none, because the compiled step came from JAX's compilation cache")
+            say(
+                "HLO graph: none, the step is from the compile cache; with hardware.compilation_cache=null there is one"
+            )
         rendering = None
         profiler = training_io.StepProfiler(directory, steps=steps - start, log=log, start=start, **speed)
         cleanup.callback(profiler.close)

@@ -137,7 +137,7 @@ def slow_step(x):
     return x
 
 
-def train(directory, sleep_s, module="jit_slow_step"):
+def train(directory, sleep_s, module="jit_slow_step", sample_after=None):
     with RunLog(directory, total_steps=18, start_step=10, **SPEED) as log:
         profiler = StepProfiler(directory, steps=8, **SPEED, log=log, start=10, module=module)
         x = jax.block_until_ready(slow_step(jnp.ones((256, 256))))
@@ -145,6 +145,8 @@ def train(directory, sleep_s, module="jit_slow_step"):
             profiler.before_step(i)
             x = slow_step(x)
             profiler.after_step(i, x)
+            if i == sample_after:
+                log.log_event(10 + i, "sample", {"text": "a"})
             if sleep_s:
                 jax.block_until_ready(x)
                 time.sleep(sleep_s)
@@ -165,6 +167,14 @@ def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys):
         f"step_bubble  {100 * slept['step_bubble']:.2f}% of the time a device executes nothing between "
     )
     assert line.endswith(" ms, mean of steps 3 to 6 of this run")
+
+
+@pytest.mark.parametrize(("after", "among"), [(1, False), (2, True), (4, True), (5, False)])
+def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, after, among):
+    _, events = train(tmp_path, 0, sample_after=after)
+    assert [event["event"] for event in events] == (["sample"] if among else ["sample", "step_bubble"])
+    told = "step_bubble: not measured, because the training stopped among these steps for: sample"
+    assert (told in capsys.readouterr().out.splitlines()) == among
 
 
 def test_a_trace_without_executions_is_told_in_one_line(tmp_path, capsys):

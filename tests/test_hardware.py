@@ -11,9 +11,9 @@ import tiny
 from hydra import compose, initialize_config_dir
 from test_train import losses
 
-from configuration import HardwareConfig, register_schema
+from configuration import DistributedConfig, HardwareConfig, check_config, register_schema, with_defaults
 from input_loader import TokenBatch
-from jax_extra import known_options
+from jax_extra import known_options, start_devices
 from train import make_evaluation_step
 from training_io import compile_with_hlo_dump
 
@@ -91,6 +91,11 @@ def test_options_that_this_xla_does_not_know_are_left_out_and_named():
     assert f"the XLA of jax {jax.__version__} does not know it" in said[0]
     with pytest.raises(ValueError, match=r"hardware\.compiler_options: .*'often' is not a valid bool value"):
         known_options({"xla_cpu_enable_fast_math": "often"}, said.append)
+    assert known_options({"xla_cpu_enable_fast_math": None}, said.append) == {}
+    with pytest.raises(ValueError, match=r"XLA does not take a value in .*xla_cpu_enable_fast_math"):
+        known_options({"xla_cpu_enable_fast_math": [1]}, said.append)
+    with pytest.raises(ValueError, match="write it without dashes: xla_gone"):
+        known_options({"--xla_gone": 1}, said.append)
 
 
 def test_a_run_goes_on_without_them(tmp_path):
@@ -112,6 +117,41 @@ def test_the_others_reach_both_steps(tmp_path, monkeypatch):
         assert nats > 0
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_not_there"):
             make_evaluation_step(c, {"xla_not_there": 1})(w, batch)
+
+
+@pytest.mark.quick
+def test_several_processes_keep_programs_only_where_they_are_told_to(monkeypatch, tmp_path):
+    set_to = {}
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for count, cache, kept in ((2, None, None), (1, None, ".cache/shardwright/compiled"), (2, tmp_path / "all", "all")):
+        set_to.clear()
+        processes = DistributedConfig(count=count, coordinator="a:1", id=0)
+        start_devices(processes, HardwareConfig(**({"compilation_cache": str(cache)} if cache else {})))
+        assert set_to.get("jax_compilation_cache_dir") == (kept and str(tmp_path / kept))
+
+
+@pytest.mark.quick
+def test_a_checkpoint_made_with_settings_that_are_no_more():
+    saved = {"hardware": {"name": "CPU", "xla_flags": "", "hosts": 1}, "training": {"seed": 3}}
+    found = with_defaults(saved)
+    assert "xla_flags" not in found["hardware"]
+    assert "hosts" not in found["hardware"]
+    assert (found["hardware"]["name"], found["hardware"]["memory_fraction"], found["training"]["seed"]) == (
+        "CPU",
+        None,
+        3,
+    )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.01])
+def test_a_memory_fraction_is_a_part(fraction):
+    c = tiny.config()
+    c.hardware.memory_fraction = fraction
+    with pytest.raises(ValueError, match=rf"hardware\.memory_fraction is {fraction}; it must be above 0 and at most 1"):
+        check_config(c)
 
 
 def composed(name: str, *overrides: str):

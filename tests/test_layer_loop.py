@@ -52,9 +52,12 @@ def test_unrolling_makes_fewer_turns():
     assert dots(LAYERS) > 3 * dots(1)
 
 
-@pytest.mark.parametrize(("unroll", "barriers"), [(1, 1), (2, 1), (LAYERS, 2), (None, 2)])
+@pytest.mark.parametrize(("unroll", "barriers"), [(1, 1), (2, 2), (LAYERS, 2), (None, 2)])
 def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pass(unroll, barriers):
-    """By a barrier before it, around a layer's arguments; the other one is the loss's, which is in no loop."""
+    """By a barrier before it, around a layer's arguments; the other one is the loss's, which is in no loop.
+
+    Of 5 layers in turns of 2, one is left over, behind the loop.
+    """
     c = tiny.config(tiny.model(layers=LAYERS, n_kv=2), unroll=unroll)
     with jax.set_mesh(tiny.mesh("one device")):
         state = jax.eval_shape(lambda key: train.init_state(key, c), jax.random.key(0))

@@ -67,6 +67,8 @@ class RunLog:
         self._tokens_per_step, self._flops, self._peak = tokens_per_step, flops, peak
         self._print_every = print_every
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
+        self.events: list[tuple[int, str]] = []
+        """Step and name of what log_event has told."""
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._validation: float | str | None = None
@@ -135,6 +137,7 @@ class RunLog:
                 counted for no step.
         """
         self.flush()
+        self.events.append((step, event))
         values = _fetch(values() if callable(values) else values)
         self._write_line({"step": step, "event": event} | values)
         self._print(f"step {step + 1}  {event}  " + "  ".join(_text(name, value) for name, value in values.items()))

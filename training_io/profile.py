@@ -147,6 +147,10 @@ class StepProfiler:
             found = reading.result()
         except _FAILURES as error:
             found = {"because": f"the trace could not be read: {error}"}
+        first, last = (self._start_step + i for i in self._traced)
+        stops = {event for step, event in (self._log.events if self._log else ()) if first <= step < last}
+        if stops:
+            found = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
         print(_bubble_line(found, *self._traced), flush=True)
         if self._log is not None and "step_bubble" in found:
             self._log.add_event(self._start_step + self._traced[1], "step_bubble", found)

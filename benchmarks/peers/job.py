@@ -79,7 +79,7 @@ class Job:
         contestant: a module of benchmarks/peers.
         rows, length: of a batch, over all devices; each row is one document.
         microbatches: parts of the batch that go through the model one after the other; of ours only.
-        dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32. config, of ours: as it says.
+        dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32.
         platform: cpu or gpu.
         d, t: the mesh. Peers know d alone, as plain data parallelism over d·t devices.
         config: of ours: a file of configs/, of which all holds that the job does not say otherwise.
