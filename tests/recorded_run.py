@@ -61,8 +61,8 @@ def record(training_io):
     """What is to take the place of `training_io.compile_with_hlo_dump`: the same, with a RecordedStep."""
     compile_with_hlo_dump = training_io.compile_with_hlo_dump
 
-    def compile_and_record(lowered, directory):
-        compiled, _ = compile_with_hlo_dump(lowered, directory)
+    def compile_and_record(lowered, directory, options):
+        compiled, _ = compile_with_hlo_dump(lowered, directory, options)
         return RecordedStep(compiled, Path(directory)), None  # no graph: to draw it takes longer than the run
 
     return compile_and_record

@@ -273,13 +273,13 @@ def test_the_program_and_its_continuation(tmp_path):
     done = run("--only", "cookbook")
     assert done.returncode == 0, done.stderr
     first = json.loads((tmp_path / "out.json").read_text())["tiny"]["contestants"]
-    done = run("--only", "ours,cookbook", "--one-at-a-time", "--extra-settings", "training.save=nothing,rows=2")
+    done = run("--only", "ours,cookbook", "--one-at-a-time", "--extra-settings", "training.save=nothing,rows=4")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())["tiny"]["contestants"]
-    assert list(found) == ["floor", "cookbook", "ours", "ours training.save=nothing,rows=2"]
+    assert list(found) == ["floor", "cookbook", "ours", "ours training.save=nothing,rows=4"]
     assert found["cookbook"] == first["cookbook"]
     assert "ours / cookbook" in done.stdout
-    assert found["ours"]["losses"][0] != found["ours training.save=nothing,rows=2"]["losses"][0]
+    assert found["ours"]["losses"][0] != found["ours training.save=nothing,rows=4"]["losses"][0]
     for label, figures in found.items():
         assert figures["error"] is None
         assert len(figures["step_s"]) == 2

@@ -259,7 +259,7 @@ def test_settings_out_of_range_are_named(changes, message):
 
 # ---- the program --------------------------------------------------------------------------------------------------
 
-TINY = ("verify.small=true", "verify.meshes=[2x2x2]", "mesh.p=2")
+TINY = ("training.compute_dtype=bf16", "verify.small=true", "verify.meshes=[2x2x2]", "mesh.p=2")
 
 
 def verify(directory: Path, *overrides: str, name: str = "local_test_synthetic") -> subprocess.CompletedProcess:

@@ -197,9 +197,12 @@ def reassociations(meshes: list[dict[str, int]]) -> list[dict[str, int]]:
 
 
 def floor(tensor: Tensor, c: Config) -> float:
-    """Two roundings to the compute dtype, which may turn out the other way; for what is in f32, a part of that."""
+    """Two roundings to the compute dtype, which may turn out the other way; for what is in f32, a part of that.
+
+    Never less than eight roundings of f32: in which order a product sums depends on the sizes of its blocks too.
+    """
     rounding = float(jnp.finfo(configuration.COMPUTE_DTYPES[c.training.compute_dtype]).eps)
-    return 2 * rounding if tensor.kind in ("activation", "gradient") else max(rounding / 32, 2.0**-20)
+    return max(2 * rounding if tensor.kind in ("activation", "gradient") else rounding / 32, 2.0**-20)
 
 
 def rounding_of_updates(weights: Any, oracle: Mapping[Tensor, np.ndarray]) -> dict[Tensor, float]:
