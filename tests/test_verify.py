@@ -353,6 +353,12 @@ def test_a_bug_in_the_executor_is_found_and_named(tmp_path, text, instead, chunk
     assert line.startswith(f"DIFFERS on p=2 r=1 d=2 t=2: the first tensor that differs is {tensor}")
 
 
+def test_fp8_is_not_what_meshes_agree_on(tmp_path):
+    done = verify(tmp_path, "training.fp8=true")
+    assert done.returncode == 2
+    assert "Verify the step with training.fp8=false." in done.stdout + done.stderr
+
+
 def test_what_tracing_rejects_is_one_message(tmp_path):
     text = 'w_down = gather("F/t M/d -> F/t M", w.w_down.astype(dtype))'
     assert text in SOURCE

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import train
 from configuration import COMPUTE_DTYPES, Config
 from input_loader import TokenBatch, batch_shapes, make_loader
-from jax_extra import make_mesh, recording
+from jax_extra import Execution, make_mesh, recording, run_as
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.op_checks import varying
 from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
@@ -224,7 +224,9 @@ class Probe:
 
         specs = make_partition_specs(type(weights), like=weights)
         batch_specs = make_partition_specs(TokenBatch)
-        with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]):
+        # attention, save and unroll stay the plain ones, whose values are recorded.
+        execution = Execution(document_mask=c.training.document_mask)
+        with Scope(act=COMPUTE_DTYPES[c.training.compute_dtype]), run_as(execution):
             out_specs = P(*jax.sharding.get_abstract_mesh().axis_names), P(), P(), specs
             run = jax.shard_map(per_device, in_specs=(specs, batch_specs, ROWS), out_specs=out_specs)
             return run(weights, batch, row_seeds)

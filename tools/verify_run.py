@@ -343,6 +343,11 @@ def main(path: str) -> int:
     progress = Console(stderr=True)
     try:
         c = config_of(job["config"])
+        if c.training.fp8:
+            raise ValueError(
+                "training.fp8 is true: each device then rounds its own blocks by a scale of its own, so that no mesh "
+                "gives what another does. Verify the step with training.fp8=false."
+            )
         meshes, others = all_meshes(c, job["devices"])
         if job["meshes"] is not None:
             meshes, others = chosen(job["meshes"], meshes, others)
