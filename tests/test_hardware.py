@@ -56,9 +56,6 @@ def test_a_second_run_finds_the_compiled_step(tmp_path):
     second = train(tmp_path, "paths.model_name=second", JAX_LOGGING_LEVEL="DEBUG")
     assert "Persistent compilation cache hit for 'jit_training_step'" in second
     assert of_step() == compiled
-    other = train(tmp_path, "paths.model_name=other", "optimizer.adam_b1=0.8", JAX_LOGGING_LEVEL="DEBUG")
-    assert "Persistent compilation cache hit for 'jit_training_step'" not in other
-    assert len(of_step()) == 2
     assert losses(tmp_path / "first") == losses(tmp_path / "second")
 
 

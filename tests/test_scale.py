@@ -163,6 +163,7 @@ def check(rows: list[dict[str, str]], spread: float) -> None:
     assert len({row["collectives"] for row in rows}) == 1
 
 
+@pytest.mark.slow
 def test_a_device_has_the_same_to_do_on_8_and_on_64():
     check(measured("llama"), spread=0)
 

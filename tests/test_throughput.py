@@ -43,7 +43,7 @@ def ours():
     return {dtype: losses("ours", dataclasses.replace(JOB, dtype=dtype)) for dtype in TOLERANCE}
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("contestant", ["nnx", "cookbook", "torch"])
 def test_peers_train_the_same_model(contestant, dtype, ours):
     need(contestant)
@@ -68,6 +68,7 @@ def test_peers_train_the_same_model(contestant, dtype, ours):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_peer_that_trains_otherwise_is_seen(change, ours):
     found = losses("cookbook", dataclasses.replace(JOB, **change))
     assert not np.allclose(found, ours["f32"], rtol=3 * TOLERANCE["f32"], atol=0)

@@ -331,11 +331,12 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, in
             "the gradient layers.w_up, layer 3 at train.py:",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "rows[stage % self.p, stage",
             "rows[(stage + 1) % self.p, stage",
             1,
             "the activation layer.v, layer 0 at train.py:",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["a microbatch's gradient is dropped", "the backward takes another chunk", "the stages are placed wrongly"],
