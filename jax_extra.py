@@ -246,8 +246,8 @@ def known_options(options: Mapping[str, Any], say: Callable[[str], None]) -> dic
                 raise ValueError(f"hardware.compiler_options: {error}") from error
             del known[unknown[0]]
             say(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
-        except TypeError as error:
-            raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}") from error
+        except (TypeError, ValueError) as error:  # of JAX, before XLA sees it
+            raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}: {error}") from error
     return known
 
 

@@ -82,8 +82,8 @@ def test_a_cache_that_cannot_be_written_is_told_once(tmp_path):
 @pytest.mark.quick
 def test_options_that_this_xla_does_not_know_are_left_out_and_named():
     said = []
-    options = {"xla_no_such_flag": True, "xla_cpu_enable_fast_math": False, "xla_gone": 3, "optimization_level": 1}
-    assert known_options(options, said.append) == {"xla_cpu_enable_fast_math": False, "optimization_level": 1}
+    options = {"xla_no_such_flag": True, "xla_cpu_enable_fast_math": False, "xla_gone": 3, "xla_gpu_autotune_level": 1}
+    assert known_options(options, said.append) == {"xla_cpu_enable_fast_math": False, "xla_gpu_autotune_level": 1}
     assert [line.split()[1] for line in said] == ["xla_no_such_flag", "xla_gone"]
     assert f"the XLA of jax {jax.__version__} does not know it" in said[0]
     with pytest.raises(ValueError, match=r"hardware\.compiler_options: .*'often' is not a valid bool value"):
