@@ -27,7 +27,7 @@ from shardlib.shardops import (
     psum_scatter,
     replicate,
 )
-from shardlib.shardtypes import Array, Copy, Partial, f32, i32, pytree_dataclass, typed, typed_shard_map
+from shardlib.shardtypes import Array, Copy, Partial, bf16, f32, i32, pytree_dataclass, typed, typed_shard_map
 
 SIZES = {"B": 8, "L": 8, "M": 16, "N": 8, "F": 24, "V": 32, "K": 8, "layers": 3}
 
@@ -560,3 +560,19 @@ def test_typed_ops_compile_to_what_plain_jax_does():
         assert sum(n for (opcode, _), n in counted.items() if opcode == "reduce-scatter") == 8
         for result, reference in zip(jax.tree.leaves(typed(w, tokens)), jax.tree.leaves(plain(w, tokens)), strict=True):
             np.testing.assert_allclose(result, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_a_product_are_products_in_the_operands_dtype():
+    """Behind a result that is wider than they are, too: an accelerator multiplies f32 many times slower than bf16."""
+
+    def body(x, w):
+        loss = lambda x, w: jnp.sum(einsum_unreduced("L M, M F -> L F", x, w, preferred_element_type=jnp.float32) ** 2)
+        return jax.grad(loss, argnums=(0, 1))(x, w)
+
+    types = bf16["L M"], bf16["M F"]
+    with jax.set_mesh(mesh_of(d=4, t=2)):
+        fn = typed_body(body, types, tuple[types])
+        text = jax.jit(fn).lower(jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4), jnp.bfloat16)).as_text()
+    dots = re.findall(r"stablehlo.dot_general.*: \((.*)\) ->", text)
+    assert len(dots) == 3
+    assert not any("f32" in dot.replace("bf16", "") for dot in dots)
