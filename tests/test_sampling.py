@@ -127,6 +127,11 @@ def test_texts_do_not_depend_on_their_batch(texts):
     assert generate("one device", batch=2) == texts
 
 
+def test_fp8_is_for_training_alone(texts):
+    """In it a text would depend on those beside it, whose values share its scale."""
+    assert generate("one device", fp8=True) == texts
+
+
 def test_each_text_has_its_own_noise(sampler):
     with jax.set_mesh(tiny.mesh("one device")):
         first, later = (sampler.generate(weights("one device"), [[5]] * 5, number) for number in (0, 5))
