@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # What development needs beside the run-time dependencies: extras of pyproject.toml. EXTRAS=test,tools spares torch.
 EXTRAS ?= test,tools,oracle,bench
+# Processes that run tests side by side.
+WORKERS ?= 2
 
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 CONSTRAINTS := $(wildcard constraints/py$(VERSION).txt)
@@ -15,7 +17,7 @@ fail = { echo "make: $(1)" >&2; exit 1; }
 .PHONY: help demo setup test test-quick test-slow lint format constraints clean check-python check-venv
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
-	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS)"
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS)"
 
 demo: $(RUNTIME) ## train a small sharded model on 8 simulated devices
 	JAX_PLATFORMS=cpu XLA_FLAGS="$$XLA_FLAGS --xla_force_host_platform_device_count=8" \
@@ -24,15 +26,15 @@ demo: $(RUNTIME) ## train a small sharded model on 8 simulated devices
 setup: $(DEVELOPMENT) ## only install
 
 test: $(DEVELOPMENT) ## all tests but the slow ones, then the linters
-	$(RUN) pytest -m "not slow"
+	$(RUN) pytest -n $(WORKERS) -m "not slow"
 	$(RUN) ruff check
 	$(RUN) ruff format --check
 
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
-	$(RUN) pytest -m "quick and not slow"
+	$(RUN) pytest -n $(WORKERS) -m "quick and not slow"
 
 test-slow: $(DEVELOPMENT) ## only the slow tests: minutes
-	$(RUN) pytest -m slow
+	$(RUN) pytest -n $(WORKERS) -m slow
 
 lint: $(DEVELOPMENT) ## only the linters
 	$(RUN) ruff check

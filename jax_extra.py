@@ -1,34 +1,17 @@
 """Small helpers on top of JAX."""
 
-import contextlib
-import contextvars
-import ctypes
-import dataclasses
 import functools
-import inspect
-import itertools
-import math
-import os
-import socket
-import tempfile
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 
 _SAVED = "saved_for_backward"
-_RECORD: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("record", default=None)
 
 
 def save_for_backward(x):
     """Keeps `x`, an array or a pytree of arrays, from the forward pass for the backward pass."""
-    if record := _RECORD.get():
-        caller = inspect.currentframe().f_back
-        record(x, caller.f_code.co_filename, caller.f_lineno)
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _SAVED), x)
 
 
@@ -46,80 +29,23 @@ KEPT = {
 """What `training.save` may be, and what jax.checkpoint then keeps."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """How what is traced is to be computed. Without document_mask and fp8 it changes results by f32's rounding only."""
-
-    attention: str = "einsum"
-    document_mask: bool = True
-    save: str = "marked"
-    unroll: int | None = 1
-    fp8: bool = False
-
-
-_EXECUTION: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("execution", default=None)
-
-
-@contextlib.contextmanager
-def run_as(settings: Any) -> Iterator[None]:
-    """What is traced inside is computed as `settings`, a TrainingConfig, say in the fields of Execution."""
-    names = (field.name for field in dataclasses.fields(Execution))
-    token = _EXECUTION.set(Execution(**{name: getattr(settings, name) for name in names}))
-    try:
-        yield
-    finally:
-        _EXECUTION.reset(token)
-
-
-def running() -> Execution:
-    """What the `run_as` in force says; outside of one, Execution's defaults."""
-    return _EXECUTION.get() or Execution()
-
-
-def unrolled(layers: int) -> int:
-    """How many of `layers` layers are one turn of the loop over them, as `running()` says."""
-    unroll = running().unroll
-    return layers if unroll is None else min(unroll, layers)
-
-
-def explicit_activation_checkpointing(fn=None, *, of_layers: int = 1):
+def explicit_activation_checkpointing(
+    fn: Callable | None = None, *, save: str | None = "marked", prevent_cse: bool = True
+) -> Callable:
     """Decorator: the backward pass of `fn` gets its arguments and what it marks with `save_for_backward`, no more.
 
-    Everything else is computed again. Where `running().save` is not marked, it gets what that says instead.
-    `of_layers`: how many layers `fn` is called for here, in a `lax.scan` with `unroll=unrolled(of_layers)`.
+    Everything else is computed again.
+
+    Args:
+        save: one of KEPT, for what the backward pass gets instead of what is marked; None: all, without jax.checkpoint.
+        prevent_cse: whether XLA is kept from taking what is computed again from the forward pass (jax.checkpoint). In
+            the body of a `lax.scan` that is not needed.
     """
     if fn is None:
-        return functools.partial(explicit_activation_checkpointing, of_layers=of_layers)
-    # In a loop nothing need keep XLA from taking what is computed again from the forward pass, which is another loop.
-    # And what would (prevent_cse) ties each layer's gathers to the gradient that comes to it.
-    turn = unrolled(of_layers)
-    prevent_cse = turn == of_layers or of_layers % turn != 0  # no loop, or layers that are left over behind it
-    checkpointed = {name: jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse) for name, policy in KEPT.items()}
-
-    @functools.wraps(fn)
-    def call(*args, **kwargs):
-        # What is recorded inside jax.checkpoint could not leave it.
-        return (fn if _RECORD.get() else checkpointed[running().save])(*args, **kwargs)
-
-    return call
-
-
-@contextlib.contextmanager
-def recording(record: Callable | None) -> Iterator[None]:
-    """Calls record(x, file, line of the call) for each value that `save_for_backward` is given while JAX traces inside.
-
-    For forward passes that tools look into: nothing is checkpointed meanwhile.
-    """
-    token = _RECORD.set(record)
-    try:
-        yield
-    finally:
-        _RECORD.reset(token)
-
-
-def recorder() -> Callable | None:
-    """What `recording` is in force."""
-    return _RECORD.get()
+        return functools.partial(explicit_activation_checkpointing, save=save, prevent_cse=prevent_cse)
+    if save is None:
+        return fn
+    return functools.wraps(fn)(jax.checkpoint(fn, policy=KEPT[save], prevent_cse=prevent_cse))
 
 
 def fold_in_str(key: jax.Array, name: str) -> jax.Array:
@@ -129,172 +55,3 @@ def fold_in_str(key: jax.Array, name: str) -> jax.Array:
 
 TRUNCATED_NORMAL_STD = 0.87962566103423978
 """Standard deviation of a unit normal cut off at ±2: divide by it to give `jax.random.truncated_normal` variance 1."""
-
-
-def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1) -> jax.sharding.Mesh:
-    """The mesh of axes r, d, t over all `devices`, t innermost: neighbours along it are nearest. p > 1: p outermost.
-
-    One size may be -1, which takes what is left. Raises ValueError if they do not fit, with those that do.
-    """
-    sizes = [p, r, d, t]
-    if sizes.count(-1) == 1:
-        sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
-    named = lambda sizes: zip("prdt", sizes, strict=True)
-    shown = lambda sizes: " ".join(f"{axis}={n}" for axis, n in named(sizes) if axis != "p" or n != 1)
-    if min(sizes) < 1 or math.prod(sizes) != len(devices):
-        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-        fits = itertools.product([sizes[0]], *[divisors] * 3)
-        those = [shown(fit) for fit in fits if math.prod(fit) == len(devices)]
-        raise ValueError(
-            f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
-            + ", ".join(those or [f"p={n} …" for n in divisors])
-            + ". (-1, for one axis, takes what is left.)"
-        )
-    axes = ("r", "d", "t")
-    if sizes[0] > 1:
-        axes = ("p", *axes)
-    # Without stages there is no axis p, and specs mean what they say without it.
-    return jax.make_mesh(sizes[-len(axes) :], axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
-
-
-def start_devices(processes: Any, hardware: Any) -> None:
-    """Sets what `hardware` says and joins the other processes, if there are any, before anything else asks for devices.
-
-    Ends this process, with a message and exit code 1, if they do not find one another within processes.join_timeout:
-    JAX waits for them outside of Python, and would abort.
-
-    Args:
-        processes: the run's DistributedConfig.
-        hardware: its HardwareConfig.
-
-    Raises:
-        ValueError: JAX does not find out who the processes are, or process 0 cannot use its port.
-    """
-    for name, value in hardware.environment.items():
-        os.environ.setdefault(name, value)
-    if hardware.memory_fraction is not None:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
-    # In homes that hosts do not share, process 0 alone would find programs, and not compile along with the others.
-    unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
-    if hardware.compilation_cache is not None and not unshared and not jax.config.jax_compilation_cache_dir:
-        _keep_programs(os.path.expanduser(hardware.compilation_cache))
-    if processes.is_single or jax.distributed.is_initialized():
-        return
-    if not processes.auto and processes.id == 0:
-        _check_port(processes.coordinator)
-    named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
-    named |= {"process_id": processes.id, "cluster_detection_method": "deactivate"}
-    waiting = threading.Timer(processes.join_timeout, _give_up_joining, [processes])
-    waiting.daemon = True
-    waiting.start()
-    try:
-        jax.distributed.initialize(
-            **({} if processes.auto else named),
-            # Of None, JAX makes under Slurm and Open MPI the one device with the process's number on its host.
-            local_device_ids=None if processes.devices == "one" else [],
-            # training_io.Watch notices earlier, and says more; these are for what happens before it, and after.
-            initialization_timeout=processes.join_timeout + _MARGIN_S,
-            heartbeat_timeout_seconds=processes.heartbeat_timeout + _MARGIN_S,
-            shutdown_timeout_seconds=processes.heartbeat_timeout + _MARGIN_S,
-        )
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            f"process 0 cannot listen at {processes.coordinator or 'the port that JAX chose'}: {error}. Is the port in "
-            "use? Give another one in distributed.coordinator, or in JAX_COORDINATOR_PORT with distributed.auto."
-        ) from error
-    except ValueError as error:
-        raise ValueError(
-            f"distributed.auto is true, but JAX finds no cluster here ({error}) Start the processes with srun, mpirun, "
-            "or as a Kubernetes job, or give distributed.coordinator, count and id; docs/multi-host.md tells more."
-        ) from error
-    finally:
-        waiting.cancel()
-
-
-def _keep_programs(directory: str) -> None:
-    """Has JAX keep compiled programs in `directory`; where it cannot be written, says so and goes on without."""
-    try:
-        if "://" not in directory:
-            os.makedirs(directory, mode=0o700, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-    except OSError as error:
-        print(f"hardware.compilation_cache cannot be written, so compiled programs are not kept: {error}")
-        return
-    jax.config.update("jax_compilation_cache_dir", directory)
-    # All of them: a start compiles some fifty small programs, which together take as long as a small model's step.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def known_options(options: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Those compiler options that the installed XLA knows; each other one is told to `say`, in a line.
-
-    Those that are None are left out. Raises ValueError for a value that XLA does not take. Starts the devices.
-    """
-    known = {name: value for name, value in options.items() if value is not None}
-    for name in known:
-        if name.startswith("-"):
-            raise ValueError(f"hardware.compiler_options has {name}; write it without dashes: {name.lstrip('-')}.")
-    program = jax.jit(lambda: 0).lower()
-    while known:
-        try:
-            program.compile(compiler_options=known)
-            break
-        except jax.errors.JaxRuntimeError as error:
-            unknown = [name for name in known if f"No such compile option: '{name}'" in str(error)]
-            if not unknown:
-                raise ValueError(f"hardware.compiler_options: {error}") from error
-            del known[unknown[0]]
-            say(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
-        except (TypeError, ValueError) as error:  # of JAX, before XLA sees it
-            raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}: {error}") from error
-    return known
-
-
-def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-    """lowered.compile, after which the memory that the compiler took is the system's again.
-
-    Without that it stays with the process, beside what the program takes: 220 MiB for a step of a small model on a CPU.
-    """
-    compiled = lowered.compile(compiler_options=options)
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's alone
-        libc.malloc_trim(0)
-    return compiled
-
-
-def _check_port(address: str) -> None:
-    """Raises ValueError if the port of process 0 is in use: JAX may crash on that, without a word."""
-    try:
-        socket.create_server(("", int(address.rpartition(":")[2]))).close()
-    except OSError as error:
-        raise ValueError(
-            f"process 0 cannot listen at {address}: {error}. Is the port in use? Give another one in "
-            "distributed.coordinator."
-        ) from error
-
-
-_MARGIN_S = 30
-"""Seconds that JAX's own time limits come after ours."""
-
-
-def _give_up_joining(processes: Any) -> None:
-    """Says what is missing, and ends the process."""
-    who, where = f"process {processes.id}", processes.coordinator
-    within = f"within {processes.join_timeout} s (distributed.join_timeout)"
-    if processes.auto:
-        problem = "not all processes found one another, in the cluster that JAX detected from the environment"
-        who = "a process"
-    elif processes.id == 0:
-        problem = f"not all of the {processes.count} processes came to {where}"
-    else:
-        address, _, port = where.rpartition(":")
-        try:
-            with socket.create_connection((address.strip("[]"), int(port)), timeout=5):
-                problem = f"process 0 answers at {where}, but not all of the {processes.count} processes have come"
-        except OSError as error:
-            problem = f"process 0 does not answer at {where} ({error}); is it started, and is that its address"
-    try:
-        os.write(2, f"Error: {who} on {socket.gethostname()}: {problem}, {within}.\n".encode())
-    finally:
-        os._exit(1)

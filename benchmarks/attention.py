@@ -21,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import attention
-import configuration
 import train
-from input_loader import batch_shapes
-from jax_extra import make_mesh
+from cluster.config import HardwareConfig, MeshConfig
+from cluster.devices import make_mesh
+from input_loader import DataConfig, batch_shapes
+from modeling import attention
+from modeling.model import load_model
 from shardlib.shardtypes import Scope, dtype_name, i32, typed_shard_map
+from training_io.config import Config, PathsConfig, TrainingConfig
 
 act = dtype_name("act")
 TOKENS = 4096
@@ -84,23 +86,24 @@ def times(quick: bool, blocks: list[int]) -> None:
 
 def step_memory(length: int, **training) -> int:
     """Bytes of temporary memory of a compiled training step."""
-    c = configuration.Config(
+    c = Config(
         model=train.ModelConfig(
             vocab=1280, d_model=256, layers=2, n_kv=2, n_q_per_kv=2, d_head=32, d_ff=1024, rope_base=256
         ),
         optimizer=train.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, schedule_steps=9),
-        mesh=configuration.MeshConfig(),
-        data=configuration.DataConfig(filespec="unused"),
-        training=configuration.TrainingConfig(
+        mesh=MeshConfig(),
+        data=DataConfig(filespec="unused"),
+        training=TrainingConfig(
             batch_size=1, seq_len=length, steps=9, compute_dtype="f32" if jax.default_backend() == "cpu" else "bf16"
         ),
-        hardware=configuration.HardwareConfig(),
-        paths=configuration.PathsConfig(),
+        hardware=HardwareConfig(),
+        paths=PathsConfig(),
     )
     for name, value in training.items():
         setattr(c.training, name, value)
-    state = jax.eval_shape(lambda key: train.init_state(key, c), jax.random.key(0))
-    lowered = train.make_training_step(c).lower(state, batch_shapes(1, length), np.int32(0))
+    model = load_model(c.model)
+    state = jax.eval_shape(lambda key: train.init_state(key, c, model), jax.random.key(0))
+    lowered = train.make_training_step(c, model).lower(state, batch_shapes(1, length), np.int32(0))
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 

@@ -28,10 +28,11 @@ from hydra import compose, initialize_config_dir
 from jax.experimental import topologies
 
 import train
-from configuration import check_divides, register_schema, to_config
+from cluster.devices import make_mesh
 from input_loader import batch_shapes
-from jax_extra import make_mesh
+from modeling.model import load_model
 from shardlib.shardtypes import make_shardings
+from training_io.config import check_divides, register_schema, to_config
 
 GPUS = {  # compute capability, processors, shared memory of one and of a block, bytes, bytes/s, level-2 cache, GHz
     "a100": (8, 108, 167936, 166912, 85_197_979_648, 2_039_000_000_000, 41_943_040, 1.41),
@@ -70,12 +71,13 @@ def lowered_step(name: str, overrides: list[str], devices: list) -> tuple[jax.st
     mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, devices, c.mesh.p)
     check_divides(c, mesh.shape)
     with jax.set_mesh(mesh):
-        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
+        model = load_model(c.model)
+        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
         place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        state = jax.tree.map(place, shapes, make_shardings(train.State[type(shapes.weights)], like=shapes))
+        state = jax.tree.map(place, shapes, make_shardings(train.State[model.Weights], like=shapes))
         batch = batch_shapes(c.training.batch_size, c.training.seq_len)
         step = jax.ShapeDtypeStruct((), np.int32)
-        return train.make_training_step(c).lower(state, batch, step), c.hardware.compiler_options
+        return train.make_training_step(c, model).lower(state, batch, step), c.hardware.compiler_options
 
 
 def count(hlo: str) -> list[int]:

@@ -29,8 +29,8 @@ from pathlib import Path
 import numpy as np
 import zarr
 
+from flat_tokens import Writer
 from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, permute
-from tools.flat_tokens import Writer
 
 NUM_TOKENS = 100_000_000
 SEQ_LEN = 1024

@@ -17,23 +17,29 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
+from cluster.devices import make_mesh
 from input_loader import TokenBatch
-from jax_extra import make_mesh
+from modeling.gathers import gather_ahead
+from modeling.model import load_model
+from modeling.weights import initialize
 from shardlib.shardtypes import Scope, dtype_name, f32, typed_shard_map
-from weights import initialize
+from training_io.config import TrainingConfig
 
 act = dtype_name("act")
 
 
-def program(c: train.ModelConfig, dtype, chunk: int | None):
+def program(c: train.ModelConfig, length: int, dtype, chunk: int | None):
     """Per-device loss and gradients of the parts behind the layers, jitted."""
+    model = load_model(c)
+    forward = train.Forward(model, TrainingConfig(batch_size=1, seq_len=length, loss_chunk=chunk))
 
     @typed_shard_map
     def last(
         w: train.Transformer, x: act["B/r/d L/t M"], batch: TokenBatch
     ) -> tuple[f32[""], train.Transformer, act["B/r/d L/t M"]]:
-        parts = train.parts_of_loss(c, chunk=chunk)
-        loss = lambda w, x: parts.last(train.gather_ends(train.copies_for_step(w, c)), x, batch, None)
+        parts = train.parts_of_loss(forward)
+        gathered = lambda w: gather_ahead(model, forward.copies(w), forward.einsum, length, layers=False)
+        loss = lambda w, x: parts.last(gathered(w), x, batch, None)
         value, (g_w, g_x) = jax.value_and_grad(loss, argnums=(0, 1))(w, x)
         return value, g_w, g_x
 
@@ -56,9 +62,9 @@ def main() -> None:
     batch = TokenBatch(ids, np.zeros(ids.shape, bool), np.ones(ids.shape, bool))
     x = jnp.asarray(rng.standard_normal((1, o.tokens, o.d_model)), dtype)
     with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1])):
-        w = jax.jit(lambda key: initialize(train.weight_table(c), key))(jax.random.key(0))
+        w = jax.jit(lambda key: initialize(load_model(c).table, key))(jax.random.key(0))
         chunks = [None, *(n for n in (1024, 512, 256, 128) if n < o.tokens)]
-        found = {chunk: program(c, dtype, chunk).lower(w, x, batch).compile() for chunk in chunks}
+        found = {chunk: program(c, o.tokens, dtype, chunk).lower(w, x, batch).compile() for chunk in chunks}
         best = dict.fromkeys(found, float("inf"))
         for turn in range(o.rounds + 1):
             for chunk, compiled in found.items():

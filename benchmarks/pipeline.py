@@ -28,17 +28,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import configuration
 import train
-from input_loader import TokenBatch
-from jax_extra import make_mesh
+from cluster.config import HardwareConfig, MeshConfig
+from cluster.devices import make_mesh
+from input_loader import DataConfig, TokenBatch
+from modeling.model import load_model
 from shardlib import shardops
+from shardlib.layers import LayerNumbers
 from shardlib.op_checks import varying
-from shardlib.pipeline import LayerNumbers, Parts
+from shardlib.pipeline import Parts
 from shardlib.schedule_simulator import Costs, simulate_ticks
 from shardlib.shardtypes import Scope, f32, make_shardings, typed_shard_map
 from shardlib.values import Origin, Partial, pipeline_stage
-from stages import placement_of, training_plan
+from training_io.config import Config, PathsConfig, TrainingConfig
+from training_io.pipeline_config import PipelineConfig
+from training_io.stages import microbatches, placement_of, training_plan
 
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false"
 LENGTH = 128
@@ -46,19 +50,19 @@ ROWS = 2
 """Of a microbatch."""
 
 
-def settings(m: int, schedule: str = "interleaved_1f1b", v: int = 1, recompute: bool = False) -> configuration.Config:
-    c = configuration.Config(
+def settings(m: int, schedule: str = "interleaved_1f1b", v: int = 1, recompute: bool = False) -> Config:
+    c = Config(
         model=train.ModelConfig(vocab=512, d_model=256, layers=8, n_kv=2, n_q_per_kv=2, d_head=64, d_ff=704),
         optimizer=train.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, schedule_steps=9),
-        mesh=configuration.MeshConfig(),
-        data=configuration.DataConfig(filespec="unused"),
-        training=configuration.TrainingConfig(
+        mesh=MeshConfig(),
+        data=DataConfig(filespec="unused"),
+        training=TrainingConfig(
             batch_size=m * ROWS, seq_len=LENGTH, steps=9, microbatches=m, gather_weights="step", compute_dtype="f32"
         ),
-        hardware=configuration.HardwareConfig(),
-        paths=configuration.PathsConfig(),
+        hardware=HardwareConfig(),
+        paths=PathsConfig(),
     )
-    c.pipeline = configuration.PipelineConfig(schedule, v, recompute=recompute)
+    c.pipeline = PipelineConfig(schedule, v, recompute=recompute)
     return c
 
 
@@ -94,16 +98,18 @@ def autodiff_gpipe(parts: Parts, w, microbatches, p: int, rows: int):
     return Partial(varying(total, ("p",)), ("p",), Origin("autodiff")), g
 
 
-def program(c: configuration.Config, mesh, peer: bool = False):
-    """Compiled loss and gradients of a batch, and its arguments."""
+def program(c: Config, mesh, peer: bool = False):
+    """Compiled loss and gradients of a batch, its arguments, and the order of stacked layers."""
+    model = load_model(c.model)
+    forward = train.Forward(model, c.training)
 
     def gradients(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
         if not peer:
-            return train.loss_and_gradients(w, batch, c)
-        copies, reduce_gradients = jax.vjp(lambda w: train.copies_for_step(w, c.model, True), w)
-        parts = train.parts_of_loss(c.model, 0.0, train.count_targets(batch))
-        p = mesh.shape["p"]
-        total, g = autodiff_gpipe(parts, copies, train.microbatches((batch, None), c), p, c.model.layers // p)
+            return train.loss_and_gradients(w, batch, c, forward)
+        copies, reduce_gradients = jax.vjp(lambda w: forward.copies(w, gather=True), w)
+        parts = train.parts_of_loss(forward, 0.0, train.count_targets(batch))
+        p, parts_of_batch = mesh.shape["p"], microbatches((batch, None), c.training.microbatches)
+        total, g = autodiff_gpipe(parts, copies, parts_of_batch, p, c.model.layers // p)
         (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))
         return shardops.psum("+p ->", total), g
 
@@ -115,7 +121,7 @@ def program(c: configuration.Config, mesh, peer: bool = False):
             with Scope(act="float32"):
                 return mapped(w, batch)
 
-        w = jax.jit(lambda key: train.init_state(key, c).weights)(jax.random.key(0))
+        w = jax.jit(lambda key: train.init_state(key, c, model).weights)(jax.random.key(0))
         rng = np.random.default_rng(0)
         shape = c.training.batch_size, LENGTH
         batch = TokenBatch(
@@ -124,14 +130,13 @@ def program(c: configuration.Config, mesh, peer: bool = False):
             loss_mask=np.ones(shape, bool),
         )
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
-        return run.lower(w, batch).compile(), (w, batch), placement_of(c).order
+        return run.lower(w, batch).compile(), (w, batch), placement_of(c, model.table).order
 
 
 def host_gradients(result, order):
     loss, g = jax.tree.map(np.asarray, result)
     if order is not None:
-        rows = [int(np.flatnonzero(order == i)[0]) for i in range(order.max() + 1)]
-        g = dataclasses.replace(g, layers=jax.tree.map(lambda x: x[rows], g.layers))
+        g = dataclasses.replace(g, layers=jax.tree.map(order.to_layers, g.layers))
     return float(loss), g
 
 
@@ -183,7 +188,7 @@ def times(missed: list[str], quick: bool) -> None:
             name = f"{schedule}{', v=2' * (v > 1)}{', recompute' * recompute}"
             programs[name] = program(c, mesh)
             with jax.set_mesh(mesh):
-                tables[name] = training_plan(c).table, v, recompute
+                tables[name] = training_plan(c, load_model(c.model).table).table, v, recompute
         whole = settings(m // 2)
         whole.training.batch_size = m * ROWS
         programs["two whole models"] = program(whole, make_mesh(2, 1, 1, jax.devices()[:2]))
@@ -228,7 +233,7 @@ def forward_share(mesh) -> float:
     """What part of forward and backward the forward is, measured by itself."""
     c = settings(8)
     with jax.set_mesh(mesh):
-        evaluation = train.make_evaluation_step(c)
+        evaluation = train.make_evaluation_step(c, load_model(c.model))
         compiled, (w, batch), _ = program(c, mesh)
         step = evaluation.lower(w, batch).compile()
         programs = {"forward": (step, (w, batch), None), "both": (compiled, (w, batch), None)}

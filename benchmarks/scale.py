@@ -24,10 +24,11 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 
 import train
-from configuration import Config, register_schema, to_config
+from cluster.devices import make_mesh
 from input_loader import batch_shapes
-from jax_extra import make_mesh
+from modeling.model import load_model
 from shardlib.shardtypes import make_shardings
+from training_io.config import Config, register_schema, to_config
 
 DEVICES = (8, 16, 32, 64)
 FLAGS = (
@@ -64,11 +65,12 @@ def lowered_step(c: Config, sizes: dict[str, int]) -> jax.stages.Lowered:
     """The training step on the first devices, as a mesh of these sizes."""
     c.training.batch_size = ROWS * sizes["r"] * sizes["d"]
     with jax.set_mesh(make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])):
-        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
+        model = load_model(c.model)
+        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
         place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        state = jax.tree.map(place, shapes, make_shardings(train.State[type(shapes.weights)], like=shapes))
+        state = jax.tree.map(place, shapes, make_shardings(train.State[model.Weights], like=shapes))
         batch = batch_shapes(c.training.batch_size, c.training.seq_len)
-        return train.make_training_step(c).lower(state, batch, np.int32(0))
+        return train.make_training_step(c, model).lower(state, batch, np.int32(0))
 
 
 def count(lowered: jax.stages.Lowered) -> tuple[int, int, str]:

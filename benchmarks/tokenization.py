@@ -34,8 +34,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tools import text_tokenizers, tokenizer_definitions
-from tools.flat_tokens import Reader
+from flat_tokens import Reader
+from text import definitions, tokenizers
 
 ROOT = Path(__file__).parent.parent
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -73,7 +73,7 @@ def write_text(path: Path, megabytes: float) -> None:
 
 def write_tiktoken_plugin(directory: Path, definition: str) -> None:
     """Makes the byte-level BPE of a tokenizer.json known to tiktoken as the encoding `bench`."""
-    letters = {letter: byte for byte, letter in tokenizer_definitions._LETTERS.items()}
+    letters = {letter: byte for byte, letter in definitions._LETTERS.items()}
     vocabulary = json.loads(definition)["model"]["vocab"].items()
     ranks = {bytes(letters[c] for c in token): i for token, i in vocabulary if i > 1}
     (directory / "tiktoken_ext").mkdir(exist_ok=True)
@@ -151,15 +151,15 @@ def compare(directory: Path, which: str, text: Path, quarter: Path) -> None:
     home = directory / which
     home.mkdir(exist_ok=True)
     if which == "bpe":
-        definition, end_token = tokenizer_definitions.train_bpe(novels(), 32768), "<|end|>"
+        definition, end_token = definitions.train_bpe(novels(), 32768), "<|end|>"
         write_tiktoken_plugin(directory, definition)
         tiktoken_name = ("tiktoken", "bench")
     else:
-        definition, end_token = text_tokenizers.open_mistral("tekken_240911.json")[0], "</s>"
+        definition, end_token = tokenizers.open_mistral("tekken_240911.json")[0], "</s>"
         tiktoken_name = ("mistral", "tekken_240911.json")
     (home / "tokenizer.json").write_text(definition)
     (home / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    end = text_tokenizers.load_definition(definition).token_to_id(end_token)
+    end = tokenizers.load_definition(definition).token_to_id(end_token)
     huggingface = ("huggingface", str(home / "tokenizer.json"))
     env = os.environ | {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1", "HF_HOME": str(home)}
     seqax = [sys.executable, "-m", "benchmarks.tokenization", "--as-seqax", str(text), str(home), str(end)]

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+import flat_tokens
+from flat_tokens.stores import open_reader
 from input_loader import shuffle
 from input_loader.batches import Limit, Loader, Rows, TokenBatch, check_range
 from input_loader.shuffle import Indices
-from tools import flat_tokens
-from tools.flat_tokens_stores import open_reader
 
 CHECKED_DOCUMENTS = 2**16
 """Documents at either end of a split whose lengths are looked at when it is opened to be read unpacked."""

@@ -15,7 +15,7 @@ from input_loader import shuffle
 from input_loader.batches import Loader, Rows, TokenBatch, check_range
 from input_loader.flat import ReadingConfig
 from input_loader.shuffle import Indices
-from tools import hub_sources
+from text import definitions, hub, tokenizers
 
 KEPT_STATES = 256
 """Most recent steps whose states are kept: a checkpoint may be that many steps older than what is prefetched."""
@@ -259,7 +259,7 @@ class _Documents:
         """Blocks of the epoch from `place` on: texts in their order in the source, the place, and that after it."""
         self._data.load_state_dict(self._beginning if place.source is None else place.source)
         texts: list[str] = []
-        for example in hub_sources.readable(f"The stream {self._name}", self._data):
+        for example in hub.readable(f"The stream {self._name}", self._data):
             if self._config.text_field not in example:
                 raise ValueError(
                     f"{self._name}: no column {self._config.text_field!r}; "
@@ -317,14 +317,12 @@ def _open(name: str, arguments: dict[str, Any]) -> Any:
     # It reads the beginning of the first file, and a damaged one raises whatever its reader does.
     except Exception as e:
         raise ValueError(
-            f"Cannot open the stream {name}: {hub_sources.in_words(e)}. Check its name, its split, the connection, and "
+            f"Cannot open the stream {name}: {hub.in_words(e)}. Check its name, its split, the connection, and "
             "whether its files are whole."
         ) from e
 
 
 def _make_tokenizer(config: StreamConfig) -> Any:
-    from tools import text_tokenizers, tokenizer_definitions
-
     kind, name = config.tokenizer_kind, config.tokenizer
     if kind not in TOKENIZER_KINDS:
         raise ValueError(f"data.stream.tokenizer_kind is {kind!r}; choose one of {', '.join(TOKENIZER_KINDS)}.")
@@ -336,13 +334,13 @@ def _make_tokenizer(config: StreamConfig) -> Any:
         case "bytes":
             if config.end_token not in (None, "</s>"):
                 raise ValueError(f"data.stream.end_token is {config.end_token!r}; that of bytes is </s>, or null.")
-            return text_tokenizers.ByteTokenizer(append_end=config.end_token is not None)
+            return tokenizers.ByteTokenizer(append_end=config.end_token is not None)
         case "huggingface":
-            definition = tokenizer_definitions.find_huggingface(name)
-            reference = text_tokenizers.Tokenizers(definition)
+            definition = definitions.find_huggingface(name)
+            reference = tokenizers.Tokenizers(definition)
         case "tiktoken":
-            definition, reference = text_tokenizers.open_tiktoken(name)
+            definition, reference = tokenizers.open_tiktoken(name)
         case "mistral":
-            definition, reference = text_tokenizers.open_mistral(name)
-    tokenizer, _ = text_tokenizers.make_text_tokenizer(definition, reference, config.end_token, "reference")
+            definition, reference = tokenizers.open_mistral(name)
+    tokenizer, _ = tokenizers.make_text_tokenizer(definition, reference, config.end_token, "reference")
     return tokenizer

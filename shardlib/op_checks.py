@@ -63,7 +63,7 @@ def not_in_stage(axes) -> None:
         raise ShardError(
             f"a collective over {', '.join(inside)} inside a pipeline stage: the stages run different tasks at a "
             "time, so that it would wait forever",
-            "do it before or behind the schedule; weights outside of the layers are gathered over p in gather_ends",
+            "do it before or after the schedule; weights outside of the layers are gathered over p ahead of it",
         )
 
 

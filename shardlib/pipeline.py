@@ -12,18 +12,19 @@ shardops refuse it there, and what reached p past them is refused once a tick is
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-from shardlib.array_types import pytree_dataclass
+from shardlib.checks import Scope, scope
+from shardlib.layers import LayerNumbers
 from shardlib.op_checks import varying
 from shardlib.parsing import PIPELINE_AXIS, ShardError
+from shardlib.placement import Placement
 from shardlib.schedules import TickTable, check_schedule, forward_only, schedule_of, tick_table
 from shardlib.values import Origin, Partial, mesh_axes, pipeline_stage
 
@@ -45,98 +46,6 @@ class Parts:
     """(w.layers, x, LayerNumbers, *part) -> x, of the same type. Each stage runs it on layers of its own."""
     last: Callable
     """(w, x, *part) -> loss. The last stage runs it."""
-
-
-@pytree_dataclass
-class LayerNumbers:
-    """Which layer of the model each row of a stack of layers is."""
-
-    index: jax.Array
-    """i32[rows], or one of them in a loop over layers. -1: none; the row only makes all stages the same size."""
-    padded: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether there are such rows."""
-
-
-_SKIPS = "shardlib_skips_padding"
-"""What tells in a jaxpr that a model skips padding, whose rows it would train as layers otherwise, and then lose."""
-
-
-def skip_padding(body: Callable) -> Callable:
-    """Decorator of a `lax.scan` body over (weights, LayerNumbers, cache): rows that are no layer leave x as it is."""
-
-    @functools.wraps(body)
-    def layer_or_nothing(x, of_layer):
-        _, number, cache = of_layer
-        if not number.padded:
-            return body(x, of_layer)
-        is_layer = checkpoint_name(number.index >= 0, _SKIPS)
-        return lax.cond(is_layer, body, lambda x, _: (x, cache), x, of_layer)
-
-    return layer_or_nothing
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Which layers each stage has, and where they lie at rest.
-
-    At rest, the rows of a stack `layers/p` are those of device 0 of p, then those of device 1, …; a device's are those
-    of its chunks, one after the other; a chunk's are its layers and, up to the size of the longest, padding.
-
-    Attributes:
-        p: devices of the axis; 1 without it.
-        v: chunks of a device. Stage s is chunk s // p of device s % p.
-        counts: the layers of each of the p·v stages, at least 1 each.
-    """
-
-    p: int
-    v: int
-    counts: tuple[int, ...]
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of a chunk: the layers of the longest stage."""
-        return max(self.counts)
-
-    @property
-    def padded(self) -> bool:
-        return len(set(self.counts)) > 1
-
-    @functools.cached_property
-    def rows(self) -> np.ndarray:
-        """i32[p, v·chunk_rows]: the layer of each row of each device, -1 for padding."""
-        first = np.concatenate([[0], np.cumsum(self.counts)])
-        rows = np.full((self.p, self.v, self.chunk_rows), -1, np.int32)
-        for stage, count in enumerate(self.counts):
-            rows[stage % self.p, stage // self.p, :count] = first[stage] + np.arange(count)
-        return rows.reshape(self.p, -1)
-
-    @property
-    def order(self) -> np.ndarray | None:
-        """i32: the layer of each row of the whole stack at rest; None where row i is layer i."""
-        order = self.rows.reshape(-1)
-        return None if np.array_equal(order, np.arange(len(order))) else order
-
-
-def place_layers(layers: int, p: int, v: int, counts: Sequence[int] | None = None) -> Placement:
-    """The placement of `layers` on p·v stages: equal parts, or as `counts` says.
-
-    Raises:
-        ValueError: they cannot be placed so.
-    """
-    stages = p * v
-    if counts is None:
-        if layers % stages:
-            raise ValueError(
-                f"{layers} layers do not divide into {stages} stages (p={p}, virtual_stages={v}). Give "
-                "pipeline.layers_per_stage, a list with the layers of each stage, or balanced."
-            )
-        counts = [layers // stages] * stages
-    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
-        raise ValueError(
-            f"pipeline.layers_per_stage is {list(counts)}; it must have {stages} numbers (p={p} times virtual_stages="
-            f"{v}), each at least 1, that add up to the {layers} layers."
-        )
-    return Placement(p, v, tuple(int(n) for n in counts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +105,7 @@ def run_training(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> tuple[A
         microbatches = jax.tree.map(lambda x: x[order], microbatches)
 
     def tick(sums, part):
-        share = lambda w: parts.whole(w, *part)
+        share = scope(lambda w: parts.whole(w, *part))  # of a microbatch, whose B is not that of the batch
         return jax.tree.map(lambda total, x: total + x, sums, jax.value_and_grad(share)(w)), None
 
     zeros = jnp.zeros(()), _accumulators(w)
@@ -225,9 +134,7 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     residuals_of = _Residuals(layers)
     zero = jnp.int32(0)
     _, x_type = _traced(first, ends, zero)
-    of_layers, y_type = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
-    if placement.padded:
-        _refuse_padding(of_layers, placement.counts)
+    _, y_type = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
     _traced(last, ends, y_type, zero)
     saved_types = []
     if training and not plan.recompute:
@@ -335,7 +242,7 @@ class _Residuals:
 
 
 def _in_stage(fn: Callable, *args):
-    with pipeline_stage():
+    with pipeline_stage(), Scope():
         return varying(fn(*args), (PIPELINE_AXIS,))
 
 
@@ -362,17 +269,6 @@ def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
                 "leave it out; or, if it is the gradient of a value that is the same on all stages, let that be "
                 "one of the weights, or put lax.stop_gradient around it",
             )
-
-
-def _refuse_padding(layers: Any, counts: Sequence[int]) -> None:
-    """Raises ShardError if the jaxpr of the layers takes rows that are none for layers."""
-    if not any(equation.params.get("name") == _SKIPS for equation, _ in _equations(layers)):
-        raise ShardError(
-            "the model does not skip the rows that only make all stages the same size, where these have "
-            f"{', '.join(map(str, counts))} layers",
-            "put @skip_padding on the body of its lax.scan over (weights, LayerNumbers, caches), as train.layers has "
-            "it; or give all stages the same number of layers",
-        )
 
 
 def _equations(jaxpr: Any, in_branch: bool = False) -> Iterator[tuple[Any, bool]]:

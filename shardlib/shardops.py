@@ -47,7 +47,7 @@ from shardlib.op_checks import (
     wrap,
 )
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes
-from shardlib.values import axes_product, describe, is_opaque, stage_axes, target_device
+from shardlib.values import Noted, axes_product, describe, is_opaque, stage_axes, target_device
 
 
 def axis_size(axes: str) -> int:
@@ -104,7 +104,11 @@ def all_gather(spec, x):
             )
         if ahead:
             return x
-        not_in_stage(gathered)
+        if isinstance(x, Noted):
+            x.note(lhs, rhs, x.dtype)
+            new_copies = gathered  # as it will be once it is gathered ahead
+        else:
+            not_in_stage(gathered)
         value = meet(1, lhs, value, (), lhs.sharded)
     for i, axes in enumerate(removed):
         if axes:

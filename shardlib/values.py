@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +224,15 @@ class Copy(_Opaque):
         return (
             f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over {', '.join(self.axes)}"
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Noted(Copy):
+    """A weight whose gathers are noted while a function that uses it is traced: see gathers.py. As a copy otherwise."""
+
+    note: Callable | None = dataclasses.field(default=None, metadata={"static": True})
+    """Called by all_gather with the dims before, those after, and the dtype."""
 
 
 def is_opaque(value) -> bool:

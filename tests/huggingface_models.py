@@ -8,8 +8,9 @@ import tiny
 
 import train
 import training_io
-from configuration import RopeScaling, model_of
 from input_loader import TokenBatch
+from modeling.model import load_model
+from modeling.settings import RopeScaling
 from shardlib.shardtypes import f32
 
 LENGTH = 96
@@ -36,7 +37,7 @@ def weights(c: train.ModelConfig, seed: int = 7) -> train.Transformer:
     """Weights on the mesh in force, drawn without the time to compile that; the norms' differ from one."""
     rng = np.random.default_rng(seed)
     draw = lambda weight: rng.normal(weight.mean, weight.std or 0.3, weight.shape).astype(np.float32)
-    table = model_of(c.module).weight_table(c)
+    table = load_model(c).table
     return tiny.place(jax.tree.map(draw, table), type(table))
 
 
@@ -67,7 +68,7 @@ def logits_of(c: train.ModelConfig):
     """A function from weights and a batch to our logits, on the mesh in force."""
 
     def compute(w: train.Transformer, batch: TokenBatch) -> f32["B/r/d L V/t"]:
-        return train.batch_logits(train.copies_for_step(w, c), batch, c)
+        return tiny.logits(w, batch, settings(c))
 
     compiled = tiny.per_device(compute)
     return lambda w, batch: np.asarray(compiled(w, tiny.place(batch, TokenBatch)))

@@ -9,8 +9,8 @@ from shardlib.parsing import ShardError, parse_op, parse_shape
 
 AXES = ("r", "t", "d", "p")
 """Of the mesh, in the order in which they stand within a dim."""
-GATHERS = {"all_gather", "gather", "cast", "head_norm"}  # with train.py's names for them
-COLLECTIVES = GATHERS | {"psum_scatter", "psum", "pmax", "replicate", "gather_ends", "gather_layers"}
+GATHERS = {"all_gather", "gather"}  # with train.py's name for it
+COLLECTIVES = GATHERS | {"psum_scatter", "psum", "pmax", "replicate", "gather_ahead"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,17 +164,16 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
 def call_changes(source: Source, node: ast.Call) -> Iterator[tuple[str, str]]:
     """(kind, the call after it) for a collective's call."""
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    if (
-        name not in COLLECTIVES
-        or not node.args
-        or (isinstance(node.func, ast.Attribute) and name in ("cast", "gather"))
-    ):
+    if name not in COLLECTIVES or not node.args:
+        return
+    if name == "gather_ahead":  # (model, weights, …)
+        whole, weights = source.of(node), source.of(node.args[1])
+        yield "call removed", weights
+        yield "call done twice", whole.replace(f" {weights},", f" {whole},")
         return
     fn, operand = source.of(node.func), source.of(node.args[-1])
     before = ", ".join(source.of(arg) for arg in node.args[:-1])
     call = lambda fn, spec, x: f"{fn}({spec}, {x})" if spec else f"{fn}({x})"
-    if name == "head_norm" and len(node.args) > 1:  # the function of that name, not gather_ahead's
-        return
     yield "call removed", operand
     yield "call done twice", call(fn, before, call(fn, before, operand))
     spec = node.args[0]

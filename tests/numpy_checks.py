@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Self
@@ -11,20 +12,33 @@ import typeguard
 
 from shardlib.shardtypes import ArrayType
 
+_checked: dict[Callable, Callable] = {}
+
 
 def check_modules(*modules: ModuleType) -> None:
     """From now on, all functions and methods of `modules` check what they are given and what they return.
 
+    Of a package, those of all its modules that are imported by now.
+
     jaxtyping's import hook would do so only for modules that no other test has imported before.
     """
-    for module in modules:
+    loaded = [
+        m for module in modules for name, m in sys.modules.items() if f"{name}.".startswith(f"{module.__name__}.")
+    ]
+    for module in loaded:
         for holder in [
             module,
             *(c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__),
         ]:
             for name, function in list(vars(holder).items()):
                 if inspect.isfunction(function) and function.__code__.co_filename == module.__file__:
-                    setattr(holder, name, jaxtyping.jaxtyped(function, typechecker=_check_annotations))
+                    _checked[function] = jaxtyping.jaxtyped(function, typechecker=_check_annotations)
+                    setattr(holder, name, _checked[function])
+    # What one module has imported from another by name.
+    for module in loaded:
+        for name, value in list(vars(module).items()):
+            if inspect.isfunction(value) and value in _checked:
+                setattr(module, name, _checked[value])
 
 
 def _check_annotations(function: Callable) -> Callable:

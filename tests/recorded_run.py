@@ -57,9 +57,9 @@ def rows_on_devices(batch) -> dict[str, str]:
     return found
 
 
-def record(training_io):
-    """What is to take the place of `training_io.compile_with_hlo_dump`: the same, with a RecordedStep."""
-    compile_with_hlo_dump = training_io.compile_with_hlo_dump
+def record(run_files):
+    """What is to take the place of `compile_with_hlo_dump` in training_io.run: the same, with a RecordedStep."""
+    compile_with_hlo_dump = run_files.compile_with_hlo_dump
 
     def compile_and_record(lowered, directory, options):
         compiled, _ = compile_with_hlo_dump(lowered, directory, options)
@@ -70,7 +70,7 @@ def record(training_io):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    import training_io
+    from training_io import run as run_files
 
-    training_io.compile_with_hlo_dump = record(training_io)
+    run_files.compile_with_hlo_dump = record(run_files)
     runpy.run_module("train", run_name="__main__", alter_sys=True)

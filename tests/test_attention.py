@@ -1,5 +1,6 @@
 """Attention by blocks, and cuDNN's, against a dense computation in NumPy; the choice between them; memory."""
 
+import functools
 import re
 import types
 
@@ -9,14 +10,15 @@ import numpy as np
 import pytest
 import tiny
 
-import attention
-import configuration
-import gpt2
 import train
+from cluster.devices import make_mesh
 from input_loader import TokenBatch, batch_shapes
-from jax_extra import Execution, make_mesh, run_as
+from modeling import attention
+from modeling.model import Tokens, load_model
+from modeling.weights import initialize
+from models import gpt2
 from shardlib.shardtypes import dtype_name, f32, i32
-from weights import initialize
+from training_io.config import Config, check_config
 
 act = dtype_name("act")
 ROWS, HEADS, WIDTH = 8, 2, 4
@@ -135,8 +137,7 @@ def test_cudnn_is_asked_for_the_same(monkeypatch):
     (q, k, v, g), document = operands(12, 3), documents(12)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         found = with_gradients(attention.cudnn, q, k, v, document, g)
-        with run_as(Execution(document_mask=False)):
-            unmasked = with_gradients(attention.cudnn, q, k, v, document, g)
+        unmasked = with_gradients(functools.partial(attention.cudnn, masked=False), q, k, v, document, g)
     assert_close(found, dense(q, k, v, document, g), 1e-5)
     assert_close(unmasked, dense(q, k, v, np.zeros_like(document), g), 1e-5)
     assert set(asked) == {("cudnn", True, True), ("cudnn", True, False)}
@@ -193,35 +194,54 @@ def test_dropout_in_training_is_refused_before_anything_runs():
     with pytest.raises(
         ValueError, match=r"training\.attention is blockwise, which has no dropout, and model\.dropout 0\.1"
     ):
-        configuration.check_config(c)
-    with run_as(c.training), pytest.raises(ValueError, match=r"it has no dropout"):
-        train.attention(*(jnp.asarray(x) for x in operands(4, 1)[:3]), jnp.asarray(documents(4)), drop=lambda x: x)
+        check_config(c)
+    q, k, v, _ = map(jnp.asarray, operands(4, 1))
+    tokens = Tokens(None, None, jnp.asarray(documents(4)))
+    with pytest.raises(ValueError, match=r"it has no dropout"):
+        tiny.forward(c).attend(tokens)(q, k, v, None, lambda x: x)
     c.training.attention = "flash"
     with pytest.raises(
         ValueError, match=r"training\.attention is 'flash'; choose one of auto, einsum, blockwise, cudnn"
     ):
-        configuration.check_config(c)
+        check_config(c)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_config_decides_path_and_mask(monkeypatch, masked):
+    asked = []
+    monkeypatch.setattr(attention, "run", lambda path, q, k, v, document, masked: asked.append((path, masked)))
+    q, k, v, _ = map(jnp.asarray, operands(4, 1))
+    tokens = Tokens(None, None, jnp.asarray(documents(4)))
+    monkeypatch.setattr(attention, "target_device", lambda: GPU)
+    for path in ("blockwise", "cudnn"):
+        forward = tiny.forward(tiny.config(attention=path, document_mask=masked))
+        wide = (x.astype(jnp.bfloat16).repeat(2, -1) for x in (q, k, v))
+        assert forward.attend(tokens)(*wide, "its cache") == (None, "its cache")
+    assert asked == [("blockwise", masked), ("cudnn", masked)]
+    monkeypatch.setattr(train, "attention", lambda q, k, v, document, drop: asked.append((document, drop)))
+    tiny.forward(tiny.config(attention="einsum")).attend(tokens)(q, k, v, None, len)
+    assert asked[-1] == (tokens.document, len)
 
 
 def test_the_run_says_which():
     c = with_length(1024, attention="auto")
-    said = attention.describe(c.training, c.model, CPU)
+    said = attention.describe(c.training, c.model, jnp.float32, CPU)
     assert said == "blockwise (auto: blocks of 128 tokens; no cudnn: cpu is no NVIDIA GPU)"
     c.training.attention = "einsum"
-    assert attention.describe(c.training, c.model, CPU) == "einsum"
+    assert attention.describe(c.training, c.model, jnp.float32, CPU) == "einsum"
 
 
 # ---- in the training step -----------------------------------------------------------------------------------------
 
 
-def loss_and_gradients(c: configuration.Config, mesh):
+def loss_and_gradients(c: Config, mesh):
     """The compiled program's text, and (loss, gradients) of fresh weights and tiny's batch, on the host."""
-    table = train.model_of(c.model.module).weight_table(c.model)
+    table = load_model(c.model).table
 
     def per_device(w: type(table), batch: TokenBatch) -> tuple[f32[""], type(table)]:
-        return train.loss_and_gradients(w, batch, c)
+        return tiny.loss_and_gradients(w, batch, c)
 
-    with jax.set_mesh(mesh), run_as(c.training):
+    with jax.set_mesh(mesh):
         w = jax.jit(lambda key: initialize(table, key))(jax.random.key(7))
         batch = tiny.place(tiny.host_batch(), TokenBatch)
         program = tiny.per_device(per_device).lower(w, batch).compile()
@@ -263,21 +283,20 @@ def test_a_step_is_the_same_by_blocks(monkeypatch, mesh, module):
 def test_logits_and_gradients_equal_llama(monkeypatch):
     pytest.importorskip("torch", reason="the Llama oracle needs torch")
     pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
-    from test_model import test_logits_loss_and_gradients_equal_llama as against_llama
+    from test_model import compare
 
     called = []
     monkeypatch.setattr(attention, "BLOCKS", {"cpu": 5})
     blockwise = attention.blockwise
     monkeypatch.setattr(attention, "blockwise", lambda *args: called.append(args) or blockwise(*args))
-    with run_as(tiny.config(attention="blockwise").training):
-        against_llama("r=2 d=2 t=2", {"qk_norm": True}, 0.0)
+    compare("r=2 d=2 t=2", {"qk_norm": True}, attention="blockwise")
     assert called
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 
-def with_length(length: int, model=None, **training) -> configuration.Config:
+def with_length(length: int, model=None, **training) -> Config:
     """One sequence of `length` tokens."""
     c = tiny.config(model or tiny.model(layers=2, n_kv=2), **training)
     c.training.batch_size, c.training.seq_len = 1, length
@@ -288,8 +307,8 @@ def compiled_step(length: int, model=None, **training):
     """The training step of one sequence, on one device."""
     c = with_length(length, model, **training)
     with jax.set_mesh(tiny.mesh("one device")):
-        state = jax.eval_shape(lambda key: train.init_state(key, c), jax.random.key(0))
-        return train.make_training_step(c).lower(state, batch_shapes(1, length), np.int32(0)).compile()
+        state = jax.eval_shape(lambda: tiny.state(c))
+        return tiny.training_step(c).lower(state, batch_shapes(1, length), np.int32(0)).compile()
 
 
 def squares(hlo: str, length: int) -> set[str]:
@@ -319,7 +338,7 @@ def test_a_step_of_32k_tokens_runs():
     assert step.memory_analysis().temp_size_in_bytes < 2 * 2**30
     c = with_length(32768, demo)
     with jax.set_mesh(tiny.mesh("one device")):
-        state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(0))
+        state = tiny.state(c)
         tokens = np.random.default_rng(0).integers(0, 1280, (1, 32768)).astype(np.uint32)
         start = np.arange(32768)[None] == 0
         _, metrics = step(state, TokenBatch(tokens, start, np.ones_like(start)), np.int32(4))

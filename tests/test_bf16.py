@@ -10,12 +10,14 @@ import tiny
 
 import train
 from input_loader import TokenBatch
+from modeling import rope
+from modeling.settings import ModelConfig
 from shardlib.shardtypes import f32
 
 
-def loss_and_gradients(batch: TokenBatch, dtype: str, c: train.ModelConfig):
+def loss_and_gradients(batch: TokenBatch, dtype: str, c: ModelConfig):
     def per_device(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
-        return train.loss_and_gradients(w, batch, tiny.config(c))
+        return tiny.loss_and_gradients(w, batch, tiny.config(c))
 
     with jax.set_mesh(tiny.mesh("one device")):
         return jax.tree.map(
@@ -41,9 +43,8 @@ def test_gradients_are_those_in_f32_up_to_bf16_rounding():
 def test_matrices_are_communicated_in_bf16():
     c = tiny.config(compute_dtype="bf16")
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(0))
-        batch = tiny.place(tiny.host_batch(), TokenBatch)
-        text = train.make_training_step(c).lower(state, batch, np.int32(0)).as_text()
+        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        text = tiny.training_step(c).lower(state, batch, np.int32(0)).as_text()
     for op in ("all_gather", "reduce_scatter"):
         results = re.findall(rf'"stablehlo.{op}".*?-> tensor<([\dx]*)x(\w+)>', text, flags=re.S)
         assert len(results) > 10
@@ -57,9 +58,12 @@ def test_rotary_positions_are_exact_far_out():
     length, dim = 2048, 16
     wavelengths = 10_000.0 ** (np.arange(0, dim, 2) / dim)
     angles = np.arange(length)[:, None] / wavelengths
-    rope = jnp.float32(np.cos(angles))[None], jnp.float32(np.sin(angles))[None]
+    tables = rope.tables(tiny.model(d_head=dim), jnp.arange(length, dtype=jnp.int32)[None])
+    for table, exact in zip(tables, (np.cos(angles), np.sin(angles)), strict=True):
+        assert table.dtype == jnp.float32
+        np.testing.assert_allclose(table[0], exact, atol=length * 2**-23)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 1, dim)), jnp.bfloat16)
-    rotated = np.float32(train.rotate(jnp.broadcast_to(x, (1, length, 1, dim)), rope))[0, :, 0]
+    rotated = np.float32(rope.rotate(jnp.broadcast_to(x, (1, length, 1, dim)), tables))[0, :, 0]
     a, b = np.split(np.float64(x).ravel(), 2)
     expected = np.concatenate(
         [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1

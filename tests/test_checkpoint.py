@@ -18,7 +18,8 @@ import zarr
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from training_io import Checkpointer, config_differences
+from configuration.differences import config_differences
+from training_io import Checkpointer
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -222,7 +223,7 @@ def test_a_save_killed_before_its_commit_is_invisible_and_cleaned(tmp_path):
         checkpointer = checkpoint.Checkpointer({str(tmp_path)!r})
         checkpointer.save(1, {{"x": jnp.ones(4)}}, {{}})
         checkpointer.wait()
-        checkpoint._commit = lambda *_: time.sleep(60)
+        checkpoint.commit = lambda *_: time.sleep(60)
         checkpointer.save(2, {{"x": jnp.ones(4)}}, {{}})
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=REPOSITORY)

@@ -1,4 +1,4 @@
-"""tools/compare.py on metrics written by hand, whose figures are known."""
+"""tools/compare on metrics written by hand, whose figures are known."""
 
 import json
 import math
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tools.compare import Config, run
-from tools.compare_page import draw
-from tools.compare_runs import compare, find_runs, read_run, smoothed
+from tools.compare.__main__ import Config, run
+from tools.compare.page import draw
+from tools.compare.runs import compare, find_runs, read_run, smoothed
 
 pytest.importorskip("matplotlib", reason="plots need the extra `tools`")
 ROOT = Path(__file__).parent.parent

@@ -24,9 +24,8 @@ def optimized_hlo(mesh: str) -> str:
 def compile_step(mesh: str, **training):
     c = tiny.config(**training)
     with jax.set_mesh(tiny.mesh(mesh)):
-        state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(0))
-        batch = tiny.place(tiny.host_batch(), TokenBatch)
-        return train.make_training_step(c).lower(state, batch, np.int32(0)).compile()
+        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        return tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
 
 
 def computations(hlo: str) -> dict[str, list[str]]:
@@ -73,26 +72,23 @@ def collectives(hlo: str) -> dict[str, collections.Counter]:
 
 
 def written(name: str, *functions) -> int:
-    """Calls of the collective `name` in the sources of `functions`. A layer's and forward()'s norms gather inside."""
+    """Calls of the collective `name` in the sources of `functions`."""
     source = "".join(inspect.getsource(inspect.unwrap(f)) for f in functions)
-    own = len(re.findall(rf"\b{name}\(", source))
-    norms = len(re.findall(r"\brms_norm\(", source))
-    return own + norms * (len(re.findall(rf"\b{name}\(", inspect.getsource(inspect.unwrap(train.rms_norm)))))
+    return len(re.findall(rf"\b{name}\(", source))
 
 
 @pytest.mark.parametrize("mesh", ["d=4 t=2", "r=2 d=2 t=2"])
 def test_every_collective_is_a_written_one(mesh):
     found = collectives(optimized_hlo(mesh))
-    gathers = written("gather", train.layer) + 2  # layer's alias of all_gather, and its two norms
-    scatters = written("psum_scatter", train.layer)
+    gathers = written("gather", train.Llama.layer)  # its alias of all_gather
+    scatters = written("psum_scatter", train.Llama.layer)
     assert (gathers, scatters) == (11, 2)
     assert found["forward"] == {"all-gather": gathers, "reduce-scatter": scatters}
     # Backward: the layer's gathers again, and each collective transposed, a gather to a reduce-scatter and back.
     assert found["backward"] == {"all-gather": gathers + scatters, "reduce-scatter": gathers}
 
-    outer = (train.embed, train.logits)
-    # gather_ends' cast is for the two tables, its all_gather for the last norm, whose own gather then does nothing.
-    outer_gathers = written("all_gather", *outer) - 1 + written("all_gather", train.gather_ends) + 1
+    outer = (train.Llama.embed, train.Llama.logits)
+    outer_gathers = written("all_gather", *outer) + written("gather", *outer)
     outer_scatters = written("psum_scatter", *outer)
     sums = (train.cross_entropy, train.parts_of_loss, train.count_targets, train.clip_by_global_norm)
     reductions = sum(written(op, *sums) for op in ("psum", "pmax"))
@@ -126,7 +122,7 @@ def test_the_backward_pass_keeps_what_is_saved_for_it():
     q, kv = f"f32[{b},{l},{k},{c.n_q_per_kv},{c.d_head}]", f"f32[{b},{l},{k},{c.d_head}]"
     stream, hidden = f"f32[{b},{l // 2},{c.d_model}]", f"f32[{b},{l},{f}]"
     saved = [q, q, kv, kv, stream, hidden, hidden]
-    source = inspect.getsource(inspect.unwrap(train.layer))
+    source = inspect.getsource(inspect.unwrap(train.Llama.layer))
     assert len(saved) == source.count("save_for_backward(")
     # Beside what is saved, a layer's backward pass gets the layer's own input.
     assert kept_for_backward(optimized_hlo(mesh), c.layers) == sorted([*saved, stream])

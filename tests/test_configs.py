@@ -11,10 +11,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from jax.sharding import AbstractMesh, AxisType
 
-import configuration
 import train
+from configuration.differences import config_differences
 from input_loader import TokenBatch
-from training_io import config_differences
+from modeling.model import load_model
+from training_io.config import Config, register_schema, to_config
+from training_io.resuming import fixed_settings, with_defaults
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")
@@ -24,22 +26,24 @@ DEVICES = {"a100x1": 1, "a100x8": 8, "a100x8x4": 32}
 pytestmark = pytest.mark.quick
 
 
-def load(name: str, *overrides: str) -> configuration.Config:
-    configuration.register_schema()
+def load(name: str, *overrides: str) -> Config:
+    register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose(name, overrides=["paths.model_name=test", *overrides])
-    return configuration.to_config(config)
+    return to_config(config)
 
 
-def trace_step(c: configuration.Config, devices: int) -> train.State:
+def trace_step(c: Config, devices: int) -> train.State:
     """Type-checks the training step as it would run on so many devices, and gives the shapes of its state."""
     r, t = c.mesh.r, c.mesh.t
     mesh = AbstractMesh((r, devices // r // t, t), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     rows = (c.training.batch_size, c.training.seq_len)
     batch = TokenBatch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.uint32, jnp.bool_, jnp.bool_)))
     with jax.sharding.use_abstract_mesh(mesh):
-        state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
-        new, metrics = jax.eval_shape(train.make_training_step(c), state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+        model = load_model(c.model)
+        state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        new, metrics = jax.eval_shape(train.make_training_step(c, model), state, batch, step)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert metrics.loss.shape == ()
     return state
@@ -90,8 +94,8 @@ def test_a_checkpoint_made_before_a_setting_existed_is_as_if_it_had_the_default(
     current = dataclasses.asdict(c)
     saved = copy.deepcopy(current)
     del saved["model"]["norm_epsilon"], saved["optimizer"]["z_loss"]
-    fixed = configuration.fixed_settings(saved, current)
-    assert config_differences(configuration.with_defaults(saved), current, fixed) == []
+    fixed = fixed_settings(saved, current)
+    assert config_differences(with_defaults(saved), current, fixed) == []
     current["optimizer"]["z_loss"] = 0.5
-    lines = config_differences(configuration.with_defaults(saved), current, fixed)
+    lines = config_differences(with_defaults(saved), current, fixed)
     assert lines == ["optimizer.z_loss: checkpoint has 0.0, this run has 0.5"]

@@ -26,9 +26,11 @@ from test_configs import load
 from test_train import losses
 
 import train
-from configuration import COMPUTE_DTYPES, Config
+from cluster.devices import make_mesh
 from input_loader import FlatTokensLoader
-from jax_extra import make_mesh
+from modeling.model import COMPUTE_DTYPES, load_model
+from training_io import run as run_files
+from training_io.config import Config
 
 ROOT = Path(__file__).parent.parent
 DATASET = ROOT / "synthetic_dataset.zarr"
@@ -63,7 +65,7 @@ def composed(kind: str) -> Config:
 
 
 PEAKS = {}
-peak_flops = train.training_io.peak_flops
+peak_flops = run_files.peak_flops
 
 
 def peak_flops_once(devices, dtype: str):
@@ -80,10 +82,10 @@ def run(directory: Path, mesh: dict[str, int], steps: int = STEPS, kind: str = "
     directory.mkdir(exist_ok=True)
     sizes = sizes_of(mesh)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.training_io, "peak_flops", peak_flops_once)
-        patch.setattr(train.training_io, "compile_with_hlo_dump", recorded_run.record(train.training_io))
+        patch.setattr(run_files, "peak_flops", peak_flops_once)
+        patch.setattr(run_files, "compile_with_hlo_dump", recorded_run.record(run_files))
         with jax.set_mesh(make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])):
-            train.train(c, directory)
+            train.train(c, load_model(c.model), directory)
     return directory
 
 
@@ -178,14 +180,14 @@ def check(directory: Path, unbroken: Unbroken) -> None:
 
 def interrupt_after(monkeypatch, last: int) -> None:
     """SIGTERM, while the step after `last` steps is on its way."""
-    log, sent = train.training_io.RunLog.log, []
+    log, sent = run_files.RunLog.log, []
 
     def log_and_interrupt(self, step, *arguments):
         log(self, step, *arguments)
         if step == last - 1 and not sent:
             sent.append(signal.raise_signal(signal.SIGTERM))
 
-    monkeypatch.setattr(train.training_io.RunLog, "log", log_and_interrupt)
+    monkeypatch.setattr(run_files.RunLog, "log", log_and_interrupt)
 
 
 def test_from_8_devices_to_4_to_1(unbroken, broken, monkeypatch, capsys):
@@ -204,10 +206,10 @@ def test_d_and_t_exchanged(unbroken, broken):
 
 def forgetting(part: str):
     """Checkpoints from which this part of the state comes back as zeros."""
-    restore = train.training_io.Checkpointer.restore
+    restore = run_files.Checkpointer.restore
 
-    def restore_without(self, step, like):
-        state = restore(self, step, like)
+    def restore_without(self, step, like, **options):
+        state = restore(self, step, like, **options)
         setattr(state, part, jax.tree.map(jnp.zeros_like, getattr(state, part)))
         return state
 
@@ -221,7 +223,7 @@ def skipping_a_batch(load_batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["adam_mu", "adam_nu"])
 def test_a_forgotten_moment_leaves_the_band(part, unbroken, broken, monkeypatch):
-    monkeypatch.setattr(train.training_io.Checkpointer, "restore", forgetting(part))
+    monkeypatch.setattr(run_files.Checkpointer, "restore", forgetting(part))
     run(broken, EXCHANGED)
     assert batches(broken) == unbroken.batches
     assert unbroken.excess(losses(broken)) > 3

@@ -9,8 +9,8 @@ import pytest
 import zarr
 from numpy_checks import check_modules
 
-from tools import flat_tokens
-from tools.flat_tokens import Reader, Writer
+import flat_tokens
+from flat_tokens import Reader, Writer
 
 check_modules(flat_tokens)
 
@@ -33,9 +33,9 @@ def write(path, parts, split="train"):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(flat_tokens, "INNER_CHUNK", 64)
-    monkeypatch.setattr(flat_tokens, "TOKENS_SHARD", 256)
-    monkeypatch.setattr(flat_tokens, "STARTS_SHARD", 128)
+    monkeypatch.setattr(flat_tokens.writer, "INNER_CHUNK", 64)
+    monkeypatch.setattr(flat_tokens.writer, "TOKENS_SHARD", 256)
+    monkeypatch.setattr(flat_tokens.writer, "STARTS_SHARD", 128)
 
 
 @pytest.mark.parametrize("num_parts", [1, 7])
@@ -297,7 +297,7 @@ def test_fingerprint(tmp_path, monkeypatch):
     ids, lengths = rng.integers(0, 999, 5000), np.full(100, 50)
     write(tmp_path / "a", [(ids, lengths)])
     shutil.copytree(tmp_path / "a", tmp_path / "moved")
-    monkeypatch.setattr(flat_tokens, "INNER_CHUNK", 64)
+    monkeypatch.setattr(flat_tokens.writer, "INNER_CHUNK", 64)
     write(tmp_path / "rewritten", [(ids, lengths)])
     write(tmp_path / "shuffled", [(np.concatenate([ids[2500:], ids[:2500]]), lengths)])
     a, moved, rewritten, shuffled = (

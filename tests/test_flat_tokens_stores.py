@@ -13,13 +13,13 @@ import pytest
 import zarr
 from numpy_checks import check_modules
 
+import flat_tokens
+from flat_tokens import Writer, fsspec_reader, stores
+from flat_tokens.stores import open_reader
+from flat_tokens.unfinished import Unfinished
 from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, flat
-from tools import flat_tokens, flat_tokens_fsspec, flat_tokens_stores
-from tools.flat_tokens import Writer
-from tools.flat_tokens_stores import open_reader
-from tools.unfinished import Unfinished
 
-check_modules(flat_tokens_fsspec, flat_tokens_stores)
+check_modules(fsspec_reader, stores)
 
 pytestmark = pytest.mark.quick
 
@@ -32,8 +32,8 @@ SEQ_LEN = 10
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
     """Eleven files of tokens, 256 in each but the last, in documents of 7 tokens."""
-    monkeypatch.setattr(flat_tokens, "INNER_CHUNK", 64)
-    monkeypatch.setattr(flat_tokens, "TOKENS_SHARD", 256)
+    monkeypatch.setattr(flat_tokens.writer, "INNER_CHUNK", 64)
+    monkeypatch.setattr(flat_tokens.writer, "TOKENS_SHARD", 256)
     path = tmp_path / "d"
     with Writer(str(path), "train") as writer:
         writer.append(np.random.default_rng(0).integers(0, 1000, 2702), np.full(386, 7))
@@ -157,14 +157,14 @@ def test_a_store_that_does_not_answer(monkeypatch):
     async def refuse(*_: object) -> None:
         raise ConnectionRefusedError("go away")
 
-    monkeypatch.setattr(flat_tokens_fsspec._DatasetStore, "get", refuse)
+    monkeypatch.setattr(fsspec_reader._DatasetStore, "get", refuse)
     with pytest.raises(ValueError, match=r"memory://d/train cannot be reached: go away. Check the address"):
         open_reader("memory://d", "train")
 
     def refuse_at_once(*_: object, **__: object) -> None:
         raise ConnectionRefusedError("go away")
 
-    monkeypatch.setattr(flat_tokens_fsspec.FsspecStore, "from_url", refuse_at_once)
+    monkeypatch.setattr(fsspec_reader.FsspecStore, "from_url", refuse_at_once)
     with pytest.raises(ValueError, match=r"ftp://host/d/train cannot be reached: go away. Check the address"):
         open_reader("ftp://host/d", "train")
 
@@ -207,7 +207,7 @@ def test_a_file_that_vanishes_is_no_zeros(dataset):
 
 
 def test_only_so_many_files_are_looked_at(dataset, monkeypatch):
-    monkeypatch.setattr(flat_tokens_stores, "MOST_PROBES_LOCAL", 3)
+    monkeypatch.setattr(stores, "MOST_PROBES_LOCAL", 3)
     (dataset / "train/encoded_tokens/c/4").unlink()
     open_reader(str(dataset), "train")
     (dataset / "train/encoded_tokens/c/5").unlink()

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
-import fp8
-import gpt2
-import train
 from input_loader import TokenBatch, batch_shapes
-from jax_extra import Execution, run_as
+from modeling import fp8
+from models import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import ShardError, f32, typed_shard_map
 
@@ -87,9 +85,9 @@ def test_einsum_takes_it_for_two_operands_alone():
 
 def program(c) -> str:
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        state = jax.eval_shape(lambda key: train.init_state(key, c), jax.random.key(0))
+        state = jax.eval_shape(lambda: tiny.state(c))
         shapes = batch_shapes(c.training.batch_size, c.training.seq_len)
-        return train.make_training_step(c).lower(state, shapes, np.int32(0)).as_text()
+        return tiny.training_step(c).lower(state, shapes, np.int32(0)).as_text()
 
 
 @pytest.mark.parametrize(("model", "products"), [(tiny.model(), 7), (None, 6)], ids=["llama", "gpt2"])
@@ -108,8 +106,7 @@ def test_losses_stay_close_to_those_in_bf16():
     for on in (False, True):
         c = tiny.config(compute_dtype="bf16", fp8=on)
         with jax.set_mesh(tiny.mesh("d=4 t=2")):
-            state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(0))  # noqa: B023
-            step, batch = train.make_training_step(c), tiny.place(tiny.host_batch(), TokenBatch)
+            state, step, batch = tiny.state(c), tiny.training_step(c), tiny.place(tiny.host_batch(), TokenBatch)
             curves[on] = []
             for i in range(20):
                 state, metrics = step(state, batch, np.int32(i))
@@ -119,7 +116,7 @@ def test_losses_stay_close_to_those_in_bf16():
     np.testing.assert_allclose(curves[True], curves[False], atol=0.05)
 
 
-def test_outside_of_a_run_nothing_is_in_fp8():
-    assert fp8.if_chosen(shardops.einsum_unreduced) is shardops.einsum_unreduced
-    with run_as(Execution(fp8=True)):
-        assert fp8.if_chosen(shardops.einsum_unreduced).keywords == {"product": fp8.product}
+def test_the_config_decides_which_product_a_layer_is_given():
+    assert tiny.forward(tiny.config()).einsum is shardops.einsum_unreduced
+    einsum = tiny.forward(tiny.config(fp8=True)).einsum
+    assert (einsum.func, einsum.keywords) == (shardops.einsum_unreduced, {"product": fp8.product})

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,12 @@ from rich.console import Console
 
 import train
 from input_loader import DataConfig, StreamConfig
-from tools import tokenizer_definitions
+from input_loader.codec import codec_of_data
+from modeling.model import load_model
+from sampling.samples import TrainingSamples
+from text import definitions as tokenizer_definitions
+from text.codec import TextCodec, codec_by_name, codec_of_dataset
 from tools.generate import Config, MeshChoice, generate, quote_text
-from tools.text_codec import TextCodec, codec_by_name, codec_of_data, codec_of_dataset
-from training_io.samples import TrainingSamples
 
 ROOT = Path(__file__).parent.parent
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"
@@ -41,8 +44,13 @@ def settings(directory):
 def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
     with jax.set_mesh(tiny.mesh("d=8")):
-        train.train(settings(directory), directory)
+        begin(settings(directory), directory)
     return directory
+
+
+def begin(c, directory):
+    """A run, or the rest of one, on the mesh in force."""
+    train.train(c, load_model(c.model), directory)
 
 
 def read(path):
@@ -71,17 +79,27 @@ def test_the_last_texts_are_those_of_the_checkpoint(run):
         assert [(text.text, text.ended) for text in found] == [(line["text"], line["ended"]) for line in expected]
 
 
-def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path, monkeypatch):
-    (tmp_path / "samples.jsonl").write_text((run / "samples.jsonl").read_text() + '{"step": 4, "pro')
-    log = SimpleNamespace(log_event=lambda *_: None)
-    with jax.set_mesh(tiny.mesh("d=8")):
-        samples = TrainingSamples(settings(tmp_path), tmp_path, start=4, steps=9, log=log)
-    assert [line["step"] for line in read(tmp_path / "samples.jsonl")] == [0, 0, 2, 2, 4, 4]
-    generate = lambda weights, prompts: [[100]] * len(prompts)
-    monkeypatch.setattr(samples._sampler, "generate", generate)
-    for done in range(4, 10):
-        samples.after(done, None)
-    assert [line["step"] for line in read(tmp_path / "samples.jsonl")] == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 9, 9]
+def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
+    """From the checkpoint of step 3 to step 4, and from there, where texts are due, to 9."""
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "0000000005")  # what is left is of step 3
+    with open(tmp_path / "samples.jsonl", "a") as file:
+        file.write('{"step": 4, "pro')
+    c = settings(tmp_path)
+    c.data.stream.train_files = c.data.stream.validation_files = [str(run / "text.txt")]
+    before = [line for line in read(run / "samples.jsonl") if line["step"] <= 4]
+    for steps, expected in ((4, [0, 0, 2, 2, 4, 4]), (9, [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 9, 9])):
+        c.training.steps = steps
+        with jax.set_mesh(tiny.mesh("d=8")):
+            begin(c, tmp_path)
+        lines = read(tmp_path / "samples.jsonl")
+        assert [line["step"] for line in lines] == expected
+        assert lines[: len(before)] == before
+
+
+def samples_of(c, directory):
+    run = SimpleNamespace(directory=directory, start=0, placement=None)
+    return TrainingSamples(c, tiny.forward(c), run)
 
 
 def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_path):
@@ -89,11 +107,11 @@ def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_pat
     c.data = DataConfig(filespec=str(ROOT / "synthetic_dataset.zarr"))
     with jax.set_mesh(tiny.mesh("d=8")):
         with pytest.raises(ValueError, match=r"sample_prompts: no tokenizer is known to encode 'It is'"):
-            TrainingSamples(c, tmp_path, 0, 5, None)
+            samples_of(c, tmp_path)
         c = settings(tmp_path)
         c.model.vocab = 64
         with pytest.raises(ValueError, match=r"sample_prompts: .*'It is' has the token id 76; .* 0 to 63"):
-            TrainingSamples(c, tmp_path, 0, 5, None)
+            samples_of(c, tmp_path)
 
 
 # ---- the tool -----------------------------------------------------------------------------------------------------
@@ -231,11 +249,12 @@ def test_data_without_a_tokenizer_has_numbers():
 def test_a_dataset_names_its_tokenizer(bpe, tmp_path):
     from tokenization import config, write_jsonl
 
-    from tools import huggingface_to_flat_tokens as tool
+    from tools.huggingface_to_flat_tokens import __main__ as tool
+    from tools.huggingface_to_flat_tokens.config import TokenizerConfig, TokenizerKind
 
     file, out = write_jsonl(tmp_path / "a.jsonl", [TEXT] * 4), tmp_path / "a.zarr"
-    named = {"kind": tool.TokenizerKind.huggingface, "name": str(bpe), "end_token": "<|end|>"}
-    tool.run(config(out, [file], tokenizer=tool.TokenizerConfig(**named)))
+    named = {"kind": TokenizerKind.huggingface, "name": str(bpe), "end_token": "<|end|>"}
+    tool.run(config(out, [file], tokenizer=TokenizerConfig(**named)))
     codec = codec_of_dataset(str(out))
     assert codec.decode(codec.encode(TEXT)) == TEXT
     assert codec.end == codec.id_of("<|end|>")

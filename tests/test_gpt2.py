@@ -9,12 +9,11 @@ import pytest
 import tiny
 from test_compiled_step import collectives
 
-import configuration
-import gpt2
-import train
 from input_loader import TokenBatch
+from modeling.weights import initialize
+from models import gpt2
 from shardlib.shardtypes import f32, u32
-from weights import initialize
+from training_io.config import check_config
 
 
 def model(**changes) -> gpt2.ModelConfig:
@@ -32,10 +31,10 @@ def weights(c: gpt2.ModelConfig) -> gpt2.GPT2:
 
 def losses_and_grads(w, batch, c):
     """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
+    settings = tiny.config(c)
 
     def everything(w: gpt2.GPT2, batch: TokenBatch) -> tuple[f32["B/r/d L V/t"], f32[""], gpt2.GPT2]:
-        logits = train.batch_logits(train.copies_for_step(w, c), batch, c)
-        return logits, *train.loss_and_gradients(w, batch, tiny.config(c))
+        return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, batch, settings)
 
     return jax.tree.map(np.asarray, tiny.per_device(everything)(w, tiny.place(batch, TokenBatch)))
 
@@ -43,8 +42,8 @@ def losses_and_grads(w, batch, c):
 def loss_with_dropout(mesh: str, rate: float, seeds, **training) -> float:
     c = model(dropout=rate)
 
-    def loss(w: gpt2.GPT2, batch: TokenBatch, row_seeds: u32["B/r/d"]) -> f32[""]:
-        return train.loss_and_gradients(w, batch, tiny.config(c, **training), row_seeds)[0]
+    def loss(w: gpt2.GPT2, batch: TokenBatch, seeds: u32["B/r/d"]) -> f32[""]:
+        return tiny.loss_and_gradients(w, batch, tiny.config(c, **training), seeds)[0]
 
     with jax.set_mesh(tiny.mesh(mesh)):
         return float(tiny.per_device(loss)(weights(c), tiny.place(tiny.host_batch(), TokenBatch), np.uint32(seeds)))
@@ -77,12 +76,11 @@ def test_training_drops_other_entries_at_each_step_and_evaluation_none():
     c = tiny.config(model(dropout=0.3))
     c.optimizer.learning_rate = 0.0
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(0))
-        batch = tiny.place(tiny.host_batch(), TokenBatch)
-        evaluate = train.make_evaluation_step(c)
+        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        evaluate = tiny.evaluation_step(c)
         nats, targets = evaluate(state.weights, batch)
         without = losses_and_grads(state.weights, tiny.host_batch(), model())[1]
-        step, found = train.make_training_step(c), []
+        step, found = tiny.training_step(c), []
         for i in range(2):
             state, metrics = step(state, batch, np.int32(i))
             found.append(float(metrics.loss))
@@ -93,9 +91,8 @@ def test_training_drops_other_entries_at_each_step_and_evaluation_none():
 def test_weights_gathered_ahead_are_not_gathered_again():
     c = tiny.config(model(), microbatches=2, gather_weights="step")
     with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
-        state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(0))
-        batch = tiny.place(tiny.host_batch(), TokenBatch)
-        compiled = train.make_training_step(c).lower(state, batch, np.int32(0)).compile()
+        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        compiled = tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
     found = collectives(compiled.as_text())
     assert found["forward"] == {"all-gather": 2, "reduce-scatter": 2}
     arrays = len(jax.tree.leaves(gpt2.weight_table(model())))
@@ -105,9 +102,9 @@ def test_weights_gathered_ahead_are_not_gathered_again():
 def test_sequences_longer_than_the_positions_are_refused():
     c = tiny.config(model(positions=tiny.LENGTH - 8))
     with pytest.raises(ValueError, match=r"sequences have 16 tokens, but model\.positions is 8; raise it\."):
-        configuration.check_config(c)
+        check_config(c)
     with pytest.raises(ValueError, match=r"model\.d_model is 60; it must be a multiple of model\.heads = 8"):
-        configuration.check_config(tiny.config(model(d_model=60)))
+        check_config(tiny.config(model(d_model=60)))
 
 
 # ---- against transformers -----------------------------------------------------------------------------------------

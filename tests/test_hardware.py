@@ -11,11 +11,14 @@ import tiny
 from hydra import compose, initialize_config_dir
 from test_train import losses
 
-from configuration import DistributedConfig, HardwareConfig, check_config, register_schema, with_defaults
+from cluster.config import DistributedConfig, HardwareConfig
+from cluster.devices import known_options, start_devices
 from input_loader import TokenBatch
-from jax_extra import known_options, start_devices
+from modeling.model import load_model
 from train import make_evaluation_step
 from training_io import compile_with_hlo_dump
+from training_io.config import check_config, register_schema
+from training_io.resuming import with_defaults
 
 ROOT = Path(__file__).parent.parent
 RUN = ("training.steps=3", "training.eval_batches=0", "training.batch_size=16", "model.layers=1")
@@ -35,9 +38,10 @@ def train(directory: Path, *overrides: str, **environment: str) -> str:
 def start(hardware: str, *lines: str, **environment: str) -> str:
     """What `lines` print in a fresh process that started devices by this HardwareConfig, an expression."""
     code = [
-        "from configuration import DistributedConfig, HardwareConfig",
-        "import jax, jax_extra, os",
-        f"jax_extra.start_devices(DistributedConfig(), {hardware})",
+        "from cluster.config import DistributedConfig, HardwareConfig",
+        "from cluster.devices import start_devices",
+        "import jax, os",
+        f"start_devices(DistributedConfig(), {hardware})",
         *lines,
     ]
     env = {**os.environ, **environment}
@@ -110,10 +114,10 @@ def test_the_others_reach_both_steps(tmp_path, monkeypatch):
     c = tiny.config()
     with jax.set_mesh(tiny.mesh("one device")):
         w, batch = tiny.weights(c.model), tiny.place(tiny.host_batch(), TokenBatch)
-        nats, _ = make_evaluation_step(c, {"xla_cpu_enable_fast_math": False})(w, batch)
+        nats, _ = make_evaluation_step(c, load_model(c.model), {"xla_cpu_enable_fast_math": False})(w, batch)
         assert nats > 0
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_not_there"):
-            make_evaluation_step(c, {"xla_not_there": 1})(w, batch)
+            make_evaluation_step(c, load_model(c.model), {"xla_not_there": 1})(w, batch)
 
 
 @pytest.mark.quick

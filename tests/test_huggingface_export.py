@@ -14,14 +14,15 @@ import pytest
 import tiny
 from safetensors.numpy import load_file
 
-import gpt2
 import train
 import training_io
+from flat_tokens import Writer
+from models import gpt2
+from models import llama_huggingface as huggingface_llama
+from text.tokenizers import ByteTokenizer
 from tools import checkpoint_to_huggingface as tool
-from tools import huggingface_llama, huggingface_to_checkpoint
+from tools import huggingface_to_checkpoint
 from tools.checkpoint_to_huggingface import Config
-from tools.flat_tokens import Writer
-from tools.text_tokenizers import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
 

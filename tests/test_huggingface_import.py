@@ -1,6 +1,7 @@
 """A model of transformers gives the same logits here, on any mesh, and continues training; or is refused by name."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -18,15 +19,22 @@ import zarr
 from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
-import configuration
 import train
 import training_io
 from input_loader import TokenBatch
+from modeling.model import load_model
+from modeling.settings import RopeScaling
+from modeling.weights import shapes_of
+from models import llama_huggingface as huggingface_llama
 from shardlib.shardtypes import make_shardings
-from tools import checkpoint_to_huggingface, huggingface_llama
+from tools import checkpoint_to_huggingface
 from tools import huggingface_to_checkpoint as tool
 from tools.huggingface_to_checkpoint import Config
-from weights import shapes_of
+from training_io import config as run_config
+from training_io.config import register_schema, to_config
+from training_io.resuming import fixed_by_weights, fixed_settings, with_defaults
+from training_io.run import fresh_state
+from training_io.stages import placement_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,8 +49,8 @@ def run(model, output, **settings) -> str:
 def start_weights(source, c, like):
     """The weights that a run of model `c` starts with, placed as `like`."""
     config = dataclasses.asdict(models.settings(c))
-    fixed = configuration.fixed_by_weights(config)
-    return training_io.read_weights(source, like, config, configuration.with_defaults, fixed)
+    fixed = fixed_by_weights(config)
+    return training_io.read_weights(source, like, config, with_defaults, fixed)
 
 
 def shapes(c):
@@ -154,11 +162,11 @@ def test_the_config_group_is_the_model(exported, tmp_path):
     _, c, directory = exported("qk_norm tied llama3")
     said = run(directory, tmp_path / "imported")
     assert f"--config-dir={tmp_path}/imported model=imported training.init_from={tmp_path}/imported" in said
-    configuration.register_schema()
+    register_schema()
     with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         overrides = ["model=imported", "data.filespec=x", f"hydra.searchpath=[file://{tmp_path}/imported]"]
         composed = hydra.compose("local_text", overrides)
-    assert configuration.to_config(composed).model == c
+    assert to_config(composed).model == c
 
 
 def test_half_precision_becomes_f32_unchanged(exported, tmp_path):
@@ -361,15 +369,17 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, capsys):
     at_target = np.take_along_axis(logits, batch.targets[..., None].astype(np.int64), -1)[..., 0]
     expected = (np.log(np.exp(logits).sum(-1)) - at_target).mean()
     settings = models.settings(c, init_from=source)
-    with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")), training_io.Checkpointer(tmp_path / "new") as none:
-        state = train.start_state(settings, none, 0)
+    model = load_model(c)
+    init = functools.partial(train.init_state, c=settings, model=model)
+    with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
+        state = fresh_state(settings, placement_of(settings, model.table), init, train.State)
         assert "after 5 steps; the optimizer's state is fresh" in capsys.readouterr().out
         jax.tree.map(
             np.testing.assert_array_equal, jax.tree.map(np.asarray, state.weights), jax.tree.map(np.asarray, w)
         )
         assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, state.weights, shapes(c))))
         assert not any(np.asarray(x).any() for x in jax.tree.leaves((state.adam_mu, state.adam_nu)))
-        nats, targets = train.make_evaluation_step(settings)(state.weights, tiny.place(batch, TokenBatch))
+        nats, targets = tiny.evaluation_step(settings)(state.weights, tiny.place(batch, TokenBatch))
     np.testing.assert_allclose(nats / targets, expected, rtol=1e-5)
 
 
@@ -382,7 +392,7 @@ def test_only_the_same_model_starts_from_weights(tmp_path, one_device, capsys):
     ):
         start_weights(source, dataclasses.replace(c, d_ff=64, rope_base=7.0), w)
     # How weights are drawn at first is over; a longer context is what RoPE scaling is for.
-    scaling = configuration.RopeScaling("linear", 2.0)
+    scaling = RopeScaling("linear", 2.0)
     start_weights(source, dataclasses.replace(c, weight_init_scale=2.0, rope_scaling=scaling), w)
     assert "model.rope_scaling.factor: checkpoint does not have it, this run has 2.0" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*/checkpoints: give a run's directory"):
@@ -394,7 +404,7 @@ def test_resuming_may_leave_the_source_out_but_not_change_it():
     saved, other, none = (
         dataclasses.asdict(models.settings(c, init_from=source)) for source in ("runs/a", "runs/b", None)
     )
-    differences = lambda now: training_io.config_differences(saved, now, configuration.fixed_settings(saved, now))
+    differences = lambda now: training_io.config_differences(saved, now, fixed_settings(saved, now))
     assert differences(saved) == differences(none) == []
     assert differences(other) == ["training.init_from: checkpoint has 'runs/a', this run has 'runs/b'"]
 
@@ -407,7 +417,7 @@ def test_the_checkpoint_is_one_of_a_whole_run(exported, tmp_path):
     written = yaml.safe_load((tmp_path / "imported/model/imported.yaml").read_text())
     saved = checkpoint.attrs["metadata"]["config"]
     assert saved["model"] == written == dataclasses.asdict(c)
-    complete = OmegaConf.merge(OmegaConf.structured(configuration.Config), configuration.with_defaults(saved))
-    settings = configuration.to_config(complete)
+    complete = OmegaConf.merge(OmegaConf.structured(run_config.Config), with_defaults(saved))
+    settings = to_config(complete)
     assert settings.model == c
     assert settings.training.seq_len == models.LENGTH  # of the run that was exported

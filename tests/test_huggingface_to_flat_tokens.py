@@ -14,14 +14,19 @@ import pytest
 import zarr
 from numpy_checks import check_modules
 
-from tools import flat_tokens, growing_array, shards, text_sources, text_tokenizers, unfinished
-from tools import huggingface_to_flat_tokens as tool
-from tools.huggingface_to_flat_tokens import Config, SplitConfig, TokenizerConfig, TokenizerKind
-from tools.text_tokenizers import ByteTokenizer
-from tools.tokenizer_definitions import train_bpe
+import flat_tokens
+from flat_tokens import growing_array, shards, unfinished
+from text import excerpts, local_files, sources
+from text import tokenizers as text_tokenizers
+from text.definitions import train_bpe
+from text.tokenizers import ByteTokenizer
+from tools.huggingface_to_flat_tokens import __main__ as tool
+from tools.huggingface_to_flat_tokens import blocks, inputs, splits
+from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
 
-# Not tokenizer_definitions, whose large dictionaries take long to check.
-check_modules(flat_tokens, growing_array, shards, text_sources, text_tokenizers, unfinished, tool)
+# Not text.definitions, whose large dictionaries take long to check.
+check_modules(flat_tokens, growing_array, shards, unfinished)
+check_modules(excerpts, local_files, sources, text_tokenizers, blocks, inputs, splits, tool)
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [
@@ -144,7 +149,7 @@ def test_trained_bpe(tmp_path):
 
 @pytest.mark.parametrize("kind", ["bytes", "huggingface"])
 def test_workers_change_nothing(tmp_path, bpe, kind, monkeypatch):
-    monkeypatch.setattr(text_sources, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 2)
     config = TokenizerConfig(kind=TokenizerKind[kind], name=bpe[0] if kind == "huggingface" else None)
     split = SplitConfig(files=[source], max_tokens=250)
@@ -229,7 +234,7 @@ def test_half_of_a_surrogate_pair(tmp_path):
 @pytest.mark.parametrize("kind", ["bytes", "huggingface"])
 @pytest.mark.parametrize("batch", [1, 50, 10**6])
 def test_max_tokens_is_exact(tmp_path, bpe, kind, batch, monkeypatch):
-    monkeypatch.setattr(text_sources, "BLOCK_BYTES", batch)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", batch)
     source = write_jsonl(tmp_path / "a.jsonl", ["", *TEXTS])
     config = TokenizerConfig(kind=TokenizerKind[kind], name=bpe[0] if kind == "huggingface" else None)
     whole, attributes = run(tmp_path / "whole", source, tokenizer=config)

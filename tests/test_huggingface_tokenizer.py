@@ -7,16 +7,16 @@ import pytest
 from test_inspect_data import write
 from tokenizers import Tokenizer
 
-from tools import tokenizer_definitions
-from tools.huggingface_tokenizer import BYTE_SPECIAL_TOKENS, byte_definition, find_tokenizer, tokenizer_files
-from tools.text_tokenizers import PROBES, ByteTokenizer, load_definition
+from text import definitions
+from text.huggingface import BYTE_SPECIAL_TOKENS, byte_definition, find_tokenizer, tokenizer_files
+from text.tokenizers import PROBES, ByteTokenizer, load_definition
 
 TEXTS = [*[text for text in PROBES if "<s>" not in text], "", "It is a truth universally acknowledged, naïve 東京"]
 
 
 @pytest.fixture(scope="module")
 def bpe():
-    return tokenizer_definitions.train_bpe(TEXTS, 400)
+    return definitions.train_bpe(TEXTS, 400)
 
 
 def ids_of(files, text):

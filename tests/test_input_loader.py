@@ -16,9 +16,9 @@ import zarr
 from jax.sharding import AxisType
 from numpy_checks import check_modules
 
+import flat_tokens
+from flat_tokens import Reader, Writer
 from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, TokenBatch, batches, flat, mixture, shuffle
-from tools import flat_tokens
-from tools.flat_tokens import Reader, Writer
 
 check_modules(batches, flat, mixture, shuffle, flat_tokens)
 

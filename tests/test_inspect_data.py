@@ -11,13 +11,13 @@ import zarr
 from numpy_checks import check_modules
 from rich.console import Console
 
+from flat_tokens import Writer
+from flat_tokens.stores import open_reader
 from input_loader import DataConfig, FlatTokensConfig, FlatTokensLoader, SourceConfig, make_loader
+from text.definitions import train_bpe
+from text.tokenizers import ByteTokenizer
 from tools import inspect_data
-from tools.flat_tokens import Writer
-from tools.flat_tokens_stores import open_reader
 from tools.inspect_data import Config, Decoder, find_documents, find_faults, one_line, pieces_of_row, rows_of_batch
-from tools.text_tokenizers import ByteTokenizer
-from tools.tokenizer_definitions import train_bpe
 
 check_modules(inspect_data)
 
@@ -81,7 +81,7 @@ def test_one_document(dataset):
 
 
 def test_decoding_with_the_datasets_tokenizer(tmp_path):
-    from tools.text_tokenizers import Tokenizers, make_text_tokenizer
+    from text.tokenizers import Tokenizers, make_text_tokenizer
 
     definition = train_bpe(TEXTS, 300)
     tokenizer, _ = make_text_tokenizer(definition, Tokenizers(definition), "<|end|>", "reference")

@@ -18,7 +18,7 @@ def test_a_target_sees_its_document_up_to_itself():
     starts[0, [5, 6, 11]] = True
 
     def gradient(w: train.Transformer, batch: TokenBatch) -> train.Transformer:
-        return train.loss_and_gradients(w, batch, tiny.config(c))[1]
+        return tiny.loss_and_gradients(w, batch, tiny.config(c))[1]
 
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         w, step = tiny.weights(c), tiny.per_device(gradient)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-import configuration
+from training_io.config import Config, register_schema, to_config
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
@@ -19,13 +19,13 @@ CONFIG = "flat_tokens_c4_a100x8x4_84m"
 pytestmark = pytest.mark.quick
 
 
-def composed(arguments: list[str]) -> configuration.Config:
+def composed(arguments: list[str]) -> Config:
     """The configuration that these arguments of the program give."""
-    configuration.register_schema()
+    register_schema()
     (name,) = (text.removeprefix("--config-name=") for text in arguments if text.startswith("--config-name="))
     overrides = [argument for argument in arguments if not argument.startswith("--")]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return configuration.to_config(compose(name, overrides=overrides))
+        return to_config(compose(name, overrides=overrides))
 
 
 def commands(text: str) -> list[list[str]]:

@@ -9,9 +9,8 @@ import pytest
 import tiny
 from test_attention import assert_same, loss_and_gradients
 
-import configuration
-import train
 from input_loader import batch_shapes
+from training_io.config import check_config
 
 LAYERS = 5
 
@@ -60,16 +59,16 @@ def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pas
     """
     c = tiny.config(tiny.model(layers=LAYERS, n_kv=2), unroll=unroll)
     with jax.set_mesh(tiny.mesh("one device")):
-        state = jax.eval_shape(lambda key: train.init_state(key, c), jax.random.key(0))
+        state = jax.eval_shape(lambda: tiny.state(c))
         shapes = batch_shapes(c.training.batch_size, c.training.seq_len)
-        program = train.make_training_step(c).lower(state, shapes, np.int32(0)).as_text()
+        program = tiny.training_step(c).lower(state, shapes, np.int32(0)).as_text()
     assert len(re.findall(r"%\d+:\d+ = stablehlo.optimization_barrier", program)) == barriers
 
 
 def test_settings_are_checked():
     c = tiny.config(save="some")
     with pytest.raises(ValueError, match=r"training\.save is 'some'; choose one of marked, nothing, dots, everything"):
-        configuration.check_config(c)
+        check_config(c)
     c.training.save, c.training.unroll = "dots", 0
     with pytest.raises(ValueError, match=r"training\.unroll is 0; it must be at least 1"):
-        configuration.check_config(c)
+        check_config(c)

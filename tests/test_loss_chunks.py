@@ -10,14 +10,13 @@ import pytest
 import tiny
 from test_attention import assert_same, loss_and_gradients, meshes
 
-import configuration
-import gpt2
-import train
 from input_loader import TokenBatch
-from loss_chunks import in_chunks
+from modeling.loss_chunks import in_chunks
+from models import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import dtype_name, pytree_dataclass
-from tools.verify import small
+from tools.verify.__main__ import small
+from training_io.config import check_config, check_divides
 
 act = dtype_name("act")
 
@@ -72,7 +71,7 @@ def test_an_evaluation_is_the_same():
     with jax.set_mesh(tiny.mesh("one device")):
         w, batch = tiny.weights(model), tiny.place(tiny.host_batch(), TokenBatch)
         for chunk in (None, 2):
-            step = train.make_evaluation_step(tiny.config(model, loss_chunk=chunk))
+            step = tiny.evaluation_step(tiny.config(model, loss_chunk=chunk))
             program = step.lower(w, batch).compile()
             assert (tiny.BATCH * tiny.LENGTH * 80 in arrays(program.as_text(), 80)) == (chunk is None)
             found.append(float(program(w, batch)[0]))
@@ -102,19 +101,19 @@ def test_gradients_of_weights_are_summed_in_f32():
 def test_a_chunk_that_does_not_fit_is_refused():
     c = tiny.config(loss_chunk=5)
     with pytest.raises(ValueError, match=r"training\.loss_chunk is 5; it must divide training\.seq_len = 16"):
-        configuration.check_config(c)
+        check_config(c)
     c.training.loss_chunk = 0
     with pytest.raises(ValueError, match=r"training\.loss_chunk is 0; it must be at least 1"):
-        configuration.check_config(c)
+        check_config(c)
     c.training.loss_chunk = 2
     with pytest.raises(ValueError, match=r"training\.loss_chunk is 2; .* it must be a multiple of t = 8"):
-        configuration.check_divides(c, {"r": 1, "d": 1, "t": 8})
+        check_divides(c, {"r": 1, "d": 1, "t": 8})
 
 
 def test_verify_keeps_chunks_that_all_its_meshes_divide():
     c = tiny.config(loss_chunk=4)
     small(c, 8)
-    configuration.check_config(c)
+    check_config(c)
     assert c.training.loss_chunk < c.training.seq_len
     for t in (1, 2, 4, 8):
-        configuration.check_divides(c, {"r": 1, "d": 8 // t, "t": t})
+        check_divides(c, {"r": 1, "d": 8 // t, "t": t})

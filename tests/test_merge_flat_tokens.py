@@ -9,9 +9,13 @@ import pytest
 from numpy_checks import check_modules
 from tokenization import ROOT, config, random_texts, small, tree, write_jsonl
 
-from tools import flat_tokens, merge_flat_tokens, shards, tokenizer_definitions
-from tools import huggingface_to_flat_tokens as tool
-from tools.huggingface_to_flat_tokens import TokenizerConfig, TokenizerKind
+import flat_tokens
+from flat_tokens import shards
+from text import definitions
+from tools import merge_flat_tokens
+from tools.huggingface_to_flat_tokens import __main__ as tool
+from tools.huggingface_to_flat_tokens import splits
+from tools.huggingface_to_flat_tokens.config import TokenizerConfig, TokenizerKind
 
 check_modules(merge_flat_tokens, shards)
 
@@ -20,7 +24,7 @@ __all__ = ["small"]
 
 @pytest.fixture(autouse=True)
 def _few_states(small, monkeypatch):
-    monkeypatch.setattr(tool, "STATE_SECONDS", 60.0)
+    monkeypatch.setattr(splits, "STATE_SECONDS", 60.0)
 
 
 def write_shards(out, files, count, which=None, **settings):
@@ -35,7 +39,7 @@ def merge(out, **settings):
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    path.write_text(tokenizer_definitions.train_bpe(random_texts(60), 280))
+    path.write_text(definitions.train_bpe(random_texts(60), 280))
     return TokenizerConfig(kind=TokenizerKind.huggingface, name=str(path), end_token="<|end|>")
 
 

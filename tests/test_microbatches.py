@@ -7,9 +7,9 @@ import tiny
 from test_compiled_step import collectives, compile_step
 
 import train
-from configuration import check_divides
 from input_loader import TokenBatch
 from shardlib.shardtypes import f32
+from training_io.config import check_divides
 
 MESH = "r=2 d=2 t=2"
 
@@ -18,7 +18,7 @@ def loss_and_gradients(batch: TokenBatch, **training):
     c = tiny.config(tiny.model(qk_norm=True), **training)
 
     def per_device(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
-        return train.loss_and_gradients(w, batch, c)
+        return tiny.loss_and_gradients(w, batch, c)
 
     with jax.set_mesh(tiny.mesh(MESH)):
         w = tiny.weights(c.model)

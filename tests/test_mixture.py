@@ -11,6 +11,8 @@ from jax.sharding import AxisType
 from numpy_checks import check_modules
 from omegaconf import OmegaConf
 
+from configuration.differences import config_differences
+from flat_tokens import Writer
 from input_loader import (
     DataConfig,
     MixtureLoader,
@@ -22,8 +24,6 @@ from input_loader import (
     steps_for,
 )
 from input_loader.mixture import BLOCK, PERIOD, Quotas
-from tools.flat_tokens import Writer
-from training_io import config_differences
 
 check_modules(config, mixture)
 

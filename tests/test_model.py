@@ -7,7 +7,7 @@ import tiny
 
 import train
 from input_loader import TokenBatch
-from jax_extra import Execution, run_as
+from modeling.settings import ModelConfig
 from shardlib.shardtypes import f32
 
 torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
@@ -42,7 +42,7 @@ def to_llama(w: train.Transformer) -> dict:
     return state
 
 
-def llama(w: train.Transformer, c: train.ModelConfig):
+def llama(w: train.Transformer, c: ModelConfig):
     kind = transformers.Qwen3Config if c.qk_norm else transformers.LlamaConfig
     config = kind(
         vocab_size=c.vocab,
@@ -72,14 +72,13 @@ def llama_logits(model, batch: TokenBatch):
     return model(input_ids=torch.tensor(inputs), attention_mask=mask, use_cache=False).logits
 
 
-def losses_and_grads(w, batch, c, z_loss=0.0):
+def losses_and_grads(w, batch, c, z_loss=0.0, **training):
     """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
+    settings = tiny.config(c, **training)
+    settings.optimizer.z_loss = z_loss
 
     def everything(w: train.Transformer, batch: TokenBatch) -> tuple[f32["B/r/d L V/t"], f32[""], train.Transformer]:
-        settings = tiny.config(c)
-        settings.optimizer.z_loss = z_loss
-        logits = train.batch_logits(train.copies_for_step(w, c), batch, c)
-        return logits, *train.loss_and_gradients(w, batch, settings)
+        return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, batch, settings)
 
     return jax.tree.map(np.asarray, tiny.per_device(everything)(w, tiny.place(batch, TokenBatch)))
 
@@ -95,10 +94,15 @@ def losses_and_grads(w, batch, c, z_loss=0.0):
     ],
 )
 def test_logits_loss_and_gradients_equal_llama(mesh, changes, z_loss):
+    compare(mesh, changes, z_loss)
+
+
+def compare(mesh, changes, z_loss=0.0, **training):
+    """Logits, loss and gradients of tiny's model with `changes` against those of Llama."""
     c, batch = tiny.model(**changes), tiny.host_batch()
     with jax.set_mesh(tiny.mesh(mesh)):
         w = tiny.weights(c)
-        logits, loss, grads = losses_and_grads(w, batch, c, z_loss)
+        logits, loss, grads = losses_and_grads(w, batch, c, z_loss, **training)
     model = llama(w, c)
     expected = llama_logits(model, batch)
     if c.logit_softcap is not None:
@@ -124,9 +128,9 @@ def test_logits_loss_and_gradients_equal_llama(mesh, changes, z_loss):
 def test_without_the_mask_a_row_is_one_document():
     c, batch = tiny.model(), tiny.host_batch()
     assert batch.is_seq_start[:, 1:].any()
-    with jax.set_mesh(tiny.mesh("d=4 t=2")), run_as(Execution(document_mask=False)):
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
         w = tiny.weights(c)
-        logits, *_ = losses_and_grads(w, batch, c)
+        logits, *_ = losses_and_grads(w, batch, c, document_mask=False)
     row = TokenBatch(batch.targets, np.zeros_like(batch.is_seq_start), batch.loss_mask)
     row.is_seq_start[:, 0] = True
     np.testing.assert_allclose(logits, llama_logits(llama(w, c), row).detach(), rtol=1e-4, atol=1e-5)

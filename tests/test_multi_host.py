@@ -16,13 +16,15 @@ import zarr
 from hydra import compose, initialize_config_dir
 from processes import ROOT, SMALL, Run, free_port
 
-import configuration
-import jax_extra
 import train
+from cluster.config import DistributedConfig, HardwareConfig
+from cluster.devices import make_mesh, start_devices
+from cluster.progress import Limits, Peer, Place, culprits
+from cluster.watch import EXIT_CODE
 from input_loader import make_loader
+from modeling.model import load_model
 from shardlib.shardtypes import make_shardings
-from training_io.progress import Limits, Peer, Place, culprits
-from training_io.watch import EXIT_CODE
+from training_io.config import Config, register_schema, to_config
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.
@@ -30,10 +32,10 @@ LIMITS = ["distributed.heartbeat_timeout=6", "distributed.stall_timeout=15", "di
 STEPS = 40
 
 
-def settings(*overrides: str) -> configuration.Config:
-    configuration.register_schema()
+def settings(*overrides: str) -> Config:
+    register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return configuration.to_config(compose("local_test_synthetic", overrides=list(overrides)))
+        return to_config(compose("local_test_synthetic", overrides=list(overrides)))
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------
@@ -86,16 +88,14 @@ def initialized(monkeypatch):
 def test_a_single_process_joins_nothing(overrides, initialized):
     """Not even as a task of Slurm, where JAX would find others."""
     os.environ |= slurm(count=4, i=1)
-    jax_extra.start_devices(
-        settings("paths.model_name=run", *overrides.split()).distributed, configuration.HardwareConfig()
-    )
+    start_devices(settings("paths.model_name=run", *overrides.split()).distributed, HardwareConfig())
     assert initialized == []
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("devices", "local"), [("all", []), ("one", None)])
 def test_all_devices_of_a_host_are_used_unless_one_is_asked_for(devices, local, initialized):
-    jax_extra.start_devices(configuration.DistributedConfig(auto=True, devices=devices), configuration.HardwareConfig())
+    start_devices(DistributedConfig(auto=True, devices=devices), HardwareConfig())
     (arguments,) = initialized
     assert arguments["local_device_ids"] == local
     assert "coordinator_address" not in arguments
@@ -208,7 +208,7 @@ def unbroken(tmp_path_factory):
 
 RECORD = """
 import sys
-import tools.flat_tokens
+import flat_tokens
 
 opened, reads = open(root / "opened{i}", "w"), open(root / "reads{i}", "w")
 
@@ -221,13 +221,13 @@ def note(event, arguments):
 
 sys.addaudithook(note)
 
-begin_read = tools.flat_tokens.Reader.begin_read
+begin_read = flat_tokens.Reader.begin_read
 def recorded(self, starts, lengths):
     if self.path.endswith("train") and set(lengths) == {16}:  # rows, not the dataset's checksum or statistics
         reads.write(" ".join(map(str, starts)) + "\\n")
         reads.flush()
     return begin_read(self, starts, lengths)
-tools.flat_tokens.Reader.begin_read = recorded
+flat_tokens.Reader.begin_read = recorded
 """
 """In process i: the files of the run that Python opens to write, and where the rows begin that the reader reads."""
 
@@ -241,12 +241,12 @@ def test_each_process_reads_and_writes_its_own_part_and_one_logs(count, devices,
     run = Run(tmp_path, count, devices, *overrides, hooks=hooks, umasks=umasks).succeed()
 
     # What the mesh says: here its eight devices are those of one process, in the same order.
-    mesh = jax_extra.make_mesh(1, -1, 2, jax.devices())
+    mesh = make_mesh(1, -1, 2, jax.devices())
     owner = {device: i // devices for i, device in enumerate(jax.devices())}
     c = settings("paths.model_name=run", *SMALL)
     with jax.set_mesh(mesh):
         loader = make_loader(c.data, "train", c.training.batch_size, c.training.seq_len, c.model.vocab)
-        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
+        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, load_model(c.model)))
         shardings = make_shardings(train.State[train.Transformer], like=shapes)
         rows = loader._shardings.targets.devices_indices_map((c.training.batch_size, c.training.seq_len))
 
@@ -486,11 +486,11 @@ def slowly_compile(self, *arguments, **named):
     return compile(self, *arguments, **named)
 jax.stages.Lowered.compile = slowly_compile
 
-write = training_io.checkpoint._write_arrays
+write = training_io.checkpoint.write_arrays
 def slowly_write(*arguments):
     time.sleep(18)
     write(*arguments)
-training_io.checkpoint._write_arrays = slowly_write
+training_io.checkpoint.write_arrays = slowly_write
 """
 
 

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,21 @@ from optax.contrib import MuonDimensionNumbers
 from test_compiled_step import KINDS, collectives, computations
 from test_optimizer import SIZES, of_kinds, random_like, same, updated_by_optax, updated_on
 
-import optimizers
 import train
+from input_loader import TokenBatch
+from modeling.model import load_model
+from modeling.weights import Weight, matrix, vector
+from optimizers import muon as optimizers
+from optimizers.config import OptimizerConfig
+from optimizers.schedule import learning_rate
 from shardlib.shardtypes import Array, f32, i32, is_fully_sharded, pytree_dataclass
 from training_io import Checkpointer
-from weights import Weight, matrix, vector
+from training_io.run import Run
 
 State = train.State[train.Transformer]
 
 
-def config(**changes) -> train.OptimizerConfig:
+def config(**changes) -> OptimizerConfig:
     return tiny.optimizer(algorithm="muon", **changes)
 
 
@@ -80,7 +86,7 @@ def dimension_numbers(weight: Weight) -> MuonDimensionNumbers | None:
     return MuonDimensionNumbers(tuple(range(-inner, -weight.outputs)), tuple(range(-weight.outputs, 0)))
 
 
-def muon_by_optax(c: train.OptimizerConfig, table) -> optax.GradientTransformation:
+def muon_by_optax(c: OptimizerConfig, table) -> optax.GradientTransformation:
     """Muon with Keller Jordan's Nesterov momentum, of whatever in `table` is a matrix; AdamW of the rest.
 
     optax.contrib.muon's own Nesterov momentum corrects the biases of average and gradient by different factors, which
@@ -108,11 +114,11 @@ def muon_by_optax(c: train.OptimizerConfig, table) -> optax.GradientTransformati
     )
 
 
-def muon_update(c: train.OptimizerConfig, table):
+def muon_update(c: OptimizerConfig, table):
     StateOfTable = train.State[type(table)]
 
     def update(state: StateOfTable, g: type(table), step: i32[""]) -> tuple[StateOfTable, f32[""]]:
-        rate = train.learning_rate(step, c)
+        rate = learning_rate(step, c)
         return train.adamw(optimizers.muon(state, g, rate, c, table), g, step, rate, c, table), rate
 
     return update
@@ -234,9 +240,8 @@ def test_a_training_step_adds_the_exchange_and_learns():
     c = tiny.config()
     c.optimizer = config()
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(0))
-        batch = tiny.place(tiny.host_batch(), train.TokenBatch)
-        step = train.make_training_step(c).lower(state, batch, np.int32(0)).compile()
+        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        step = tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
         curve = []
         for i in range(12):
             state, metrics = step(state, batch, np.int32(i))
@@ -251,22 +256,23 @@ def test_a_training_step_adds_the_exchange_and_learns():
 
 
 def test_a_checkpoint_has_the_momentum_and_no_second_moment_of_matrices(tmp_path):
-    c = tiny.config(tiny.model(tied_embeddings=True))
-    c.optimizer = config()
-    written = random_like(train.weight_table(c.model), 0)
+    c = tiny.config(tiny.model(tied_embeddings=True, vocab=1280))
+    c.optimizer, c.data.filespec = config(), str(Path(__file__).parent.parent / "synthetic_dataset.zarr")
+    model = load_model(c.model)
+    written = random_like(model.table, 0)
     nu = jax.tree.map(lambda matrix, x: None if matrix else x, of_kinds(("matrix",)), written)
     state = train.State(written, jax.tree.map(lambda x: 2 * x, written), nu)
-    with Checkpointer(tmp_path, keep=None) as checkpoints:
-        with jax.set_mesh(tiny.mesh("d=4 t=2")):
-            checkpoints.save(5, tiny.place(state, State), {"config": dataclasses.asdict(c), "loader": {}})
-            checkpoints.wait()
-        names = {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("zarr.json")}
-        with jax.set_mesh(tiny.mesh("t=8")):
-            assert train.last_checkpoint(c, checkpoints)[0] == 5
-            restored = train.start_state(c, checkpoints, 5)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")), Checkpointer(tmp_path / "checkpoints", keep=None) as checkpoints:
+        checkpoints.save(5, tiny.place(state, State), {"config": dataclasses.asdict(c), "loader": {}})
+    names = {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("zarr.json")}
+    with jax.set_mesh(tiny.mesh("t=8")):
+        with Run(c, model, tmp_path) as run:
+            assert run.start == 5
+            restored = run.begin(functools.partial(train.init_state, c=c, model=model), train.State)
         c.optimizer.algorithm = "adamw"
-        with pytest.raises(ValueError, match=r"optimizer\.algorithm: checkpoint has 'muon', this run has 'adamw'"):
-            train.last_checkpoint(c, checkpoints)
+        refused = r"optimizer\.algorithm: checkpoint has 'muon', this run has 'adamw'"
+        with pytest.raises(ValueError, match=refused), Run(c, model, tmp_path):
+            pass
     assert any("adam_mu/layers/w_q" in name for name in names)
     assert not any("adam_nu/layers/w_q" in name for name in names)
     assert jax.tree.structure(restored) == jax.tree.structure(state)

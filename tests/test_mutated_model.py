@@ -14,9 +14,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-import configuration
-from input_loader import TokenBatch
+from cluster.config import HardwareConfig, MeshConfig
+from input_loader import DataConfig, TokenBatch
+from modeling.model import load_model
+from modeling.settings import ModelConfig
+from optimizers.config import OptimizerConfig
 from shardlib.shardtypes import ShardError, make_shardings
+from training_io.config import Config, PathsConfig, TrainingConfig
 
 pytestmark = pytest.mark.quick
 
@@ -24,6 +28,7 @@ SOURCE = (Path(__file__).parent.parent / "train.py").read_text().split("# ---- m
 MESH = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
 STAGES = AbstractMesh((2, 2, 2, 2), ("p", "r", "d", "t"), axis_types=(AxisType.Explicit,) * 4)
 
+GATHER = 'nx = gather("B/r/d L/t M -> B/r/d L M", nx)\n'
 SCATTER = 'shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", '
 MUTATIONS = {  # name: text of train.py, what stands there instead, part of the message
     # weights
@@ -53,16 +58,20 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "operand 2 `M K/t D`: the value differs between devices of d",
     ),
     "a norm weight is not gathered": (
-        'weight = shardops.all_gather("M/t/d -> M", weight)',
-        "pass",
-        "operand 2 `M`: the value differs between devices of t, d",
+        'gather("M/t/d -> M", w.mlp_norm)',
+        "w.mlp_norm",
+        "rms_norm, argument weight: f32['M']: the value differs between devices of t, d",
     ),
     "a norm weight is gathered over d alone": (
-        '"M/t/d -> M", weight',
-        '"M/t/d -> M/t", weight',
-        "operand 2 `M`: the value differs between devices of t",
+        '"M/t/d -> M", w.mlp_norm',
+        '"M/t/d -> M/t", w.mlp_norm',
+        "rms_norm, argument weight: f32['M']: the value differs between devices of t",
     ),
-    "a norm weight is gathered over t first": ('"M/t/d -> M", weight', '"M/t/d -> M/d", weight', "another order"),
+    "a norm weight is gathered over t first": (
+        '"M/t/d -> M", w.mlp_norm',
+        '"M/t/d -> M/d", w.mlp_norm',
+        "another order",
+    ),
     "a norm weight multiplies without einsum": (
         'shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", unit_rms(x, epsilon), weight)',
         "(unit_rms(x, epsilon) * weight)",
@@ -79,8 +88,8 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "layers.w_down: f32['layers F/t M'] is not sharded over d",
     ),
     "the embedding is not gathered": (
-        'shardops.all_gather("V/t M/d/p -> V/t M *d *p", x.astype(act.dtype))',
-        "x",
+        'shardops.all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))',
+        "w.embed.astype(act.dtype)",
         "operand 1 `[V/t] M`: the value differs between devices of d",
     ),
     "replicas are not marked": (
@@ -95,49 +104,49 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     ),
     # activations
     "normed positions are not gathered": (
-        'nx = gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.attention_norm, c.norm_epsilon))',
-        "nx = rms_norm(x, w.attention_norm, c.norm_epsilon)",
+        f"{GATHER}        w_q = gather(",
+        "w_q = gather(",
         "operand 1 `B/r/d L M`: the value differs between devices of t",
     ),
     "normed positions are gathered over d": (
-        'gather("B/r/d L/t M -> B/r/d L M", rms_norm(x, w.mlp_norm',
-        'gather("B/r/d L/t M -> B/r L/t M", rms_norm(x, w.mlp_norm',
+        f"{GATHER}        w_gate = gather(",
+        GATHER.replace("-> B/r/d L M", "-> B/r L/t M") + "        w_gate = gather(",
         "the value differs between devices of t",
     ),
     "each device projects its own positions alone": (
         'einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_gate)',
-        'einsum("B/r/d L/t M, M F/t -> B/r/d L/t F", rms_norm(x, w.mlp_norm, c.norm_epsilon), w_gate)',
+        'einsum("B/r/d L/t M, M F/t -> B/r/d L/t F", x, w_gate)',
         "axis t shards both L and F",
     ),
     "attention's output is not reduced": (f"x + {SCATTER}out))", "x + out)", "a partial sum over t"),
     "the MLP's output is not reduced": (
-        f"return x + {SCATTER}out), cache",
-        "return x + out, cache",
+        f"return x + {SCATTER}out)\n",
+        "return x + out\n",
         "a partial sum over t",
     ),
     "the MLP returns its partial sum": (
-        f"return x + {SCATTER}out), cache",
-        "return out, cache",
-        "layer, result: [0]: act['B/r/d L/t M']: the value is a partial sum over t",
+        f"return x + {SCATTER}out)\n",
+        "return out\n",
+        "layer, result: act['B/r/d L/t M']: the value is a partial sum over t",
     ),
     "the MLP's output is reduced whole": (
-        f"return x + {SCATTER}out), cache",
-        'return x + shardops.psum("B/r/d L M +t -> B/r/d L M", out), cache',
+        f"return x + {SCATTER}out)\n",
+        'return x + shardops.psum("B/r/d L M +t -> B/r/d L M", out)\n',
         "add got incompatible shapes for broadcasting",
     ),
     "the MLP's output is scattered along M": (
-        f"return x + {SCATTER}out), cache",
-        'return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L M/t", out), cache',
+        f"return x + {SCATTER}out)\n",
+        'return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L M/t", out)\n',
         "add got incompatible shapes for broadcasting",
     ),
     "the MLP's output is reduced twice": (
-        f"return x + {SCATTER}out), cache",
-        f'return x + {SCATTER}shardops.psum("B/r/d L M +t -> B/r/d L M", out)), cache',
+        f"return x + {SCATTER}out)\n",
+        f'return x + {SCATTER}shardops.psum("B/r/d L M +t -> B/r/d L M", out))\n',
         "is none: it is reduced already",
     ),
     "the MLP's output is reduced over d": (
-        f"return x + {SCATTER}out), cache",
-        'return x + shardops.psum_scatter("B/r L M +d -> B/r L/t M", out), cache',
+        f"return x + {SCATTER}out)\n",
+        'return x + shardops.psum_scatter("B/r L M +d -> B/r L/t M", out)\n',
         "the value is a partial sum over t, `B/r L M +d` says +d",
     ),
     "the + of a product is left out": (
@@ -192,8 +201,8 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "summed_loss, result: f32['+r +d']: `+r +d` says a partial sum over r, d, but the value is none",
     ),
     "the loss is reduced over d, not r": (
-        'shardops.psum("+r +d ->", in_chunks(',
-        'shardops.psum("+r +d -> +r", in_chunks(',
+        'shardops.psum("+r +d ->", loss)',
+        'shardops.psum("+r +d -> +r", loss)',
         "a partial sum over r",
     ),
     "the loss is reduced over t too": (
@@ -249,24 +258,24 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
     ),
     # what the stages are given
     "the embedding is gathered over p alone": (
-        '"V/t M/d/p -> V/t M *d *p", x.astype',
-        '"V/t M/d/p -> V/t M/d *p", x.astype',
+        '"V/t M/d/p -> V/t M", w.embed.astype',
+        '"V/t M/d/p -> V/t M/d", w.embed.astype',
         "operand 1 `[V/t] M`: the value differs between devices of d",
     ),
     "the embedding is gathered over d alone": (
-        '"V/t M/d/p -> V/t M *d *p", x.astype',
-        '"V/t M/d/p -> V/t M/p *d", x.astype',
+        '"V/t M/d/p -> V/t M", w.embed.astype',
+        '"V/t M/d/p -> V/t M/p", w.embed.astype',
         "M/d/p and M/p differ in more than their last axes",
     ),
     "a norm outside of the layers stays sharded over p": (
-        'final_norm = shardops.all_gather("M/t/d/p -> M *t *d *p", w.final_norm)',
-        "final_norm = w.final_norm",
-        "rms_norm, argument weight: f32['M/t/d']: size mismatch: dim M is 8",
+        'gather("M/t/d/p -> M", w.final_norm)',
+        "w.final_norm",
+        "rms_norm, argument weight: f32['M']: the value differs between devices of t, d",
     ),
     "what lies outside of the layers is not gathered": (
-        "if gather or has_stages():",
-        "if gather:",
-        "operand 1 `[V/t] M`: the value differs between devices of d",
+        "if gather or has_stages() else w",
+        "if gather else w",
+        "all_gather('V/t M/d/p -> V/t M'): a collective over p inside a pipeline stage",
     ),
     "the weights are copies over p": (
         'replicate("... -> ... *r", w)',
@@ -275,8 +284,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
     ),
     # within a stage
     "a stage gathers the layers of all stages": (
-        "layer_weights, _, cache = of_layer",
-        'layer_weights, cache = of_layer[0], shardops.all_gather("layers/p M/t/d -> layers M/t/d", w.mlp_norm)',
+        "return run_layers(",
+        'shardops.all_gather("layers/p M/t/d -> layers M/t/d", w.mlp_norm); return run_layers(',
         "a collective over p inside a pipeline stage: the stages run different tasks at a time, so that it would wait",
     ),
     "a stage sums over p behind the types": (
@@ -285,8 +294,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
         "a pipeline stage runs psum_invariant over p: the stages run different tasks at a time",
     ),
     "a stage asks another for its positions": (
-        "attended = save_for_backward(attended)",
-        'attended = save_for_backward(lax.ppermute(attended, "p", [(0, 1), (1, 0)]))',
+        "save_for_backward(attend(q, k, v))",
+        'save_for_backward(lax.ppermute(attend(q, k, v), "p", [(0, 1), (1, 0)]))',
         "a pipeline stage runs ppermute over p",
     ),
     # behind the stages
@@ -324,24 +333,23 @@ def trace_step():
         linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
         sys.modules[name] = module
         exec(compile(source, module.__file__, "exec"), vars(module))
-        config = configuration.Config(
-            model=module.ModelConfig(
-                module=name, vocab=20, d_model=8, layers=2, n_kv=2, n_q_per_kv=3, d_head=6, d_ff=12
-            ),
-            optimizer=module.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, schedule_steps=2),
-            mesh=configuration.MeshConfig(),
-            data=configuration.DataConfig(filespec="unused"),
-            training=configuration.TrainingConfig(batch_size=8, seq_len=4, steps=1, microbatches=2),
-            hardware=configuration.HardwareConfig(),
-            paths=configuration.PathsConfig(),
+        config = Config(
+            model=ModelConfig(module=name, vocab=20, d_model=8, layers=2, n_kv=2, n_q_per_kv=3, d_head=6, d_ff=12),
+            optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1, schedule_steps=2),
+            mesh=MeshConfig(),
+            data=DataConfig(filespec="unused"),
+            training=TrainingConfig(batch_size=8, seq_len=4, steps=1, microbatches=2),
+            hardware=HardwareConfig(),
+            paths=PathsConfig(),
         )
         with jax.sharding.use_abstract_mesh(mesh):
-            state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), config))
+            model = load_model(config.model)
+            state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), config, model))
             array = lambda dtype, sharding: jax.ShapeDtypeStruct((8, 4), dtype, sharding=sharding)
             dtypes = TokenBatch(targets=jnp.uint32, is_seq_start=jnp.bool_, loss_mask=jnp.bool_)
             batch = jax.tree.map(array, dtypes, make_shardings(TokenBatch))
-            module.make_training_step(config).eval_shape(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
-            module.make_evaluation_step(config).eval_shape(state.weights, batch)
+            module.make_training_step(config, model).eval_shape(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+            module.make_evaluation_step(config, model).eval_shape(state.weights, batch)
 
     yield trace
     sys.modules.pop(name, None)

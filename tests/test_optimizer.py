@@ -10,8 +10,9 @@ import optax
 import pytest
 import tiny
 
-import configuration
 import train
+from optimizers.config import check_optimizer
+from optimizers.schedule import learning_rate
 from shardlib.shardtypes import f32, i32, is_fully_sharded
 
 State = train.State[train.Transformer]
@@ -66,9 +67,9 @@ SCHEDULES = {  # settings -> the same schedule by optax
 def test_learning_rate_equals_optax(name):
     settings, oracle = SCHEDULES[name]
     c = tiny.optimizer(learning_rate=PEAK, **settings)
-    configuration.check_optimizer(c)
+    check_optimizer(c)
     for step in range(20):
-        np.testing.assert_allclose(train.learning_rate(jnp.int32(step), c), oracle(step), rtol=1e-5, atol=1e-9)
+        np.testing.assert_allclose(learning_rate(jnp.int32(step), c), oracle(step), rtol=1e-5, atol=1e-9)
 
 
 def of_kinds(chosen) -> train.Transformer:
@@ -159,7 +160,7 @@ def test_five_updates_equal_optax(mesh, decay_on):
 
     def update(state: State, g: train.Transformer, step: i32[""]) -> tuple[State, f32[""]]:
         g, norm = train.clip_by_global_norm(g, c.clip_norm)
-        return train.adamw(state, g, step, train.learning_rate(step, c), c, table), norm
+        return train.adamw(state, g, step, learning_rate(step, c), c, table), norm
 
     zeros = random_like(table, 0, size=0.0)
     found, norms = updated_on(mesh, update, train.State(random_like(table, 0), zeros, zeros), table)
@@ -178,4 +179,4 @@ def test_every_array_of_the_state_is_fully_sharded():
 
 def test_zero_warmup_starts_at_the_peak():
     c = dataclasses.replace(tiny.optimizer(), warmup_steps=0)
-    assert float(train.learning_rate(jnp.int32(0), c)) == pytest.approx(c.learning_rate)
+    assert float(learning_rate(jnp.int32(0), c)) == pytest.approx(c.learning_rate)

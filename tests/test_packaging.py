@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
 INSTALLED_EXTRAS = ("tools", "test", "oracle", "bench")
-PACKAGES = ("input_loader", "shardlib", "training_io", "tools")
+PACKAGES = ("cluster", "configuration", "flat_tokens", "input_loader", "modeling", "models", "optimizers", "sampling")
+PACKAGES += ("shardlib", "text", "tools", "training_io")
 
 
 def requirements(*extras: str) -> list[Requirement]:

@@ -22,16 +22,20 @@ import pytest
 import tiny
 from jax import lax
 
-import configuration
-import gpt2
 import train
+from cluster.devices import make_mesh
 from input_loader import TokenBatch
-from jax_extra import make_mesh, save_for_backward
+from jax_extra import save_for_backward
+from modeling.model import load_model
+from modeling.weights import initialize
+from models import gpt2
 from shardlib import shardops
-from shardlib.pipeline import Parts, Placement, place_layers, plan_training
-from shardlib.shardtypes import ShardError, f32, make_shardings
-from stages import balanced, placement_of, training_plan
-from weights import initialize
+from shardlib.pipeline import Parts, plan_training, run_training
+from shardlib.placement import Placement, place_layers
+from shardlib.shardtypes import Array, ShardError, f32, make_shardings, pytree_dataclass, u32
+from training_io.config import Config
+from training_io.pipeline_config import PipelineConfig
+from training_io.stages import balanced, placement_of, training_plan
 
 BATCH, LENGTH, LAYERS = 64, 16, 8
 SETTINGS = {
@@ -91,12 +95,12 @@ CASES = chosen()
 QUICK = ["p=2 alone interleaved_1f1b v=2", "p=2 d eager"]
 
 
-def settings(case: Case) -> configuration.Config:
+def settings(case: Case) -> Config:
     c = tiny.config(tiny.model(d_model=64, layers=LAYERS, tied_embeddings=case.tied))
     c.training = dataclasses.replace(
         c.training, batch_size=BATCH, microbatches=case.m, gather_weights=case.gather, compute_dtype="f32"
     )
-    c.pipeline = configuration.PipelineConfig(case.schedule, case.v, recompute=case.recompute)
+    c.pipeline = PipelineConfig(case.schedule, case.v, recompute=case.recompute)
     return c
 
 
@@ -115,24 +119,24 @@ def in_layer_order(tree, order):
     """`tree`, State or weights on the host, with its stacks in the order of the layers."""
     if order is None:
         return tree
-    rows = [int(np.flatnonzero(order == layer)[0]) for layer in range(order.max() + 1)]
+    layer_of_row = order.layer_of_row
+    rows = [int(np.flatnonzero(layer_of_row == layer)[0]) for layer in range(layer_of_row.max() + 1)]
     if isinstance(tree, train.State):
         parts = (in_layer_order(getattr(tree, f.name), order) for f in dataclasses.fields(tree))
         return train.State(*parts)
     return dataclasses.replace(tree, layers=jax.tree.map(lambda x: x[rows], tree.layers))
 
 
-def one_step(c: configuration.Config, mesh):
+def one_step(c: Config, mesh):
     """(metrics, state after a step, loss of the evaluation), on the host, layers in their order.
 
     Momentum starts at 0, so that after one step it is the clipped gradient times 1 - adam_b1.
     """
     with jax.set_mesh(mesh):
-        order = placement_of(c).order
-        state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(7))
-        placed = tiny.place(batch(), TokenBatch)
-        nats, targets = train.make_evaluation_step(c)(state.weights, placed)
-        state, metrics = train.make_training_step(c)(state, placed, np.int32(4))
+        order = placement_of(c, load_model(c.model).table).order
+        state, placed = tiny.state(c, 7), tiny.place(batch(), TokenBatch)
+        nats, targets = tiny.evaluation_step(c)(state.weights, placed)
+        state, metrics = tiny.training_step(c)(state, placed, np.int32(4))
         host = in_layer_order(jax.tree.map(np.asarray, state), order)
         return float(metrics.loss), float(metrics.grad_norm), host, float(nats / targets)
 
@@ -205,11 +209,11 @@ def test_stages_of_different_sizes(counts, recompute):
     def settings(p):
         c = tiny.config(tiny.model(d_model=64, layers=4, vocab=512), microbatches=4)
         c.training.batch_size = BATCH
-        c.pipeline = configuration.PipelineConfig(layers_per_stage=counts, recompute=recompute)
+        c.pipeline = PipelineConfig(layers_per_stage=counts, recompute=recompute)
         return c
 
     with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):
-        assert placement_of(settings(2)).counts == ((3, 1))
+        assert placement_of(settings(2), load_model(settings(2).model).table).counts == ((3, 1))
     found = one_step(settings(2), make_mesh(1, 2, 1, jax.devices()[:4], 2))
     assert_same_step(found, one_step(settings(1), tiny.mesh("one device")))
 
@@ -217,7 +221,7 @@ def test_stages_of_different_sizes(counts, recompute):
 def matmuls(mesh, **pipeline) -> int:
     """How many products the traced training step has; loops and tasks count once."""
     c = settings(SMALL)
-    c.pipeline = configuration.PipelineConfig(**pipeline)
+    c.pipeline = PipelineConfig(**pipeline)
     with jax.set_mesh(mesh):
         return len(re.findall(r"\bdot_general\[", str(traced_step(c).jaxpr)))
 
@@ -227,7 +231,8 @@ def test_what_is_saved_is_not_computed_again():
     once = matmuls(tiny.mesh("one device"))
     assert matmuls(stages) == once
     assert matmuls(stages, layers_per_stage=[5, 3]) == once
-    of_a_layer = len(re.findall(r"\b(?:einsum|rms_norm)\(", inspect.getsource(train.layer))) + 2  # those of attention
+    source = inspect.getsource(inspect.unwrap(train.Llama.layer))
+    of_a_layer = len(re.findall(r"\b(?:einsum|rms_norm)\(", source)) + 2  # those of attention
     assert of_a_layer == 11
     assert matmuls(stages, recompute=True) == once + of_a_layer
 
@@ -239,15 +244,16 @@ def dropout_step(p: int, recompute: bool):
         gpt2.ModelConfig(vocab=64, positions=16, d_model=64, heads=4, layers=4, dropout=0.3, bos_id=0), microbatches=4
     )
     c.training.batch_size = BATCH
-    c.pipeline = configuration.PipelineConfig(virtual_stages=2, recompute=recompute)
+    c.pipeline = PipelineConfig(virtual_stages=2, recompute=recompute)
     seeds = np.arange(BATCH, dtype=np.uint32)
 
-    def per_device(w: gpt2.GPT2, batch: TokenBatch, seeds: train.u32["B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
-        return train.loss_and_gradients(w, batch, c, seeds)
+    def per_device(w: gpt2.GPT2, batch: TokenBatch, seeds: u32["B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
+        return tiny.loss_and_gradients(w, batch, c, seeds)
 
     with jax.set_mesh(tiny.mesh("one device") if p == 1 else make_mesh(1, 1, 2, jax.devices()[: 2 * p], p)):
-        order = placement_of(c).order
-        w = jax.jit(lambda key: initialize(gpt2.weight_table(c.model), key, order))(jax.random.key(1))
+        table = load_model(c.model).table
+        order = placement_of(c, table).order
+        w = jax.jit(lambda key: initialize(table, key, order))(jax.random.key(1))
         loss, g = tiny.per_device(per_device)(w, tiny.place(batch(), TokenBatch), seeds)
         return float(loss), in_layer_order(jax.tree.map(np.asarray, g), order)
 
@@ -268,43 +274,41 @@ def test_dropout_is_that_of_one_device(recompute):
 SMALL = Case(2, "", "interleaved_1f1b", 1, 4, False, False, "layer")
 
 
-def traced_step(c: configuration.Config):
+def traced_step(c: Config):
     """The training step, traced on the mesh in force; nothing is compiled."""
-    shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c))
+    shapes = jax.eval_shape(lambda: tiny.state(c))
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, shapes, make_shardings(train.State[train.Transformer], like=shapes))
-    return train.make_training_step(c).trace(state, batch(), np.int32(0))
+    return tiny.training_step(c).trace(state, batch(), np.int32(0))
 
 
-def trace(monkeypatch, name: str, instead, c: configuration.Config | None = None):
-    """Traces the training step with train.<name> replaced."""
-    monkeypatch.setattr(train, name, instead(getattr(train, name)))
+def trace(monkeypatch, part: str, instead, of: type = train.Llama):
+    """Traces the training step with a part of the model replaced."""
+    monkeypatch.setattr(of, part, instead(getattr(of, part)))
     with jax.set_mesh(mesh_of(SMALL)):
-        traced_step(c or settings(SMALL))
+        traced_step(settings(SMALL))
 
 
 @pytest.mark.quick
 def test_a_collective_over_p_in_a_stage_is_refused_by_shardops(monkeypatch):
     def reduced(fn):
-        def layers(w, x, *args):
+        def layer(self, x, *args):
             shardops.all_gather("X/r/d/p Y/t Z -> X/r/d Y/t Z", x)
-            return fn(w, x, *args)
+            return fn(self, x, *args)
 
-        return layers
+        return layer
 
     with pytest.raises(ShardError, match=r"a collective over p inside a pipeline stage: the stages run different"):
-        trace(monkeypatch, "layers", reduced)
+        trace(monkeypatch, "layer", reduced)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("part", ["layers", "embed", "logits"])
+@pytest.mark.parametrize("part", ["layer", "embed", "logits"])
 def test_a_collective_over_p_past_shardops_is_refused(monkeypatch, part):
     def reduced(fn):
         def with_psum(*args):
-            out = fn(*args)
-            x = out[0] if isinstance(out, tuple) else out
-            x = x + lax.pcast(0 * lax.psum(x, "p"), ("p",), to="varying")
-            return (x, *out[1:]) if isinstance(out, tuple) else x
+            x = fn(*args)
+            return x + lax.pcast(0 * lax.psum(x, "p"), ("p",), to="varying")
 
         return with_psum
 
@@ -323,24 +327,16 @@ def test_a_reduction_over_p_in_the_backward_pass_is_refused(monkeypatch):
 
     identity.defvjp(lambda x: (x, None), summed)
     with pytest.raises(ShardError, match=r"a pipeline stage runs psum\w* over p"):
-        trace(monkeypatch, "layers", lambda fn: lambda w, x, *args: fn(w, identity(x), *args))
-
-
-def test_padding_that_is_not_skipped_is_refused(monkeypatch):
-    """As layers, its rows would be trained, and lost in the next checkpoint."""
-    c = settings(SMALL)
-    c.pipeline = dataclasses.replace(c.pipeline, layers_per_stage=[5, 3])
-    with pytest.raises(ShardError, match=r"(?s)does not skip the rows .* 5, 3 layers.*@skip_padding"):
-        trace(monkeypatch, "skip_padding", lambda _: lambda body: body, c)
+        trace(monkeypatch, "layer", lambda fn: lambda self, x, *args: fn(self, identity(x), *args))
 
 
 @pytest.mark.quick
 def test_ends_that_are_not_gathered_are_refused(monkeypatch):
     def without_ends(fn):
-        return lambda w, c, gather=False: shardops.replicate("... -> ... *r", w)
+        return lambda self, w, gather=False: shardops.replicate("... -> ... *r", w)
 
-    with pytest.raises(ShardError, match="differs between devices of d"):
-        trace(monkeypatch, "copies_for_step", without_ends)
+    with pytest.raises(ShardError, match=r"a collective over p inside a pipeline stage: the stages run different"):
+        trace(monkeypatch, "copies", without_ends, of=train.Forward)
 
 
 # ---- placement, settings ------------------------------------------------------------------------------------------
@@ -350,10 +346,10 @@ def test_ends_that_are_not_gathered_are_refused(monkeypatch):
 def test_rows_of_chunks_and_uneven_stages():
     even = place_layers(8, p=2, v=2)
     assert even.rows.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert even.order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert even.order.layer_of_row.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert place_layers(8, p=4, v=1).order is None
     uneven = place_layers(5, p=2, v=1, counts=[3, 2])
-    assert uneven.order.tolist() == [0, 1, 2, 3, 4, -1]
+    assert uneven.order.layer_of_row.tolist() == [0, 1, 2, 3, 4, -1]
     assert uneven.padded
     assert not even.padded
 
@@ -385,12 +381,12 @@ def test_settings_that_do_not_fit(changes, message):
     c = settings(SMALL)
     c.pipeline = dataclasses.replace(c.pipeline, **changes)
     with jax.set_mesh(mesh_of(SMALL)), pytest.raises(ValueError, match=message):
-        training_plan(c)
+        training_plan(c, load_model(c.model).table)
 
 
 def training_plan_of(case: Case):
     with jax.set_mesh(mesh_of(case)):
-        return training_plan(settings(case))
+        return training_plan(settings(case), load_model(settings(case).model).table)
 
 
 def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
@@ -409,11 +405,9 @@ def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool
     placement = Placement(2, 1, (1, 1))
     plan = plan_training(placement, schedule, m, recompute)
 
-    @train.pytree_dataclass
+    @pytree_dataclass
     class Small:
-        layers: train.Array["layers/p", f32["M"]]
-
-    from shardlib.pipeline import run_training
+        layers: Array["layers/p", f32["M"]]
 
     def stage(w, x, numbers, part):
         return save_for_backward(jnp.tanh(x * w[0]))
@@ -445,3 +439,32 @@ def test_memory_and_program_do_not_grow_with_microbatches(schedule):
 def test_memory_of_gpipe_grows():
     few, many = (executor_program(m, "gpipe").memory_analysis().temp_size_in_bytes for m in (8, 32))
     assert many > few + 20 * 4096
+
+
+@pytest.mark.parametrize("part", ["embed", "attend", "tokens"])
+def test_stages_run_the_one_forward_pass(part, monkeypatch):
+    """What is changed in a part of train.Forward changes the loss with stages as it does without."""
+    c = tiny.config(tiny.model(layers=2), microbatches=2)
+    c.mesh.p = 2
+    plain = getattr(train.Forward, part)
+    changed = {
+        "embed": lambda *a: 3 * plain(*a),
+        "attend": lambda *a: lambda q, k, v, *more: plain(*a)(q, k, 2 * v, *more),
+        "tokens": lambda *a: dataclasses.replace(plain(*a), positions=3 * plain(*a).positions),
+    }[part]
+
+    def losses() -> list[float]:
+        found = []
+        for p, devices in ((1, 2), (2, 4)):
+            with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:devices], p)):
+                state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+                nats, targets = tiny.evaluation_step(c)(state.weights, batch)
+                _, metrics = tiny.training_step(c)(state, batch, np.int32(1))
+                found += [float(nats / targets), float(metrics.loss)]
+        return found
+
+    before = losses()
+    monkeypatch.setattr(train.Forward, part, changed)
+    after = losses()
+    np.testing.assert_allclose(after, after[0], rtol=1e-5)
+    assert abs(after[0] - before[0]) > 1e-4

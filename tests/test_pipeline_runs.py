@@ -7,12 +7,15 @@ import tiny
 import zarr
 from processes import Run
 
-import configuration
 import train
-from jax_extra import make_mesh
+from cluster.devices import make_mesh
+from modeling.model import load_model
+from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
-from stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages
 from training_io import Checkpointer
+from training_io.config import Config
+from training_io.pipeline_config import PipelineConfig
+from training_io.stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages
 
 PLACES = {  # name: p, r, d, t, pipeline settings
     "p=4 v=2": (4, 1, 1, 2, {"virtual_stages": 2}),
@@ -23,9 +26,9 @@ PLACES = {  # name: p, r, d, t, pipeline settings
 }
 
 
-def settings(place: str) -> configuration.Config:
+def settings(place: str) -> Config:
     c = tiny.config(tiny.model(d_model=64, layers=8), microbatches=4)
-    c.pipeline = configuration.PipelineConfig(**PLACES[place][4])
+    c.pipeline = PipelineConfig(**PLACES[place][4])
     return c
 
 
@@ -34,9 +37,13 @@ def mesh_of(place: str):
     return make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)
 
 
-def fresh(c: configuration.Config) -> train.State:
+def placement(c: Config) -> Placement:
+    return placement_of(c, load_model(c.model).table)
+
+
+def fresh(c: Config) -> train.State:
     """With moments that differ from layer to layer and from each other, as those of a run do."""
-    state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(3))
+    state = tiny.state(c, 3)
     # In a program of their own: fused with the weights, these might be rounded in another way on another mesh.
     moments = jax.jit(lambda w: (jax.tree.map(lambda w: 2 * w, w), jax.tree.map(lambda w: w * w, w)))
     return train.State(state.weights, *moments(state.weights))
@@ -50,7 +57,7 @@ def saved(tmp_path_factory):
         c = settings(place)
         with jax.set_mesh(mesh_of(place)), Checkpointer(tmp_path_factory.mktemp("saved")) as checkpoints:
             state = fresh(c)
-            checkpoints.save(7, state, {}, stack_orders(placement_of(c), train.State, state))
+            checkpoints.save(7, state, {}, stack_orders(placement(c), train.State, state))
             paths[place] = checkpoints.directory
     return paths
 
@@ -73,7 +80,7 @@ def test_and_is_restored_to_any_others(saved, place):
         shapes = jax.eval_shape(lambda: expected)
         shardings = make_shardings(train.State[train.Transformer], like=shapes)
         like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-        found = checkpoints.restore(7, like, orders=stack_orders(placement_of(c), train.State, shapes))
+        found = checkpoints.restore(7, like, orders=stack_orders(placement(c), train.State, shapes))
     for x, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert x.sharding == e.sharding
         np.testing.assert_array_equal(x, e)
@@ -86,22 +93,27 @@ def test_weights_without_stages_are_those_of_a_mesh_without_p(place):
     c = settings(place)
     with jax.set_mesh(mesh_of(place)):
         mesh = folded_mesh(c)
-        found = without_stages(fresh(c).weights, placement_of(c), mesh)
+        found = without_stages(fresh(c).weights, placement(c), mesh)
     assert "p" not in mesh.shape
     for x, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(x, e)
 
 
+def described(place: str) -> list[str]:
+    c = settings(place)
+    return describe_stages(c, load_model(c.model).table)
+
+
 def test_the_run_says_what_each_stage_has():
     with jax.set_mesh(mesh_of("p=2 uneven")):
-        lines = describe_stages(settings("p=2 uneven"))
+        lines = described("p=2 uneven")
     assert lines[0].startswith("interleaved_1f1b, 4 microbatches in ")
     assert lines[1].startswith("stage 0: p=0: layers 0-4, embedding; ")
     assert lines[2].startswith("stage 1: p=1: layers 5-7, final norm, unembedding; ")
     layer = 4 * (2 * 64 + 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 48)
     assert f"{3 * layer / 2**20:.4g} MiB" in lines[2]
     with jax.set_mesh(mesh_of("p=1 d=4 t=2")):
-        assert describe_stages(settings("p=1 d=4 t=2")) == []
+        assert described("p=1 d=4 t=2") == []
 
 
 # ---- whole runs ---------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_libraries_show_their_warnings_alone(tmp_path):
     program.write_text(
         "import logging\n"
         "from tools.inspect_data import Config\n"
-        "from tools.program import run_program\n"
+        "from configuration.program import run_program\n"
         "def run(config):\n"
         "    logging.getLogger('library').info('a detail')\n"
         "    logging.getLogger('library').warning('a warning')\n"

@@ -9,11 +9,13 @@ import pytest
 import tiny
 from jax import lax
 
-import gpt2
-import sampling
 import train
 from input_loader import TokenBatch
-from sampling import Sampler, Settings, Texts, choose, compare, window_start
+from models import gpt2
+from sampling import cache
+from sampling.cache import Texts, next_logits, window_cache, window_start
+from sampling.drawing import Settings, choose, compare, gumbel_noise, lowest_kept, scaled_logits
+from sampling.sampler import Sampler
 from shardlib.shardtypes import f32, i32, u32
 
 PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third is longer than the context
@@ -25,18 +27,19 @@ CONTEXT = 16
 
 def forced_logits(w, c, rows, lengths, window, steps):
     """Logits[steps, rows, V] after `rows`: their first `lengths` tokens at once, then one after the other."""
+    forward = tiny.forward(tiny.config(c))
 
     def run(w: train.Transformer, ids: u32["N/r/d P"], texts: Texts, forced: u32["T N/r/d"]) -> f32["T B/r/d L V/t"]:
-        w = train.copies_for_step(w, c)
-        cache = sampling.window_cache(w, ids, c, rows.shape[1])
+        w = forward.copies(w)
+        past = window_cache(w, ids, forward, rows.shape[1])
 
         def step(carry, token):
-            cache, texts = carry
+            past, texts = carry
             texts = dataclasses.replace(texts, token=token)
-            logits, cache = sampling.next_logits(w, cache, texts, c)
-            return (cache, dataclasses.replace(texts, place=texts.place + 1)), logits
+            logits, past = next_logits(w, past, texts, forward)
+            return (past, dataclasses.replace(texts, place=texts.place + 1)), logits
 
-        return lax.scan(step, (cache, texts), forced)[1]
+        return lax.scan(step, (past, texts), forced)[1]
 
     zeros = np.zeros(len(rows), np.int32)
     texts = Texts(number=zeros, length=zeros, token=np.uint32(zeros), place=lengths, left=zeros)
@@ -58,7 +61,7 @@ def uncached():
     )
 
     def logits(w: train.Transformer, batch: TokenBatch) -> f32["B/r/d L V/t"]:
-        return train.batch_logits(train.copies_for_step(w, c), batch, c)
+        return tiny.logits(w, batch, tiny.config(c))
 
     with jax.set_mesh(tiny.mesh("one device")):
         return rows, np.asarray(tiny.per_device(logits)(weights("one device"), tiny.place(batch, TokenBatch)))
@@ -94,14 +97,14 @@ def weights(mesh):
 
 def generate(mesh, settings=NUCLEUS, prompts=PROMPTS, context=CONTEXT, batch=64, **changes):
     with jax.set_mesh(tiny.mesh(mesh)):
-        return Sampler(tiny.config(**changes), settings, context, batch).generate(weights(mesh), prompts)
+        return Sampler(tiny.forward(tiny.config(**changes)), settings, context, batch).generate(weights(mesh), prompts)
 
 
 @pytest.fixture(scope="module")
 def sampler():
     """On one device, with NUCLEUS."""
     with jax.set_mesh(tiny.mesh("one device")):
-        yield Sampler(tiny.config(), NUCLEUS, CONTEXT)
+        yield Sampler(tiny.forward(tiny.config()), NUCLEUS, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +143,7 @@ def test_each_text_has_its_own_noise(sampler):
 
 def test_noise_is_that_of_seed_text_and_place():
     noise = lambda seed, number, place: np.asarray(
-        sampling.gumbel_noise(np.int32([number]), np.int32([place]), 9, Settings(seed=seed))
+        gumbel_noise(np.int32([number]), np.int32([place]), 9, Settings(seed=seed))
     )
     np.testing.assert_array_equal(noise(1, 2, 3), noise(1, 2, 3))
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2)):
@@ -167,10 +170,10 @@ def test_another_model_samples_likewise(mesh, dtype, ties):
         rng = np.random.default_rng(0)
         value = lambda weight: np.float32(rng.normal(weight.mean, 5 * weight.std, weight.shape))
         w = tiny.place(jax.tree.map(value, gpt2.weight_table(model)), gpt2.GPT2)
-        sampler = Sampler(c, NUCLEUS, CONTEXT)
+        sampler = Sampler(tiny.forward(c), NUCLEUS, CONTEXT)
         checked = sampler.check(w, PROMPTS, sampler.generate(w, PROMPTS))
         with pytest.raises(ValueError, match=r"sequences have 17 tokens, but model.positions is 16"):
-            Sampler(c, NUCLEUS, CONTEXT + 1)
+            Sampler(tiny.forward(c), NUCLEUS, CONTEXT + 1)
     assert checked.tokens == 20 * len(PROMPTS)
     assert checked.ties <= ties
 
@@ -215,9 +218,9 @@ def test_another_token_fails_the_check(sampler, texts):
 
 
 def test_a_wrong_cache_fails_the_check(sampler, monkeypatch):
-    right = sampling.cached_attention
+    right = cache.cached_attention
     wrong = lambda q, k, v, past_k, past_v, place: right(q, k, v, past_k, past_v, place - 1)
-    monkeypatch.setattr(sampling, "cached_attention", wrong)
+    monkeypatch.setattr(cache, "cached_attention", wrong)
     fails(sampler, generate("one device"), r"was drawn with the cache")
 
 
@@ -272,7 +275,7 @@ def logits():
 @pytest.mark.parametrize("s", FILTERS)
 def test_top_k_and_top_p_leave_what_numpy_leaves(s, logits):
     scaled = logits / np.float32(s.temperature)
-    kept = scaled >= np.asarray(sampling.lowest_kept(scaled, s))
+    kept = scaled >= np.asarray(lowest_kept(scaled, s))
     for row, found in zip(scaled, kept, strict=True):
         assert np.flatnonzero(found).tolist() == kept_by_numpy(row, s)
 
@@ -288,8 +291,8 @@ def test_top_k_and_top_p_leave_what_transformers_leaves(s, logits):
         expected = TopKLogitsWarper(s.top_k)(None, expected)
     if s.top_p < 1:
         expected = TopPLogitsWarper(s.top_p)(None, expected)
-    scaled = sampling.scaled_logits(logits, s)
-    found = np.where(scaled >= sampling.lowest_kept(scaled, s), scaled, -np.inf)
+    scaled = scaled_logits(logits, s)
+    found = np.where(scaled >= lowest_kept(scaled, s), scaled, -np.inf)
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
 
 
@@ -348,6 +351,6 @@ def test_settings_out_of_range(settings, message):
 def test_ids_and_contexts_out_of_range():
     with jax.set_mesh(tiny.mesh("one device")):
         with pytest.raises(ValueError, match=r"context is 1; it must hold at least 2 tokens"):
-            Sampler(tiny.config(), Settings(), context=1)
+            Sampler(tiny.forward(tiny.config()), Settings(), context=1)
         with pytest.raises(ValueError, match=r"prompt 1 has the token id 64; those of the model are 0 to 63"):
-            Sampler(tiny.config(), Settings(), context=8).generate(None, [[1], [64]])
+            Sampler(tiny.forward(tiny.config()), Settings(), context=8).generate(None, [[1], [64]])

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 from test_configs import RUNS
 from test_configs import load as load_now
 
-import configuration
 import train
 from benchmarks import scale
-from tools.verify_measure import type_check
-from weights import check_table
+from modeling.model import load_model
+from modeling.weights import check_table
+from tools.verify.measure import type_check
+from training_io.config import Config, check_divides
 
 ROOT = Path(__file__).parent.parent
 DEVICES = 2048
@@ -57,7 +58,7 @@ def name_of(mesh: dict[str, int]) -> str:
 load = functools.cache(load_now)
 
 
-def load_for(name: str, mesh: dict[str, int]) -> configuration.Config:
+def load_for(name: str, mesh: dict[str, int]) -> Config:
     """The configuration with the smallest batch that this mesh divides, and microbatches for its stages."""
     c = copy.deepcopy(load(name))
     c.training.microbatches = math.lcm(c.training.microbatches, mesh.get("p", 1))
@@ -72,7 +73,7 @@ def test_every_step_type_checks_on_2048_devices_or_names_what_does_not_divide(na
     c = load_for(name, mesh)
     dims = next((dims for part, dims in REFUSED[name_of(mesh)].items() if part in name), None)
     if dims is None:
-        configuration.check_divides(c, mesh)
+        check_divides(c, mesh)
         t = c.training
         traced = c.model, c.optimizer.algorithm, t.seq_len, t.microbatches, t.gather_weights, t.compute_dtype, mesh
         if traced not in TRACED:
@@ -80,7 +81,7 @@ def test_every_step_type_checks_on_2048_devices_or_names_what_does_not_divide(na
             TRACED.append(traced)
         return
     with pytest.raises(ValueError, match="it must be a multiple of") as error:
-        configuration.check_divides(c, mesh)
+        check_divides(c, mesh)
     message = rf"(model\.\w+) is (\d+); on the mesh {name_of(mesh)} it must be a multiple of ([prdt·]+) = (\d+)\."
     setting, size, axes, product = re.fullmatch(message, str(error.value)).groups()
     assert setting in dims
@@ -104,13 +105,13 @@ def test_a_model_is_refused_just_where_its_weights_do_not_divide(name):
         c.training.seq_len = DEVICES
         by_settings, by_weights = True, True
         try:
-            configuration.check_divides(c, mesh)
+            check_divides(c, mesh)
         except ValueError:
             by_settings = False
         abstract = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
         with jax.sharding.use_abstract_mesh(abstract):
             try:
-                check_table(configuration.model_of(c.model.module).weight_table(c.model))
+                check_table(load_model(c.model).table)
             except ValueError:
                 by_weights = False
         assert by_settings == by_weights, name_of(mesh)

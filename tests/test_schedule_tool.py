@@ -14,9 +14,9 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from tools import schedule as tool
-from tools.schedule import Config, as_bytes, bytes_text, chart_of, simulated
-from tools.schedule_gantt import draw_svg, draw_text
+from tools.schedule import __main__ as tool
+from tools.schedule.__main__ import Config, as_bytes, bytes_text, chart_of, simulated
+from tools.schedule.gantt import draw_svg, draw_text
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from numpy_checks import check_modules
 
 from input_loader import DataConfig, Prefetcher, StreamConfig, StreamLoader, make_loader, steps_for, stream
-from tools import tokenizer_definitions
+from text import definitions
 
 check_modules(stream)
 
@@ -60,7 +60,7 @@ def files(request, tmp_path_factory, texts):
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory, texts):
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    path.write_text(tokenizer_definitions.train_bpe([text for text in texts if text], 300))
+    path.write_text(definitions.train_bpe([text for text in texts if text], 300))
     return str(path)
 
 

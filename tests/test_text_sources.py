@@ -10,16 +10,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tools import hub_sources, text_sources
-from tools.text_sources import open_files
+from text import excerpts, hub, sources
+from text.local_files import open_files
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(text_sources, "BLOCK_BYTES", 50)
-    monkeypatch.setattr(text_sources, "PIECE_BYTES", 200)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 50)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 200)
 
 
 def random_texts(num_texts, seed=0):
@@ -58,8 +58,8 @@ def test_jsonl(tmp_path, small_blocks, suffix, end):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 49, 50, 51])
 def test_lines_belong_to_the_range_they_start_in(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(text_sources, "BLOCK_BYTES", size)
-    monkeypatch.setattr(text_sources, "PIECE_BYTES", 3 * size)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", size)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 3 * size)
     texts = ["", "a", "b" * 60, "", "c", "\u2028", "d" * 11]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts))
     assert read_all(open_files([str(tmp_path / "a.jsonl")], "text", None)) == texts
@@ -121,11 +121,11 @@ def test_slice(tmp_path, small_blocks):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     pieces = open_files([str(tmp_path / "a.jsonl")], "text", None)
     for start, stop in ((0, 7), (13, 14), (49, 60), (50, 51)):
-        part = text_sources.Slice(pieces, start, stop)
+        part = excerpts.Slice(pieces, start, stop)
         assert read_all([part]) == texts[start:stop]
         check_places([part])
     for start in (*range(20), 49, 50, 51):
-        rest = text_sources.skip_documents(pieces, start)
+        rest = excerpts.skip_documents(pieces, start)
         assert read_all(rest) == texts[start:]
         check_places(rest)
         assert len(pieces) - len(rest) >= start // 4
@@ -134,17 +134,17 @@ def test_slice(tmp_path, small_blocks):
 @pytest.mark.parametrize("streaming", [True, False])
 def test_huggingface(tmp_path, small_blocks, streaming, monkeypatch):
     pytest.importorskip("datasets")
-    monkeypatch.setattr(hub_sources, "PIECE_ROWS", 9)
+    monkeypatch.setattr(hub, "PIECE_ROWS", 9)
     texts = random_texts(60)
     for i in range(3):
         lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts[20 * i : 20 * (i + 1)])
         (tmp_path / f"train-{i}.jsonl").write_text(lines)
-    pieces = hub_sources.open_huggingface(str(tmp_path), None, None, "train", streaming, "text")
+    pieces = hub.open_huggingface(str(tmp_path), None, None, "train", streaming, "text")
     assert read_all(pieces) == texts
     check_places(pieces)
     assert len(pieces) == (3 if streaming else 7)
     with pytest.raises(ValueError, match=r"no column 'body'; set text_field to one of \['id', 'text'\]"):
-        read_all(hub_sources.open_huggingface(str(tmp_path), None, None, "train", streaming, "body"))
+        read_all(hub.open_huggingface(str(tmp_path), None, None, "train", streaming, "body"))
 
 
 # ---- damage -------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_a_damaged_file_of_a_dataset(tmp_path, monkeypatch, streaming, message):
     path = tmp_path / "hub/train-00001-of-00002.parquet"
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=message):
-        read_all(hub_sources.open_huggingface(name, None, None, "train", streaming, "text"))
+        read_all(hub.open_huggingface(name, None, None, "train", streaming, "text"))
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -252,4 +252,4 @@ def test_a_split_that_is_not_there(tmp_path, monkeypatch, streaming):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     name = write_hub(tmp_path / "hub")
     with pytest.raises(ValueError, match=r"Cannot load the split 'trian' of the dataset .*\['train'\]"):
-        hub_sources.open_huggingface(name, None, None, "trian", streaming, "text")
+        hub.open_huggingface(name, None, None, "trian", streaming, "text")

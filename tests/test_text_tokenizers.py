@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from numpy_checks import check_modules
 
-from tools import text_tokenizers, tokenizer_definitions
-from tools.text_tokenizers import (
+from text import definitions
+from text import tokenizers as text_tokenizers
+from text.tokenizers import (
     PROBES,
     Gigatoken,
     TextTokenizer,
@@ -42,7 +43,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def bpe(texts):
-    return tokenizer_definitions.train_bpe(texts, 2000)
+    return definitions.train_bpe(texts, 2000)
 
 
 def split(encoded):
@@ -202,7 +203,7 @@ def check_against(oracle, definition, reference, texts, end):
 @pytest.mark.parametrize("name", TEKKEN)
 def test_tekken_is_that_of_mistral_common(texts, name):
     tekken = pytest.importorskip("mistral_common.tokens.tokenizers.tekken")
-    path = tokenizer_definitions._find_in_mistral_common(name)
+    path = definitions._find_in_mistral_common(name)
     oracle = tekken.Tekkenizer.from_file(path)
     definition, reference = text_tokenizers.open_mistral(name)
     check_against(lambda text: oracle.encode(text, bos=False, eos=False), definition, reference, texts, oracle.eos_id)
@@ -217,7 +218,7 @@ def test_tekken_is_that_of_mistral_common(texts, name):
 def test_sentencepiece_is_that_of_mistral_common(texts, name):
     sentencepiece = pytest.importorskip("mistral_common.tokens.tokenizers.sentencepiece")
     pytest.importorskip("sentencepiece")
-    path = tokenizer_definitions._find_in_mistral_common(name)
+    path = definitions._find_in_mistral_common(name)
     oracle = sentencepiece.SentencePieceTokenizer(path)
     definition, reference = text_tokenizers.open_mistral(path)
     check_against(lambda text: oracle.encode(text, bos=False, eos=False), definition, reference, texts, oracle.eos_id)
@@ -226,17 +227,17 @@ def test_sentencepiece_is_that_of_mistral_common(texts, name):
 def test_names_of_mistral_that_are_not_there(tmp_path, monkeypatch):
     pytest.importorskip("mistral_common")
     with pytest.raises(ValueError, match=r"no file 'tekken.json' in .*nor in mistral-common, which has \["):
-        tokenizer_definitions.find_mistral("tekken.json")
+        definitions.find_mistral("tekken.json")
     (tmp_path / "tekken.json").write_text('{"config": {}}')
     with pytest.raises(ValueError, match=r"tekken.json is not a tekken.json of Mistral's: KeyError"):
-        tokenizer_definitions.find_mistral(str(tmp_path / "tekken.json"))
+        definitions.find_mistral(str(tmp_path / "tekken.json"))
     (tmp_path / "tokenizer.model").write_bytes(b"nothing of the kind")
     pytest.importorskip("sentencepiece")
     with pytest.raises(ValueError, match="is not a SentencePiece model"):
         text_tokenizers.open_mistral(str(tmp_path / "tokenizer.model"))
     monkeypatch.setitem(sys.modules, "mistral_common", None)
     with pytest.raises(ValueError, match="pip install mistral-common"):
-        tokenizer_definitions.find_mistral("tekken_240911.json")
+        definitions.find_mistral("tekken_240911.json")
 
 
 # ---- tiktoken -----------------------------------------------------------------------------------------------------
@@ -259,16 +260,16 @@ ENCODING_CONSTRUCTORS = {"mine": mine}
 PROGRAM = """
 import json, sys
 import tiktoken
-from tools import text_tokenizers
+from text import tokenizers
 texts = json.load(sys.stdin)
-definition, reference = text_tokenizers.open_tiktoken("mine")
-tokenizer, why = text_tokenizers.make_text_tokenizer(definition, reference, "<|endoftext|>", "auto")
+definition, reference = tokenizers.open_tiktoken("mine")
+tokenizer, why = tokenizers.make_text_tokenizer(definition, reference, "<|endoftext|>", "auto")
 encoded = tokenizer.encode(texts)
 oracle = tiktoken.get_encoding("mine")
 expected = [oracle.encode_ordinary(text) + [oracle.eot_token] for text in texts]
 assert encoded.ids.tolist() == sum(expected, []), "ids"
 assert tokenizer.vocab_size == oracle.n_vocab
-translated = text_tokenizers.load_definition(definition)
+translated = tokenizers.load_definition(definition)
 for text in texts:
     assert translated.encode(text).ids == oracle.encode_ordinary(text), text
     assert translated.decode(oracle.encode_ordinary(text)) == text
@@ -282,7 +283,7 @@ def test_tiktoken_encoding(tmp_path, texts):
     pytest.importorskip("mistral_common")
     import base64
 
-    tekken = tokenizer_definitions.find_mistral(TEKKEN[0])
+    tekken = definitions.find_mistral(TEKKEN[0])
     ranks = {base64.b64encode(token).decode(): rank for token, rank in tekken.ranks.items() if rank < 20_000}
     (tmp_path / "tiktoken_ext").mkdir()
     (tmp_path / "tiktoken_ext/mine.py").write_text(PLUGIN)
@@ -299,7 +300,7 @@ def test_a_chunk_that_is_a_token_stays_whole():
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([i]): i for i in range(256)} | {b"bc": 256, b"abcd": 257}
     encoding = tiktoken.Encoding("small", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={})
-    translated = text_tokenizers.load_definition(tokenizer_definitions.from_ranks(ranks, r"\w+|\W+", {}))
+    translated = text_tokenizers.load_definition(definitions.from_ranks(ranks, r"\w+|\W+", {}))
     for text in ("abcd", "abcd abcde", "xabcd", "bcbc"):
         assert translated.encode(text).ids == encoding.encode_ordinary(text)
     assert translated.encode("abcd").ids == [257]
@@ -349,21 +350,21 @@ def test_gigatoken_is_pickled_by_its_definition(bpe):
 def test_a_damaged_definition(tmp_path, bpe):
     for content in ('{"model": 3}', bpe[: len(bpe) // 2], 'x"model"'):
         (tmp_path / "tokenizer.json").write_text(content)
-        definition = tokenizer_definitions.find_huggingface(str(tmp_path))
+        definition = definitions.find_huggingface(str(tmp_path))
         with pytest.raises(ValueError, match=r"`tokenizers` cannot read the tokenizer.json: .* Download or write it"):
             text_tokenizers.Tokenizers(definition)
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: 'utf-8' codec"):
-        tokenizer_definitions.find_huggingface(str(tmp_path))
+        definitions.find_huggingface(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"There is no file '.*tokenizer.json'"):
-        tokenizer_definitions.find_huggingface(str(tmp_path))
+        definitions.find_huggingface(str(tmp_path))
 
 
 def test_only_some_special_tokens_are_listed():
     ranks = {bytes([i]): i for i in range(256)}
     special = {f"<SPECIAL_{i}>": 256 + i for i in range(900)} | {"</s>": 1156, "<s>": 1157}
-    definition = tokenizer_definitions.from_ranks(ranks, r"\S+|\s+", special)
+    definition = definitions.from_ranks(ranks, r"\S+|\s+", special)
     reference = text_tokenizers.Tokenizers(definition)
     with pytest.raises(ValueError, match=r"no token 'EOS' .* are \['</s>', '<s>', .*\] and 872 more\.$") as found:
         text_tokenizers.make_text_tokenizer(definition, reference, "EOS", "reference")

@@ -1,4 +1,4 @@
-"""What benchmarks/throughput.py compares trains one model: the same losses, step by step, as ours; its arithmetic."""
+"""What benchmarks/throughput compares trains one model: the same losses, step by step, as ours; its arithmetic."""
 
 import dataclasses
 import importlib
@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 import training_io
-from benchmarks import throughput
-from benchmarks.peers.job import Job, Shapes, batches, random_weights
-from benchmarks.throughput import Measured, Target, Timing
+from benchmarks.throughput.figures import figures, flops_per_token, line_of
+from benchmarks.throughput.jobs import MODULES, NEEDS, SIZES, jobs_of, variant_of
+from benchmarks.throughput.peers.job import Job, Shapes, batches, random_weights
+from benchmarks.throughput.rounds import Measured, Timing, compare
+from benchmarks.throughput.targets import Target, ratios, targets
 
 ROOT = Path(__file__).parent.parent
 SHAPES = Shapes(
@@ -28,12 +30,12 @@ TOLERANCE = {"f32": 1e-5, "bf16": 1e-2}
 
 
 def need(contestant: str) -> None:
-    for module in throughput.NEEDS[contestant][0]:
+    for module in NEEDS[contestant][0]:
         pytest.importorskip(module, reason=f"the contestant {contestant} needs {module}")
 
 
 def losses(contestant: str, job: Job = JOB, **options) -> list[float]:
-    module = importlib.import_module(f"benchmarks.peers.{throughput.MODULES[contestant]}")
+    module = importlib.import_module(f"benchmarks.throughput.peers.{MODULES[contestant]}")
     trainer = module.Contestant(job, random_weights(job.shapes), **options)
     return trainer.wait([trainer.step() for _ in range(STEPS)])
 
@@ -84,7 +86,7 @@ def test_torch_takes_the_fastest_kernel_that_can():
     need("torch")
     from torch.nn.attention import SDPBackend
 
-    from benchmarks.peers.torch_trainer import allow, fastest_kernel
+    from benchmarks.throughput.peers.torch_trainer import allow, fastest_kernel
 
     can = SDPBackend.MATH
     assert fastest_kernel(JOB, [can], "cpu") is can
@@ -97,7 +99,7 @@ def test_torch_takes_the_fastest_kernel_that_can():
 
 
 def test_settings_reach_our_configuration():
-    from benchmarks.peers.ours import config_of
+    from benchmarks.throughput.peers.ours import config_of
 
     settings = ("training.save=dots", "training.loss_chunk=8")
     c = config_of(dataclasses.replace(JOB, settings=settings, platform="gpu", microbatches=2, dtype="bf16"))
@@ -124,40 +126,40 @@ def test_batches_are_the_same_each_time():
 @pytest.mark.parametrize("size", ["2m", "124m", "1b"])
 def test_flops_are_those_that_training_prints(size):
     import train
-    from benchmarks.peers.ours import config_of
+    from benchmarks.throughput.peers.ours import config_of
 
-    s = throughput.SIZES[size]
+    s = SIZES[size]
     job = Job("ours", s.shapes, s.rows, s.length)
     c = config_of(job)
     expected = training_io.flops_of_model(train.weight_table(c.model), c.model, s.length)
-    assert throughput.flops_per_token(job) == (expected.causal, expected.full)
+    assert flops_per_token(job) == (expected.causal, expected.full)
 
 
 def test_sizes_are_those_of_configs():
-    from benchmarks.peers.ours import config_of
+    from benchmarks.throughput.peers.ours import config_of
 
     for size in ("270m", "540m", "1b", "2b"):
-        s = throughput.SIZES[size]
+        s = SIZES[size]
         job = Job("ours", s.shapes, s.rows, s.length, settings=(f"model={size}",))
         plain = dataclasses.asdict(config_of(job).model)
         assert {name: plain[name] for name in dataclasses.asdict(s.shapes)} == dataclasses.asdict(s.shapes)
-    assert throughput.SIZES["124m"].shapes.matmul_parameters == pytest.approx(124e6, rel=0.01)
+    assert SIZES["124m"].shapes.matmul_parameters == pytest.approx(124e6, rel=0.01)
 
 
 @pytest.mark.parametrize("t", [1, 2])
 def test_the_floor_multiplies_what_a_step_multiplies(t):
-    from benchmarks.peers.floor import attention_share
+    from benchmarks.throughput.peers.floor import attention_share
 
     products = SHAPES.products(t)
     assert sum(inputs * outputs * n for inputs, outputs, n in products) * t == SHAPES.matmul_parameters
-    causal, _ = throughput.flops_per_token(JOB)
+    causal, _ = flops_per_token(JOB)
     norms = sum(math.prod(shape) for name, shape in SHAPES.weights().items() if "norm" in name)
     assert 6 * SHAPES.matmul_parameters * (1 + attention_share(JOB)) == pytest.approx(causal - 6 * norms)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 2)])
 def test_the_floor_runs_all_of_its_products(mesh):
-    from benchmarks.peers.floor import Contestant
+    from benchmarks.throughput.peers.floor import Contestant
 
     floor = Contestant(dataclasses.replace(JOB, d=mesh[0], t=mesh[1]))
     floor.wait([floor.step(), floor.step()])
@@ -171,20 +173,20 @@ def test_the_floor_runs_all_of_its_products(mesh):
 
 
 def row(label: str, tokens_per_s: float, peak: int = 100, **more) -> dict:
-    found = {"label": label, "contestant": throughput.MODULES[label], "error": None, "peak_bytes": peak}
+    found = {"label": label, "contestant": MODULES[label], "error": None, "peak_bytes": peak}
     return found | {"tokens_per_s": tokens_per_s, "tokens_per_s_median": tokens_per_s, **more}
 
 
 def test_targets_on_a_cpu():
     rows = {x["label"]: x for x in (row("ours", 110), row("nnx", 100, 90), row("torch", 120, 200))}
-    found = {target.name: target for target in throughput.targets("2m", rows, "cpu")}
+    found = {target.name: target for target in targets("2m", rows, "cpu")}
     assert [target.met for target in found.values()] == [True, False, False, True]
     assert str(found["2m, ours over torch, tokens/s"]).endswith("0.917, at least 1: missed by 8%")
 
 
 def test_targets_on_a_gpu():
     rows = {x["label"]: x for x in (row("ours", 110, mfu_full=0.5), row("torch", 100))}
-    met = lambda size: [target.met for target in throughput.targets(size, rows, "gpu")]
+    met = lambda size: [target.met for target in targets(size, rows, "gpu")]
     assert met("124m") == [True, True]
     assert met("2b") == [True, False]
     assert met("270m") == [True]
@@ -194,25 +196,25 @@ def test_targets_on_a_gpu():
 
 def test_targets_of_the_demo():
     rows = {"ours": row("ours", 19_000), "cookbook": row("cookbook", 10_000)}
-    assert [target.met for target in throughput.targets("demo", rows, "cpu")] == [True, False]
+    assert [target.met for target in targets("demo", rows, "cpu")] == [True, False]
 
 
 def test_shapes_without_targets():
-    assert throughput.targets("tiny", {"ours": row("ours", 1), "nnx": row("nnx", 2)}, "cpu") == []
+    assert targets("tiny", {"ours": row("ours", 1), "nnx": row("nnx", 2)}, "cpu") == []
 
 
 def test_a_variant_of_ours():
-    job = throughput.variant_of(JOB, "training.save=dots,rows=4,microbatches=2,training.unroll=2")
+    job = variant_of(JOB, "training.save=dots,rows=4,microbatches=2,training.unroll=2")
     assert (job.rows, job.microbatches, job.settings) == (4, 2, ("training.save=dots", "training.unroll=2"))
-    jobs = throughput.jobs_of("1b", ["ours", "torch", "floor"], "bf16", "gpu", ["rows=4"])
+    jobs = jobs_of("1b", ["ours", "torch", "floor"], "bf16", "gpu", ["rows=4"])
     assert list(jobs) == ["floor", "ours", "torch", "ours rows=4"]
-    assert list(throughput.jobs_of("1b", ["torch", "floor"], "bf16", "gpu", ["rows=4"])) == ["floor", "torch"]
+    assert list(jobs_of("1b", ["torch", "floor"], "bf16", "gpu", ["rows=4"])) == ["floor", "torch"]
 
 
 def test_the_ratios():
     rows = {x["label"]: x for x in (row("floor", 1), row("ours", 110), row("torch", 100))}
     rows["ours a=1"] = row("ours", 121) | {"label": "ours a=1"}
-    lines = throughput.ratios("1b", rows).splitlines()
+    lines = ratios("1b", rows).splitlines()
     assert lines == [
         "ratio   1b, ours / torch: 1.10, by medians 1.10",
         "ratio   1b, ours a=1 / ours: 1.10, by medians 1.10",
@@ -223,17 +225,17 @@ def test_shares_and_lines():
     floor = Measured("floor", dataclasses.replace(JOB, contestant="floor"), rounds=[0.5, 0.6])
     floor.about = {"peak": 1e9, "attention_share": 0.1}
     ours = Measured("ours", dataclasses.replace(JOB, contestant="ours"), rounds=[2.0, 1.0, 3.0], host_peak=2**30)
-    floor = throughput.figures(floor, None)
-    figures = throughput.figures(ours, floor)
-    assert figures["tokens_per_s"] == 128
-    assert figures["tokens_per_s_median"] == 64
-    assert figures["of_floor"] == pytest.approx(0.55)
-    assert figures["mfu_full"] == pytest.approx(128 * throughput.flops_per_token(JOB)[1] / 1e9)
-    assert "1,024" in throughput.line_of(figures)
+    floor = figures(floor, None)
+    found = figures(ours, floor)
+    assert found["tokens_per_s"] == 128
+    assert found["tokens_per_s_median"] == 64
+    assert found["of_floor"] == pytest.approx(0.55)
+    assert found["mfu_full"] == pytest.approx(128 * flops_per_token(JOB)[1] / 1e9)
+    assert "1,024" in line_of(found)
     floor["about"]["peak"] = 1.0  # measured at a bad moment
-    assert throughput.figures(ours, floor)["mfu_causal"] == pytest.approx(0.55)
+    assert figures(ours, floor)["mfu_causal"] == pytest.approx(0.55)
     ours.error = "no ready within 3 s"
-    assert throughput.line_of(throughput.figures(ours, floor)).endswith("failed: no ready within 3 s")
+    assert line_of(figures(ours, floor)).endswith("failed: no ready within 3 s")
 
 
 def test_targets_print_what_they_miss():
@@ -248,8 +250,8 @@ def test_a_contestant_that_fails_does_not_stop_the_others():
     jobs = {name: dataclasses.replace(JOB, contestant=name) for name in ("no_such_trainer", "floor")}
     for take_turns in (True, False):
         seen = []
-        found = throughput.compare(jobs, Timing(1, 0.01, take_turns, 120), seen.append)
-        assert "No module named 'benchmarks.peers.no_such_trainer'" in found["no_such_trainer"].error
+        found = compare(jobs, Timing(1, 0.01, take_turns, 120), seen.append)
+        assert "No module named 'benchmarks.throughput.peers.no_such_trainer'" in found["no_such_trainer"].error
         assert found["floor"].error is None
         assert found["floor"].best > 0
         assert [measured.label for measured in seen] == list(jobs)
@@ -257,13 +259,13 @@ def test_a_contestant_that_fails_does_not_stop_the_others():
 
 def test_a_contestant_that_takes_too_long_is_ended():
     jobs = {"floor": dataclasses.replace(JOB, contestant="floor")}
-    found = throughput.compare(jobs, Timing(1, 0.01, True, limit=0.2))
+    found = compare(jobs, Timing(1, 0.01, True, limit=0.2))
     assert "no imported within" in found["floor"].error
 
 
 def test_nothing_starts_without_time_left():
     jobs = {"floor": dataclasses.replace(JOB, contestant="floor")}
-    found = throughput.compare(jobs, Timing(1, 0.01, False, 120, until=time.monotonic() + 5))
+    found = compare(jobs, Timing(1, 0.01, False, 120, until=time.monotonic() + 5))
     assert found["floor"].error == "not measured: no time was left"
 
 
@@ -281,8 +283,8 @@ def test_the_program_and_its_continuation(tmp_path):
     assert found["cookbook"] == first["cookbook"]
     assert "ours / cookbook" in done.stdout
     assert found["ours"]["losses"][0] != found["ours training.save=nothing,rows=4"]["losses"][0]
-    for label, figures in found.items():
-        assert figures["error"] is None
-        assert len(figures["step_s"]) == 2
-        assert figures["peak_bytes"] > figures["imports_bytes"] > 0
-        assert ("mfu_full" in figures) == (label != "floor")
+    for label, row in found.items():
+        assert row["error"] is None
+        assert len(row["step_s"]) == 2
+        assert row["peak_bytes"] > row["imports_bytes"] > 0
+        assert ("mfu_full" in row) == (label != "floor")

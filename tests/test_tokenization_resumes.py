@@ -10,10 +10,11 @@ import time
 import pytest
 from tokenization import config, driver, random_texts, small, tree, write_jsonl
 
-from tools import huggingface_to_flat_tokens as tool
-from tools import tokenizer_definitions, unfinished, worker_pool
-from tools.huggingface_to_flat_tokens import TokenizerConfig, TokenizerKind
-from tools.unfinished import Unfinished
+from flat_tokens import unfinished
+from flat_tokens.unfinished import Unfinished
+from text import definitions, worker_pool
+from tools.huggingface_to_flat_tokens import __main__ as tool
+from tools.huggingface_to_flat_tokens.config import TokenizerConfig, TokenizerKind
 
 __all__ = ["small"]
 
@@ -203,10 +204,10 @@ def test_a_changed_source_is_refused(tmp_path, small, monkeypatch):
 def test_another_tokenizer_of_the_same_name_is_refused(tmp_path, small, monkeypatch):
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
-    path.write_text(tokenizer_definitions.train_bpe(random_texts(60), 270))
+    path.write_text(definitions.train_bpe(random_texts(60), 270))
     tokenizer = TokenizerConfig(kind=TokenizerKind.huggingface, name=str(path))
     source = stopped(tmp_path, monkeypatch, tokenizer=tokenizer)
-    path.write_text(tokenizer_definitions.train_bpe(random_texts(60), 275))
+    path.write_text(definitions.train_bpe(random_texts(60), 275))
     with pytest.raises(ValueError, match=r"other settings: tokenizer.json was [0-9a-f]{64}, is [0-9a-f]{64}"):
         tool.run(config(tmp_path / "d", [source], tokenizer=tokenizer))
 

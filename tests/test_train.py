@@ -17,12 +17,15 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-import configuration
 import train
+from cluster.devices import make_mesh
+from configuration.checks import check_booleans
 from input_loader import TokenBatch
-from jax_extra import make_mesh
+from modeling.model import load_model
+from modeling.weights import initialize
 from shardlib.shardtypes import f32
-from weights import initialize
+from training_io.config import check_divides, register_schema, to_config
+from training_io.metrics import RunLog
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,7 +50,7 @@ def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:
         setattr(c.optimizer if hasattr(c.optimizer, name) else c.training, name, value)
     directory.mkdir(exist_ok=True)
     with jax.set_mesh(tiny.mesh(mesh)):
-        train.train(c, directory)
+        train.train(c, load_model(c.model), directory)
     return directory
 
 
@@ -55,8 +58,7 @@ def test_twenty_steps_are_the_same_on_every_mesh():
     c, curves = tiny.config(), {}
     for name in tiny.MESHES:
         with jax.set_mesh(tiny.mesh(name)):
-            state = jax.jit(lambda key: train.init_state(key, c))(jax.random.key(0))
-            step_fn = train.make_training_step(c)
+            state, step_fn = tiny.state(c), tiny.training_step(c)
             curve = []
             for step in range(20):
                 batch = tiny.place(tiny.host_batch(seed=step), TokenBatch)
@@ -133,7 +135,7 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
         batch = TokenBatch((rows >> 1).astype(np.uint32), rows % 2 == 1, np.ones(rows.shape, bool))
 
         def loss(w: train.Transformer, batch: TokenBatch) -> f32[""]:
-            return train.loss_and_gradients(w, batch, tiny.config(c))[0]
+            return tiny.loss_and_gradients(w, batch, tiny.config(c))[0]
 
         expected = tiny.per_device(loss)(w, tiny.place(batch, TokenBatch))
     assert events(unbroken)[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
@@ -155,14 +157,14 @@ def test_a_run_without_its_validation_gets_it_when_started_again(tmp_path):
 
 def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(unbroken, tmp_path, capsys, monkeypatch):
     sent = []
-    log = train.training_io.RunLog.log
+    log = RunLog.log
 
     def log_and_interrupt(self, step, *arguments):
         log(self, step, *arguments)
         if step == 3 and not sent:
             sent.append(signal.raise_signal(signal.SIGTERM))
 
-    monkeypatch.setattr(train.training_io.RunLog, "log", log_and_interrupt)
+    monkeypatch.setattr(RunLog, "log", log_and_interrupt)
     run(tmp_path / "run", 8)
     assert "SIGTERM: stopped and saved after 4 steps of 8." in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -216,12 +218,12 @@ def start(devices: int, *arguments: str) -> subprocess.Popen:
 
 def configure(*arguments: str) -> None:
     """What the program does with its settings before it has devices, and the check of sizes on d=4 t=2."""
-    configuration.register_schema()
+    register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        c = configuration.to_config(compose("local_test_synthetic", overrides=list(arguments)))
-    configuration.check_booleans(arguments, OmegaConf.structured(c))
+        c = to_config(compose("local_test_synthetic", overrides=list(arguments)))
+    check_booleans(arguments, OmegaConf.structured(c))
     make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)
-    configuration.check_divides(c, {"r": 1, "d": 4, "t": 2})
+    check_divides(c, {"r": 1, "d": 4, "t": 2})
 
 
 @pytest.mark.parametrize(

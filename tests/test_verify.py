@@ -15,18 +15,18 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
-import configuration
-import jax_extra
 import train
+from cluster.config import MeshConfig
 from shardlib import shardops
 from shardlib.shardtypes import Scope, dtype_name, typed_shard_map
-from tools import verify_record
-from tools.verify import VerifyConfig, check, small
-from tools.verify_measure import NotTheSame, at_rest, in_order, mesh_of, on_host, whole_array
-from tools.verify_names import line_of_field, name_of_site
-from tools.verify_program import find_sources, rewritten
-from tools.verify_record import Recorder, Site, summed_in_blocks
-from tools.verify_run import all_meshes, chosen, error_of
+from tools.verify import record as verify_record
+from tools.verify.__main__ import VerifyConfig, check, small
+from tools.verify.measure import NotTheSame, at_rest, in_order, mesh_of, on_host, whole_array
+from tools.verify.names import line_of_field, name_of_site
+from tools.verify.program import find_sources, rewritten
+from tools.verify.record import Recorder, Site, summed_in_blocks
+from tools.verify.run import all_meshes, chosen, error_of
+from training_io.pipeline_config import PipelineConfig
 
 act = dtype_name("act")
 ROOT = Path(__file__).parent.parent
@@ -69,16 +69,29 @@ def test_scans_and_products_are_those_that_can_be_recorded():
         "import jax\nfrom jax import lax\nlax.scan(f); jax.lax.scan(g); e = shardops.einsum_unreduced\n", False
     )
     first, second, third = new.splitlines()
-    assert first == "from tools.verify_record import einsum as verify_einsum, scan as verify_scan; import jax"
-    assert (second, third) == ("from jax import lax", "verify_scan(f); verify_scan(g); e = verify_einsum")
+    assert first == "from tools.verify import record as verify_record; import jax"
+    changed = "verify_record.scan(f); verify_record.scan(g); e = verify_record.einsum"
+    assert (second, third) == ("from jax import lax", changed)
     ast.parse(new)
 
 
+def test_what_is_saved_is_recorded_under_any_name():
+    new = rewritten(
+        "import jax_extra\nfrom jax_extra import save_for_backward as keep\nkeep(jax_extra.save_for_backward(x))\n",
+        False,
+    )
+    save = "verify_record.save_for_backward"
+    assert new.splitlines()[2] == f"{save}({save}(x))"
+
+
 def test_sources_are_the_programs_own_modules():
-    found = find_sources("train", "gpt2")
-    assert {"train", "gpt2", "weights", "optimizers", "rope", "configuration", "jax_extra"} <= set(found)
-    assert all(path == ROOT / f"{name}.py" for name, path in found.items())
-    with pytest.raises(ValueError, match="no_such_model is no module"):
+    found = find_sources("train", "models.gpt2")
+    assert {"train", "models.gpt2", "modeling.weights", "optimizers.muon", "modeling.rope", "jax_extra"} <= set(found)
+    place = lambda name: ROOT / name.replace(".", "/")
+    assert all(path in (place(name).with_suffix(".py"), place(name) / "__init__.py") for name, path in found.items())
+    # A package is there as a whole, for its copy stands before it.
+    assert {f"modeling.{path.stem}" for path in ROOT.glob("modeling/*.py")} - {"modeling.__init__"} <= set(found)
+    with pytest.raises(ValueError, match="no_such_model is not a module in a file that Python finds"):
         find_sources("train", "no_such_model")
 
 
@@ -86,14 +99,14 @@ def test_sources_are_the_programs_own_modules():
 
 
 def test_what_is_saved_in_scans_and_checkpoints_is_recorded_with_its_line():
-    @jax_extra.explicit_activation_checkpointing
+    @verify_record.explicit_activation_checkpointing
     def body(x, w):
-        doubled = jax_extra.save_for_backward(2 * x)
+        doubled = verify_record.save_for_backward(2 * x)
         return doubled + w, w
 
     def run(x, ws):
         recorder = Recorder()
-        with jax_extra.recording(recorder):
+        with verify_record.recording(recorder):
             carry, ys = verify_record.scan(body, x, ws, reverse=True)
         return carry, ys, recorder.values, recorder.sites
 
@@ -106,7 +119,29 @@ def test_what_is_saved_in_scans_and_checkpoints_is_recorded_with_its_line():
     assert [site.layers for site in sites] == [(2,), (1,), (0,)]
     assert {name_of_site(site) for site in sites} == {"body.doubled"}
     line = Path(__file__).read_text().splitlines()[sites[0].line - 1]
-    assert line.strip() == "doubled = jax_extra.save_for_backward(2 * x)"
+    assert line.strip() == "doubled = verify_record.save_for_backward(2 * x)"
+
+
+def test_what_is_traced_to_note_gathers_is_neither_recorded_nor_in_blocks():
+    recorder = Recorder()
+
+    @typed_shard_map
+    def noted(x: act["B/d M"]) -> act["B/d M"]:
+        def parts(w):
+            assert verify_record.einsum("B/d M, B/d M -> B/d", x, x).shape == (1,)
+            verify_record.save_for_backward(w.value)
+
+        verify_record.note_gathers(parts, x)
+        return x
+
+    with (
+        jax.set_mesh(tiny.mesh("one device")),
+        Scope(act="float32"),
+        verify_record.recording(recorder),
+        summed_in_blocks(d=2),
+    ):
+        jax.jit(noted)(jnp.ones((1, 5)))
+    assert not recorder.values
 
 
 def test_names_and_lines_are_those_of_the_source():
@@ -228,7 +263,7 @@ def test_every_mesh_divides_the_small_sizes():
 )
 def test_small_is_small_in_the_configured_stages(mesh, pipeline, layers, microbatches, stages):
     c = tiny.config()
-    c.mesh, c.pipeline = configuration.MeshConfig(**mesh), configuration.PipelineConfig(**pipeline)
+    c.mesh, c.pipeline = MeshConfig(**mesh), PipelineConfig(**pipeline)
     small(c, 8)
     assert (c.model.layers, c.training.microbatches) == (layers, microbatches)
     assert {mesh["p"] for mesh in all_meshes(c, 8)[0]} - {1} == stages
@@ -284,13 +319,13 @@ def test_train_py_is_the_same_on_meshes_of_all_axes(tmp_path):
     ("text", "instead", "tensor"),
     [
         (
-            "attended = save_for_backward(attended)",
-            'attended = save_for_backward(jnp.roll(attended, shardops.axis_index("t"), 2))',
+            "attended = save_for_backward(attend(q, k, v))",
+            'attended = save_for_backward(jnp.roll(attend(q, k, v), shardops.axis_index("t"), 2))',
             "the activation layer.attended, layer 0",
         ),
         (
-            "batch.targets, batch.loss_mask)) / targets",
-            "batch.targets, batch.loss_mask)) / batch.targets.size",
+            'return shardops.psum("+r +d ->", loss) / targets',
+            'return shardops.psum("+r +d ->", loss) / batch.targets.size',
             "the loss summed loss",
         ),
         pytest.param(
@@ -311,20 +346,24 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, in
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
     assert f"the first tensor that differs is {tensor} at train.py:" in line
     number = int(line.split("train.py:")[1].split(",")[0])
-    sought = {"activation": instead, "loss": "def whole(", "update": "embed: f32"}[tensor.split()[1]]
+    sought = {"activation": instead, "loss": "def parts_of_loss(", "update": "embed: f32"}[tensor.split()[1]]
     assert any(sought in near for near in edited.splitlines()[number - 1 : number + 1])
+    if "activation" in tensor:
+        assert f"    {instead}\n" in done.stdout  # the line as it is in the file, not in the copy
 
 
 @pytest.mark.parametrize(
-    ("text", "instead", "chunks", "tensor"),
+    ("file", "text", "instead", "chunks", "tensor"),
     [
         (
+            "pipeline.py",
             "return _add(g, g_ends), total + share, dy",
             "return jax.tree.map(lambda a, b: jnp.where(k == 0, a, b), g, _add(g, g_ends)), total + share, dy",
             1,
             "the gradient unembed at train.py:",
         ),
         pytest.param(
+            "pipeline.py",
             "own = chunk(w.layers, i)",
             "own = chunk(w.layers, 0 * i)",
             2,
@@ -332,6 +371,7 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, in
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            "placement.py",
             "rows[stage % self.p, stage",
             "rows[(stage + 1) % self.p, stage",
             1,
@@ -341,8 +381,8 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, in
     ],
     ids=["a microbatch's gradient is dropped", "the backward takes another chunk", "the stages are placed wrongly"],
 )
-def test_a_bug_in_the_executor_is_found_and_named(tmp_path, text, instead, chunks, tensor):
-    edited = tmp_path / "shardlib" / "pipeline.py"
+def test_a_bug_in_the_executor_is_found_and_named(tmp_path, file, text, instead, chunks, tensor):
+    edited = tmp_path / "shardlib" / file
     shutil.copytree(ROOT / "shardlib", tmp_path / "shardlib", ignore=shutil.ignore_patterns("__pycache__"))
     source = edited.read_text()
     assert source.count(text) == 1
@@ -391,3 +431,21 @@ def test_what_tracing_rejects_is_one_message(tmp_path):
 def test_other_models_and_settings_are_the_same_too(tmp_path, name, overrides):
     done = verify(tmp_path, *overrides, name=name)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["", "own/"], ids=["a file", "in a package"])
+def test_a_bug_in_a_model_of_ones_own_is_found_in_its_file(tmp_path, where):
+    source = (ROOT / "models" / "gpt2.py").read_text()
+    text, instead = (
+        "save_for_backward(attended[..., 0, :])",
+        "save_for_backward(attended[..., 0, :] * shardops.axis_size('t'))",
+    )
+    assert source.count(text) == 1
+    (tmp_path / where).mkdir(exist_ok=True)
+    (tmp_path / where / "mine.py").write_text(source.replace(text, instead))
+    settings = [f"model.module={where.replace('/', '.')}mine", "verify.precisions=[f64]"]
+    done = verify(tmp_path, *settings, name="local_gpt2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
+    assert "the first tensor that differs is the activation layer.attended, layer 0 at mine.py:" in line

@@ -6,11 +6,15 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-import configuration
 import train
-from input_loader import TokenBatch
+from cluster.config import HardwareConfig, MeshConfig
+from input_loader import DataConfig, TokenBatch
+from modeling.model import load_model
+from modeling.settings import ModelConfig
+from modeling.weights import initialize
+from optimizers.config import OptimizerConfig
 from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
-from weights import initialize
+from training_io.config import Config, PathsConfig, TrainingConfig
 
 MESHES = {  # name: r, d, t
     "one device": (1, 1, 1),
@@ -22,27 +26,56 @@ MESHES = {  # name: r, d, t
 BATCH, LENGTH = 8, 16
 
 
-def model(**changes) -> train.ModelConfig:
+def model(**changes) -> ModelConfig:
     sizes = {"vocab": 64, "d_model": 32, "layers": 3, "n_kv": 8, "n_q_per_kv": 2, "d_head": 4, "d_ff": 48}
-    return train.ModelConfig(**{**sizes, **changes})
+    return ModelConfig(**{**sizes, **changes})
 
 
-def optimizer(**changes) -> train.OptimizerConfig:
-    return train.OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 3, "schedule_steps": 12, **changes})
+def optimizer(**changes) -> OptimizerConfig:
+    return OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 3, "schedule_steps": 12, **changes})
 
 
-def config(c: train.ModelConfig | None = None, **training_changes) -> configuration.Config:
-    return configuration.Config(
+def config(c: ModelConfig | None = None, **training_changes) -> Config:
+    return Config(
         model=c or model(),
         optimizer=optimizer(),
-        mesh=configuration.MeshConfig(),
-        data=configuration.DataConfig(filespec="unused"),
-        training=configuration.TrainingConfig(
+        mesh=MeshConfig(),
+        data=DataConfig(filespec="unused"),
+        training=TrainingConfig(
             batch_size=BATCH, seq_len=LENGTH, steps=20, **{"compute_dtype": "f32", **training_changes}
         ),
-        hardware=configuration.HardwareConfig(),
-        paths=configuration.PathsConfig(),
+        hardware=HardwareConfig(),
+        paths=PathsConfig(),
     )
+
+
+def forward(c: Config) -> train.Forward:
+    """The forward pass of a run of `c`."""
+    return train.Forward(load_model(c.model), c.training)
+
+
+def logits(w, batch: TokenBatch, c: Config):
+    """Logits of a batch, as a run of `c` computes them. Per-device code."""
+    run = forward(c)
+    return run(run.copies(w), run.tokens(batch), run.model.logits)[0]
+
+
+def loss_and_gradients(w, batch: TokenBatch, c: Config, seeds=None):
+    """Mean loss and gradients of a batch, as a run of `c` computes them. Per-device code."""
+    return train.loss_and_gradients(w, batch, c, forward(c), seeds)
+
+
+def state(c: Config, seed: int = 0) -> train.State:
+    """A fresh state on the mesh in force."""
+    return jax.jit(functools.partial(train.init_state, c=c, model=load_model(c.model)))(jax.random.key(seed))
+
+
+def training_step(c: Config):
+    return train.make_training_step(c, load_model(c.model))
+
+
+def evaluation_step(c: Config):
+    return train.make_evaluation_step(c, load_model(c.model))
 
 
 @functools.cache
@@ -67,7 +100,7 @@ def place(tree, kind):
     return jax.tree.map(jax.device_put, tree, make_shardings(kind, like=tree))
 
 
-def weights(c: train.ModelConfig) -> train.Transformer:
+def weights(c: ModelConfig) -> train.Transformer:
     """Fresh weights on the mesh in force, with norm weights that differ from one."""
     w = jax.jit(lambda key: initialize(train.weight_table(c), key))(jax.random.key(7))
     wobble = lambda x: x * (1 + 0.1 * np.cos(np.arange(x.size).reshape(x.shape)).astype(np.float32))

@@ -8,28 +8,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools import flat_tokens, text_sources
-from tools import huggingface_to_flat_tokens as tool
-from tools.huggingface_to_flat_tokens import Config, SplitConfig, TokenizerConfig
+from flat_tokens import writer
+from text import sources
+from tools.huggingface_to_flat_tokens import splits
+from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig
 
 ROOT = Path(__file__).parent.parent
 SIZES = [
-    (flat_tokens, "INNER_CHUNK", 64),
-    (flat_tokens, "TOKENS_SHARD", 2048),
-    (flat_tokens, "STARTS_SHARD", 64),
-    (text_sources, "BLOCK_BYTES", 300),
-    (text_sources, "PIECE_BYTES", 1000),
-    (tool, "STATE_SECONDS", 0.0),
+    (writer, "INNER_CHUNK", 64),
+    (writer, "TOKENS_SHARD", 2048),
+    (writer, "STARTS_SHARD", 64),
+    (sources, "BLOCK_BYTES", 300),
+    (sources, "PIECE_BYTES", 1000),
+    (splits, "STATE_SECONDS", 0.0),
 ]
 
 DRIVER = """
 import time
-from tools import flat_tokens, text_sources
-from tools import huggingface_to_flat_tokens as tool
+from tools.huggingface_to_flat_tokens import __main__ as tool
+from tools.huggingface_to_flat_tokens.blocks import Tokenize
 {sizes}
 # Slow enough to be killed within.
-tokenize = tool.Tokenize.__call__
-tool.Tokenize.__call__ = lambda self, item: (time.sleep({seconds}), tokenize(self, item))[1]
+tokenize = Tokenize.__call__
+Tokenize.__call__ = lambda self, item: (time.sleep({seconds}), tokenize(self, item))[1]
 if __name__ == "__main__":
     tool.main()
 """
@@ -71,8 +72,7 @@ def config(out, files, **settings):
 def driver(directory, seconds):
     """A command line that runs the tool with small sizes, `seconds` of sleep for each block."""
     path = directory / "driver.py"
-    sizes = "\n".join(f"{module.__name__.split('.')[-1]}.{name} = {value}" for module, name, value in SIZES)
-    sizes = sizes.replace("huggingface_to_flat_tokens.", "tool.")
+    sizes = "\n".join(f"import {module.__name__}\n{module.__name__}.{name} = {value}" for module, name, value in SIZES)
     path.write_text(DRIVER.format(sizes=sizes, seconds=seconds))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return [sys.executable, str(path), f"--config-path={ROOT}/tools/configs"], env

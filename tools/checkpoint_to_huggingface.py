@@ -26,12 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
-from configuration import check_choice, model_of, with_defaults
-from tools.huggingface_llama import mapping_of
-from tools.huggingface_tokenizer import find_tokenizer, tokenizer_files
-from tools.program import run_program
-from training_io.checkpoint import named_leaves
+from configuration.checks import check_choice
+from configuration.program import run_program
+from modeling.model import load_model, module_of
+from models.huggingface import mapping_of
+from text.huggingface import find_tokenizer, tokenizer_files
+from training_io.checkpoint_arrays import named_leaves
 from training_io.host_checkpoint import StoredArray, open_checkpoint
+from training_io.resuming import with_defaults
 
 DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(jnp.bfloat16))}
 """What torch and numpy call them."""
@@ -61,9 +63,9 @@ def read_model(run: str, step: int | None) -> tuple[int, Any, Any, dict]:
     """
     found, arrays, metadata = open_checkpoint(run, step)
     config = with_defaults(metadata["config"])
-    module = model_of(config["model"]["module"])
-    c = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(module.ModelConfig), config["model"]))
-    table = module.weight_table(c)
+    kind = module_of(config["model"]["module"]).ModelConfig
+    c = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config["model"]))
+    table = load_model(c).table
     leaves = []
     for name, weight in named_leaves({"weights": table}).items():
         if name not in arrays or arrays[name].shape != weight.shape:

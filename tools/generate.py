@@ -22,14 +22,19 @@ from omegaconf import MISSING, OmegaConf
 from rich.console import Console
 from rich.text import Text
 
-import configuration
-from jax_extra import make_mesh
-from sampling import Sampler, Settings, check_ids
+import train
+from cluster.devices import make_mesh
+from configuration.program import run_program
+from input_loader.codec import codec_of_data
+from modeling.model import LanguageModel, load_model
+from modeling.weights import shapes_of
+from sampling.drawing import Settings, check_ids
+from sampling.sampler import Sampler
 from shardlib.shardtypes import make_shardings
-from tools.program import run_program
-from tools.text_codec import TextCodec, codec_by_name, codec_of_data, codec_of_dataset
+from text.codec import TextCodec, codec_by_name, codec_of_dataset
 from training_io import Checkpointer, find_checkpoint
-from weights import shapes_of
+from training_io import config as run_config
+from training_io.resuming import with_defaults
 
 
 @dataclass
@@ -91,14 +96,14 @@ class Config:
 # ---- what to run --------------------------------------------------------------------------------------------------
 
 
-def config_of(saved: dict[str, Any]) -> configuration.Config:
+def config_of(saved: dict[str, Any]) -> run_config.Config:
     """The configuration in a checkpoint, typed."""
-    configuration.register_schema()
+    run_config.register_schema()
     schema = ConfigStore.instance().load("config_schema.yaml").node
-    return configuration.to_config(OmegaConf.merge(schema, configuration.with_defaults(saved)))
+    return run_config.to_config(OmegaConf.merge(schema, with_defaults(saved)))
 
 
-def mesh_for(choice: MeshChoice, c: configuration.Config) -> jax.sharding.Mesh:
+def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
     """Raises ValueError if it does not fit the devices, or the model does not fit it."""
     devices, chosen = jax.devices(), dataclasses.asdict(choice)
     if any(size is not None for size in chosen.values()):
@@ -111,11 +116,11 @@ def mesh_for(choice: MeshChoice, c: configuration.Config) -> jax.sharding.Mesh:
             mesh = make_mesh(1, -1, 1, devices)
     # Only what shards the model counts here: there are no rows of a training batch.
     rows = dataclasses.replace(c.training, batch_size=mesh.size, seq_len=mesh.size, microbatches=1)
-    configuration.check_divides(dataclasses.replace(c, training=rows), mesh.shape)
+    run_config.check_divides(dataclasses.replace(c, training=rows), mesh.shape)
     return mesh
 
 
-def open_codec(config: Config, c: configuration.Config) -> TextCodec:
+def open_codec(config: Config, c: run_config.Config) -> TextCodec:
     if config.tokenizer is not None:
         return codec_by_name(config.tokenizer)
     if config.data is not None:
@@ -144,12 +149,11 @@ def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
     return tuple(codec.id_of(token) for token in config.stop)
 
 
-def restore_weights(checkpoints: Checkpointer, step: int, c: configuration.Config) -> Any:
+def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel) -> Any:
     """The weights alone of a checkpoint, sharded as in training on the mesh in force."""
-    table = configuration.model_of(c.model.module).weight_table(c.model)
-    shapes = shapes_of(table)
+    shapes = shapes_of(model.table)
     sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    like = jax.tree.map(sharded, shapes, make_shardings(type(table), like=shapes))
+    like = jax.tree.map(sharded, shapes, make_shardings(model.Weights, like=shapes))
     return checkpoints.restore(step, {"weights": like}, part="weights/")["weights"]
 
 
@@ -197,7 +201,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
         c = config_of(checkpoints.metadata(step)["config"])
         if config.gather_weights is not None:
             c.training.gather_weights = config.gather_weights
-            configuration.check_config(c)
+            run_config.check_config(c)
         # Ids need no tokenizer: without one they come out as numbers.
         named = config.tokenizer or config.data
         codec = TextCodec() if config.prompt_ids is not None and not named else open_codec(config, c)
@@ -210,8 +214,9 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
         )
         with jax.set_mesh(mesh_for(config.mesh, c)):
             context = c.training.seq_len if config.context is None else config.context
-            sampler = Sampler(c, settings, context, config.batch)
-            weights = restore_weights(checkpoints, step, c)
+            model = load_model(c.model)
+            sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch)
+            weights = restore_weights(checkpoints, step, model)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             drawn = sampler.generate(weights, repeated)
             results = [

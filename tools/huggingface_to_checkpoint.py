@@ -27,12 +27,14 @@ import jax
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
-from configuration import model_of
-from tools.huggingface_llama import ARCHITECTURES, mapping_of
-from tools.program import run_program
-from training_io.checkpoint import Checkpointer, named_leaves
+from configuration.program import run_program
+from modeling.model import load_model
+from modeling.weights import shapes_of
+from models.huggingface import mapping_of
+from models.llama_huggingface import ARCHITECTURES
+from training_io.checkpoint import Checkpointer
+from training_io.checkpoint_arrays import named_leaves
 from training_io.host_checkpoint import write_checkpoint
-from weights import shapes_of
 
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
 """What is downloaded of a model on the hub; some have their weights a second time, in other formats."""
@@ -185,7 +187,7 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
         raise ValueError(f"config.json: bos_token_id is {bos!r}; give bos_id=<the id that begins each document>.")
     kind = content.get("model_type")
     name = config.module or ("train" if kind in ARCHITECTURES else str(kind))
-    if not config.module and name != "train" and not (Path(__file__).parents[1] / f"{name}.py").exists():
+    if not config.module and name != "train" and not (Path(__file__).parents[1] / "models" / f"{name}.py").exists():
         raise ValueError(
             f"config.json: model_type is {kind!r}, and no module here is named so; give module=<its module>."
         )
@@ -195,7 +197,7 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
 
-    table = model_of(name).weight_table(c)
+    table = load_model(c).table
     model = dataclasses.asdict(c)
     (output / "model").mkdir(parents=True, exist_ok=True)
     header = f"# {config.model}, as tools/huggingface_to_checkpoint read it.\n"

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import fsspec
 import numpy as np
 from jaxtyping import Int64
 from omegaconf import OmegaConf
@@ -22,10 +23,11 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+import flat_tokens
+from configuration.program import run_program
+from flat_tokens.stores import open_reader
 from input_loader import DataConfig, FlatTokensLoader, Loader, MixtureLoader, make_loader
-from tools import flat_tokens
-from tools.flat_tokens_stores import open_reader
-from tools.program import run_program
+from text.tokenizers import ByteTokenizer, load_definition
 
 Places = Int64[np.ndarray, "places"]
 
@@ -79,8 +81,6 @@ class Decoder:
 
     def __call__(self, ids: np.ndarray) -> str:
         if self._is_bytes:
-            from tools.text_tokenizers import ByteTokenizer
-
             text = ids[ids >= ByteTokenizer.OFFSET] - ByteTokenizer.OFFSET
             return bytes(text.astype(np.uint8)).decode(errors="replace")
         if self._tokenizer is not None:
@@ -91,8 +91,6 @@ class Decoder:
 def _load_tokenizer(filespec: str) -> Any:
     """The tokenizer.json of the dataset, None if it has none."""
     if "://" in filespec:
-        import fsspec
-
         with fsspec.open(f"{filespec.rstrip('/')}/tokenizer.json", "rt") as file:
             definition = file.read()
     else:
@@ -101,8 +99,6 @@ def _load_tokenizer(filespec: str) -> Any:
             return None
         with open(path, encoding="utf-8") as file:
             definition = file.read()
-    from tools.text_tokenizers import load_definition
-
     return load_definition(definition)
 
 

@@ -14,11 +14,12 @@ import numpy as np
 import tensorstore as ts
 from omegaconf import MISSING
 
-from tools import flat_tokens, shards, text_tokenizers
-from tools.flat_tokens import Reader
-from tools.program import run_program
-from tools.progress import Progress
-from tools.unfinished import Unfinished, find_difference
+import flat_tokens
+from configuration.program import run_program
+from flat_tokens import Reader, shards
+from flat_tokens.progress import Progress
+from flat_tokens.unfinished import Unfinished, find_difference
+from text import tokenizers
 
 BLOCK_TOKENS = 2**20
 """Tokens copied at once."""
@@ -82,7 +83,7 @@ class ShardReader:
         self._document += starts.size
         return encoded, num_bytes
 
-    def cut_bytes(self, tokenizer: text_tokenizers.Tokenizer) -> int:
+    def cut_bytes(self, tokenizer: tokenizers.Tokenizer) -> int:
         """How many UTF-8 bytes less the last document read has if it ends where the reading stopped."""
         if self._token == self.reader.num_tokens or self._document == 0:
             return 0
@@ -178,7 +179,7 @@ def _merge(config: Config, split: str, readers: list[ShardReader], definition: b
     max_tokens = about["max_tokens"]
     total = sum(reader.reader.num_tokens for reader in readers)
     total = total if max_tokens is None else min(total, max_tokens)
-    tokenizer = text_tokenizers.open_for_decoding(definition, attributes["tokenizer"])
+    tokenizer = tokenizers.open_for_decoding(definition, attributes["tokenizer"])
     num_bytes = 0
     with (
         flat_tokens.Writer(config.out, split, overwrite=config.overwrite) as writer,

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Int64
 from omegaconf import MISSING
 
-from tools import flat_tokens
-from tools.program import run_program
+import flat_tokens
+from configuration.program import run_program
 
 COPY, REVERSE, COPY_AT, COPY_AT_UNKNOWN, GAUSSIANS, SEPARATOR = range(1, 7)
 """Token ids. 0 is left to begin documents and to pad."""

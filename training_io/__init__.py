@@ -1,6 +1,11 @@
-"""What a run writes and says: checkpoints, metrics, progress, the profile, the picture of the compiled step."""
+"""A run: its configuration, start, checkpoints, metrics, profile and stages."""
 
-from .checkpoint import Checkpointer, config_differences
+from cluster.progress import watched_batches
+from cluster.stopping import StopRequest
+from cluster.watch import Watch
+from configuration.differences import config_differences
+
+from .checkpoint import Checkpointer
 from .evaluation import check_finite, evaluate
 from .flops import ModelFlops, PeakFlops, flops_of_model, model_flops_per_token, peak_flops
 from .hlo import compile_with_hlo_dump, render_svg, start_rendering
@@ -8,11 +13,8 @@ from .initial_weights import find_checkpoint, read_weights
 from .memory import peak_memory
 from .metrics import RunLog, has_event
 from .profile import StepProfiler
-from .progress import watched_batches
 from .report import save_config, say_end, say_start
-from .stopping import StopRequest
 from .sweeps import PickledByName
-from .watch import Watch
 
 __all__ = [
     "Checkpointer",

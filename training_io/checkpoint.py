@@ -5,38 +5,37 @@ The format is specified in docs/pytree-zarr-checkpoint.md.
 
 import concurrent.futures
 import json
-import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-import tensorstore as ts
 from jax.experimental import multihost_utils
 
-from .progress import mark, pause
+from cluster.progress import mark, pause
+
+from .checkpoint_arrays import (
+    DTYPES,
+    NO_ORDERS,
+    HostArray,
+    Orders,
+    as_stored,
+    copy_to_host,
+    named_leaves,
+    read_array,
+    start_copies,
+    write_arrays,
+)
 
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 1
 # The root group's metadata: zarr readers need the file in any case, and complain of any other beside the arrays.
 MANIFEST = "zarr.json"
-
-# What both tensorstore and zarr-python read and write. bfloat16 is missing because zarr-python rejects it.
-_DTYPES = frozenset(
-    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
-)  # fmt: skip
-# tensorstore raises plain Python exceptions, by the kind of the failure.
-_STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
-
-
-Orders = Mapping[str, np.ndarray]
-NO_ORDERS: Orders = MappingProxyType({})
 
 
 class Checkpointer:
@@ -112,7 +111,7 @@ class Checkpointer:
             state: a pytree of jax.Arrays of booleans, integers, f16, f32, or f64, in containers with named or numbered
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
             metadata: what json can write, without NaN or infinity. Kept in the manifest.
-            orders: by name, of arrays whose rows are written in another order: the row to write each as, -1 for none.
+            orders: by name, of stacks of layers that are written in the order of the layers.
             check: called before the devices are waited for, in every process; nothing is written if it raises. What
                 waits for the step that makes `state` belongs here: all else that saving takes is done while that runs.
 
@@ -135,13 +134,13 @@ class Checkpointer:
         for name, leaf in leaves.items():
             if not isinstance(leaf, jax.Array):
                 raise ValueError(f"cannot save {name!r}: it is a {type(leaf).__name__}; make it a jax.Array.")
-            if str(leaf.dtype) not in _DTYPES:
+            if str(leaf.dtype) not in DTYPES:
                 raise ValueError(
                     f"cannot save {name!r}: zarr readers do not share a {leaf.dtype} type. "
-                    f"Keep it as one of {', '.join(sorted(_DTYPES))} (jax.random.key_data turns keys into integers)."
+                    f"Keep it as one of {', '.join(sorted(DTYPES))} (jax.random.key_data turns keys into integers)."
                 )
-        shards = _start_copies(leaves)
-        manifest = _manifest_text(step, _as_stored(leaves, orders), metadata)
+        shards = start_copies(leaves)
+        manifest = manifest_text(step, as_stored(leaves, orders), metadata)
         temporary = final.with_name(final.name + ".tmp")
         if jax.process_index() == 0:
             self._remove_leftovers()
@@ -150,7 +149,7 @@ class Checkpointer:
             # copies below have to wait for the running step anyway.
             multihost_utils.sync_global_devices(f"checkpoint {step}")
         check()
-        arrays = _copy_to_host(leaves, shards, orders)
+        arrays = copy_to_host(leaves, shards, orders)
         self._saving = self._executor.submit(self._write, temporary, final, arrays, manifest)
 
     def wait(self) -> None:
@@ -177,7 +176,7 @@ class Checkpointer:
             step: a complete checkpoint's step.
             like: a pytree of jax.ShapeDtypeStruct with shardings (or of arrays like those wanted), on any mesh.
             part: read only the arrays whose names begin so, such as `weights/`, which `like` then holds.
-            orders: as for `save`; rows that are none are 0.
+            orders: as for `save`; padding is 0.
 
         Raises:
             ValueError: the checkpoint's arrays are not those of `like`.
@@ -190,8 +189,8 @@ class Checkpointer:
         unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
         if unplaced:
             raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
-        _check_same_arrays(path, saved, _as_stored(expected, orders))
-        restored = [_read(path, name, leaf, orders.get(name)) for name, leaf in expected.items()]
+        _check_same_arrays(path, saved, as_stored(expected, orders))
+        restored = [read_array(path, name, leaf, orders.get(name)) for name, leaf in expected.items()]
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
     def _path(self, step: int) -> Path:
@@ -229,14 +228,14 @@ class Checkpointer:
             path = self._path(step)
             shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))
 
-    def _write(self, temporary: Path, final: Path, arrays: "list[_HostArray]", manifest: str) -> None:
+    def _write(self, temporary: Path, final: Path, arrays: list[HostArray], manifest: str) -> None:
         try:
             temporary.mkdir(parents=True, exist_ok=True)
-            _write_arrays(temporary, arrays)
+            write_arrays(temporary, arrays)
             (temporary / f".written-{jax.process_index()}").touch()
             if jax.process_index() == 0:
                 self._await(temporary, lambda: _count(temporary, "written") == jax.process_count())
-                _commit(temporary, final, [array.name for array in arrays], manifest)
+                commit(temporary, final, [array.name for array in arrays], manifest)
                 self._remove_oldest()
             else:
                 self._await(temporary, (final / MANIFEST).is_file)
@@ -262,69 +261,8 @@ class Checkpointer:
             time.sleep(0.2)
 
 
-class _HostArray(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunk: tuple[int, ...]
-    pieces: list[tuple[tuple[slice, ...], np.ndarray]]  # this process's regions of the global array
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves by their path, `weights/layers/w_q`: field names, dict keys, and indices, joined by slashes.
-
-    Raises ValueError for a path that cannot be a directory name, or that two leaves share.
-    """
-    leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        name = "/".join(parts)
-        bad = [part for part in parts if not re.fullmatch(r"[\w\-+=. ]+", part) or part.startswith(".")]
-        if bad or not parts or "zarr.json" in parts:
-            raise ValueError(
-                f"a leaf at {jax.tree_util.keystr(path)!r} has no usable name: each part of its path is to be letters, "
-                "digits, or any of '_-+=. ', not starting with a dot, and not zarr.json."
-            )
-        if name in leaves:
-            raise ValueError(f"two leaves are named {name!r}; rename one of them.")
-        leaves[name] = leaf
-    return leaves
-
-
-def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> list[str]:
-    """How two nested plain dicts differ within the sections `fixed`, one line a difference.
-
-    Args:
-        saved: the configuration stored with the checkpoint.
-        current: this run's.
-        fixed: dotted prefixes of what must agree, such as ("model", "optimizer", "data.seed").
-
-    Returns:
-        Lines like "optimizer.lr: checkpoint has 0.001, this run has 0.01", sorted by key; empty if all agree.
-    """
-    before, now = (
-        {key: value for key, value in _flatten(config) if any(key == p or key.startswith(p + ".") for p in fixed)}
-        for config in (saved, current)
-    )
-    lines = []
-    for key in sorted(before.keys() | now.keys()):
-        if key not in now:
-            lines.append(f"{key}: checkpoint has {before[key]!r}, this run does not have it")
-        elif key not in before:
-            lines.append(f"{key}: checkpoint does not have it, this run has {now[key]!r}")
-        elif before[key] != now[key]:
-            lines.append(f"{key}: checkpoint has {before[key]!r}, this run has {now[key]!r}")
-    return lines
-
-
-def _flatten(config: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    items = []
-    for key, value in config.items():
-        items += _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-    return items
-
-
-def _manifest_text(step: int, leaves: dict[str, jax.Array], metadata: dict) -> str:
+def manifest_text(step: int, leaves: dict[str, jax.Array], metadata: dict) -> str:
+    """The manifest of a checkpoint of `leaves`. Raises ValueError for metadata that is no JSON."""
     arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in leaves.items()}
     manifest = {
         "format": FORMAT,
@@ -344,102 +282,12 @@ def _group(attributes: dict) -> str:
     return json.dumps(group, indent=1, allow_nan=False) + "\n"
 
 
-def _stored_shape(leaf: Any, order: np.ndarray | None) -> tuple[int, ...]:
-    return leaf.shape if order is None else (int(order.max()) + 1, *leaf.shape[1:])
-
-
-def _as_stored(leaves: dict[str, Any], orders: Orders) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: jax.ShapeDtypeStruct(_stored_shape(x, orders.get(name)), x.dtype) for name, x in leaves.items()}
-
-
-def _runs(order: np.ndarray, rows: slice) -> list[tuple[slice, slice]]:
-    """Rows of an array that are contiguous where they are stored too: there, and counted from the first of `rows`."""
-    start, stop, _ = rows.indices(len(order))
-    own = order[start:stop]
-    ends = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
-    runs = zip([0, *ends], [*ends, len(own)], strict=True)
-    return [(slice(int(own[a]), int(own[a]) + b - a), slice(a, b)) for a, b in runs if own[a] >= 0]
-
-
-def _start_copies(leaves: dict[str, jax.Array]) -> dict[str, list[jax.Shard]]:
-    """What this process saves of each leaf, on its way to the host."""
-    shards = {
-        name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0] for name, leaf in leaves.items()
-    }
-    for own in shards.values():
-        for shard in own:
-            shard.data.copy_to_host_async()
-    return shards
-
-
-def _copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]], orders: Orders) -> list[_HostArray]:
-    arrays = []
-    for name, leaf in leaves.items():
-        # On a CPU device this is no copy but a reference to the buffer, which JAX does not give to a step that is to
-        # donate it, as long as the reference lives: the step gets a copy.
-        pieces = [(shard.index, np.asarray(shard.data)) for shard in shards[name]]
-        chunk = tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
-        order = orders.get(name)
-        if order is not None:
-            runs = [(index, values, run) for index, values in pieces for run in _runs(order, index[0])]
-            pieces = [((stored, *index[1:]), values[own]) for index, values, (stored, own) in runs]
-            # A chunk that two processes share would be written by both.
-            every = [stored for stored, _ in _runs(order, slice(None))]
-            chunk = (math.gcd(*(edge for run in every for edge in (run.start, run.stop))), *chunk[1:])
-        arrays.append(_HostArray(name, _stored_shape(leaf, order), str(leaf.dtype), chunk, pieces))
-    return arrays
-
-
-def _spec(path: Path) -> dict:
-    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
-
-
-def _create_spec(path: Path, array: _HostArray) -> dict:
-    # Without store_data_equal_to_fill_value a chunk of zeros would not be written, and could then not be told from a
-    # lost one.
-    return _spec(path) | {
-        "metadata": {
-            "shape": array.shape,
-            "data_type": array.dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-            "fill_value": False if array.dtype == "bool" else 0,
-        },
-        "store_data_equal_to_fill_value": True,
-    }
-
-
-def _write_arrays(directory: Path, arrays: list[_HostArray]) -> None:
-    opening = [
-        (array.name, ts.open(_create_spec(directory / array.name, array), open=True, create=True)) for array in arrays
-    ]
-    stores = _results(opening, "creating")
-    writing = [
-        (array.name, store[index].write(values, can_reference_source_data_indefinitely=True))
-        for array, store in zip(arrays, stores, strict=True)
-        for index, values in array.pieces
-    ]
-    _results(writing, "writing")
-
-
-def _results(futures: list[tuple[str, ts.Future]], action: str) -> list:
-    """All results, once all have ended: a write still under way would bring back files that the next save removes."""
-    results, failures = [], []
-    for name, future in futures:
-        try:
-            results.append(future.result())
-        except _STORE_ERRORS as error:
-            failures.append(OSError(f"{action} the array {name!r} failed: {error}."))
-    if failures:
-        raise failures[0]
-    return results
-
-
 def _count(directory: Path, marker: str) -> int:
     return len(list(directory.glob(f".{marker}-*")))
 
 
-def _commit(temporary: Path, final: Path, names: list[str], manifest: str) -> None:
+def commit(temporary: Path, final: Path, names: list[str], manifest: str) -> None:
+    """Makes the arrays written to `temporary` a checkpoint: the manifest last, then the name of the directory."""
     for group in {temporary / parent for name in names for parent in Path(name).parents} - {temporary}:
         _write_durably(group / "zarr.json", _group({}))
     for marker in temporary.glob(".written-*"):
@@ -484,42 +332,3 @@ def _check_same_arrays(path: Path, saved: dict[str, dict], expected: dict[str, j
             f"the checkpoint {path} does not fit this run:\n  " + "\n  ".join(problems[:10]) + more + "\n"
             "Run with the model and optimizer that wrote it, or start a new run in another directory."
         )
-
-
-def _read(path: Path, name: str, leaf: jax.ShapeDtypeStruct, order: np.ndarray | None) -> jax.Array:
-    shape = _stored_shape(leaf, order)
-    remedy = f"The checkpoint {path} is damaged; restore another step, or copy it again."
-    try:
-        store = ts.open(_spec(path / name) | {"fill_missing_data_reads": False}, open=True, read=True).result()
-    except _STORE_ERRORS as error:
-        raise OSError(f"cannot open the array {name!r}: {error}. {remedy}") from error
-    if store.shape != shape or store.dtype.numpy_dtype != leaf.dtype:
-        raise OSError(
-            f"the array {name!r} is {store.dtype.name}{list(store.shape)} on disk, but {leaf.dtype}{list(shape)} "
-            f"in the manifest. {remedy}"
-        )
-    futures = {}
-    devices = []
-    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        region = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
-        if region not in futures:
-            runs = (
-                [(index, ...)]
-                if order is None
-                else [((there, *index[1:]), own) for there, own in _runs(order, index[0])]
-            )
-            futures[region] = [(own, store[there].read(order="C")) for there, own in runs]
-        devices.append((device, region))
-    regions = {}
-    for region, parts in futures.items():
-        try:
-            if order is None:
-                regions[region] = parts[0][1].result()
-                continue
-            regions[region] = np.zeros([stop - start for start, stop in region], leaf.dtype)
-            for own, future in parts:
-                regions[region][own] = future.result()
-        except _STORE_ERRORS as error:
-            raise OSError(f"cannot read the array {name!r}: {error}. {remedy}") from error
-    shards = [jax.device_put(regions[region], device) for device, region in devices]
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weights import KINDS
+from modeling.weights import KINDS
 
 
 class ModelFlops(NamedTuple):
@@ -60,7 +60,7 @@ def model_flops_per_token(
 
 
 def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
-    """`model_flops_per_token` of a model by its weight_table and its ModelConfig; sequence_length in tokens."""
+    """`model_flops_per_token` of a model by its table and its ModelConfig; sequence_length in tokens."""
     weights = jax.tree.leaves(table)
     size = lambda kinds: sum(math.prod(weight.shape) for weight in weights if weight.kind in kinds)
     return model_flops_per_token(

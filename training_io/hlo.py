@@ -11,9 +11,8 @@ from typing import Any
 
 import jax
 
-from jax_extra import compile_program
-
-from .progress import mark
+from cluster.devices import compile_program
+from cluster.progress import mark
 
 
 def compile_with_hlo_dump(

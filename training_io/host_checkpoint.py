@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from .checkpoint import _STORE_ERRORS, _commit, _create_spec, _HostArray, _manifest_text, _spec
+from .checkpoint import commit, manifest_text
+from .checkpoint_arrays import STORE_ERRORS, HostArray, array_spec, create_spec
 from .initial_weights import find_checkpoint
 
 CHUNK_BYTES = 2**26
@@ -50,9 +51,9 @@ class StoredArray:
         self._name, self._path, self._blocks = name, path, blocks
         try:
             self._store = ts.open(
-                _spec(path / name) | {"fill_missing_data_reads": False}, open=True, read=True
+                array_spec(path / name) | {"fill_missing_data_reads": False}, open=True, read=True
             ).result()
-        except _STORE_ERRORS as error:
+        except STORE_ERRORS as error:
             raise self._damage(error) from error
         self.shape, self.dtype = tuple(self._store.shape), self._store.dtype.numpy_dtype
 
@@ -69,7 +70,7 @@ class StoredArray:
     def _read(self, index: Any) -> np.ndarray:
         try:
             return self._store[index].read().result()
-        except _STORE_ERRORS as error:
+        except STORE_ERRORS as error:
             raise self._damage(error) from error
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -128,23 +129,23 @@ def write_checkpoint(
         raise ValueError(
             f"cannot save step {step}: {final} is there already. Move it away, or choose another directory."
         )
-    manifest = _manifest_text(step, arrays, metadata)
+    manifest = manifest_text(step, arrays, metadata)
     temporary = final.with_name(final.name + ".tmp")
     if temporary.exists():
         shutil.rmtree(temporary)
     stores = {}
     for name, array in arrays.items():
-        host = _HostArray(name, array.shape, str(array.dtype), _chunk(array), [])
+        host = HostArray(name, array.shape, str(array.dtype), _chunk(array), [])
         try:
-            stores[name] = ts.open(_create_spec(temporary / name, host), open=True, create=True).result()
-        except _STORE_ERRORS as error:
+            stores[name] = ts.open(create_spec(temporary / name, host), open=True, create=True).result()
+        except STORE_ERRORS as error:
             raise OSError(f"creating the array {name!r} in {temporary} failed: {error}.") from error
     for name, index, values in parts:
         try:
             stores[name][index].write(values).result()
-        except _STORE_ERRORS as error:
+        except STORE_ERRORS as error:
             raise OSError(f"writing the array {name!r} in {temporary} failed: {error}.") from error
-    _commit(temporary, final, list(arrays), manifest)
+    commit(temporary, final, list(arrays), manifest)
     return final
 
 

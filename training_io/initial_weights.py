@@ -8,7 +8,10 @@ from typing import Any
 
 import jax
 
-from .checkpoint import NO_ORDERS, Checkpointer, Orders, config_differences
+from configuration.differences import config_differences
+
+from .checkpoint import Checkpointer
+from .checkpoint_arrays import NO_ORDERS, Orders
 
 
 def find_checkpoint(

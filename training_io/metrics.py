@@ -13,8 +13,9 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from cluster.progress import mark
+
 from .flops import ModelFlops, PeakFlops
-from .progress import mark
 
 # Steps over which the speed on the terminal is averaged.
 _SPEED_WINDOW = 20

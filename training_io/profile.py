@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
+from cluster.progress import pause
+
 from . import bubble, perfetto
 from .flops import ModelFlops, PeakFlops
 from .metrics import RunLog
-from .progress import pause
 
 # Reading a trace must not hold this process's interpreter lock while it trains.
 _READ_TIMEOUT_S = 300.0

@@ -1,0 +1,1 @@
+"""Compares the programs that two versions of the source run."""

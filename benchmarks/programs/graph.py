@@ -1,0 +1,114 @@
+"""Hash of a traced program as a graph of values.
+
+Names, the order of independent equations, equations done twice and results that nothing uses do not count: XLA sees the
+same program either way. What counts is each result as an expression of the arguments, and what stands in which loop,
+conditional or checkpoint.
+"""
+
+import functools
+import hashlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+"""Primitives that only run a jaxpr."""
+WITHOUT_EFFECT = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "out_trees", "symbolic_zeros", "name")
+"""Parameters of primitives that say nothing of what is computed."""
+
+
+def hash_of(traced: jax.stages.Traced) -> str:
+    """Hash of a jitted function's program, as `jax.jit(f).trace(*args)` gives it."""
+    closed = traced.jaxpr
+    return _hash(_run(closed, [_hash("argument", i, str(v.aval)) for i, v in enumerate(closed.jaxpr.invars)]))
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+def _run(jaxpr: Any, arguments: list[str], constants: tuple = ()) -> list[str]:
+    """Hashes of the results of a jaxpr, closed or open, for those of its arguments."""
+    if hasattr(jaxpr, "consts"):
+        return _run(jaxpr.jaxpr, arguments, tuple(map(_constant, jaxpr.consts)))
+    known = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    read = lambda v: _hash("literal", str(v.aval), str(v.val)) if isinstance(v, Literal) else known[v]
+    for equation in jaxpr.eqns:
+        known |= zip(equation.outvars, _results(equation, [read(v) for v in equation.invars]), strict=True)
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _constant(x: Any) -> str:
+    array = np.asarray(x)
+    return _hash("constant", str(array.dtype), array.shape, array.tobytes())
+
+
+def _results(equation: Any, inputs: list[str]) -> list[str]:
+    name, p, count = equation.primitive.name, equation.params, len(equation.outvars)
+    numbered = lambda base: [_hash(base, i) for i in range(count)]
+    if name == "name":
+        return inputs
+    if name in CALLS and (jaxpr := p.get("jaxpr") or p.get("call_jaxpr")) is not None:
+        return _run(jaxpr, inputs)
+    if name == "shard_map":
+        blocks = [_hash("block", str(spec), x) for spec, x in zip(p["in_specs"], inputs, strict=True)]
+        whole = zip(p["out_specs"], _run(p["jaxpr"], blocks), strict=True)
+        return [_hash("whole", str(p["mesh"].shape), str(spec), x) for spec, x in whole]
+    if name in ("remat", "remat2", "checkpoint"):
+        return [_hash("checkpoint", p["prevent_cse"], p["differentiated"], x) for x in _run(p["jaxpr"], inputs)]
+    if name == "scan":
+        constants, carries = _counts(p)
+        carried = [_hash("carry", i, str(v.aval)) for i, v in enumerate(equation.invars[constants:][:carries])]
+        turns = [_hash("turn", x) for x in inputs[constants + carries :]]
+        results = _run(p["jaxpr"], inputs[:constants] + carried + turns)
+        settings = p["length"], p["reverse"], p["unroll"]
+        base = _hash("scan", settings, inputs[constants:][:carries], results[:carries])
+        return [_hash(base, i) for i in range(carries)] + [_hash(base, "stacked", y) for y in results[carries:]]
+    if name == "while":
+        of_condition, of_body = p["cond_nconsts"], p["body_nconsts"]
+        begin = inputs[of_condition + of_body :]
+        carried = [_hash("carry", i) for i in range(len(begin))]
+        condition = _run(p["cond_jaxpr"], inputs[:of_condition] + carried)
+        return numbered(
+            _hash("while", begin, condition, _run(p["body_jaxpr"], inputs[of_condition:][:of_body] + carried))
+        )
+    if name == "cond":
+        branches = [_run(branch, inputs[1:]) for branch in p["branches"]]
+        return [_hash("cond", inputs[0], [branch[i] for branch in branches]) for i in range(count)]
+    parameters = [(key, _parameter(value)) for key, value in sorted(p.items()) if key not in WITHOUT_EFFECT]
+    return numbered(_hash(name, parameters, inputs, [str(v.aval) for v in equation.outvars]))
+
+
+def _counts(p: dict) -> tuple[int, int]:
+    """Numbers of constants and of carried values of a scan."""
+    if "num_consts" in p:
+        return p["num_consts"], p["num_carry"]
+    # jax 0.12 has the trees of (constants, carried, per turn) instead, with an entry for each array.
+    depth, groups = 0, []
+    for letter in str(p["ft_in"]):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter in "([{" and depth == 2:
+            groups.append("")
+        elif groups:
+            groups[-1] += letter
+    found = [len(re.findall(r"None|\*", group)) for group in groups]
+    return found[0], found[1]
+
+
+@functools.singledispatch
+def _parameter(value: Any) -> Any:
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        jaxpr = getattr(value, "jaxpr", value)
+        return _run(value, [_hash("argument", i) for i in range(len(jaxpr.invars))])
+    if callable(value) and not isinstance(value, type):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+@_parameter.register(tuple)
+@_parameter.register(list)
+def _(value: Any) -> Any:
+    return [_parameter(part) for part in value]

@@ -1,0 +1,124 @@
+"""Training steps of shardwright and of other trainers: the same shapes, tokens and precision, in one run, as ratios.
+
+    python -m benchmarks.throughput [--quick] [--sizes 2m,10m] [--only ours,torch] [--json FILE] [--check]
+
+The contestants, each of which is a file of peers/ and a process of its own:
+
+    ours      the step of train.py, on the mesh of a configuration; here without its mask of documents
+    nnx       a trainer in Flax NNX and optax, written as in their tutorials, jitted and donated
+    cookbook  a trainer in plain JAX, written as in JAX's training cookbook, jitted and donated
+    torch     transformers' Llama in PyTorch: torch.compile, fused attention, fused AdamW
+    floor     no trainer: the products of the step alone
+
+All train the same Llama-like model with AdamW and clipping, on rows of one document each, from batches that are on
+the device already; bf16 is bf16 products over f32 weights and optimizer state. On a CPU all stay alive and take turns,
+those that wait stopped; on a GPU, whose memory they could not share, each has all its rounds at a stretch.
+
+tokens/s is of the best round. MFU counts half of attention, the causal one, or all of it (full). floor: what part of
+the step's time the floor took. Memory: of the process at its highest, and of its steps alone, above its imports; on a
+GPU the allocator's own peak. Compile time: of the first step.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.throughput.figures import HEADER, figures, line_of
+from benchmarks.throughput.jobs import GPU_SIZES, MODULES, SIZES, jobs_of, missing
+from benchmarks.throughput.rounds import Measured, Timing, compare
+from benchmarks.throughput.targets import ratios, targets
+
+
+def has_gpu() -> bool:
+    program = shutil.which("nvidia-smi")
+    return program is not None and subprocess.run([program, "-L"], capture_output=True).returncode == 0
+
+
+def printed_head(size: str, dtype: str, platform: str) -> str:
+    s = SIZES[size]
+    devices = ", 8 simulated devices" if size == "demo" else ""
+    shape = f"{s.shapes.parameters:,} parameters, {s.rows} rows of {s.length} tokens, {dtype}, {platform}{devices}"
+    return f"\n{size}: {shape}\n{HEADER}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", help=f"of {', '.join(SIZES)}; demo is the demo's run on 8 simulated devices")
+    parser.add_argument("--only", help=f"of {', '.join(MODULES)}; the floor always runs")
+    parser.add_argument("--platform", choices=["auto", "cpu", "gpu"], default="auto")
+    parser.add_argument("--dtype", choices=["f32", "bf16"], help="f32 on a CPU, bf16 on a GPU")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
+    parser.add_argument("--seconds", type=float, help="of a turn, about")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--one-at-a-time", action="store_true", help="as on a GPU")
+    parser.add_argument(
+        "--extra-settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="ours once more with these settings of train.py, or rows=, microbatches=; may be given several times",
+    )
+    parser.add_argument("--limit", type=float, default=300, help="seconds a contestant has to compile")
+    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds for all of it")
+    parser.add_argument("--json", type=Path, help="write all figures there as they come; what it has already stands")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a target is missed")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the contestants are ended
+    platform = options.platform if options.platform != "auto" else "gpu" if has_gpu() else "cpu"
+    sizes = (
+        options.sizes.split(",") if options.sizes else ["2m", "10m", "demo"] if platform == "cpu" else list(GPU_SIZES)
+    )
+    names = options.only.split(",") if options.only else list(MODULES)
+    names += ["floor"] if "floor" not in names else []
+    dtype = options.dtype or ("f32" if platform == "cpu" else "bf16")
+    timing = Timing(
+        rounds=options.rounds or (3 if options.quick or platform == "gpu" else 5),
+        seconds=options.seconds or (1.0 if options.quick else 2.0),
+        take_turns=platform == "cpu" and not options.one_at_a_time,
+        limit=options.limit,
+        until=time.monotonic() + options.deadline,
+    )
+    for name in list(names):
+        if why := missing(name):
+            print(why, flush=True)
+            names.remove(name)
+    record = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    for size in sizes:
+        kind = {"dtype": dtype, "platform": platform, **dataclasses.asdict(SIZES[size])}
+        of_size = record.setdefault(size, {**kind, "contestants": {}})
+        if any(of_size[key] != value for key, value in kind.items()):
+            raise SystemExit(f"{options.json} has other figures of {size}: of {of_size} instead of {kind}")
+        rows = of_size["contestants"]
+        print(printed_head(size, dtype, platform), flush=True)
+
+        def show(measured: Measured, rows=rows) -> None:
+            rows[measured.label] = figures(measured, rows.get("floor"))
+            print(line_of(rows[measured.label]), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(record, indent=1))
+
+        jobs = jobs_of(size, names, dtype, platform, options.extra_settings)
+        done = {label for label, row in rows.items() if row["error"] is None}
+        compare({label: job for label, job in jobs.items() if label not in done}, timing, show)
+    print()
+    reached = []
+    for size, of_size in record.items():
+        if said := ratios(size, of_size["contestants"]):
+            print(said)
+        reached += targets(size, of_size["contestants"], of_size["platform"])
+    for target in reached:
+        print(target)
+    if options.check:
+        raise SystemExit(any(not target.met for target in reached))
+
+
+if __name__ == "__main__":
+    main()

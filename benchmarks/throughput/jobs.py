@@ -1,0 +1,90 @@
+"""Who trains what: the contestants, and the sizes of models and batches."""
+
+import dataclasses
+import importlib.util
+
+from benchmarks.throughput.peers.job import Job, Shapes
+
+MODULES = {
+    "ours": "ours",
+    "nnx": "nnx_trainer",
+    "cookbook": "cookbook_trainer",
+    "torch": "torch_trainer",
+    "floor": "floor",
+}
+NEEDS = {
+    "nnx": (("flax", "optax"), "pip install -e '.[bench]'"),
+    "cookbook": ((), ""),
+    "torch": (("torch", "transformers"), "pip install torch transformers"),
+    "ours": (("jax", "hydra", "omegaconf", "tensorstore", "rich"), "pip install -e ."),
+    "floor": (("jax",), "pip install -e ."),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    shapes: Shapes
+    rows: int
+    length: int
+    config: str = "local_test_synthetic"
+
+
+def _c4(d_model: int, n_kv: int, d_ff: int) -> Shapes:
+    return Shapes(vocab=32768, d_model=d_model, layers=8, n_kv=n_kv, n_q_per_kv=1, d_head=128, d_ff=d_ff)
+
+
+def _config(name: str) -> str:
+    return f"flat_tokens_c4_a100x1_{name}"
+
+
+CPU_SIZES = {
+    "tiny": Size(Shapes(vocab=256, d_model=64, layers=2, n_kv=2, n_q_per_kv=2, d_head=16, d_ff=128), 2, 256),
+    "2m": Size(Shapes(1280, 256, layers=2, n_kv=2, n_q_per_kv=2, d_head=32, d_ff=1024, rope_base=256), 64, 64),
+    "4m": Size(Shapes(2048, 256, layers=4, n_kv=4, n_q_per_kv=2, d_head=32, d_ff=704), 8, 256),
+    "10m": Size(Shapes(4096, 384, layers=4, n_kv=3, n_q_per_kv=2, d_head=64, d_ff=1024), 4, 512),
+}
+"""2m is configs/model/demo.yaml."""
+GPU_SIZES = {
+    "124m": Size(Shapes(50304, 768, layers=12, n_kv=12, n_q_per_kv=1, d_head=64, d_ff=2048), 64, 1024, _config("84m")),
+    "270m": Size(_c4(1024, 16, 8192), 32, 1024, _config("270m")),
+    "540m": Size(_c4(2048, 16, 8192), 32, 1024, _config("540m")),
+    "1b": Size(_c4(2048, 16, 16384), 16, 1024, _config("1b")),
+    "2b": Size(_c4(4096, 16, 16384), 16, 1024, _config("2b")),
+}
+"""270m to 2b are those of configs/model. 124m has the products of GPT-2: 124M parameters without the input table."""
+SIZES = CPU_SIZES | GPU_SIZES | {"demo": CPU_SIZES["2m"]}
+
+
+def missing(name: str) -> str | None:
+    """Why a contestant cannot run here, or None."""
+    modules, remedy = NEEDS[name]
+    lacking = [module for module in modules if importlib.util.find_spec(module) is None]
+    return f"{name} is skipped: no {' and no '.join(lacking)} here; {remedy}" if lacking else None
+
+
+def variant_of(job: Job, text: str) -> Job:
+    """`job` with settings of its own: "training.save=dots,rows=16"; rows and microbatches are the job's."""
+    changes, settings = {}, []
+    for setting in text.split(","):
+        name, _, value = setting.partition("=")
+        if name in ("rows", "microbatches"):
+            changes[name] = int(value)
+        else:
+            settings.append(setting)
+    return dataclasses.replace(job, settings=(*job.settings, *settings), **changes)
+
+
+def jobs_of(size: str, names: list[str], dtype: str, platform: str, extra: list[str]) -> dict[str, Job]:
+    """Label: job, in the order in which they run where they cannot take turns: the others' shares need the floor."""
+    s = SIZES[size]
+    job = Job("", s.shapes, s.rows, s.length, dtype, platform, config=s.config)
+    of = lambda name, **changes: dataclasses.replace(job, contestant=MODULES[name], **changes)
+    if size == "demo":
+        found = {"floor": of("floor", d=4, t=2), "ours": of("ours", d=4, t=2)}
+        found |= {"cookbook": of("cookbook", d=8), "nnx": of("nnx", d=8)}
+        found = {label: job for label, job in found.items() if label in names}
+    else:
+        found = {name: of(name) for name in sorted(names, key=lambda name: name != "floor")}
+    for text in extra if "ours" in names else []:
+        found[f"ours {text}"] = variant_of(found["ours"], text)
+    return found

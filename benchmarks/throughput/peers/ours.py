@@ -1,0 +1,91 @@
+"""shardwright: the step that train.py runs, from a configuration that Hydra composes, on the mesh it asks for."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import hydra
+import jax
+import numpy as np
+
+import train
+from benchmarks.throughput.peers.job import BOS_ID, Job, batches
+from cluster.devices import compile_program, known_options, make_mesh, start_devices
+from input_loader import TokenBatch
+from modeling import attention
+from modeling.model import COMPUTE_DTYPES, load_model
+from shardlib.shardtypes import make_shardings
+from training_io.config import check_divides, register_schema, to_config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def config_of(job: Job):
+    """The configuration of a run: job.config, with everything in its place that the job says."""
+    shapes = {f"model.{name}": value for name, value in dataclasses.asdict(job.shapes).items()}
+    training = {"batch_size": job.rows, "seq_len": job.length, "steps": 1000, "microbatches": job.microbatches}
+    training |= {"seed": job.seed, "document_mask": False, "compute_dtype": job.dtype}
+    optimizer = {"learning_rate": job.learning_rate, "adam_b1": job.b1, "adam_b2": job.b2, "warmup_steps": 0}
+    optimizer |= {"adam_epsilon": job.epsilon, "weight_decay": job.weight_decay, "clip_norm": job.clip_norm}
+    overrides = shapes | {f"training.{name}": value for name, value in training.items()}
+    overrides |= {f"optimizer.{name}": value for name, value in optimizer.items()}
+    overrides |= {"mesh.d": job.d, "mesh.t": job.t, "hardware": "cpu" if job.platform == "cpu" else "h200"}
+    overrides |= {"hardware.compilation_cache": "null"}
+    lines = [f"++{name}={value}" if "." in name else f"{name}={value}" for name, value in overrides.items()]
+    lines += ["optimizer.schedule=constant", "optimizer.schedule_steps=null", f"++model.bos_id={BOS_ID}"]
+    register_schema()
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return to_config(hydra.compose(job.config, [*lines, *job.settings]))
+
+
+class Contestant:
+    def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
+        self.config = c = config_of(job)
+        start_devices(c.distributed, c.hardware)
+        self.model = load_model(c.model)
+        self.mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices()[: job.devices], c.mesh.p)
+        with jax.set_mesh(self.mesh):
+            check_divides(c, self.mesh.shape)
+            init = functools.partial(train.init_state, c=c, model=self.model)
+            self.state = jax.jit(init)(jax.random.key(c.training.seed))
+            if weights is not None:
+                self.state.weights = placed(weights, self.state.weights)
+            self.batches = [whole_documents(targets) for targets in batches(job)]
+            self.options = known_options(c.hardware.compiler_options, print)
+            self.training_step = None
+        self.steps = 0
+
+    def step(self) -> jax.Array:
+        with jax.set_mesh(self.mesh):
+            batch = self.batches[self.steps % len(self.batches)]
+            if self.training_step is None:
+                lowered = train.make_training_step(self.config, self.model).lower(self.state, batch, np.int32(0))
+                self.training_step = compile_program(lowered, self.options)
+            self.state, metrics = self.training_step(self.state, batch, np.int32(self.steps))
+        self.steps += 1
+        return metrics.loss
+
+    def wait(self, losses: list[jax.Array]) -> list[float]:
+        return [float(loss) for loss in jax.device_get(losses)]
+
+    def about(self) -> dict:
+        c = self.config
+        dtype = COMPUTE_DTYPES[c.training.compute_dtype]
+        return {"attention": attention.describe(c.training, c.model, dtype, self.mesh.devices.flat[0])}
+
+    def device_peak(self) -> int | None:
+        return (self.mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def whole_documents(targets: np.ndarray) -> TokenBatch:
+    """A batch on the mesh in force in which each row is one document."""
+    starts = np.zeros(targets.shape, bool)
+    starts[:, 0] = True
+    batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=np.ones_like(starts))
+    return jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
+
+
+def placed(weights: dict[str, np.ndarray], like: train.Transformer) -> train.Transformer:
+    """`weights` in the place of those in `like`."""
+    named = lambda path, x: jax.device_put(weights[path[-1].name], x.sharding)
+    return jax.tree_util.tree_map_with_path(named, like)

@@ -1,0 +1,69 @@
+"""What our step should reach beside the others, and its ratios to them."""
+
+import dataclasses
+
+DEMO_GOAL, DEMO_PLAIN = 20_000, 13_000
+"""Tokens/s of the demo on 8 simulated devices, and of a plain f32 step where that was set as the goal."""
+
+MFU_MARKS = {"124m": 0.45, "540m": 0.55, "1b": 0.55, "2b": 0.60}
+"""Full-attention MFU in bf16 on an H200."""
+
+
+@dataclasses.dataclass
+class Target:
+    name: str
+    value: float
+    goal: float
+    """At least this."""
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.goal
+
+    def __str__(self) -> str:
+        said = "met" if self.met else f"missed by {1 - self.value / self.goal:.0%}"
+        return f"target  {self.name}: {self.value:.3g}, at least {self.goal:.3g}: {said}"
+
+
+def targets(size: str, rows: dict[str, dict], platform: str) -> list[Target]:
+    """What `ours` should reach, of those that were measured."""
+    ran = {label: row for label, row in rows.items() if row["error"] is None}
+    found: list[Target] = []
+    if size == "tiny":
+        return found
+
+    def at_least(goal: float, peer: str, ours: str = "ours", what: str = "tokens_per_s") -> None:
+        if ours in ran and peer in ran:
+            ratio = ran[ours][what] / ran[peer][what]
+            name, ratio = ("tokens/s", ratio) if what == "tokens_per_s" else ("memory, the inverse", 1 / ratio)
+            found.append(Target(f"{size}, {ours} over {peer}, {name}", ratio, goal))
+
+    if size == "demo":
+        at_least(DEMO_GOAL / DEMO_PLAIN, "cookbook")
+        if "ours" in ran:
+            found.append(Target(f"{size}, ours, tokens/s", ran["ours"]["tokens_per_s"], DEMO_GOAL))
+    elif platform == "cpu":
+        at_least(1.1, "nnx")
+        at_least(1.0, "torch")
+        at_least(1.0, "nnx", what="peak_bytes")
+        at_least(1.0, "torch", what="peak_bytes")
+    else:
+        at_least(1.1, "torch")
+        if size in MFU_MARKS and "mfu_full" in ran.get("ours", {}):
+            found.append(Target(f"{size}, MFU with full attention", ran["ours"]["mfu_full"], MFU_MARKS[size]))
+    return found
+
+
+def ratios(size: str, rows: dict[str, dict]) -> str:
+    """Ours over each of the others, and each of ours by other settings over ours."""
+    ran = {label: row for label, row in rows.items() if row["error"] is None and row["contestant"] != "floor"}
+    if "ours" not in ran:
+        return ""
+    cells = []
+    for label, row in ran.items():
+        if label != "ours":
+            over, under = (row, ran["ours"]) if row["contestant"] == "ours" else (ran["ours"], row)
+            best, median = (over[key] / under[key] for key in ("tokens_per_s", "tokens_per_s_median"))
+            names = f"{label} / ours" if over is row else f"ours / {label}"
+            cells.append(f"ratio   {size}, {names}: {best:.2f}, by medians {median:.2f}")
+    return "\n".join(cells)

@@ -1,0 +1,1 @@
+"""Devices and processes: the mesh, compiler options, joining, watching, stopping."""

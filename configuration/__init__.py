@@ -1,0 +1,1 @@
+"""Checks of settings, and tools as programs."""

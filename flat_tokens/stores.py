@@ -1,0 +1,78 @@
+"""Opens flat-tokens datasets wherever they lie, and checks that their files are all there.
+
+Local paths and the URLs that tensorstore knows are read by it; any other URL by zarr-python through fsspec, which is
+several times slower but reaches every store that has an fsspec package: `hf://`, `abfs://`, `sftp://`, `memory://` …
+"""
+
+import os
+import struct
+
+import numpy as np
+
+from flat_tokens import Reader
+from flat_tokens.fsspec_reader import FsspecReader
+
+TENSORSTORE_SCHEMES = ("file", "gs", "http", "https", "s3")
+MOST_PROBES_LOCAL = 4096
+MOST_PROBES_REMOTE = 64
+"""Files that `check_files` reads from at most, which bounds what opening a dataset costs."""
+
+
+def open_reader(filespec: str, split: str, *, cache_bytes: int = 2**28) -> Reader:
+    """A reader of one split, its files checked as far as `check_files` says.
+
+    Raises:
+        ValueError: the split is missing, incomplete, truncated, not in this format, or at a URL that nothing can read.
+    """
+    scheme = filespec.split("://")[0] if "://" in filespec else "file"
+    if scheme in TENSORSTORE_SCHEMES:
+        reader = Reader(filespec, split, cache_bytes=cache_bytes)
+    else:
+        reader = FsspecReader(filespec, split, cache_bytes=cache_bytes)
+    check_files(reader, "://" not in filespec)
+    return reader
+
+
+def check_files(reader: Reader, local: bool) -> None:
+    """Looks into the files of a split for what cuts it short, without reading it all.
+
+    In zarr v3 it reads the index and one token at the end of each file, whose checksums show a file that is missing,
+    truncated, or of another array; of at most 4096 files of a local dataset and 64 of a remote one, evenly spaced. In
+    zarr v2 it compares the size of each local file with what its Blosc header states; remote files are not looked at.
+    What these leave out is found, by checksums in zarr v3, when it is read.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    if reader.zarr_format == 2:
+        if local:
+            _check_blosc_files(reader)
+        return
+    size, end = reader.file_tokens, reader.num_tokens
+    num_files = -(-end // size)
+    most = MOST_PROBES_LOCAL if local else MOST_PROBES_REMOTE
+    which = np.unique(np.linspace(0, num_files - 1, min(num_files, most)).astype(np.int64)) if num_files else []
+    places = [min((int(i) + 1) * size, end) - 1 for i in which]
+    for wait in [reader.begin_read(np.array([place]), np.array([1])) for place in places]:
+        wait()
+
+
+def _check_blosc_files(reader: Reader) -> None:
+    chunk = reader.file_tokens
+    for i in range(-(-reader.num_tokens // chunk)):
+        path = os.path.join(reader.path, "encoded_tokens", str(i))
+        try:
+            with open(path, "rb") as file:
+                header = file.read(16)
+            size = os.path.getsize(path)
+        except FileNotFoundError as e:
+            raise ValueError(f"{path} is missing. Write or copy the dataset again.") from e
+        # Another codec has another header, which says nothing of the size; Blosc's begins with its format's version.
+        if len(header) == 16 and header[0] == 2:
+            (stated,) = struct.unpack("<I", header[12:])
+            if stated != size:
+                raise ValueError(
+                    f"{path} is truncated: it has {size} bytes of {stated}. Write or copy the dataset again."
+                )
+        elif len(header) < 16:
+            raise ValueError(f"{path} is truncated: it has {size} bytes. Write or copy the dataset again.")

@@ -1,0 +1,1 @@
+"""Other models than that of train.py, named by model.module."""

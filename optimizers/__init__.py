@@ -1,0 +1,1 @@
+"""Muon, the learning rate, and their settings. AdamW is in train.py."""

@@ -1,0 +1,183 @@
+"""Muon for the matrices of any model, beside AdamW, which train.py spells out.
+
+Muon's update of a matrix is its momentum, orthogonalized by Newton-Schulz, which needs the whole matrix, while a device
+holds a block of each matrix of a stack. So the stack is dealt out, one all_to_all for each axis, here of w_down:
+
+    'dealt stack F/t M/d -> dealt stack/d F/t M'      each device of d then has some of the layers, of these all of M
+    'dealt/d stack F/t M -> dealt/d stack/t F M'      each device of t then has some of those, whole
+
+`dealt` counts the devices that have different layers already. Each orthogonalizes its own without communication, and
+two all_to_all the other way bring the blocks back. Each matrix is orthogonalized once among the devices of d and t;
+replicas (r) all do the same. docs/optimizers.md has bytes and FLOPs.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from modeling.weights import Weight
+from optimizers.config import OptimizerConfig
+from shardlib import shardops
+from shardlib.array_types import ABSENT, ArrayType, arrays_of
+from shardlib.parsing import Dim, sort_axes
+from shardlib.shardtypes import dtype_name, f32, scope, typed
+
+act = dtype_name("act")  # the compute dtype: of Newton-Schulz, and of what is exchanged for it
+W = TypeVar("W")
+
+NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
+"""Coefficients of X, X³ and X⁵, https://kellerjordan.github.io/posts/muon/: steep at 0, at the price of singular values
+that end anywhere in about [0.7, 1.2]."""
+
+NORM_FLOOR = 1e-8
+"""Added to a matrix's norm before dividing by it, as optax has it: a momentum of zeros gives an update of zeros."""
+
+
+@typed
+def muon(state: Any, g: W, rate: f32[""], c: OptimizerConfig, table: Any):
+    """One Muon update (arXiv 2502.16982, algorithm 1 and section 2.2) of the weights whose kind is matrix.
+
+    `state` is train.State; its adam_mu holds the momentum of the matrices. `table` is the model's: a
+    weight is a stack of matrices [*inputs, *outputs], each orthogonalized as a whole, so all heads of w_q together.
+    Raises ValueError for a matrix without inputs or outputs.
+    """
+    weights: W = state.weights
+    average = lambda m, g: c.muon_momentum * m + (1 - c.muon_momentum) * g
+    is_matrix = lambda weight: weight.kind == "matrix"
+    choose = lambda weight, m, g: average(m, g) if is_matrix(weight) else m
+    momentum: W = jax.tree.map(choose, table, state.adam_mu, g)
+    # Nesterov's look ahead: the average as the same gradient once more would leave it.
+    directions: W = orthogonalized(jax.tree.map(average, momentum, g), table, c.muon_iterations)
+
+    def update(weight: Weight, w, direction):
+        if not is_matrix(weight):
+            return w
+        sides = weight.shape[-weight.inputs - weight.outputs :]
+        longer = max(math.prod(sides[: weight.inputs]), math.prod(sides[weight.inputs :]))
+        decay = c.weight_decay if weight.kind in c.decay_on else 0.0
+        # A matrix with all singular values 1 has entries of root mean square 1/√longer.
+        return w - rate * (c.muon_rms * math.sqrt(longer) * direction + decay * w)
+
+    return dataclasses.replace(state, weights=jax.tree.map(update, table, weights, directions), adam_mu=momentum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the devices hold a stack of matrices: the type `layers M/d F/t`, without the names of the stack's dims."""
+
+    rows: tuple[Dim, ...]
+    columns: tuple[Dim, ...]
+    stack_axes: tuple[str, ...] = ()
+
+
+def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, bool]:
+    """The layout of a weight, and whether it is that of the transposed matrices.
+
+    Transposing commutes with orthogonalizing, and makes w_down (`F/t M/d`) a matrix like w_up (`M/d F/t`), or w_o one
+    like w_q: the side whose dims come first in the alphabet becomes the rows.
+    """
+    if not (weight.inputs and weight.outputs):
+        raise ValueError(
+            f"a weight of type {array!r} is a matrix, but its Weight counts {weight.inputs} dims of inputs and "
+            f"{weight.outputs} of outputs; make it with weights.matrix, or give it another kind."
+        )
+    dims = array.spec.dims
+    first = len(dims) - weight.inputs - weight.outputs
+    inputs, outputs = dims[first : first + weight.inputs], dims[first + weight.inputs :]
+    stack_axes = sort_axes(axis for dim in dims[:first] for axis in dim.axes)
+    rows, columns = sorted((inputs, outputs), key=lambda side: [dim.name for dim in side])
+    return Layout(rows, columns, stack_axes), rows is not inputs
+
+
+@typed
+def orthogonalized(x: W, table: Any, iterations: int) -> W:
+    """`x` with each matrix, M = UΣVᵀ, replaced by about UVᵀ; all other arrays stay.
+
+    Weights of one layout are dealt out as one stack: fewer collectives, and fewer devices without a matrix.
+    """
+    leaves, structure = jax.tree.flatten(x)
+    types = [array for _, array, leaf in arrays_of(type(table), x) if leaf is not ABSENT]
+    stacks: dict[Layout, list] = {}
+    for i, (weight, array) in enumerate(zip(jax.tree.leaves(table), types, strict=True)):
+        if weight.kind == "matrix":
+            layout, transposed = layout_of(weight, array)
+            stacks.setdefault(layout, []).append((i, weight, transposed))
+
+    for layout, members in stacks.items():
+        parts = []
+        for i, weight, transposed in members:
+            part = leaves[i].astype(act.dtype)
+            part = part.reshape(-1, *part.shape[-weight.inputs - weight.outputs :])
+            parts.append(transpose(part, weight.inputs) if transposed else part)
+        stack = on_whole_matrices(
+            functools.partial(newton_schulz_stack, rows=len(layout.rows), iterations=iterations),
+            (*layout.rows, *layout.columns),
+            layout.stack_axes,
+            jnp.concatenate(parts),
+        )
+        ends = [sum(len(part) for part in parts[: n + 1]) for n in range(len(parts) - 1)]
+        for (i, weight, transposed), part in zip(members, jnp.split(stack, ends), strict=True):
+            part = transpose(part, weight.outputs) if transposed else part
+            leaves[i] = part.reshape(leaves[i].shape).astype(leaves[i].dtype)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def transpose(x: jax.Array, rows: int) -> jax.Array:
+    """x[stack, *rows, *columns] -> [stack, *columns, *rows], where `rows` says how many dims these are."""
+    return jnp.moveaxis(x, range(1, 1 + rows), range(-rows, 0))
+
+
+@scope  # each exchange has a stack of its own size
+def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], dealt: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """fn, which takes stacks of whole matrices, applied to those of which x[stack, *dims] holds this device's blocks.
+
+    For each axis that shards `dims`, one all_to_all before fn and one after it; a stack that the axis does not divide
+    is filled up with zeros for the journey. `dealt`: the axes whose devices have different matrices already.
+    """
+    axes = sort_axes(axis for dim in dims for axis in dim.axes)
+    if not axes:
+        return fn(x)
+    # The last axis is the last of its dim too, so that it can be taken off. And d goes before t, which has the faster
+    # links: what is filled up to a multiple of t·d is exchanged over t alone.
+    axis, count = axes[-1], len(x)
+    without = tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in dims)
+    # A dim of its own stands for the devices that have different matrices, with one entry on each of them.
+    own, spec = Dim("dealt", dealt), lambda *dims: " ".join(map(str, dims))
+    blocks, whole = spec(own, "stack", *dims), spec(own, f"stack/{axis}", *without)
+    x = jnp.pad(x, [(0, -count % shardops.axis_size(axis)), *[(0, 0)] * len(dims)])
+    x = shardops.all_to_all(f"{blocks} -> {whole}", x[None])[0]
+    x = on_whole_matrices(fn, without, sort_axes((*dealt, axis)), x)
+    return shardops.all_to_all(f"{whole} -> {blocks}", x[None])[0][:count]
+
+
+def newton_schulz_stack(x: jax.Array, rows: int, iterations: int) -> jax.Array:
+    """newton_schulz of each matrix of x[stack, *rows, *columns], where the first `rows` dims are its rows."""
+    matrices = x.reshape(len(x), math.prod(x.shape[1 : 1 + rows]), -1)
+    # One after the other: each fills a device, and the memory beside the stack is that of one.
+    return lax.map(lambda matrix: newton_schulz(matrix, iterations), matrices).reshape(x.shape)
+
+
+def newton_schulz(x: jax.Array, iterations: int) -> jax.Array:
+    """x[rows, columns] = UΣVᵀ to U p(Σ) Vᵀ, with p(σ) in about [0.7, 1.2] unless σ is far below the largest.
+
+    p: σ over the Frobenius norm, then `iterations` times σ -> aσ + bσ³ + cσ⁵. Products are in x's dtype, summed in f32.
+    https://kellerjordan.github.io/posts/muon/
+    """
+    a, b, c = NEWTON_SCHULZ
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    if x.shape[0] > x.shape[1]:  # so that the Gram matrix is the smaller of the two
+        return newton_schulz(x.T, iterations).T
+    x32 = jnp.float32(x)
+
+    def iterate(_, x):
+        gram = product(x, x.T).astype(x.dtype)
+        polynomial = (b * gram + c * product(gram, gram)).astype(x.dtype)
+        return (a * x + product(polynomial, x)).astype(x.dtype)
+
+    return lax.fori_loop(0, iterations, iterate, (x32 / (jnp.linalg.norm(x32) + NORM_FLOOR)).astype(x.dtype))

@@ -1,0 +1,1 @@
+"""Text from a model: the cache, drawing, the sampler, texts during a run."""

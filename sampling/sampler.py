@@ -1,0 +1,285 @@
+"""Text from a model: batched, with a cache of keys and values, sharded as in training.
+
+    sampler = Sampler(forward, Settings(max_tokens=100, temperature=0.8), context=c.training.seq_len)
+    continuations = sampler.generate(weights, [[5, 8, 13], []])
+
+It runs the forward pass of training, with any model: what one token learns from others goes through `attend`, so that a
+cache can stand there, and the positions of a forward pass need not be those of one text. docs/sampling.md tells more.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from input_loader import TokenBatch
+from modeling.model import compute_scope
+from sampling.cache import KeyValues, Texts, next_logits, window_cache, window_start
+from sampling.drawing import ROUNDING, Settings, check_ids, choose, compare
+from shardlib.shardtypes import Array, bool_, f32, i32, typed_shard_map, u32
+
+CHUNK = 32
+"""Tokens of each text that are sampled before the host looks at them."""
+SHORTEST = 16
+"""Positions of a forward pass over windows, at least; more in powers of two, so that few programs are compiled."""
+
+
+@dataclasses.dataclass
+class Speed:
+    """What `Sampler.generate` has done."""
+
+    tokens: int = 0
+    """Drawn, of all texts together."""
+    seconds: float = 0.0
+    """Without compilation."""
+    compile_seconds: float = 0.0
+
+
+class Sampler:
+    """Continues texts with the weights of a model, on the mesh in force.
+
+    Args:
+        forward: train.Forward of the model. Its `training` says the compute dtype, and whether weights are gathered in
+            each layer for each token, or once for CHUNK tokens (gather_weights).
+        settings: how to draw.
+        context: tokens that the next one can see, bos included; at least 2, and no more than the model has positions.
+        batch: texts at once, at most; rounded up to a multiple of the devices.
+
+    Attributes:
+        prefill: the jitted program that fills the cache with windows of tokens.
+        decode: the one that draws up to CHUNK tokens of each text.
+        compare: the one that draws tokens without the cache, for `check`.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    def __init__(self, forward: Any, settings: Settings, context: int, batch: int = 64):
+        c = forward.model.c
+        settings.check(c.vocab)
+        if context < 2:
+            raise ValueError(f"context is {context}; it must hold at least 2 tokens, the first of which is bos.")
+        c.check(context)
+        # What training asked for may be for other devices than these; and in FP8 a text depends on those beside it.
+        any_device = dataclasses.replace(forward.training, attention="auto", fp8=False)
+        self.forward, self.c = dataclasses.replace(forward, training=any_device), c
+        self.settings, self.context, self.speed = settings, context, Speed()
+        mesh = jax.sharding.get_mesh()
+        self._devices, self._t, self._batch = mesh.size, mesh.shape["t"], batch
+        self._compiled: dict[Any, Any] = {}
+        self._chunk = min(CHUNK, settings.max_tokens)
+        self.prefill, self.decode, self.compare = self._programs()
+
+    def _programs(self):
+        forward, s, chunk, cache_size = self.forward, self.settings, self._chunk, self.padded(self.context)
+        Weights, training = forward.model.Weights, forward.training
+        Cache = Array["layers", KeyValues]
+        gather = training.gather_weights == "step"
+
+        @typed_shard_map
+        def prefill(w: Weights, ids: u32["N/r/d L"], fresh: bool_["N/r/d"], cache: Cache | None) -> Cache:
+            new = window_cache(forward.copies(w, gather), ids, forward, cache_size)
+            choose = lambda old, x: jnp.where(fresh[None, :, None, None, None], x, old)
+            return new if cache is None else jax.tree.map(choose, cache, new)
+
+        @typed_shard_map
+        def decode(w: Weights, cache: Cache, texts: Texts) -> tuple[Cache, Texts, u32["T N/r/d"]]:
+            w = forward.copies(w, gather)
+
+            def step(carry, _):
+                cache, texts = carry
+                logits, cache = next_logits(w, cache, texts, forward)
+                drawn = choose(logits, texts.number[None], texts.length[None], s)[0]
+                goes_on = (texts.left > 0) & (texts.place < self.context)
+                ended = jnp.isin(drawn, jnp.array(s.stop, jnp.uint32))
+                texts = Texts(
+                    number=texts.number,
+                    length=texts.length + goes_on,
+                    token=jnp.where(goes_on, drawn, texts.token),
+                    place=texts.place + goes_on,
+                    left=jnp.where(goes_on, jnp.where(ended, 0, texts.left - 1), texts.left),
+                )
+                return (cache, texts), drawn
+
+            (cache, texts), drawn = lax.scan(step, (cache, texts), length=chunk)
+            return cache, texts, drawn
+
+        @typed_shard_map
+        def uncached(
+            w: Weights, batch: TokenBatch, number: i32["B/r/d L"], place: i32["B/r/d L"]
+        ) -> tuple[u32["B/r/d L/t"], f32["B/r/d L/t"], f32["B/r/d L/t"]]:
+            logits, _ = forward(forward.copies(w), forward.tokens(batch), forward.model.logits)
+            return compare(logits, batch.targets, number, place, s, ROUNDING[training.compute_dtype])
+
+        def jitted(per_device, replicated: slice, **options):
+            """`per_device` jitted, the parts of its result that the host reads on every device."""
+
+            @functools.partial(jax.jit, **options)
+            def program(*args):
+                with compute_scope(training.compute_dtype):
+                    out = per_device(*args)
+                if not isinstance(out, tuple):
+                    return out
+                read = jax.tree.map(lambda x: jax.reshard(x, PartitionSpec()), out[replicated])
+                return (*out[: replicated.start], *read)
+
+            return program
+
+        return (
+            jitted(prefill, slice(1, None), donate_argnums=3),
+            jitted(decode, slice(1, None), donate_argnums=1),
+            jitted(uncached, slice(0, None)),
+        )
+
+    def _call(self, program, *args):
+        """program(*args), timed without its compilation."""
+        key = (program, tuple(np.shape(x) for x in jax.tree.leaves(args)))
+        if key not in self._compiled:
+            start = time.perf_counter()
+            self._compiled[key] = program.lower(*args).compile()
+            self.speed.compile_seconds += time.perf_counter() - start
+        start = time.perf_counter()
+        result = jax.block_until_ready(self._compiled[key](*args))
+        self.speed.seconds += time.perf_counter() - start
+        return result
+
+    def padded(self, length: int) -> int:
+        """Positions of a forward pass over windows of up to `length` tokens: few different numbers, which t divides."""
+        short = max(SHORTEST, 1 << (length - 1).bit_length())
+        return -(-min(short, self.context) // self._t) * self._t
+
+    def generate(self, weights: Any, prompts: Sequence[Sequence[int]], first_number: int = 0) -> list[list[int]]:
+        """The tokens drawn after each prompt, the one that ended the text included.
+
+        Each process gives the same prompts and gets all texts.
+
+        Args:
+            weights: of the model, sharded as in training.
+            prompts: token ids; none: the text begins after bos.
+            first_number: number of the first text. Texts of different numbers have different noise.
+
+        Raises:
+            ValueError: token ids outside the model's vocabulary.
+        """
+        for i, prompt in enumerate(prompts):
+            check_ids(f"prompt {i}", prompt, self.c.vocab)
+        rows, result = self.rows(len(prompts)), []
+        for i in range(0, len(prompts), rows):
+            result += self._generate(weights, prompts[i : i + rows], first_number + i, rows)
+        return result
+
+    def rows(self, texts: int) -> int:
+        """Rows of each pass for so many texts."""
+        return -(-min(texts, self._batch) // self._devices) * self._devices
+
+    def _generate(self, weights, prompts: Sequence[Sequence[int]], first_number: int, rows: int) -> list[list[int]]:
+        known = [list(prompt) for prompt in prompts]
+        known += [[] for _ in range(rows - len(known))]
+        left = np.where(np.arange(rows) < len(prompts), self.settings.max_tokens, 0).astype(np.int32)
+        number = (first_number + np.arange(rows)).astype(np.int32)
+        starts = [-1] * rows
+        cache = None
+        while left.any():
+            now = [
+                window_start(len(text), self.context) if more else start
+                for text, more, start in zip(known, left, starts, strict=True)
+            ]
+            fresh = np.array([a != b for a, b in zip(now, starts, strict=True)])
+            starts = now
+            windows = [[self.c.bos_id, *text[max(start, 0) :]] for text, start in zip(known, starts, strict=True)]
+            if fresh.any():
+                longest = max(len(window) for window, is_fresh in zip(windows, fresh, strict=True) if is_fresh)
+                ids = np.zeros((rows, self.padded(longest)), np.uint32)
+                for i in np.flatnonzero(fresh):
+                    ids[i, : len(windows[i])] = windows[i]
+                cache = self._call(self.prefill, weights, ids, fresh, cache)
+            texts = Texts(
+                number=number,
+                length=np.array([len(text) for text in known], np.int32),
+                token=np.array([window[-1] for window in windows], np.uint32),
+                place=np.array([len(window) - 1 for window in windows], np.int32),
+                left=left,
+            )
+            cache, texts, drawn = self._call(self.decode, weights, cache, texts)
+            left, counts, drawn = np.asarray(texts.left), np.asarray(texts.length), np.asarray(drawn)
+            for i, text in enumerate(known):
+                text += drawn[: counts[i] - len(text), i].tolist()
+        result = [text[len(prompt) :] for text, prompt in zip(known, prompts, strict=False)]
+        self.speed.tokens += sum(map(len, result))
+        return result
+
+    def check(
+        self, weights: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]], first_number: int = 0
+    ) -> "Checked":
+        """Draws each token again from training's forward pass over its window, without a cache, with the same noise.
+
+        Args:
+            weights, prompts, first_number: as `generate` had them.
+            drawn: what it gave.
+
+        Raises:
+            ValueError: another token is drawn, and that is not for rounding.
+        """
+        checked, dtype = Checked(), self.forward.training.compute_dtype
+        rows = list(self._windows(prompts, drawn))
+        per_batch = self.rows(len(prompts))
+        for first in range(0, len(rows), per_batch):
+            part = rows[first : first + per_batch]
+            shape = per_batch, self.padded(max(len(tokens) for _, _, _, tokens in part))
+            targets, number, place = np.zeros(shape, np.uint32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+            for i, (text, start, _, tokens) in enumerate(part):
+                targets[i, : len(tokens)], number[i], place[i] = (
+                    tokens,
+                    first_number + text,
+                    start + np.arange(shape[1]),
+                )
+            is_start = np.broadcast_to(np.arange(shape[1]) == 0, shape)
+            batch = TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=np.ones(shape, bool))
+            found = map(np.asarray, self.compare(weights, batch, number, place))
+            expected, excess, allowed = found
+            for i, (text, start, new, tokens) in enumerate(part):
+                for j in range(new - start, len(tokens)):
+                    checked.tokens += 1
+                    if expected[i, j] == tokens[j]:
+                        continue
+                    if not excess[i, j] <= allowed[i, j]:
+                        raise ValueError(
+                            f"text {first_number + text}, token {start + j}: {tokens[j]} was drawn with the cache, "
+                            f"{expected[i, j]} is without it. Their logits with noise differ by {excess[i, j]:.3g}, "
+                            f"where rounding in {dtype} explains {allowed[i, j]:.3g}. It is an "
+                            "error of the program: the model reads from its cache what is not in the text."
+                        )
+                    checked.ties += 1
+                    checked.largest = max(checked.largest, float(excess[i, j] / allowed[i, j]))
+        return checked
+
+    def _windows(
+        self, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, int, int, list[int]]]:
+        """Each window: which text, where in it it starts, its first drawn token, and the tokens from the start on."""
+        for i, (prompt, new) in enumerate(zip(prompts, drawn, strict=True)):
+            text, first = [*prompt, *new], len(prompt)
+            while first < len(text):
+                start = window_start(first, self.context)
+                end = min(len(text), start + self.context)
+                yield i, start, first, text[start:end]
+                first = end
+
+
+@dataclasses.dataclass
+class Checked:
+    """What `Sampler.check` found."""
+
+    tokens: int = 0
+    """Compared."""
+    ties: int = 0
+    """Of these, differed for rounding."""
+    largest: float = 0.0
+    """The largest of their differences, as a part of what rounding explains."""

@@ -1,0 +1,74 @@
+"""Texts that a run samples while it learns: noise becomes sentences."""
+
+import json
+from typing import Any
+
+import jax
+
+from cluster.progress import pause
+from input_loader.codec import codec_of_data
+from sampling.drawing import Settings, check_ids
+from sampling.sampler import Sampler
+from training_io.config import Config
+from training_io.run import Run
+from training_io.stages import folded_mesh, without_stages
+
+SHOWN = 100
+"""Characters of a sample on the terminal."""
+
+
+class TrainingSamples:
+    """Continues training.sample_prompts with the weights of a run that is under way.
+
+    `<directory>/samples.jsonl` gets a line for each: step (how many were done), prompt, text (what was added), and
+    ended (whether by the token that ends the data's documents). The noise is the same each time, so that texts differ
+    by what was learned. With several processes all make the same calls, and process 0 writes.
+
+    Args:
+        c: of the run.
+        forward: train.Forward of its model.
+        run: the run. Lines of steps after those it resumes from, of an interrupted run, are removed.
+
+    Raises:
+        ValueError: a prompt that the data's tokenizer cannot encode, or a setting out of its range.
+    """
+
+    def __init__(self, c: Config, forward: Any, run: Run):
+        t, self._run = c.training, run
+        self._codec = codec_of_data(c.data)
+        self._texts = list(t.sample_prompts)
+        try:
+            self._prompts = [self._codec.encode(text) for text in self._texts]
+            for text, ids in zip(self._texts, self._prompts, strict=True):
+                check_ids(f"training.sample_prompts: {text!r}", ids, c.model.vocab)
+        except ValueError as e:
+            raise ValueError(f"training.sample_prompts: {e}") from e
+        self._stop = () if self._codec.end is None else (self._codec.end,)
+        settings = Settings(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
+        self._mesh, self._placement = folded_mesh(c), run.placement
+        with jax.set_mesh(self._mesh):
+            self._sampler = Sampler(forward, settings, context=t.seq_len)
+        self._path = run.directory / "samples.jsonl"
+        if jax.process_index() == 0:
+            lines = self._path.read_text().splitlines(keepends=True) if run.start and self._path.exists() else []
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= run.start]
+            temporary = self._path.with_name(self._path.name + ".tmp")
+            temporary.write_text("".join(kept))
+            temporary.replace(self._path)
+
+    def write(self, weights: Any) -> None:
+        """Samples with these weights, after the steps that the run has done."""
+        done = self._run.done
+        weights = without_stages(weights, self._placement, self._mesh)
+        with pause("sampling texts"), jax.set_mesh(self._mesh):
+            drawn = self._sampler.generate(weights, self._prompts)
+        lines = []
+        for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
+            ended = ids[-1] in self._stop
+            added = self._codec.continuation(prompt, ids[:-1] if ended else ids)
+            lines.append(json.dumps({"step": done, "prompt": text, "text": added, "ended": ended}) + "\n")
+            shown = " ".join((text + added).split())
+            self._run.log_event("sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)})
+        if jax.process_index() == 0:
+            with open(self._path, "a") as file:
+                file.writelines(lines)

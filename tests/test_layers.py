@@ -1,0 +1,167 @@
+"""The loop over a stack of layers against a loop in Python: values, gradients, caches, padding, however it is run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_extra import KEPT, save_for_backward
+from shardlib.layers import LayerNumbers, run_layers
+from shardlib.parsing import ShardError
+
+ROWS, WIDTH = 5, 6
+PADDED = (0, -1, 1, 2, -1)
+
+
+def layer(w, x, index, attend):
+    """Depends on all that it is given."""
+    q = save_for_backward(jnp.tanh(x @ w["q"]))
+    read = save_for_backward(attend(q, x @ w["k"], x + w["b"], lambda weights: weights * 0.5))
+    return x + read * (1 + 0.1 * index)
+
+
+def attend(q, k, v, cache, drop):
+    """What is read, and the cache with what is new; None is a cache of zeros."""
+    seen = 0.0 if cache is None else cache
+    return jnp.sin(q) * drop(k) + v + seen, seen + k
+
+
+@functools.cache
+def inputs():
+    rng = np.random.default_rng(0)
+    array = lambda *shape: rng.normal(0, 0.3, shape).astype(np.float32)
+    w = {"q": array(ROWS, WIDTH, WIDTH), "k": array(ROWS, WIDTH, WIDTH), "b": array(ROWS, WIDTH)}
+    return w, array(4, WIDTH), array(ROWS, 4, WIDTH)
+
+
+def by_hand(w, x, caches, numbers):
+    found = []
+    for row, index in enumerate(numbers):
+        own = None if caches is None else caches[row]
+        if index >= 0:
+            kept = []
+
+            def attend_and_keep(q, k, v, drop, own=own, kept=kept):
+                read, cache = attend(q, k, v, own, drop)
+                kept.append(cache)
+                return read
+
+            x = layer(jax.tree.map(lambda w, row=row: w[row], w), x, index, attend_and_keep)
+            (own,) = kept
+        found.append(own)
+    return x, jnp.stack(found)
+
+
+def loop(w, x, caches, numbers=None, **options):
+    rows = None
+    if numbers is not None:
+        rows = LayerNumbers(jnp.array(numbers, jnp.int32), padded=min(numbers) < 0)
+    return run_layers(layer, w, x, rows, attend, caches, **options)
+
+
+def with_gradients(run, w, x, caches):
+    """(values, gradients) of all that goes in, as all that comes out depends on it."""
+
+    def total(w, x, caches):
+        out = run(w, x, caches)
+        return sum(jnp.sum(jnp.cos(part)) for part in jax.tree.leaves(out)), out
+
+    argnums = (0, 1) if caches is None else (0, 1, 2)
+    (_, out), g = jax.jit(jax.value_and_grad(total, argnums, has_aux=True))(w, x, caches)
+    return jax.tree.map(np.asarray, (out, g))
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("unroll", [1, 2, ROWS, 2 * ROWS, None])
+@pytest.mark.parametrize("save", KEPT)
+def test_values_gradients_and_caches_are_those_of_a_loop_in_python(save, unroll):
+    w, x, caches = inputs()
+    found = with_gradients(functools.partial(loop, save=save, unroll=unroll), w, x, caches)
+    assert_same(found, with_gradients(functools.partial(by_hand, numbers=range(ROWS)), w, x, caches))
+
+
+def test_without_caches_they_are_what_attend_gives():
+    w, x, _ = inputs()
+    found = with_gradients(loop, w, x, None)
+    assert_same(found, with_gradients(functools.partial(by_hand, numbers=range(ROWS)), w, x, None))
+    assert found[0][1].shape == (ROWS, 4, WIDTH)
+    x, caches = run_layers(layer, w, x, None, lambda q, k, v, cache, drop: (q, cache))
+    assert caches is None
+
+
+@pytest.mark.parametrize("numbers", [(3, 4, 5, 6, 7), (9, 2, 4, 0, 1)])
+def test_a_stage_has_layers_of_its_own_numbers(numbers):
+    w, x, caches = inputs()
+    found = with_gradients(functools.partial(loop, numbers=numbers), w, x, caches)
+    assert_same(found, with_gradients(functools.partial(by_hand, numbers=numbers), w, x, caches))
+
+
+@pytest.mark.parametrize("unroll", [1, 2, None])
+@pytest.mark.parametrize("save", KEPT)
+def test_padding_is_no_layer(save, unroll):
+    """Whatever its weights are, even what is no number, and its gradients are 0."""
+    w, x, caches = inputs()
+    padding = np.array(PADDED) < 0
+    expected = with_gradients(functools.partial(by_hand, numbers=PADDED), w, x, caches)
+    broken = jax.tree.map(lambda w: np.where(padding.reshape(-1, *[1] * (w.ndim - 1)), np.nan, w), w)
+    found = with_gradients(functools.partial(loop, numbers=PADDED, save=save, unroll=unroll), broken, x, caches)
+    assert_same(found, expected)
+    (_, found_caches), (g, _, _) = found
+    np.testing.assert_array_equal(found_caches[padding], caches[padding])
+    assert not any(leaf[padding].any() for leaf in jax.tree.leaves(g))
+    assert all(leaf[~padding].any() for leaf in jax.tree.leaves(g))
+
+
+def test_a_loop_of_ones_own_takes_its_place():
+    """For tools that look into the loop: it is given all that lax.scan is."""
+    asked = []
+
+    def scan(body, carry, rows, unroll):
+        asked.append(unroll)
+        out = []
+        for i in range(ROWS):
+            carry, y = body(carry, jax.tree.map(lambda x, i=i: x[i], rows))
+            out.append(y)
+        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *out)
+
+    w, x, caches = inputs()
+    for unroll, turn in ((1, 1), (3, 3), (99, ROWS), (None, ROWS)):
+        assert_same(loop(w, x, caches, scan=scan, unroll=unroll), loop(w, x, caches))
+        assert asked.pop() == turn
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda x: (x, x), r"a layer is given f32\[4,6\].*, and gives tuple"),
+        (lambda x: x[:, :3], r"gives f32\[4,3\]"),
+        (lambda x: x.astype(jnp.bfloat16), r"gives bf16\[4,6\]"),
+        (lambda x: None, "gives NoneType None"),
+    ],
+    ids=["a tuple", "a shape", "a dtype", "nothing"],
+)
+def test_a_layer_that_gives_something_else(wrong, message):
+    w, x, _ = inputs()
+    with pytest.raises(ShardError, match=message + "(?s:.*)return the residual stream"):
+        run_layers(lambda w, x, index, attend: wrong(x), w, x, None, attend)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_cache_is_of_one_call(calls):
+    w, x, caches = inputs()
+
+    def other(w, x, index, attend):
+        for _ in range(calls):
+            x = attend(x, x, x, lambda weights: weights)
+        return x
+
+    with pytest.raises(ShardError, match=f"a layer calls attend {calls} times"):
+        run_layers(other, w, x, None, attend, caches)
+    run_layers(other, w, x, None, lambda q, k, v, cache, drop: (q, cache))  # without a cache any number will do

@@ -1,0 +1,91 @@
+"""The settings of the program."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omegaconf import MISSING
+
+SPLITS = ("train", "validation")
+
+
+class TokenizerKind(Enum):
+    bytes = "bytes"
+    huggingface = "huggingface"
+    tiktoken = "tiktoken"
+    mistral = "mistral"
+    train_bpe = "train_bpe"
+
+
+class Backend(Enum):
+    auto = "auto"
+    gigatoken = "gigatoken"
+    reference = "reference"
+
+
+@dataclass
+class TokenizerConfig:
+    kind: TokenizerKind = TokenizerKind.bytes
+    """`bytes`: the UTF-8 bytes, with ids as in ByT5: byte + 3, after 0 padding, 1 end (`</s>`) and 2 unused.
+    `huggingface`: a tokenizer of the `tokenizers` library. `tiktoken`: an encoding of tiktoken. `mistral`: a
+    tekken.json or a SentencePiece model of Mistral's. `train_bpe`: a byte-level BPE trained on the training split, with
+    id 0 for `<|begin|>` and 1 for `<|end|>`."""
+    name: str | None = None
+    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. For
+    `tiktoken`: a name that tiktoken knows, as cl100k_base. For `mistral`: a path, a name on the hub, or the name of a
+    file in the package mistral-common, as tekken_240911.json."""
+    end_token: str | None = None
+    """A token put at the end of each document, null for none. Beginnings need none: the format marks them."""
+    backend: Backend = Backend.auto
+    """What does the work. `auto`: gigatoken where it gives the same ids as the library that defines the tokenizer, else
+    that one. `gigatoken`: an error where it does not. `reference`: the library that defines the tokenizer."""
+    vocab_size: int = 4096
+    """For `train_bpe`: most tokens in the vocabulary, at least 258."""
+    train_documents: int = 100_000
+    """For `train_bpe`: how many documents from the beginning of the training split to train on, at least 1."""
+
+
+@dataclass
+class SplitConfig:
+    source: str | None = None
+    """The split of the Hugging Face dataset to read."""
+    files: list[str] = field(default_factory=list)
+    """Local files or globs to read: one document a line in .jsonl and .json, one a row in .parquet, one a file in .txt
+    unless `text_separator` is set; all but .parquet also compressed: .gz, .bz2, .xz, .zst. In this order, the matches
+    of a glob sorted."""
+    skip_documents: int = 0
+    """How many documents of the source to leave out first, at least 0."""
+    max_documents: int | None = None
+    """How many documents of the source to read after that, at least 1; null for all."""
+    max_tokens: int | None = None
+    """How many tokens to write, at least 1; null for all. The last document is cut to give exactly this number."""
+
+
+@dataclass
+class Config:
+    out: str = MISSING
+    """Directory of the dataset: a local path, or a URL that tensorstore knows."""
+    overwrite: bool = False
+    """Replace splits that are there, and what was begun with other settings."""
+    dataset: str | None = None
+    """Name of a Hugging Face dataset; null to read local files."""
+    dataset_config: str | None = None
+    """The dataset's configuration (subset), where it has several."""
+    dataset_revision: str | None = None
+    """A commit or tag of the dataset, so that it stays the same from run to run; null for the newest."""
+    streaming: bool = True
+    """Read the dataset while it downloads, or download it first."""
+    text_field: str = "text"
+    """The column or JSON key that holds the document."""
+    text_separator: str | None = None
+    """What stands between the documents of a .txt file, as `<|endoftext|>`; the line breaks around it belong to it.
+    null if each such file is one document."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train: SplitConfig | None = field(default_factory=SplitConfig)
+    """Null to leave the training split out."""
+    validation: SplitConfig | None = field(default_factory=SplitConfig)
+    """Null to leave the validation split out."""
+    num_workers: int | None = None
+    """Processes that tokenize, at least 1; null for as many as there are cores, or 1 for 2 cores and a tokenizer that
+    is very fast or has threads. With 1 this process does, by these threads. The result does not depend on it."""
+    shard: str | None = None
+    """`i/n`: write only share i of n, 0 ≤ i < n, to be joined by tools.merge_flat_tokens; null for all."""

@@ -1,0 +1,415 @@
+"""One training step of the program to verify on one mesh, with all that is compared between meshes."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import train
+from cluster.devices import make_mesh
+from input_loader import TokenBatch, batch_shapes, make_loader
+from modeling.model import compute_scope, load_model
+from modeling.weights import are_stacks
+from shardlib.array_types import ABSENT, arrays_of
+from shardlib.layers import LayerNumbers
+from shardlib.op_checks import varying
+from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
+from shardlib.pipeline import Parts
+from shardlib.placement import Placement
+from shardlib.shardtypes import make_partition_specs, make_shardings
+from shardlib.values import pipeline_stage
+from tools.verify.names import line_of_field, line_of_function, name_of_site
+from tools.verify.record import Recorder, Site, recording, scan, summed_in_blocks
+from training_io.config import Config
+from training_io.stages import has_stages, placement_of
+
+AXES = ("p", "r", "d", "t")
+"""Of the mesh, major to minor."""
+WITHIN_STAGES = AXES[1:]
+"""Those that shard what passes through the model."""
+ROWS = P(("r", "d"))
+"""How what there is for each row of the batch is sharded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """What is compared: a value at a `save_for_backward`, the loss, or a part of a weight's gradient or update."""
+
+    kind: str
+    """activation, loss, gradient, step (what a step returns), update, or the name of one of the optimizer's moments."""
+    name: str
+    layers: tuple[int, ...] = ()
+    file: str = ""
+    line: int = 0
+
+
+@dataclasses.dataclass
+class Inputs:
+    """What every mesh is given: host arrays."""
+
+    state: Any
+    batch: TokenBatch
+    row_seeds: np.ndarray | None
+    step: int
+
+
+class NotTheSame(ValueError):
+    """Devices that should hold the same value do not."""
+
+
+def on_host(x: jax.Array) -> np.ndarray | NotTheSame:
+    """The whole of an array; NotTheSame, as a value, if devices that should hold one block of it do not."""
+    blocks: dict[str, np.ndarray] = {}
+    for shard in x.addressable_shards:
+        block = np.asarray(shard.data)
+        if blocks.setdefault(str(shard.index), block).tobytes() != block.tobytes():
+            return NotTheSame("its copies on several devices are not the same")
+    return np.asarray(x)
+
+
+@contextlib.contextmanager
+def mesh_of(sizes: Mapping[str, int]) -> Iterator[jax.sharding.Mesh]:
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = make_mesh(*(sizes[axis] for axis in WITHIN_STAGES), devices, sizes["p"])
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@contextlib.contextmanager
+def abstract_mesh_of(sizes: Mapping[str, int]) -> Iterator[None]:
+    """The mesh that `mesh_of` makes, without devices."""
+    sizes = {axis: size for axis, size in sizes.items() if axis != PIPELINE_AXIS or size > 1}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def fresh_state(c: Config) -> Any:
+    """The state that a run starts from, on the mesh in force, as `on_host` gives it, in the order of the layers."""
+    state = jax.jit(functools.partial(train.init_state, c=c, model=load_model(c.model)))(
+        jax.random.key(c.training.seed)
+    )
+    state = jax.tree.map(on_host, state)
+    return in_order(c, state, state.weights)
+
+
+def loaded_batch(c: Config, step: int) -> TokenBatch:
+    """The batch of `step` on the mesh in force, from the data that `c` names. Raises ValueError if there is none."""
+    if c.data.stream is not None:
+        raise ValueError("a stream would have to be read from its start")
+    t = c.training
+    loader = make_loader(c.data, "train", t.batch_size, t.seq_len, c.model.vocab)
+    return jax.tree.map(on_host, loader.load(step))
+
+
+def random_batch(c: Config) -> TokenBatch:
+    """Random tokens, about four documents a row, a tenth of the targets masked."""
+    rng, shape = np.random.default_rng(0), (c.training.batch_size, c.training.seq_len)
+    return TokenBatch(
+        targets=rng.integers(0, c.model.vocab, shape).astype(np.uint32),
+        is_seq_start=rng.random(shape) < 4 / c.training.seq_len,
+        loss_mask=rng.random(shape) < 0.9,
+    )
+
+
+def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
+    """`state`, a fresh one, as it might be after some training, with moments that are not zero, and a batch.
+
+    All biases and gains differ then, and the rate of the step is the highest.
+    """
+    rng, count = np.random.default_rng(1), sum(x.size for x in jax.tree.leaves(state.weights))
+
+    def later(path, x):
+        name, noise = jax.tree_util.keystr(path), rng.standard_normal(x.shape)
+        if name.startswith(".weights"):
+            x = x + 0.1 * (math.sqrt(np.mean(np.square(x))) or 1.0) * noise
+        else:  # of the size that gradients of norm 1 have
+            x = (np.square(noise) + 0.1) / count if "nu" in name else noise / math.sqrt(count)
+        return x.astype(jax.dtypes.canonicalize_dtype(np.float64))
+
+    seeds = rng.integers(0, 2**32, c.training.batch_size, dtype=np.uint32) if getattr(c.model, "dropout", 0) else None
+    return Inputs(jax.tree_util.tree_map_with_path(later, state), batch, seeds, max(1, c.optimizer.warmup_steps))
+
+
+def type_check(c: Config, sizes: Mapping[str, int]) -> None:
+    """Traces the training step on a mesh of these sizes, which needs no devices. Raises ValueError if it is refused."""
+    t, model = c.training, load_model(c.model)
+    with abstract_mesh_of(sizes):
+        state = jax.eval_shape(lambda: train.init_state(jax.random.key(t.seed), c, model))
+        step = jax.ShapeDtypeStruct((), np.int32)
+        after, _ = jax.eval_shape(
+            train.make_training_step(c, model), state, batch_shapes(t.batch_size, t.seq_len), step
+        )
+    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    if kinds(after) != kinds(state):
+        raise ValueError("the training step returns a state of other shapes or dtypes than it is given.")
+
+
+# ---- the order of layers ------------------------------------------------------------------------------------------
+
+
+def in_order(c: Config, tree: Any, weights: Any) -> Any:
+    """`tree`, of host arrays, as it is at rest on the mesh in force: each stack of layers in the order of the layers.
+
+    NotTheSame stands for a stack with padding that is not 0. `weights` are at rest too.
+    """
+    order = placement_of(c, load_model(c.model).table).order
+
+    def reordered(x):
+        if isinstance(x, NotTheSame):
+            return x
+        if np.any(x[order.padding]):
+            return NotTheSame("the rows that only make stages the same size are not 0")
+        return order.to_layers(x)
+
+    return tree if order is None else _map_stacks(reordered, tree, weights)
+
+
+def at_rest(c: Config, tree: Any, weights: Any) -> Any:
+    """The other way: `tree`, in the order of the layers as `weights` are, as it is at rest on the mesh in force."""
+    order = placement_of(c, load_model(c.model).table).order
+    return tree if order is None else _map_stacks(order.to_rows, tree, weights)
+
+
+def _map_stacks(fn: Any, tree: Any, weights: Any) -> Any:
+    """`tree`, like `weights` or a State of such, with `fn` of each stack of layers."""
+    if not isinstance(tree, type(weights)):
+        parts = {f.name: _map_stacks(fn, getattr(tree, f.name), weights) for f in dataclasses.fields(tree)}
+        return dataclasses.replace(tree, **parts)
+    return jax.tree.map(lambda stack, x: fn(x) if stack and x is not None else x, are_stacks(weights), tree)
+
+
+# ---- forward pass and gradients -----------------------------------------------------------------------------------
+
+
+class Probe:
+    """The forward pass and the gradients on the mesh in force, and what was saved for the backward pass."""
+
+    def __init__(self, c: Config):
+        self._config, self.model = c, load_model(c.model)
+        self.sites: list[Site] = []
+        self.varying: list[frozenset[str]] = []
+        """Over which axes JAX knows each saved value to differ."""
+        self.places: list[int] = []
+        """On a mesh with p: on which device of it each saved value is."""
+
+    def forward_and_gradients(self, weights: Any, batch: TokenBatch, row_seeds: Any) -> tuple[list, Any, Any, Any]:
+        """Each saved value as all devices hold it, [p, r, d, t, *block], on a mesh without p without the first of
+        these dims; the summed loss; the mean loss; the gradients. Under jit.
+        """
+        c = self._config
+        # The plain attention, saved values and loop, which can be recorded.
+        training = dataclasses.replace(c.training, attention="einsum", save="marked", unroll=1, fp8=False)
+        forward = train.Forward(self.model, training)
+        # What is recorded inside jax.checkpoint could not leave it.
+        plain = train.Forward(self.model, dataclasses.replace(training, save=None, loss_chunk=None), scan)
+
+        def per_device(weights, batch, row_seeds):
+            recorder = Recorder()
+            with recording(recorder):
+                gather = c.training.gather_weights == "step"
+                copies = plain.copies(weights, gather)
+                parts = train.parts_of_loss(plain, c.optimizer.z_loss)
+                if has_stages():
+                    placement = placement_of(c, self.model.table)
+                    total, self.places = stage_by_stage(placement, parts, recorder, copies, batch, row_seeds)
+                else:
+                    total = parts.whole(copies, batch, row_seeds)
+            self.sites = recorder.sites
+            self.varying = [jax.typeof(x).manual_axis_type.varying for x in recorder.values]
+            loss, gradients = train.loss_and_gradients(weights, batch, c, forward, row_seeds)
+            return [_own_block(x) for x in recorder.values], total, loss, gradients
+
+        specs = make_partition_specs(type(weights), like=weights)
+        batch_specs = make_partition_specs(TokenBatch)
+        with compute_scope(c.training.compute_dtype):
+            out_specs = P(*jax.sharding.get_abstract_mesh().axis_names), P(), P(), specs
+            run = jax.shard_map(per_device, in_specs=(specs, batch_specs, ROWS), out_specs=out_specs)
+            return run(weights, batch, row_seeds)
+
+
+def stage_by_stage(
+    placement: Placement, parts: Parts, recorder: Recorder, w: Any, *rows: Any
+) -> tuple[jax.Array, list[int]]:
+    """The loss of all rows at once, each stage waiting for the one before: `parts` as they stand, without a schedule.
+
+    Inside the schedule's loop and branches nothing can be recorded. Each stage runs on all devices of p, of which only
+    its own has its layers: what that one gives goes to all, and of what is saved that one's is the value. The second
+    result: which device that is, for each saved value.
+    """
+    me, places = lax.axis_index(PIPELINE_AXIS), []
+    rows = jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), rows)
+
+    def run(fn, device, *args):
+        with pipeline_stage():
+            y = varying(fn(*args, *rows), (PIPELINE_AXIS,))
+        places.extend([device] * (len(recorder.values) - len(places)))
+        return lax.psum(jnp.where(me == device, y, jnp.zeros_like(y)), PIPELINE_AXIS)
+
+    x, first = run(parts.first, 0, w), 0
+    for stage, count in enumerate(placement.counts):
+        begin, seen = stage // placement.p * placement.chunk_rows, len(recorder.sites)
+        own = jax.tree.map(lambda x, rows=slice(begin, begin + count): x[rows], w.layers)
+        numbers = varying(jnp.arange(first, first + count, dtype=jnp.int32), (PIPELINE_AXIS,))
+        x = varying(x, (PIPELINE_AXIS,))
+        x = run(parts.layers, stage % placement.p, own, x, LayerNumbers(numbers))
+        for i, site in enumerate(recorder.sites[seen:], seen):
+            turn, *inner = site.layers
+            recorder.sites[i] = dataclasses.replace(site, layers=(first + turn, *inner))
+        first += count
+    total = run(parts.last, stage % placement.p, w, varying(x, (PIPELINE_AXIS,)))
+    return total, places
+
+
+def _own_block(x: jax.Array) -> jax.Array:
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    return varying(x, axes)[(None,) * len(axes)]
+
+
+def layouts(c: Config, sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """For each saved value, which of its dims each axis shards: those that shrink where that axis alone has devices.
+
+    `sizes`: devices along each axis, which the model's sizes are divisible by; an axis of 1 shards nothing.
+    """
+    none = dict.fromkeys(WITHIN_STAGES, 1)
+    whole = _block_shapes(c, none)
+    found: list[dict[str, int]] = [{} for _ in whole]
+    for axis, size in sizes.items():
+        if size > 1 and axis in WITHIN_STAGES:
+            for layout, before, after in zip(found, whole, _block_shapes(c, none | {axis: size}), strict=True):
+                cut = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+                if len(cut) == 1:
+                    layout[axis] = cut[0]
+    return found
+
+
+def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    with abstract_mesh_of(sizes):
+        model = load_model(c.model)
+        weights = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model)).weights
+        shape = (c.training.batch_size, c.training.seq_len)
+        batch = jax.tree.map(
+            lambda dtype: jax.ShapeDtypeStruct(shape, dtype), TokenBatch(np.uint32, np.bool_, np.bool_)
+        )
+        placed = lambda tree, kind: jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, make_shardings(kind, like=tree)
+        )
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), ROWS)
+        dropout = getattr(c.model, "dropout", 0)
+        seeds = jax.ShapeDtypeStruct(shape[:1], np.uint32, sharding=sharding) if dropout else None
+        probe = jax.jit(Probe(c).forward_and_gradients)
+        blocks, *_ = jax.eval_shape(probe, placed(weights, type(weights)), placed(batch, TokenBatch), seeds)
+    return [block.shape[len(sizes) :] for block in blocks]
+
+
+def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozenset[str]) -> np.ndarray:
+    """The array of which `blocks`[r, d, t, *block] are what the devices hold.
+
+    Along an axis that shards no dim, all devices hold the same; or parts of a sum, where JAX lets them differ.
+    Raises NotTheSame if they do, and JAX does not know of it.
+    """
+    axes, summed = list(WITHIN_STAGES), blocks
+    for axis in WITHIN_STAGES:
+        if axis not in layout:
+            at = axes.index(axis)
+            first = np.take(summed, [0], at)
+            if np.array_equal(np.broadcast_to(first, summed.shape), summed, equal_nan=summed.dtype.kind == "f"):
+                summed = np.take(summed, 0, at)
+            elif axis in varying:
+                summed = np.sum(summed, at)
+            else:
+                raise NotTheSame(f"it should be the same on every device of {axis}, and is not")
+            axes.remove(axis)
+    # Each axis goes to stand before its dim, in the project's one order, and becomes a part of it.
+    for axis in sorted(axes, key=AXIS_ORDER.index, reverse=True):
+        at, dim = axes.index(axis), layout[axis]
+        axes.remove(axis)
+        place = len(axes) + dim
+        summed = np.moveaxis(summed, at, place)
+        shape = summed.shape
+        summed = summed.reshape(*shape[:place], shape[place] * shape[place + 1], *shape[place + 2 :])
+    return summed
+
+
+# ---- all of a step ------------------------------------------------------------------------------------------------
+
+
+def measure(
+    c: Config, inputs: Inputs, layout: list[dict[str, int]] | None = None, blocks: Mapping[str, int] | None = None
+) -> tuple[dict[Tensor, np.ndarray | NotTheSame], set[str]]:
+    """The tensors of one step on the mesh in force, in the program's order, and the dtypes of floats in the program.
+
+    `layout`: as `layouts` gives it; None on one device. `blocks`: as for `summed_in_blocks`.
+    """
+    place = lambda tree, kind: jax.tree.map(jax.device_put, tree, make_shardings(kind, like=tree))
+    old = inputs.state.weights
+    Weights = type(old)
+    batch, state = place(inputs.batch, TokenBatch), place(at_rest(c, inputs.state, old), train.State[Weights])
+    seeds = None if inputs.row_seeds is None else jax.device_put(inputs.row_seeds, ROWS)
+    probe = Probe(c)
+    with summed_in_blocks(**(blocks or {})):
+        forward = jax.jit(probe.forward_and_gradients).trace(state.weights, batch, seeds)
+        saved, total, loss, gradients = forward.lower().compile()(state.weights, batch, seeds)
+        step = train.make_training_step(c, probe.model).trace(state, batch, np.int32(inputs.step))
+        new, metrics = step.lower().compile()(state, batch, np.int32(inputs.step))
+
+    found: dict[Tensor, np.ndarray | NotTheSame] = {}
+    for i, (site, value) in enumerate(zip(probe.sites, saved, strict=True)):
+        name = name_of_site(site)
+        tensor = Tensor("activation", name, site.layers, site.file, site.line)
+        for again in itertools.count(2):  # a line that several values pass
+            if tensor not in found:
+                break
+            tensor = dataclasses.replace(tensor, name=f"{name} {again}")
+        blocks_of = np.asarray(value)[probe.places[i]] if probe.places else np.asarray(value)
+        try:
+            found[tensor] = whole_array(blocks_of, layout[i] if layout else {}, probe.varying[i])
+        except NotTheSame as error:
+            found[tensor] = error
+    found[Tensor("loss", "summed loss", (), *line_of_function(train.parts_of_loss))] = on_host(total)
+    found[Tensor("loss", "mean loss", (), *line_of_function(train.loss_and_gradients))] = on_host(loss)
+    # The backward pass finds the gradients of what was used last first.
+    gradients = in_order(c, jax.tree.map(on_host, gradients), state.weights)
+    found |= dict(reversed(by_layer("gradient", gradients, old)))
+    for name, value in vars(metrics).items():
+        found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = on_host(value)
+    new = in_order(c, jax.tree.map(on_host, new), new.weights)
+    minus = lambda after, before: after if isinstance(after, NotTheSame) else after - before
+    change = jax.tree.map(minus, new.weights, old)
+    found |= dict(by_layer("update", change, old))
+    for part in (field.name for field in dataclasses.fields(new) if field.name != "weights"):
+        found |= dict(by_layer(part, getattr(new, part), old))
+    dtypes = {dtype for traced in (forward, step) for dtype in re.findall(r"\b(b?f\d+)\[", str(traced.jaxpr))}
+    return found, dtypes
+
+
+def layers_of(weights: Any, path: str) -> int:
+    return len(functools.reduce(getattr, path.split("."), weights))
+
+
+def by_layer(kind: str, tree: Any, weights: Any) -> list[tuple[Tensor, np.ndarray]]:
+    """The arrays of `tree`, which is like `weights`, in the order of the forward pass, stacks of layers taken apart."""
+    whole = [
+        (path, array, part)
+        for path, array, part in arrays_of(type(weights), tree)
+        if part is not ABSENT and part is not None
+    ]
+    found = []
+    for stacked, group in itertools.groupby(whole, lambda entry: entry[1].spec.names[:1] == ("layers",)):
+        entries = list(group)
+        for i in range(layers_of(weights, entries[0][0]) if stacked else 1):
+            for path, _, value in entries:
+                tensor = Tensor(kind, path, (i,) if stacked else (), *line_of_field(weights, path))
+                found.append((tensor, value[i] if stacked and not isinstance(value, NotTheSame) else value))
+    return found

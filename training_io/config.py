@@ -1,0 +1,209 @@
+"""Every setting of a run, typed: what configs/*.yaml and the command line are checked against.
+
+A field without a default has to be set by the run's configuration. The other sections stand beside what they set:
+modeling/settings.py, optimizers/config.py, input_loader/config.py, cluster/config.py, training_io/pipeline_config.py.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
+from configuration.checks import check_choice, check_ranges
+from input_loader import DataConfig
+from jax_extra import KEPT
+from modeling.attention import PATHS
+from modeling.model import COMPUTE_DTYPES, module_of
+from optimizers.config import OptimizerConfig, check_optimizer
+from training_io.pipeline_config import PipelineConfig, check_pipeline
+
+
+@dataclasses.dataclass
+class TrainingConfig:
+    batch_size: int
+    """Sequences in a step, over all devices. A multiple of r·d devices."""
+    seq_len: int
+    """Tokens in a sequence. A multiple of t devices."""
+    steps: int | None = None
+    """Length of the run: one of this, tokens and epochs."""
+    tokens: int | None = None
+    """Length of the run in tokens, padding included; the last batch is left out if it would go beyond."""
+    epochs: float | None = None
+    """Length of the run in passes over the dataset."""
+    seed: int = 0
+    """Selects the weights at init, in [0, 2**63)."""
+    init_from: str | None = None
+    """A run's directory, or a checkpoint's, with the weights to begin with; the optimizer and the data begin anew. Its
+    model must be the same. A run that is resumed goes on from its own checkpoint."""
+    microbatches: int = 1
+    """Parts of the batch that go through the model one after the other. batch_size is a multiple of them times r·d;
+    for interleaved_1f1b they are a multiple of p."""
+    gather_weights: str = "layer"
+    """layer: weights are gathered over d where they are used, in each microbatch. step: once a step, ahead of the
+    microbatches, their gradients scattered once after them; each device of d then holds all weights and gradients."""
+    compute_dtype: str = "bf16"
+    """bf16, or f32 for exact work. Weights and optimizer state are f32 either way."""
+    attention: str = "auto"
+    """einsum: with the scores of all pairs of positions in memory. blockwise: a block of them at a time. cudnn:
+    NVIDIA's fused kernel. auto: the one that suits device and seq_len; the run says at its start which
+    (modeling/attention.py)."""
+    document_mask: bool = True
+    """Whether tokens see only those of their own document. false: a row of a batch is one text, with whatever documents
+    it has; cudnn, to which documents are a mask of seq_len² entries a row, is then faster."""
+    fp8: bool = False
+    """Whether a layer's products with its weights are of operands rounded to FP8: faster on NVIDIA GPUs from Hopper on,
+    slower elsewhere, and never as exact (modeling/fp8.py)."""
+    loss_chunk: int | None = None
+    """Positions of each sequence whose logits are in memory at a time: a multiple of t that divides seq_len. Null: all,
+    which is faster while they fit."""
+    save: str = "marked"
+    """What a layer's backward pass gets from its forward pass, computing the rest again. marked: what the model marks
+    with save_for_backward. nothing: the layer's input. dots: products with weights. everything: all that it needs."""
+    unroll: int | None = 1
+    """Layers in one turn of the loop over layers, at least 1; null: all, so that there is no loop. That compiles
+    longer, and saves a GPU copying what is kept for the backward pass."""
+    eval_batches: int = 8
+    """Batches of the validation split, at most, in an evaluation; 0 for no evaluations."""
+    eval_interval: int | None = None
+    """Steps between evaluations; there is one after the last step too, and with null that one alone."""
+    sample_interval: int | None = None
+    """Steps between texts that the model writes into samples.jsonl, which has some from before the first step and after
+    the last too. Null: none."""
+    sample_prompts: list[str] = dataclasses.field(default_factory=lambda: [""])
+    """What these texts begin with; an empty one is a document from its beginning."""
+    sample_tokens: int = 64
+    """Tokens to add to each, at least 1; fewer where a document ends."""
+    sample_temperature: float = 0.8
+    """What logits are divided by, at least 0; 0 always takes the likeliest token."""
+    sample_top_k: int | None = None
+    """Draw only from the likeliest this many tokens, at least 1; null: all."""
+    log_interval: int = 10
+    """Steps between progress lines where the output is no terminal."""
+    checkpoint_interval: int = 1000
+    """Steps between checkpoints; there is one after the last step too."""
+    keep_checkpoints: int | None = 3
+    """How many of the latest checkpoints are kept, at least 1; null: all."""
+
+
+@dataclasses.dataclass
+class PathsConfig:
+    root_working_dir: str = "runs"
+    model_name: str | None = None
+    """The run's directory in root_working_dir; a run that is there already is resumed. Null: config name and time."""
+
+
+@dataclasses.dataclass
+class Config:
+    model: Any
+    """The ModelConfig of the module that model.module names."""
+    optimizer: OptimizerConfig
+    mesh: MeshConfig
+    data: DataConfig
+    training: TrainingConfig
+    hardware: HardwareConfig
+    paths: PathsConfig
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+
+
+def register_schema() -> None:
+    """Tells Hydra the types of all fields; required ones are there but missing, so that an override can name them."""
+    schema = OmegaConf.structured(Config)
+    for section in dataclasses.fields(Config):
+        if section.name != "model":
+            schema[section.name] = OmegaConf.structured(section.type)
+    # Which fields the model has, only its own module knows, and a composition can still name it: see to_config.
+    schema.model = OmegaConf.create({"module": "train"}, flags={"struct": False})
+    ConfigStore.instance().store(name="config_schema", node=schema)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """What Hydra composed, typed: the model section by the model's own ModelConfig, the rest was by the schema.
+
+    Raises ValueError for a setting that is missing, unknown, or out of its range.
+    """
+    config = composed.copy()
+    module = module_of(config.model.module)
+    try:
+        config.model = OmegaConf.merge(OmegaConf.structured(module.ModelConfig), config.model)
+    except OmegaConfBaseException as error:
+        known = ", ".join(field.name for field in dataclasses.fields(module.ModelConfig))
+        remedy = f" There are {known}." if isinstance(error, ConfigKeyError) else ""
+        raise ValueError(f"model.{error.full_key}: {str(error).splitlines()[0]}.{remedy}") from None
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"no value for {', '.join(missing)}.")
+    c: Config = OmegaConf.to_object(config)
+    check_config(c)
+    return c
+
+
+def check_config(c: Config) -> None:
+    """Raises ValueError for a setting out of its range."""
+    count = (1, 2**63)
+    check_ranges("model", c.model, {"vocab": count, "layers": count, "bos_id": (0, c.model.vocab)})
+    c.model.check(c.training.seq_len)
+    check_optimizer(c.optimizer)
+    names = ("batch_size", "seq_len", "steps", "tokens", "microbatches", "log_interval", "eval_interval")
+    names += ("checkpoint_interval", "keep_checkpoints", "sample_interval", "sample_tokens", "sample_top_k")
+    names += ("loss_chunk", "unroll")
+    check_ranges("training", c.training, dict.fromkeys(names, count) | {"sample_temperature": (0, math.inf)})
+    check_ranges("training", c.training, {"eval_batches": (0, 2**63), "seed": (0, 2**63), "epochs": (0, math.inf)})
+    check_pipeline(c.pipeline)
+    check_distributed(c.distributed)
+    fraction = c.hardware.memory_fraction
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"hardware.memory_fraction is {fraction}; it must be above 0 and at most 1.")
+    check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
+    check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
+    check_choice("training.attention", c.training.attention, PATHS)
+    check_choice("training.save", c.training.save, tuple(KEPT))
+    if getattr(c.model, "dropout", 0) and c.training.attention not in ("auto", "einsum"):
+        raise ValueError(
+            f"training.attention is {c.training.attention}, which has no dropout, and model.dropout {c.model.dropout}; "
+            "choose einsum or auto, or set model.dropout=0."
+        )
+    if c.training.loss_chunk is not None and c.training.seq_len % c.training.loss_chunk:
+        raise ValueError(
+            f"training.loss_chunk is {c.training.loss_chunk}; it must divide training.seq_len = {c.training.seq_len}."
+        )
+    if not c.distributed.is_single and c.paths.model_name is None:
+        raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
+    if c.paths.model_name == "":
+        raise ValueError("paths.model_name is empty; give the run a name.")
+
+
+def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:
+    """Raises ValueError for a size that the axes of the mesh do not divide, or a `sharded` that names none.
+
+    `of_batch`: also for those of a batch, not only of weights.
+    """
+    for name, axes in c.model.sharded.items():
+        if not hasattr(c.model, name) or not set(axes.split("·")) <= {"p", *mesh}:
+            raise ValueError(
+                f"the sharded of {c.model.module}.ModelConfig has {name!r}: {axes!r}; it maps names of settings to "
+                "axes of the mesh, with · between them: t, d, t·d or t·d·p."
+            )
+    model = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
+    if getattr(c.model, "qk_norm", False):
+        model["model.d_head"] = "t·d"
+    training = {"training.seq_len": "t", "training.batch_size": "r·d·training.microbatches"}
+    if c.training.loss_chunk is not None:
+        training["training.loss_chunk"] = "t"
+    mesh = {"p": 1, **mesh}
+    shown = {axis: size for axis, size in mesh.items() if axis != "p" or size > 1}
+    factors = {**mesh, "training.microbatches": c.training.microbatches}
+    for name, axes in {**model, **(training if of_batch else {})}.items():
+        section, field = name.split(".")
+        axes = "·".join(axis for axis in axes.split("·") if axis in shown or axis not in mesh)
+        value, devices = getattr(getattr(c, section), field), math.prod(factors[axis] for axis in axes.split("·"))
+        if value % devices:
+            raise ValueError(
+                f"{name} is {value}; on the mesh {' '.join(f'{axis}={size}' for axis, size in shown.items())} it must "
+                f"be a multiple of {axes} = {devices}."
+            )

@@ -1,0 +1,37 @@
+"""Settings of the pipeline."""
+
+import dataclasses
+from typing import Any
+
+from configuration.checks import check_ranges
+from shardlib.schedules import schedule_of
+
+
+@dataclasses.dataclass
+class PipelineConfig:
+    """How microbatches go through the stages of a mesh with p; docs/pipeline.md. Without p nothing of it is used."""
+
+    schedule: str = "interleaved_1f1b"
+    """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, or module:function of one's own (shardlib/schedules.py)."""
+    virtual_stages: int = 1
+    """v: stages of each device of p, at least 1; more than 1 for interleaved_1f1b only, or a schedule of one's own.
+    With layers_per_stage=null the number of layers is a multiple of p·v."""
+    layers_per_stage: Any = None
+    """The layers of each of the p times virtual_stages stages, a list; balanced: as FLOPs say, for the last stage has
+    the unembedding too. Null: all the same."""
+    recompute: bool = False
+    """Whether a stage's backward computes its forward again from what entered it. Otherwise the forward keeps what
+    save_for_backward marks."""
+
+
+def check_pipeline(c: PipelineConfig) -> None:
+    """Raises ValueError for a setting out of its range."""
+    check_ranges("pipeline", c, {"virtual_stages": (1, 2**63)})
+    schedule_of(c.schedule)
+    counts = c.layers_per_stage
+    is_list = isinstance(counts, list) and all(type(n) is int and n > 0 for n in counts)
+    if not (counts is None or counts == "balanced" or is_list):
+        raise ValueError(
+            f"pipeline.layers_per_stage is {counts!r}; give a list of the layers of each stage, at least 1 each, "
+            "balanced, or null for the same number in all."
+        )

@@ -1,0 +1,61 @@
+"""What a run and the checkpoint that it starts from must agree on."""
+
+import dataclasses
+from pathlib import Path
+
+from configuration.differences import config_differences
+from input_loader import fixed_settings as fixed_data_settings
+from modeling.model import module_of
+from training_io.config import Config
+
+RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host")}
+"""Settings that there were once. None of them says what a run computes."""
+
+
+def with_defaults(saved: dict) -> dict:
+    """A checkpoint's configuration, with the defaults of settings that did not exist yet when it was made."""
+    filled = {}
+    for section in dataclasses.fields(Config):
+        given = saved.get(section.name, {})
+        kind = module_of(given.get("module", "train")).ModelConfig if section.name == "model" else section.type
+        defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+        made = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
+        kept = {name: value for name, value in given.items() if name not in RETIRED.get(section.name, ())}
+        filled[section.name] = defaults | made | kept
+    return saved | filled
+
+
+def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
+    """What a checkpoint's configuration and that of the run that goes on from it must agree on, as dotted names.
+
+    Free are mesh, processes, logging, microbatches, and the length of the run.
+    """
+    data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
+    training = tuple(
+        f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype", "document_mask", "fp8")
+    )
+    # Nothing reads it any more, and where it points to may be gone: it may be left out, but not say something else.
+    training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
+    return ("model", "optimizer", *data, *training)
+
+
+def check_resumes(saved: dict, c: Config, directory: Path) -> None:
+    """Raises ValueError if `c` differs from the configuration of the run in `directory` in what must stay."""
+    saved, current = with_defaults(saved), dataclasses.asdict(c)
+    differences = config_differences(saved, current, fixed_settings(saved, current))
+    if differences:
+        raise ValueError(
+            f"the run in {directory} was made with another configuration:\n  "
+            + "\n  ".join(differences)
+            + "\nChange these back to resume it, or start another run with a new paths.model_name."
+        )
+
+
+def fixed_by_weights(config: dict) -> tuple[str, ...]:
+    """What a run and the one whose weights it starts from (training.init_from) must agree on, as dotted names.
+
+    The model, without how its weights were first drawn, and what further training is there to change: RoPE scaling, for
+    longer sequences, and dropout.
+    """
+    free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
+    return tuple(f"model.{name}" for name in config["model"] if name not in free)

@@ -1,0 +1,255 @@
+"""A run: all that opens, closes, is written and is said around the training step."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from cluster.devices import known_options
+from cluster.progress import watched_batches
+from cluster.stopping import StopRequest
+from input_loader import Prefetcher, TokenBatch, batch_shapes, make_loader, steps_for
+from modeling import attention
+from modeling.model import COMPUTE_DTYPES, LanguageModel
+from shardlib.placement import Placement
+from shardlib.shardtypes import make_shardings
+from training_io.checkpoint import Checkpointer
+from training_io.config import Config
+from training_io.evaluation import check_finite, evaluate
+from training_io.flops import flops_of_model, peak_flops
+from training_io.hlo import compile_with_hlo_dump, start_rendering
+from training_io.initial_weights import read_weights
+from training_io.memory import peak_memory
+from training_io.metrics import RunLog, has_event
+from training_io.profile import StepProfiler
+from training_io.report import save_config, say_end, say_start
+from training_io.resuming import check_resumes, fixed_by_weights, with_defaults
+from training_io.stages import describe_stages, placement_of, stack_orders
+
+RENDERED_AFTER = 6
+"""Steps of this process after which the picture of the compiled step is drawn: those that are profiled come first."""
+
+
+class Run:
+    """A run in its directory, resumed from its last checkpoint if it has one. A context manager: closes all it opened.
+
+        with Run(c, model, directory) as run:
+            state = run.begin(init, State)
+            step_program = run.compile(training_step, state)
+            for step, batch in run.steps():
+                state, metrics = step_program(state, batch, step)
+                run.log(step, metrics)
+                if run.due(interval):
+                    run.save(state)
+            return run.end()
+
+    With several processes all make the same calls; process 0 writes and prints.
+
+    Attributes:
+        start: steps done before.
+        total: steps of the whole run.
+        done: steps done by now.
+        options: compiler options that the installed XLA knows.
+        stopped_by: name of the signal that asked the run to stop; None while there was none.
+
+    Raises:
+        ValueError: the data does not last for the run, or a checkpoint is of another configuration.
+    """
+
+    def __init__(self, c: Config, model: LanguageModel, directory: Path):
+        self.c, self.model, self.directory = c, model, directory
+        self.say = print if jax.process_index() == 0 else lambda *_: None
+        self.stopped_by: str | None = None
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> "Run":
+        with self._cleanup:
+            self._open()
+            self._cleanup = self._cleanup.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._cleanup.__exit__(*exc_info)
+
+    def _open(self) -> None:
+        c, t, mesh = self.c, self.c.training, jax.sharding.get_mesh()
+        sizes = (t.batch_size, t.seq_len, c.model.vocab)
+        self.placement = placement_of(c, self.model.table)
+        self.checkpoints = Checkpointer(self.directory / "checkpoints", keep=t.keep_checkpoints)
+        self._cleanup.enter_context(self.checkpoints)
+        self.start, loader_state = self._last_checkpoint()
+        self.done = self.start
+        self.loader = make_loader(c.data, "train", *sizes, state=loader_state)
+        self.validation = make_loader(c.data, "validation", *sizes) if t.eval_batches else None
+        self.total = steps_for(self.loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
+        self._graph = self._rendering = self._loss = None
+        self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
+
+    def _last_checkpoint(self) -> tuple[int, dict]:
+        """Steps after which the last checkpoint was saved, and what the loader needs then; 0 and {} without one."""
+        done = self.checkpoints.latest_step()
+        if done is None:
+            return 0, {}
+        metadata = self.checkpoints.metadata(done)
+        check_resumes(metadata["config"], self.c, self.directory)
+        return done, metadata["loader"]
+
+    # ---- before the first step ----------------------------------------------------------------------------------
+
+    def begin(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
+        """The state to begin with: of the last checkpoint; or fresh, with the weights of training.init_from if given.
+
+        Says what the run is, and opens its log.
+
+        Args:
+            init: gives a fresh state for a random key. Jitted here.
+            State: class of the state, generic in that of the weights, with fields `weights` and the optimizer's.
+        """
+        state = self._restored(init, State) if self.start else fresh_state(self.c, self.placement, init, State)
+        self._introduce()
+        return state
+
+    def _restored(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
+        shapes = jax.eval_shape(init, jax.random.key(self.c.training.seed))
+        shardings = make_shardings(State[self.model.Weights], like=shapes)
+        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        orders = stack_orders(self.placement, State, shapes)
+        return self.checkpoints.restore(self.start, jax.tree.map(placed, shapes, shardings), orders=orders)
+
+    def _introduce(self) -> None:
+        c, t, table, mesh = self.c, self.c.training, self.model.table, jax.sharding.get_mesh()
+        self.options = known_options(c.hardware.compiler_options, self.say)
+        parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
+        fp8 = ", products with weights in fp8" * t.fp8
+        model = f"{parameters:,} parameters, {t.compute_dtype} compute{fp8}"
+        say_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
+        dtype = COMPUTE_DTYPES[t.compute_dtype]
+        self.say(f"attention  {attention.describe(t, c.model, dtype, mesh.devices.flat[0])}")
+        for line in describe_stages(c, table):
+            self.say(f"pipeline   {line}")
+        flops = flops_of_model(table, c.model, t.seq_len)
+        self._speed = {"tokens_per_step": self.loader.tokens_per_batch, "flops": flops, "peak": self._peak}
+        steps = {"total_steps": self.total, "start_step": self.start, "print_every": t.log_interval}
+        self._log = self._cleanup.enter_context(RunLog(self.directory, **steps, **self._speed))
+        if not self.is_over:
+            save_config(self.directory, c)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done."""
+        return self.done >= self.total
+
+    def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
+        """The training step for `state` and batches of the run, compiled. Keeps the graph of the program for a picture.
+
+        Tracing checks every type of the step: what communicates wrongly does not get past it.
+        """
+        t = self.c.training
+        lowered = training_step.lower(state, batch_shapes(t.batch_size, t.seq_len), np.int32(self.start))
+        self._program, self._graph = compile_with_hlo_dump(lowered, self.directory, self.options)
+        if self._graph is None:
+            self.say(
+                "HLO graph: none, the step is from the compile cache; with hardware.compilation_cache=null there is one"
+            )
+        return self._program
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[tuple[int, TokenBatch]]:
+        """Each step of the run that is still to be done, counted from 0, and its batch. Ends early on a signal.
+
+        Batches are read ahead. What the loop does in a step belongs between two of these.
+        """
+        ahead = self.c.data.prefetch
+        steps = {"steps": self.total - self.start, "start": self.start}
+        self._profiler = StepProfiler(self.directory, log=self._log, **steps, **self._speed)
+        self._cleanup.callback(self._profiler.close)
+        batches = Prefetcher(self.loader.load, self.start, self.total, ahead, self.loader.parallel_loads)
+        batches = watched_batches(self._cleanup.enter_context(batches), self.start)
+        self._stop = self._cleanup.enter_context(StopRequest())
+        for step in range(self.start, self.total):
+            self._profiler.before_step(step - self.start)
+            yield step, next(batches)
+            if self._graph and self._rendering is None and (self.is_over or step - self.start == RENDERED_AFTER):
+                self._rendering = start_rendering(self._graph)
+            if self.stopped_by:
+                return
+
+    def log(self, step: int, metrics: Any) -> None:
+        """Takes the metrics of the step just dispatched, and writes those of the step before: the devices never wait.
+
+        `metrics`: a dataclass of scalars, with the `loss`.
+        """
+        self.done, self._loss = step + 1, metrics.loss
+        self._log.log(step, vars(metrics), self.loader.source_tokens(step))
+        self.stopped_by = self._stop.after(step)
+        self._profiler.after_step(step - self.start, metrics)
+        if step == self.start:
+            self._log.log_event(step, "memory", peak_memory(self._program, metrics))
+
+    def due(self, interval: int | None) -> bool:
+        """Whether it is time for what is done every `interval` steps and after the last; None: after the last alone."""
+        return self.is_over or (interval is not None and self.done % interval == 0)
+
+    def save(self, state: Any) -> None:
+        """Saves a checkpoint, written in the background. Raises FloatingPointError if the loss is not finite."""
+        check = functools.partial(check_finite, self._loss, self.done, self.checkpoints.latest_step)
+        metadata = {"config": dataclasses.asdict(self.c), "loader": self.loader.state(self.done)}
+        orders = stack_orders(self.placement, type(state), state)
+        self.checkpoints.save(self.done, state, metadata, orders, check=check)
+
+    def validate(self, evaluation_step: Callable, weights: Any) -> None:
+        """Logs the loss on the validation split; nothing where training.eval_batches is 0."""
+        if self.validation:
+            batches = self.c.training.eval_batches
+            found = functools.partial(evaluate, evaluation_step, weights, self.validation, batches)
+            self._log.log_event(self.done - 1, "validation", found)
+
+    def log_event(self, event: str, values: Any) -> None:
+        """Logs something that happened after the steps done so far: see RunLog.log_event."""
+        self._log.log_event(self.done - 1, event, values)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def has_validation(self) -> bool:
+        """Whether the loss on the validation split after the steps done so far is in the log."""
+        return has_event(self.directory, self.done - 1, "validation")
+
+    def end(self) -> str | None:
+        """Waits for what is still written, and says what there is; the signal, if one stopped the run."""
+        if self._loss is None:
+            self.say(
+                f"{self.start} steps are done already, of {self.total}; to go on, train for longer (training.steps)."
+            )
+            return None
+        if self.stopped_by and not self.is_over:
+            self.checkpoints.wait()
+            self.say(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
+            self.say(f"To go on: the same command, with paths.model_name={self.c.paths.model_name}")
+            return self.stopped_by
+        self._log.close()
+        self.checkpoints.wait()
+        trace = self._profiler.close()
+        say_end(self.directory, self.total, float(self._loss), self.loader, trace, self._rendering)
+        return None
+
+
+def fresh_state(c: Config, placement: Placement, init: Callable[[jax.Array], Any], State: Any) -> Any:
+    """The state of a run before its first step, on the mesh in force; with the weights of training.init_from if given.
+
+    Args:
+        placement: of the layers.
+        init, State: as for `Run.begin`.
+    """
+    state = jax.jit(init)(jax.random.key(c.training.seed))
+    if c.training.init_from is not None:
+        settings, orders = dataclasses.asdict(c), stack_orders(placement, State, state)
+        like = (state.weights, settings, with_defaults, fixed_by_weights(settings), orders)
+        state.weights = read_weights(c.training.init_from, *like)
+    return state
