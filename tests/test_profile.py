@@ -46,6 +46,9 @@ def test_third_and_fourth_step_are_timed_and_two_more_traced(tmp_path, capsys):
     names = event_names(trace)
     traced = {f"this is step {i}" for i in (2, 3, 4, 5)}
     assert {name for name in names if name and name.startswith("this is step")} == traced
+    assert not {name for name in names if name and name.startswith("$")}, (
+        "frames of Python: their tracer is not thread-safe"
+    )
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "profile of steps 3 and 4 of this run, data fetching included"

@@ -26,6 +26,15 @@ _FAILURES = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
 _MORE_TRACED_STEPS = 2
 
 
+def _options() -> jax.profiler.ProfileOptions:
+    options = jax.profiler.ProfileOptions()
+    # Without frames of Python: their tracer exchanges the interpreter's current thread for a moment, a thread that asks
+    # for the lock in that moment believes it has it, and the process ends by a segmentation fault. It also slows the
+    # steps that are timed.
+    options.python_tracer_level = 0
+    return options
+
+
 class StepProfiler:
     """Times the third and fourth step of a run, or the last two of a shorter one, and traces them and two more.
 
@@ -104,7 +113,7 @@ class StepProfiler:
             self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="profile")
             self._executor.submit(int).result()  # starts its thread here, not between the steps
             jax.block_until_ready(self._before)
-            jax.profiler.start_trace(self._directory)
+            jax.profiler.start_trace(self._directory, profiler_options=_options())
             self._start = time.perf_counter()
 
     def _time(self, start: float, outputs: Any) -> None:
