@@ -321,8 +321,9 @@ def test_no_array_has_the_length_twice():
     step = compiled_step(384, attention="blockwise")
     assert not squares(step.as_text(), 384)
     assert squares(step.as_text(), 128), "scores of a block: this test can fail"
-    # Two more if the backward pass ran the forward again, as it does without what attention marks.
-    assert step.as_text().count(" while(") == 7
+    # Two fewer than where the backward pass runs the forward again, as it does without what attention marks.
+    again = compiled_step(384, attention="blockwise", save="nothing")
+    assert step.as_text().count(" while(") == again.as_text().count(" while(") - 2
 
 
 def test_memory_grows_linearly():
