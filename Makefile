@@ -25,10 +25,10 @@ demo: $(RUNTIME) ## train a small sharded model on 8 simulated devices
 
 setup: $(DEVELOPMENT) ## only install
 
-test: $(DEVELOPMENT) ## all tests but the slow ones, then the linters
-	$(RUN) pytest -n $(WORKERS) -m "not slow"
+test: $(DEVELOPMENT) ## the linters, then all tests but the slow ones
 	$(RUN) ruff check
 	$(RUN) ruff format --check
+	$(RUN) pytest -n $(WORKERS) -m "not slow"
 
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
 	$(RUN) pytest -n $(WORKERS) -m "quick and not slow"
