@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from simulated import xla_flags
+
 ROOT = Path(__file__).parent.parent
 SMALL = [
     *("model.layers=2", "model.d_model=32", "model.d_ff=32", "model.n_kv=4", "model.n_q_per_kv=1", "model.d_head=8"),
@@ -56,9 +58,8 @@ class Run:
             if environment:
                 who = ["distributed.auto=true"]
             settings = [f"paths.root_working_dir={root}", "paths.model_name=run", *SMALL, *who, *overrides]
-            flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
             # No dot: rendering the HLO takes longer than the run.
-            env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PATH": ""}
+            env = os.environ | {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu", "PATH": ""}
             env |= environment[i] if environment else {}
             path = root / f"hook{i}"
             path.mkdir(exist_ok=True)

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import recorded_run
 import zarr
+from simulated import xla_flags
 from test_configs import load
 from test_train import losses
 
@@ -64,17 +65,6 @@ def composed(kind: str) -> Config:
     return load(name, *overrides, *RUN, f"data.filespec={DATASET}")
 
 
-PEAKS = {}
-peak_flops = run_files.peak_flops
-
-
-def peak_flops_once(devices, dtype: str):
-    """Measured, which takes a second on a CPU, once for all runs of this process."""
-    if dtype not in PEAKS:
-        PEAKS[dtype] = peak_flops(devices, dtype)
-    return PEAKS[dtype]
-
-
 def run(directory: Path, mesh: dict[str, int], steps: int = STEPS, kind: str = "llama") -> Path:
     """A run, or what is missing of it, on the first devices of this process."""
     c = copy.deepcopy(composed(kind))
@@ -82,7 +72,6 @@ def run(directory: Path, mesh: dict[str, int], steps: int = STEPS, kind: str = "
     directory.mkdir(exist_ok=True)
     sizes = sizes_of(mesh)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_files, "peak_flops", peak_flops_once)
         patch.setattr(run_files, "compile_with_hlo_dump", recorded_run.record(run_files))
         with jax.set_mesh(make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])):
             train.train(c, load_model(c.model), directory)
@@ -256,7 +245,7 @@ def start(root: Path, mesh: dict[str, int], devices: int, *arguments: str, pause
     name, *overrides = KINDS["llama"]
     overrides += [*RUN, f"data.filespec={DATASET}", f"training.steps={STEPS}", "paths.model_name=broken"]
     overrides += [f"paths.root_working_dir={root}", *(f"mesh.{axis}={size}" for axis, size in sizes_of(mesh).items())]
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"}
+    flags = {"XLA_FLAGS": xla_flags(devices)}
     environment = os.environ | flags | {"JAX_PLATFORMS": "cpu", "PAUSE_AT": str(pause_at)}
     command = [sys.executable, "tests/recorded_run.py", f"--config-name={name}", *overrides, *arguments]
     with (root / "errors.txt").open("a") as errors:

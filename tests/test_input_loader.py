@@ -15,6 +15,7 @@ import pytest
 import zarr
 from jax.sharding import AxisType
 from numpy_checks import check_modules
+from simulated import xla_flags
 
 import flat_tokens
 from flat_tokens import Reader, Writer
@@ -360,7 +361,7 @@ def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu"}
     arguments = [sys.executable, "-c", HOST, dataset[0], str(tmp_path), str(port)]
     root = Path(__file__).parent.parent
     hosts = [subprocess.Popen([*arguments, str(host)], env=env, cwd=root) for host in range(2)]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from simulated import xla_flags
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -41,7 +42,7 @@ def losses(directory: Path, *overrides: str) -> list[float]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": xla_flags(8),
         "PATH": "",  # no dot: rendering the HLO takes longer than the run
     }
     command = [sys.executable, "-m", "train", *settings]

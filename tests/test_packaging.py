@@ -1,6 +1,7 @@
 """What pyproject.toml and constraints/ declare is what the source needs."""
 
 import ast
+import functools
 import importlib.metadata
 import sys
 import tomllib
@@ -44,11 +45,14 @@ def imports(tree: ast.AST, *, in_functions: bool) -> set[str]:
     return found
 
 
+distributions_of_modules = functools.cache(importlib.metadata.packages_distributions)  # a second a call
+
+
 def third_party(path: Path, *, in_functions: bool) -> set[str]:
     """The distributions that a source file imports, the project's own modules and the standard library left out."""
     own = {*PROJECT["tool"]["setuptools"]["py-modules"], *PACKAGES}
     modules = imports(ast.parse(path.read_text()), in_functions=in_functions) - own - sys.stdlib_module_names
-    distributions = importlib.metadata.packages_distributions()
+    distributions = distributions_of_modules()
     return {canonicalize_name(distributions.get(module, [module])[0]) for module in modules}
 
 

@@ -15,6 +15,7 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from simulated import xla_flags
 
 from training_io import memory
 from training_io.sweeps import PickledByName, Sweep
@@ -167,7 +168,7 @@ def test_two_jobs_and_one_that_does_not_fit(tmp_path):
     settings = ["training.steps=3", "training.batch_size=8", "training.seq_len=8", "training.compute_dtype=f32"]
     settings += ["training.eval_batches=0", "model.layers=1", "model.d_model=16", "model.d_ff=16", "model.d_head=4"]
     settings += [f"paths.root_working_dir={tmp_path}", "paths.model_name=sweep", "mesh.t=1,3,2"]
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu", "PATH": ""}
+    flags = {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu", "PATH": ""}
     program = [sys.executable, "-m", "train", "--multirun", "--config-name=local_test_synthetic", *settings]
     done = subprocess.run(program, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True)
     assert done.returncode == 1

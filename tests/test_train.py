@@ -16,6 +16,7 @@ import zarr
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from simulated import xla_flags
 
 import train
 from cluster.devices import make_mesh
@@ -210,7 +211,7 @@ def test_a_contradicting_configuration_is_refused(unbroken):
 
 def start(devices: int, *arguments: str) -> subprocess.Popen:
     """The demo with other settings, on simulated devices."""
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
     program = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(program, cwd=ROOT, env=os.environ | flags, **pipes)

@@ -1,5 +1,6 @@
 """Model FLOPs a token and the devices' peak FLOP/s: the two halves of model FLOPs utilization (MFU)."""
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -137,6 +138,7 @@ def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
     )
 
 
+@functools.cache  # once a process: the runs of a sweep have the same peak
 def _matmul_flops(device: jax.Device, dtype: jnp.dtype, size: int) -> float:
     # A mesh of this device alone: the caller may have set another, which jit would not run on one device.
     with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=[device])):
