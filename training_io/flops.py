@@ -108,9 +108,9 @@ _PEAK_TFLOPS: dict[str, tuple[float, float | None]] = {
 def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
     """Peak FLOP/s of all `devices` together for matrix products in `dtype`.
 
-    Known chips come from a table of the makers' dense figures. Any other is measured, in about a second, by a matrix
-    product on one device of this process. The simulated devices of a CPU share its cores, so there one product already
-    measures the total of a process.
+    Known chips come from a table of the makers' dense figures. Any other is measured by a matrix product on one device
+    of this process, which takes about a second, once a process. The simulated devices of a CPU share its cores, so
+    there one product already measures the total of a process.
 
     Args:
         devices: all of one kind; some of them this process's.
