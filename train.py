@@ -31,10 +31,10 @@ from jax import lax
 from input_loader import TokenBatch
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from modeling import attention as attention_paths
-from modeling import fp8, rope
+from modeling import fp8, rope, rules
 from modeling.gathers import gather_ahead
 from modeling.loss_chunks import in_chunks
-from modeling.model import LanguageModel, Tokens, act, compute_scope
+from modeling.model import LanguageModel, Tokens, act, compute_scope, period_of
 from modeling.settings import ModelConfig
 from modeling.weights import Weight, matrix, vector
 from optimizers.config import OptimizerConfig
@@ -42,7 +42,7 @@ from optimizers.muon import muon
 from optimizers.schedule import learning_rate
 from sampling.samples import TrainingSamples
 from shardlib import shardops
-from shardlib.layers import run_layers
+from shardlib.layers import Extras, LayerMetrics, run_layers
 from shardlib.pipeline import Parts
 from shardlib.shardtypes import Array, Subset, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from training_io.config import Config, TrainingConfig
@@ -108,6 +108,7 @@ class Llama:
     """Decoder with RMSNorm, grouped-query attention, RoPE and SwiGLU: what `model.module: train` names."""
 
     Weights = Transformer
+    rule = rules.Rule(visible=(rules.causal, rules.same_document))
 
     def __init__(self, c: ModelConfig):
         self.c, self.table = c, weight_table(c)
@@ -141,7 +142,7 @@ class Llama:
         v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_v))
         q = save_for_backward(rope.rotate(head_norm("B/r/d L K/t Q D", q, w.q_norm, epsilon), angles))
         k = save_for_backward(rope.rotate(head_norm("B/r/d L K/t D", k, w.k_norm, epsilon), angles))
-        attended = save_for_backward(attend(q, k, v))
+        attended = save_for_backward(attend(q, k, v, self.rule))
         w_o = gather("K/t Q D M/d -> K/t Q D M", w.w_o.astype(dtype))
         out = einsum("B/r/d L K/t Q D, K/t Q D M -> B/r/d L M +t", attended, w_o)
         x = save_for_backward(x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out))
@@ -198,18 +199,19 @@ def attention(
     q: act["B/r/d L K/t Q D"],
     k: act["B/r/d S K/t D"],
     v: act["B/r/d S K/t D"],
-    document: i32["B/r/d L"],
+    places: rules.Places,
+    rule: rules.Rule,
+    learned: tuple = (),
+    sinks: f32["B/r/d K/t Q"] | None = None,
     drop: Callable | None = None,
 ) -> act["B/r/d L K/t Q D"]:
-    """Causal softmax attention within each document, heads split over t. The softmax is in f32; `drop`: its dropout."""
+    """Softmax attention as `rule` says, heads split over t. The softmax is in f32; `drop`: its dropout."""
     scores = shardops.einsum_unreduced(
         "B/r/d L K/t Q D, B/r/d S K/t D -> B/r/d K/t Q L S", q, k, preferred_element_type=jnp.float32
     )
-    length = q.shape[1]
-    causal = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]
-    visible = causal & (document[:, :, None] == document[:, None, :])
-    scores = jnp.where(visible[:, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    heads = rules.head_numbers(*q.shape[2:4])
+    scores = rule.scores(scores, q.shape[-1], places.as_queries(), places.as_keys(), heads, learned)
+    weights = rules.softmax(scores, sinks).astype(v.dtype)
     weights = drop(weights) if drop else weights
     return shardops.einsum_unreduced("B/r/d K/t Q L S, B/r/d S K/t D -> B/r/d L K/t Q D", weights, v)
 
@@ -232,14 +234,15 @@ class Forward:
 
     def __call__(
         self, w: W, tokens: Tokens, head: Callable, attend: Callable | None = None, caches: Any = None
-    ) -> tuple[Any, Any]:
-        """head(w, x) of what the last layer gives for `tokens`; and the caches of the layers as they are then.
+    ) -> tuple[Any, Any, Extras]:
+        """head(w, x) of what the last layer gives for `tokens`; the caches of the layers as they are then; and Extras.
 
-        attend(q, k, v, the layer's cache, dropout) gives what each query reads, and the cache then. None: `attention`.
+        attend(the layer's cache, q, k, v, rule, *learned, sinks, drop) gives what each query reads, and the cache then.
+        None: `attention`.
         """
         w = gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=False)
-        x, caches = self.layers(w.layers, self.embed(w, tokens), tokens, attend=attend, caches=caches)
-        return head(w, x), caches
+        x, caches, extras = self.layers(w.layers, self.embed(w, tokens), tokens, attend=attend, caches=caches)
+        return head(w, x), caches, extras
 
     def embed(self, w: W, tokens: Tokens) -> Any:
         """What enters the first layer."""
@@ -247,14 +250,15 @@ class Forward:
 
     def layers(
         self, w: Any, x: Any, tokens: Tokens, numbers: Any = None, attend: Callable | None = None, caches: Any = None
-    ) -> tuple[Any, Any]:
-        """`x` after the layers `numbers`, those of a pipeline stage or, of None, all; and their caches then."""
+    ) -> tuple[Any, Any, Extras]:
+        """`x` after the layers `numbers`, those of a pipeline stage or, of None, all; their caches then; and Extras."""
         t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
 
-        def layer(w, x, index, attend):
-            return self.model.layer(x, w, tokens.in_layer(index), attend, self.einsum)
+        def layer(w, x, index, turn, attend):
+            return self.model.layer(x, w, tokens.in_layer(index, turn), attend, self.einsum)
 
-        return run_layers(layer, w, x, numbers, attend, caches, save=t.save, unroll=t.unroll, scan=self.scan)
+        how = {"period": period_of(self.model), "save": t.save, "unroll": t.unroll, "scan": self.scan}
+        return run_layers(layer, w, x, numbers, attend, caches, **how)
 
     @property
     def einsum(self) -> Callable:
@@ -262,17 +266,21 @@ class Forward:
         return fp8.einsum if self.training.fp8 else shardops.einsum_unreduced
 
     def attend(self, tokens: Tokens) -> Callable:
-        """Attention within the documents of `tokens`, by the path that training.attention says. Caches stay."""
-        t = self.training
+        """Attention between the positions of `tokens`, by the path that training.attention says. Caches stay."""
 
-        def attend(q, k, v, cache, drop=None):
+        def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
+            rule = self.rule(rule)
             sizes = q.shape[1], q.shape[-1], q.dtype
-            path, _ = attention_paths.choose(t.attention, *sizes, dropout=drop is not None, masked=t.document_mask)
-            if path == "einsum":
-                return attention(q, k, v, tokens.document, drop), cache
-            return attention_paths.run(path, q, k, v, tokens.document, t.document_mask), cache
+            path, _ = attention_paths.choose(self.training.attention, rule, *sizes, drop is not None, sinks is not None)
+            if path != "einsum":
+                return attention_paths.run(path, q, k, v, tokens.places, rule, learned, sinks), cache
+            return attention(q, k, v, tokens.places, rule, learned, sinks, drop), cache
 
         return attend
+
+    def rule(self, rule: rules.Rule) -> rules.Rule:
+        """The rule of a layer, in sequences of one document where there is no mask of documents."""
+        return rule if self.training.document_mask else rule.without(rules.same_document)
 
     def tokens(self, batch: TokenBatch, seeds: jax.Array | None = None) -> Tokens:
         """What the model is given of a batch. `seeds`: a random number for each of its sequences."""
@@ -328,9 +336,9 @@ def parts_of_loss(forward: Forward, z_loss: float = 0.0, targets: Any = 1.0) -> 
         return shardops.psum("+r +d ->", loss) / targets
 
     return Parts(
-        whole=lambda w, *part: forward(w, tokens(*part), lambda w, x: last(w, x, *part))[0],
+        whole=lambda w, *part: forward(w, tokens(*part), lambda w, x: last(w, x, *part))[::2],
         first=lambda w, *part: forward.embed(w, tokens(*part)),
-        layers=lambda w, x, numbers, *part: forward.layers(w, x, tokens(*part), numbers)[0],
+        layers=lambda w, x, numbers, *part: forward.layers(w, x, tokens(*part), numbers)[::2],
         last=last,
     )
 
@@ -338,14 +346,14 @@ def parts_of_loss(forward: Forward, z_loss: float = 0.0, targets: Any = 1.0) -> 
 @typed
 def loss_and_gradients(
     w: W, batch: TokenBatch, c: Config, forward: Forward, seeds: u32["B/r/d"] | None = None
-) -> tuple[f32[""], W]:
-    """Mean loss in nats a token, and its gradients; microbatch by microbatch, as c.pipeline.schedule says."""
+) -> tuple[f32[""], W, LayerMetrics | None]:
+    """Mean loss in nats a token, its gradients, and what the layers tell; as c.pipeline.schedule says."""
     gather = c.training.gather_weights == "step"
     copies, reduce_gradients = jax.vjp(lambda w: forward.copies(w, gather), w)
     loss = parts_of_loss(forward, c.optimizer.z_loss, count_targets(batch))
-    loss, g = run_training(c, forward.model.table, loss, copies, (batch, seeds))
+    loss, g, layers = run_training(c, forward.model, loss, copies, (batch, seeds))
     (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))
-    return shardops.psum("+p ->", loss), g
+    return shardops.psum("+p ->", loss), g, layers
 
 
 # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -404,11 +412,12 @@ class Metrics:
     loss: f32[""]
     grad_norm: f32[""]
     learning_rate: f32[""]
+    layers: LayerMetrics | None
 
 
 def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     """Fresh weights, and zeros for the optimizer. Under jit; the values do not depend on the mesh."""
-    weights = fresh_weights(c, model.table, key)
+    weights = fresh_weights(c, model, key)
     has_nu = lambda weight: c.optimizer.algorithm == "adamw" or weight.kind != "matrix"
     nu = jax.tree.map(lambda weight, x: jnp.zeros_like(x) if has_nu(weight) else None, model.table, weights)
     return State(weights, jax.tree.map(jnp.zeros_like, weights), nu)
@@ -422,13 +431,13 @@ def make_training_step(c: Config, model: LanguageModel):
     def per_device(
         state: State[Weights], batch: TokenBatch, step: i32[""], seeds: u32["B/r/d"] | None
     ) -> tuple[State[Weights], Metrics]:
-        loss, g = loss_and_gradients(state.weights, batch, c, forward, seeds)
+        loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds)
         g, grad_norm = clip_by_global_norm(g, c.optimizer.clip_norm)
         rate = learning_rate(step, c.optimizer)
         if c.optimizer.algorithm == "muon":
             state = muon(state, g, rate, c.optimizer, model.table)
         state = adamw(state, g, step, rate, c.optimizer, model.table)
-        return state, Metrics(loss=loss, grad_norm=grad_norm, learning_rate=rate)
+        return state, Metrics(loss, grad_norm, rate, layers)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def training_step(state: State, batch: TokenBatch, step: jax.Array) -> tuple[State, Metrics]:
@@ -447,7 +456,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     @typed_shard_map
     def per_device(w: Weights, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
         copies, loss = forward.copies(w), parts_of_loss(forward)
-        total = run_evaluation(c, model.table, loss, copies, (batch, None))
+        total = run_evaluation(c, model, loss, copies, (batch, None))
         return shardops.psum("+p ->", total), count_targets(batch)
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -463,15 +472,15 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     """The whole run, on the mesh in force: leaves everything in `directory`; the signal, if one stopped it."""
-    t = c.training
-    with Run(c, model, directory) as run:
+    t, forward = c.training, Forward(model, c.training)
+    with Run(c, forward, directory) as run:
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
         evaluation_step = make_evaluation_step(c, model, run.options)
         if run.is_over:  # resumed after its last step
             if not run.has_validation():
                 run.validate(evaluation_step, state.weights)
             return run.end()
-        samples = TrainingSamples(c, Forward(model, t), run) if t.sample_interval else None
+        samples = TrainingSamples(c, forward, run) if t.sample_interval else None
         training_step = run.compile(make_training_step(c, model), state)
         if samples and run.start == 0:
             samples.write(state.weights)

@@ -12,6 +12,7 @@ Exits with 1 if the memory of the step by blocks grows more than 1.1 times as fa
 """
 
 import argparse
+import functools
 import os
 import time
 
@@ -25,8 +26,9 @@ import train
 from cluster.config import HardwareConfig, MeshConfig
 from cluster.devices import make_mesh
 from input_loader import DataConfig, batch_shapes
-from modeling import attention
+from modeling.blockwise import blockwise
 from modeling.model import load_model
+from modeling.rules import Places, Rule
 from shardlib.shardtypes import Scope, dtype_name, i32, typed_shard_map
 from training_io.config import Config, PathsConfig, TrainingConfig
 
@@ -50,8 +52,10 @@ def programs(length: int, heads: tuple[int, int, int], documents: bool, blocks: 
         def gradients(
             q: act["B/r/d L K/t Q D"], k: act["B/r/d L K/t D"], v: act["B/r/d L K/t D"], document: i32["B/r/d L"]
         ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
-            path = train.attention if name == "einsum" else lambda *x: attention.blockwise(*x, block=name)  # noqa: B023
-            total = lambda q, k, v: jnp.sum(jnp.sin(jnp.float32(path(q, k, v, document))))
+            path = train.attention if name == "einsum" else functools.partial(blockwise, block=name)  # noqa: B023
+            index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+            places = Places(index, index, document)
+            total = lambda q, k, v: jnp.sum(jnp.sin(jnp.float32(path(q, k, v, places, Rule()))))
             return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
 
         with Scope(act=dtype):

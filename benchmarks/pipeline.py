@@ -130,7 +130,7 @@ def program(c: Config, mesh, peer: bool = False):
             loss_mask=np.ones(shape, bool),
         )
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
-        return run.lower(w, batch).compile(), (w, batch), placement_of(c, model.table).order
+        return run.lower(w, batch).compile(), (w, batch), placement_of(c, model).order
 
 
 def host_gradients(result, order):
@@ -188,7 +188,7 @@ def times(missed: list[str], quick: bool) -> None:
             name = f"{schedule}{', v=2' * (v > 1)}{', recompute' * recompute}"
             programs[name] = program(c, mesh)
             with jax.set_mesh(mesh):
-                tables[name] = training_plan(c, load_model(c.model).table).table, v, recompute
+                tables[name] = training_plan(c, load_model(c.model)).table, v, recompute
         whole = settings(m // 2)
         whole.training.batch_size = m * ROWS
         programs["two whole models"] = program(whole, make_mesh(2, 1, 1, jax.devices()[:2]))

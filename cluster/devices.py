@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -92,6 +93,16 @@ def start_devices(processes: Any, hardware: Any) -> None:
         ) from error
     finally:
         waiting.cancel()
+
+
+def kept_programs(name: str) -> Path | None:
+    """A directory of this name beside the compiled programs that JAX keeps; None where this process keeps none.
+
+    None with several processes, too: they do the same, whatever each has kept.
+    """
+    directory = jax.config.jax_compilation_cache_dir
+    keeps = directory and jax.config.jax_enable_compilation_cache and jax.process_count() == 1
+    return Path(directory) / name if keeps and "://" not in directory else None
 
 
 def _keep_programs(directory: str) -> None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from modeling.rules import Places
 from shardlib.shardtypes import Scope, bool_, dtype_name, i32, pytree_dataclass, typed, u32
 from shardlib.values import axes_product
 
@@ -47,6 +48,14 @@ class Tokens:
     evaluation and sampling. `layer` gets those of its layer."""
     shared: Any = None
     """What the model's `prepare` computed, once for all layers."""
+    turn: int = dataclasses.field(default=0, metadata={"static": True})
+    """Place of the layer in its period, in [0, Model.period)."""
+
+    @property
+    def places(self) -> Places:
+        """What a Rule is told of each position."""
+        index = jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None]
+        return Places(index, self.positions, self.document)
 
     @classmethod
     @typed
@@ -83,18 +92,19 @@ class Tokens:
             raise ValueError(f"prepare of {model.c.module} gives a {type(prepared).__name__}; it must give the Tokens.")
         return prepared
 
-    def in_layer(self, index: jax.Array) -> Self:
-        """The same for the layer `index`, with random keys of its own."""
-        if self.keys is None:
-            return self
-        return dataclasses.replace(self, keys=jax.vmap(lambda key: jax.random.fold_in(key, index))(self.keys))
+    def in_layer(self, index: jax.Array, turn: int) -> Self:
+        """The same for the layer `index`, the one `turn` of its period, with random keys of its own."""
+        of_layer = lambda key: jax.random.fold_in(key, index)
+        keys = None if self.keys is None else jax.vmap(of_layer)(self.keys)
+        return dataclasses.replace(self, keys=keys, turn=turn)
 
 
 class LanguageModel(Protocol):
     """The parts of a model, per-device code but for the first two. `Model(c)` makes one from its ModelConfig.
 
-    A model may have one more, `prepare(tokens) -> Tokens`, called once ahead of the layers: what it adds as `shared` is
-    computed once for all of them.
+    A model may have two more. `prepare(tokens) -> Tokens` is called once ahead of the layers: what it adds as `shared`
+    is computed once for all of them. `period`, an int, is the number of layers after which the pattern of layers
+    repeats, if they are not all alike: `tokens.turn` then says which of them a layer is.
     """
 
     c: Any
@@ -113,13 +123,20 @@ class LanguageModel(Protocol):
         Args:
             x: act['B/r/d L/t M'], what enters it.
             w: weights of the layer.
-            attend: (queries, keys, values[, dropout of the attention weights]) -> what each query reads. All that a
-                position learns from others goes through it.
+            attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> what each query reads. `rule` says
+                who attends to whom (modeling/rules.py), with the weights `learned` if it uses some; sinks:
+                f32['B/r/d K/t Q'], scores of keys without values; drop: dropout of the attention weights. What a
+                position learns from others goes through it, or decoding has no cache.
             einsum: `shardops.einsum_unreduced`, or the same in FP8: for products with weights.
         """
 
     def logits(self, w: Any, x: Any) -> Any:
         """f32['B/r/d L V/t'] from what the last layer gives."""
+
+
+def period_of(model: LanguageModel) -> int:
+    """Layers after which the pattern of the model's layers repeats; 1 where all are alike."""
+    return getattr(model, "period", 1)
 
 
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded", "check")

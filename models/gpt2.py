@@ -21,6 +21,7 @@ from jax import lax
 from configuration.checks import check_ranges
 from jax_extra import save_for_backward
 from modeling.model import Tokens
+from modeling.rules import CAUSAL
 from modeling.weights import Weight, matrix, vector
 from shardlib import shardops
 from shardlib.shardtypes import Array, dtype_name, f32, pytree_dataclass, typed
@@ -226,7 +227,7 @@ class Model:
         v: act["B/r/d L K/t D"] = heads(w.w_v, w.b_v)
         drop_weights = lambda weights: dropout(weights, rate, keys.of_heads(0, weights.shape[1]))
         drop_weights = None if keys.rows is None else drop_weights
-        attended = attend(q[..., None, :], k, v, drop_weights)  # one query head for each of keys
+        attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each of keys
         attended: act["B/r/d L K/t D"] = save_for_backward(attended[..., 0, :])
         w_o = gather("K/t D M/d -> K/t D M", w.w_o.astype(dtype))
         out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", attended, w_o)

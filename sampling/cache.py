@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from modeling.model import Tokens
+from modeling.rules import Places, Rule, head_numbers, softmax
 from shardlib import shardops
-from shardlib.shardtypes import Array, dtype_name, f32, i32, pytree_dataclass, typed, u32
+from shardlib.shardtypes import Array, Scope, dtype_name, f32, i32, pytree_dataclass, typed, u32
 
 act = dtype_name("act")
 W = TypeVar("W")
@@ -55,15 +56,25 @@ def cached_attention(
     past_k: act["B/r/d L S K/t D"],
     past_v: act["B/r/d L S K/t D"],
     place: i32["B/r/d L"],
+    rule: Rule,
+    learned: tuple = (),
+    sinks: f32["B/r/d K/t Q"] | None = None,
 ) -> act["B/r/d L K/t Q D"]:
-    """train.attention for one token of each of L texts: it sees itself and the `place` tokens before it."""
+    """train.attention for one token of each of L texts, whose `place` tokens before it are in the cache."""
     einsum = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
     past = einsum("B/r/d L K/t Q D, B/r/d L S K/t D -> B/r/d L K/t Q S", q, past_k)
     own = einsum("B/r/d L K/t Q D, B/r/d L K/t D -> B/r/d L K/t Q", q, k)
-    visible = jnp.arange(past.shape[-1]) < place[..., None]
-    past = jnp.where(visible[:, :, None, None], past, -jnp.inf)
-    scores = jnp.concatenate([past, own[..., None]], axis=-1) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    # To a rule each text is a sequence, with one query, and with the tokens in the cache and its own as keys.
+    as_rule_has_it = lambda x: x.reshape(-1, *x.shape[2:4], 1, x.shape[4])
+    scores = as_rule_has_it(jnp.concatenate([past, own[..., None]], axis=-1))
+    slots = jnp.broadcast_to(jnp.arange(past.shape[-1], dtype=jnp.int32), (*place.shape, past.shape[-1]))
+    keys = jnp.concatenate([slots, place[..., None]], axis=-1).reshape(-1, scores.shape[-1])
+    one_document = lambda index: Places(index, index, jnp.zeros_like(index))
+    q_places, k_places = one_document(place.reshape(-1, 1)).as_queries(), one_document(keys).as_keys()
+    scores = rule.scores(scores, q.shape[-1], q_places, k_places, head_numbers(*q.shape[2:4]), learned)
+    is_own = jnp.arange(keys.shape[1]) == past.shape[-1]
+    scores = jnp.where(is_own | (k_places.index < q_places.index), scores, -jnp.inf)
+    weights = softmax(scores, sinks).astype(v.dtype).reshape(*q.shape[:-1], -1)
     out = einsum("B/r/d L K/t Q S, B/r/d L S K/t D -> B/r/d L K/t Q D", weights[..., :-1], past_v)
     out = out + einsum("B/r/d L K/t Q, B/r/d L K/t D -> B/r/d L K/t Q D", weights[..., -1], v)
     return out.astype(q.dtype)
@@ -81,13 +92,35 @@ def next_logits(
     ids: u32["B/r/d L"] = texts.token[None]
     place: i32["B/r/d L"] = texts.place[None]
 
-    def attend(q, k, v, cache, drop=None):
-        return cached_attention(q, k, v, cache.k[None], cache.v[None], place), KeyValues(k[0], v[0])
+    def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
+        read = cached_attention(q, k, v, cache.k[None], cache.v[None], place, rule, learned, sinks)
+        return read, KeyValues(k[0], v[0])
 
-    logits, new = forward(w, Tokens(ids, place), forward.model.logits, attend, cache)
+    logits, new, _ = forward(w, Tokens(ids, place), forward.model.logits, attend, cache)
     # Written once all layers have read, or each layer would copy its whole cache to hand it on.
     write = lambda old, x: old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
     return logits, jax.tree.map(write, cache, new)
+
+
+@typed
+def next_logits_without_cache(
+    w: W, ids: u32["N/r/d S"], texts: Texts, forward: Any
+) -> tuple[f32["B/r/d L V/t"], u32["N/r/d S"]]:
+    """As `next_logits`, from the whole windows; `ids`: their tokens, which get those of `texts` at their places."""
+    rows = jnp.arange(len(ids))
+    ids = ids.at[rows, texts.place].set(texts.token, mode="drop")
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    # What comes after a text is another document, for rules that see ahead.
+    tokens = Tokens(ids, positions, (positions > texts.place[:, None]).astype(jnp.int32))
+    attend_in_window = forward.attend(tokens)
+
+    def attend(cache, q, k, v, rule, *options, **more):
+        return attend_in_window(None, q, k, v, rule.within_documents(), *options, **more)
+
+    last = jnp.minimum(texts.place, ids.shape[1] - 1)
+    with Scope():  # where N texts are the batch, and L is the length of their windows
+        logits, *_ = forward(w, tokens, forward.model.logits, attend)
+    return logits[rows, last][None], ids
 
 
 @typed
@@ -98,8 +131,8 @@ def window_cache(w: W, ids: u32["N/r/d L"], forward: Any, size: int) -> Array["l
     tokens = Tokens(ids, positions, one_document)
     attend_in_window = forward.attend(tokens)
 
-    def attend(q, k, v, cache, drop=None):
-        return attend_in_window(q, k, v, None, drop)[0], KeyValues(k, v)
+    def attend(cache, q, k, v, *options, **more):
+        return attend_in_window(None, q, k, v, *options, **more)[0], KeyValues(k, v)
 
-    _, cache = forward(w, tokens, lambda w, x: None, attend)
+    _, cache, _ = forward(w, tokens, lambda w, x: None, attend)
     return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, size - ids.shape[1]), (0, 0), (0, 0)]), cache)

@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec
 
 from input_loader import TokenBatch
 from modeling.model import compute_scope
-from sampling.cache import KeyValues, Texts, next_logits, window_cache, window_start
+from sampling.cache import KeyValues, Texts, next_logits, next_logits_without_cache, window_cache, window_start
 from sampling.drawing import ROUNDING, Settings, check_ids, choose, compare
+from sampling.probes import why_no_cache
 from shardlib.shardtypes import Array, bool_, f32, i32, typed_shard_map, u32
 
 CHUNK = 32
@@ -55,6 +56,8 @@ class Sampler:
     Attributes:
         prefill: the jitted program that fills the cache with windows of tokens.
         decode: the one that draws up to CHUNK tokens of each text.
+        decode_windows: the same without a cache.
+        why_no_cache: why texts are drawn without a cache, if they are; empty: they are not. None before the first.
         compare: the one that draws tokens without the cache, for `check`.
 
     Raises:
@@ -75,7 +78,8 @@ class Sampler:
         self._devices, self._t, self._batch = mesh.size, mesh.shape["t"], batch
         self._compiled: dict[Any, Any] = {}
         self._chunk = min(CHUNK, settings.max_tokens)
-        self.prefill, self.decode, self.compare = self._programs()
+        self.why_no_cache: str | None = None
+        self.prefill, self.decode, self.decode_windows, self.compare = self._programs()
 
     def _programs(self):
         forward, s, chunk, cache_size = self.forward, self.settings, self._chunk, self.padded(self.context)
@@ -89,8 +93,7 @@ class Sampler:
             choose = lambda old, x: jnp.where(fresh[None, :, None, None, None], x, old)
             return new if cache is None else jax.tree.map(choose, cache, new)
 
-        @typed_shard_map
-        def decode(w: Weights, cache: Cache, texts: Texts) -> tuple[Cache, Texts, u32["T N/r/d"]]:
+        def drawn_after(next_logits, w: Weights, cache: Any, texts: Texts) -> tuple:
             w = forward.copies(w, gather)
 
             def step(carry, _):
@@ -112,10 +115,20 @@ class Sampler:
             return cache, texts, drawn
 
         @typed_shard_map
+        def decode(w: Weights, cache: Cache, texts: Texts) -> tuple[Cache, Texts, u32["T N/r/d"]]:
+            return drawn_after(next_logits, w, cache, texts)
+
+        @typed_shard_map
+        def decode_windows(
+            w: Weights, ids: u32["N/r/d L"], texts: Texts
+        ) -> tuple[u32["N/r/d L"], Texts, u32["T N/r/d"]]:
+            return drawn_after(next_logits_without_cache, w, ids, texts)
+
+        @typed_shard_map
         def uncached(
             w: Weights, batch: TokenBatch, number: i32["B/r/d L"], place: i32["B/r/d L"]
         ) -> tuple[u32["B/r/d L/t"], f32["B/r/d L/t"], f32["B/r/d L/t"]]:
-            logits, _ = forward(forward.copies(w), forward.tokens(batch), forward.model.logits)
+            logits, *_ = forward(forward.copies(w), forward.tokens(batch), forward.model.logits)
             return compare(logits, batch.targets, number, place, s, ROUNDING[training.compute_dtype])
 
         def jitted(per_device, replicated: slice, **options):
@@ -135,6 +148,7 @@ class Sampler:
         return (
             jitted(prefill, slice(1, None), donate_argnums=3),
             jitted(decode, slice(1, None), donate_argnums=1),
+            jitted(decode_windows, slice(1, None)),
             jitted(uncached, slice(0, None)),
         )
 
@@ -170,6 +184,10 @@ class Sampler:
         """
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.c.vocab)
+        if self.why_no_cache is None:
+            start = time.perf_counter()
+            self.why_no_cache = why_no_cache(self.forward, weights, self.context) or ""
+            self.speed.compile_seconds += time.perf_counter() - start
         rows, result = self.rows(len(prompts)), []
         for i in range(0, len(prompts), rows):
             result += self._generate(weights, prompts[i : i + rows], first_number + i, rows)
@@ -178,6 +196,13 @@ class Sampler:
     def rows(self, texts: int) -> int:
         """Rows of each pass for so many texts."""
         return -(-min(texts, self._batch) // self._devices) * self._devices
+
+    def _ids(self, windows: Sequence[Sequence[int]], length: int = 1) -> np.ndarray:
+        """Windows of tokens as rows, padded at their ends to `length` at least."""
+        ids = np.zeros((len(windows), self.padded(max(length, *map(len, windows)))), np.uint32)
+        for row, window in zip(ids, windows, strict=True):
+            row[: len(window)] = window
+        return ids
 
     def _generate(self, weights, prompts: Sequence[Sequence[int]], first_number: int, rows: int) -> list[list[int]]:
         known = [list(prompt) for prompt in prompts]
@@ -194,12 +219,11 @@ class Sampler:
             fresh = np.array([a != b for a, b in zip(now, starts, strict=True)])
             starts = now
             windows = [[self.c.bos_id, *text[max(start, 0) :]] for text, start in zip(known, starts, strict=True)]
-            if fresh.any():
-                longest = max(len(window) for window, is_fresh in zip(windows, fresh, strict=True) if is_fresh)
-                ids = np.zeros((rows, self.padded(longest)), np.uint32)
-                for i in np.flatnonzero(fresh):
-                    ids[i, : len(windows[i])] = windows[i]
-                cache = self._call(self.prefill, weights, ids, fresh, cache)
+            if self.why_no_cache:
+                cache = self._ids(windows, min(self.context, max(map(len, windows)) + self._chunk))
+            elif fresh.any():
+                changed = [window if is_fresh else [] for window, is_fresh in zip(windows, fresh, strict=True)]
+                cache = self._call(self.prefill, weights, self._ids(changed), fresh, cache)
             texts = Texts(
                 number=number,
                 length=np.array([len(text) for text in known], np.int32),
@@ -207,7 +231,8 @@ class Sampler:
                 place=np.array([len(window) - 1 for window in windows], np.int32),
                 left=left,
             )
-            cache, texts, drawn = self._call(self.decode, weights, cache, texts)
+            decode = self.decode_windows if self.why_no_cache else self.decode
+            cache, texts, drawn = self._call(decode, weights, cache, texts)
             left, counts, drawn = np.asarray(texts.left), np.asarray(texts.length), np.asarray(drawn)
             for i, text in enumerate(known):
                 text += drawn[: counts[i] - len(text), i].tolist()

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_extra import explicit_activation_checkpointing
-from shardlib.array_types import pytree_dataclass
+from shardlib.array_types import f32, pytree_dataclass
+from shardlib.op_checks import zeros_like_traced
 from shardlib.parsing import ShardError
-from shardlib.values import describe
+from shardlib.values import describe, is_opaque, stage_axes
 
 
 @pytree_dataclass
@@ -25,6 +26,60 @@ class LayerNumbers:
     """Whether there are such rows."""
 
 
+@pytree_dataclass
+class Extras:
+    """What a layer gives besides x: scalars, the same on all devices of r, d and t."""
+
+    loss: jax.Array | None = None
+    """What it adds to the loss of training, with any factor in it."""
+    metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    """By name, what the log shows of each layer."""
+
+    def check(self) -> None:
+        """Raises ShardError for what is no scalar, or differs between devices."""
+        for name, x in {"loss": self.loss, **self.metrics}.items():
+            if x is None:
+                continue
+            differs = is_opaque(x) or set(jax.typeof(x).manual_axis_type.varying) - set(stage_axes())
+            if differs or jnp.shape(x):
+                raise ShardError(
+                    f"a layer gives {name} in its Extras: {describe(x)}; it must be a scalar, the same on every device",
+                    "reduce it, over positions and over the axes that shard them, e.g. psum('+r +d +t ->', …)",
+                )
+
+
+def parts_of(result: Any) -> tuple[Any, Extras]:
+    """x and the Extras of what a layer gives."""
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Extras)
+    return result if is_pair else (result, Extras())
+
+
+@pytree_dataclass
+class LayerMetrics:
+    """What the layers of a model told in their Extras, in the order of the layers."""
+
+    values: f32["N depth"]
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    """Of the N metrics."""
+
+    @classmethod
+    def of_rows(cls, metrics: dict[str, jax.Array], rows: jax.Array, layers: int) -> Any:
+        """Of metrics[rows] of each device of p, where `rows` are the numbers of its layers, -1 for none.
+
+        None where there are none.
+        """
+        if not metrics:
+            return None
+        names = tuple(sorted(metrics))
+        values = jnp.stack([metrics[name].astype(jnp.float32) for name in names])
+        values = jnp.zeros((len(names), layers)).at[:, jnp.where(rows < 0, layers, rows)].add(values, mode="drop")
+        return cls(values, names)
+
+    def by_name(self) -> dict[str, jax.Array]:
+        """Each metric, a vector over the layers."""
+        return dict(zip(self.names, self.values, strict=True))
+
+
 def run_layers(
     layer: Callable,
     w: Any,
@@ -33,43 +88,50 @@ def run_layers(
     attend: Callable,
     caches: Any = None,
     *,
+    period: int = 1,
     save: str = "marked",
     unroll: int | None = 1,
     scan: Callable = lax.scan,
-) -> tuple[Any, Any]:
-    """`x` after all layers of a stack, one after the other, and the caches as they are then. Per-device code.
+) -> tuple[Any, Any, Extras]:
+    """`x` after all layers of a stack, one after the other; the caches as they are then; and the Extras of the rows.
+
+    Per-device code.
 
     Args:
-        layer: (weights, x, index, attend) -> x of one layer. x keeps its type; `attend` is what follows.
+        layer: (weights, x, index, turn, attend) -> x of one layer, or a tuple of that and its Extras. x keeps its type;
+            `attend` is what follows; `turn` is its place in its period, an int.
         w: weights of the layers, each array with one leading dim of rows.
         numbers: of these rows. Rows that are no layer leave x as it is. None: the rows are the layers in order.
-        attend: (q, k, v, cache, dropout) -> what each query reads, and the layer's cache then. A layer calls it without
-            the cache, once if there are caches.
+        attend: (cache, q, k, v, …) -> what each query reads, and the layer's cache then. A layer calls it without the
+            cache, once if there are caches.
         caches: of the layers, each array with one leading dim of rows; or None.
+        period: layers after which the model repeats; divides the rows.
         save: what the backward pass of a layer gets from its forward pass, one of jax_extra.KEPT.
         unroll: layers in one turn of the loop, at least 1; None: all.
         scan: `lax.scan`, or what takes its place for a tool that looks into the loop.
     """
     if numbers is None:
         numbers = LayerNumbers(jnp.arange(len(jax.tree.leaves(w)[0])))
-    rows = len(numbers.index)
-    turn = rows if unroll is None else min(unroll, rows)
+    periods = len(numbers.index) // period
+    turn = periods if unroll is None else min(max(1, unroll // period), periods)
     # In a loop nothing need keep XLA from taking what is computed again from the forward pass, which is another loop.
     # And what would (prevent_cse) ties each layer's gathers to the gradient that comes to it.
-    prevent_cse = turn == rows or rows % turn != 0  # no loop, or layers that are left over after it
+    prevent_cse = turn == periods or periods % turn != 0  # no loop, or layers that are left over after it
 
-    def run(x, of_layer):
+    def run(turn, x, of_layer):
         weights, number, cache = of_layer
 
         given, calls = cache, 0
 
-        def attend_in_layer(q, k, v, drop=None):
+        def attend_in_layer(*args, **options):
             nonlocal cache, calls
             calls += 1
-            read, cache = attend(q, k, v, given, drop)
+            read, cache = attend(given, *args, **options)
             return read
 
-        y = layer(weights, x, number.index, attend_in_layer)
+        y = layer(weights, x, number.index, turn, attend_in_layer)
+        y, extras = parts_of(y)
+        extras.check()
         if (getattr(y, "shape", None), getattr(y, "dtype", None)) != (x.shape, x.dtype):
             raise ShardError(
                 f"a layer is given {describe(x)}, and gives {describe(y)}",
@@ -80,13 +142,29 @@ def run_layers(
                 f"a layer calls attend {calls} times, and its cache holds the keys and values of one call",
                 "call attend once in each layer to sample with a cache",
             )
-        return y, cache
+        return y, (cache, extras)
 
-    @functools.partial(explicit_activation_checkpointing, save=save, prevent_cse=prevent_cse)
-    def run_if_layer(x, of_layer):
+    def run_if_layer(turn, x, of_layer):
         _, number, cache = of_layer
         if not number.padded:
-            return run(x, of_layer)
-        return lax.cond(number.index >= 0, run, lambda x, _: (x, cache), x, of_layer)
+            return run(turn, x, of_layer)
+        _, (_, extras) = jax.make_jaxpr(functools.partial(run, turn), return_shape=True)(x, of_layer)[1]
+        skip = lambda x, _: (x, (cache, jax.tree.map(zeros_like_traced, extras)))
+        return lax.cond(number.index >= 0, functools.partial(run, turn), skip, x, of_layer)
 
-    return scan(run_if_layer, x, (w, numbers, caches), unroll=turn)
+    checkpointed = functools.partial(explicit_activation_checkpointing, save=save, prevent_cse=prevent_cse)
+    in_turn = [checkpointed(functools.partial(run_if_layer, turn)) for turn in range(period)]
+    stack = w, numbers, caches
+    if period == 1:
+        x, found = scan(in_turn[0], x, stack, unroll=turn)
+        return x, *found
+
+    def run_period(x, of_period):
+        found = []
+        for turn in range(period):
+            x, row = in_turn[turn](x, jax.tree.map(lambda stack, turn=turn: stack[turn], of_period))
+            found.append(row)
+        return x, jax.tree.map(lambda *rows: jnp.stack(rows), *found)
+
+    x, found = scan(run_period, x, jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack), unroll=turn)
+    return x, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)

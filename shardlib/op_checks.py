@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,11 @@ def check_operand(position: int, spec: ShapeSpec, value, bindings: Bindings, **a
 def need_manual() -> None:
     if not inside_shard_map():
         raise ShardError("called outside of shard_map, where no device is on its own", "call it under typed_shard_map")
+
+
+def zeros_like_traced(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
+    """Zeros of the shape and dtype of a traced value, with `leading` dims more, that vary over the axes it varies."""
+    return varying(jnp.zeros((*leading, *like.shape), like.dtype), set(like.manual_axis_type.varying))
 
 
 def varying(x: jax.Array, axes) -> jax.Array:

@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 
 from shardlib.checks import Scope, scope
-from shardlib.layers import LayerNumbers
-from shardlib.op_checks import varying
+from shardlib.layers import Extras, LayerMetrics, LayerNumbers
+from shardlib.op_checks import varying, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import Placement
 from shardlib.schedules import TickTable, check_schedule, forward_only, schedule_of, tick_table
@@ -36,14 +36,15 @@ class Parts:
     """A microbatch's share of the loss, in one piece and in three; per-device code, f32 scalars.
 
     `w` is the model's weights, a dataclass whose field `layers` stacks the layers; `*part` the arrays of a microbatch.
+    `Extras` are those of the layers: their losses are added in training, in the mean over microbatches.
     """
 
     whole: Callable
-    """(w, *part) -> loss."""
+    """(w, *part) -> loss, Extras."""
     first: Callable
     """(w, *part) -> x, what enters the first layer. The first stage runs it."""
     layers: Callable
-    """(w.layers, x, LayerNumbers, *part) -> x, of the same type. Each stage runs it on layers of its own."""
+    """(w.layers, x, LayerNumbers, *part) -> x, of the same type, Extras. Each stage runs it on layers of its own."""
     last: Callable
     """(w, x, *part) -> loss. The last stage runs it."""
 
@@ -87,7 +88,7 @@ def plan_evaluation(placement: Placement, microbatches: int) -> Plan:
 # ---- the executor -----------------------------------------------------------------------------------------------
 
 
-def run_training(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> tuple[Any, Any]:
+def run_training(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> tuple[Any, Any, Any]:
     """The loss, summed over microbatches, and its gradients; per-device code.
 
     Args:
@@ -97,19 +98,28 @@ def run_training(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> tuple[A
 
     Returns:
         The loss: on a mesh with p a partial sum over p. The gradients: shaped as `w`, in f32; of f64 weights, in f64.
+        The metrics of the layers, in the mean over microbatches, on a mesh with p partial sums; None if there are none.
     """
     if PIPELINE_AXIS in mesh_axes():
         return _run(parts, plan, w, microbatches, training=True)
+    count, layers = len(jax.tree.leaves(microbatches)[0]), len(jax.tree.leaves(w.layers)[0])
     order = plan.table.columns["backward_microbatch"][:, 0]
     if not np.array_equal(order, np.arange(len(order))):
         microbatches = jax.tree.map(lambda x: x[order], microbatches)
 
     def tick(sums, part):
-        share = scope(lambda w: parts.whole(w, *part))  # of a microbatch, whose B is not that of the batch
-        return jax.tree.map(lambda total, x: total + x, sums, jax.value_and_grad(share)(w)), None
+        @scope  # of a microbatch, whose B is not that of the batch
+        def share(w):
+            loss, extras = parts.whole(w, *part)
+            extra = _extra_loss(extras, count)
+            return loss if extra is None else loss + extra, extras.metrics
 
-    zeros = jnp.zeros(()), _accumulators(w)
-    return lax.scan(tick, zeros, microbatches)[0]
+        (loss, metrics), g = jax.value_and_grad(share, has_aux=True)(w)
+        return jax.tree.map(lambda total, x: total + x, sums, (loss, g)), metrics
+
+    (loss, g), metrics = lax.scan(tick, (jnp.zeros(()), _accumulators(w)), microbatches)
+    metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+    return loss, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers)
 
 
 def run_evaluation(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> Any:
@@ -117,8 +127,14 @@ def run_evaluation(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> Any:
     return _run(parts, plan, w, microbatches, training=False)[0]
 
 
-def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) -> tuple[Any, Any]:
+def _extra_loss(extras: Extras, microbatches: int) -> Any:
+    """A microbatch's share of what layers add to the loss; None where they add nothing."""
+    return None if extras.loss is None else jnp.sum(extras.loss) / microbatches
+
+
+def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) -> tuple[Any, Any, Any]:
     placement, table, p = plan.placement, plan.table, plan.placement.p
+    count = len(jax.tree.leaves(microbatches)[0])
     me = lax.axis_index(PIPELINE_AXIS)
     rows = LayerNumbers(jnp.asarray(placement.rows)[me], placement.padded)
     ends = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.name != "layers"}
@@ -131,14 +147,18 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     layers = task(lambda layers, x, i, k: parts.layers(layers, x, chunk(rows, i), *batch(k)))
     last = task(lambda ends, x, k: parts.last(dataclasses.replace(w, **ends), x, *batch(k)))
 
-    residuals_of = _Residuals(layers)
+    def stage(own, x, i, k):
+        y, extras = layers(own, x, i, k)
+        return (y, _extra_loss(extras, count)), extras.metrics
+
+    residuals_of = _Residuals(stage)
     zero = jnp.int32(0)
     _, x_type = _traced(first, ends, zero)
-    _, y_type = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
+    _, (y_type, extras_type) = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
     _traced(last, ends, y_type, zero)
     saved_types = []
     if training and not plan.recompute:
-        saved_types = jax.eval_shape(residuals_of.forward, chunk(w.layers, zero), x_type, zero, zero)[1]
+        saved_types = jax.eval_shape(residuals_of.forward, chunk(w.layers, zero), x_type, zero, zero)
 
     def forward(row, carry):
         read = lambda: _get(carry["inputs"], row["forward_input"])
@@ -147,10 +167,11 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
         i, k = row["forward_chunk"], row["forward_microbatch"]
         saved, total = carry["saved"], carry["loss"]
         if training and not plan.recompute:
-            y, keep = residuals_of.forward(chunk(w.layers, i), x, i, k)
+            keep = residuals_of.forward(chunk(w.layers, i), x, i, k)
+            y = keep[0]
             saved = [_put(ring, value, row["forward_residuals"]) for ring, value in zip(saved, keep, strict=True)]
         else:
-            y = layers(chunk(w.layers, i), x, i, k)
+            y, _ = layers(chunk(w.layers, i), x, i, k)
         if not training:
             total = lax.cond(row["forward_last"] == 1, lambda: total + last(ends, y, k), lambda: total)
         return y, saved, total
@@ -161,9 +182,10 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
         if plan.recompute:
             read = lambda: _get(carry["inputs"], row["backward_input"])
             x = lax.cond(row["backward_first"] == 1, lambda: first(ends, k), read)
-            y, vjp = jax.vjp(lambda own, x: layers(own, x, i, k), own, x)
+            (y, extra), vjp, metrics = jax.vjp(lambda own, x: stage(own, x, i, k), own, x, has_aux=True)
         else:
-            y, vjp = residuals_of.backward(own, [_get(ring, row["backward_residuals"]) for ring in carry["saved"]])
+            saved = [_get(ring, row["backward_residuals"]) for ring in carry["saved"]]
+            (y, extra), vjp, metrics = residuals_of.backward(own, saved)
 
         def at_end(g, total):
             share, (g_ends, dy) = jax.value_and_grad(last, argnums=(0, 1))(ends, y, k)
@@ -173,14 +195,17 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
             return g, total, _get(carry["cotangents"], row["backward_cotangent"])
 
         g_ends, total, dy = lax.cond(row["backward_last"] == 1, at_end, elsewhere, carry["g_ends"], carry["loss"])
-        g_own, dx = vjp(dy)
+        g_own, dx = vjp((dy, jax.tree.map(_one_like, extra)))
+        total = total if extra is None else total + extra
         at_start = lambda g: _add(g, jax.vjp(lambda ends: first(ends, k), ends)[1](dx)[0])
         g_ends = lax.cond(row["backward_first"] == 1, at_start, lambda g: g, g_ends)
         if placement.v > 1:
             g_layers = _add_part(carry["g_layers"], g_own, i, placement.chunk_rows)
         else:
             g_layers = _add(carry["g_layers"], g_own)
-        return dx, g_ends, g_layers, total
+        metrics = jax.tree.map(lambda x: x / count, metrics)
+        metrics = _add_part(carry["metrics"], metrics, i * (placement.v > 1), placement.chunk_rows)
+        return dx, g_ends, g_layers, total, metrics
 
     def tick(carry, row):
         row = {name: column[me] for name, column in row.items()}
@@ -190,9 +215,10 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
         carry = dict(carry, saved=saved, loss=total)
         if training:
             carry = dict(carry, cotangents=_put(carry["cotangents"], carry["dx"], row["arriving_cotangent"]))
-            idle = lambda: (_zeros(x_type), carry["g_ends"], carry["g_layers"], carry["loss"])
-            dx, g_ends, g_layers, total = lax.cond(row["backward"] == 1, lambda: backward(row, carry), idle)
-            carry = dict(carry, g_ends=g_ends, g_layers=g_layers, loss=total, dx=_shift(dx, p, -1))
+            names = "g_ends", "g_layers", "loss", "metrics"
+            idle = lambda: (_zeros(x_type), *(carry[name] for name in names))
+            dx, *sums = lax.cond(row["backward"] == 1, lambda: backward(row, carry), idle)
+            carry = dict(carry, **dict(zip(names, sums, strict=True)), dx=_shift(dx, p, -1))
         # Not between the two slots, where a stage without a forward would wait for the others'.
         carry = dict(carry, y=_shift(y, p, +1))
         return carry, None
@@ -206,15 +232,21 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     if training:
         carry |= {"cotangents": _ring(x_type, table.cotangents + 1), "dx": _zeros(x_type)}
         carry |= {"g_ends": _accumulators(ends), "g_layers": _accumulators(w.layers)}
+        of_rows = lambda x: varying(jnp.zeros(placement.v * placement.chunk_rows, x.dtype), (PIPELINE_AXIS,))
+        carry |= {"metrics": jax.tree.map(of_rows, extras_type.metrics)}
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
     _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)).jaxpr, in_task=False)
     carry, _ = lax.scan(tick, carry, columns)
     total = Partial(carry["loss"], (PIPELINE_AXIS,), Origin("the pipeline"))
-    return total, dataclasses.replace(w, layers=carry["g_layers"], **carry["g_ends"]) if training else None
+    if not training:
+        return total, None, None
+    metrics = LayerMetrics.of_rows(carry["metrics"], rows.index, sum(placement.counts))
+    metrics = jax.tree.map(lambda x: Partial(x, (PIPELINE_AXIS,), Origin("the pipeline")), metrics)
+    return total, dataclasses.replace(w, layers=carry["g_layers"], **carry["g_ends"]), metrics
 
 
 class _Residuals:
-    """A vjp whose forward and backward are traced apart: what passes between them is a list of arrays.
+    """A vjp, with has_aux, whose forward and backward are traced apart: what passes between them is a list of arrays.
 
     `jax.vjp` returns a function that is a pytree: its leaves are what the backward keeps. Those that are weights are
     there in the backward anyway, and are left out of the list.
@@ -223,27 +255,30 @@ class _Residuals:
     def __init__(self, fn: Callable):
         self._fn = fn
         self._structure: Any = None
+        self._results: Any = None
         self._weights: list[int | None] = []
 
-    def forward(self, w: Any, x: jax.Array, i: jax.Array, k: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """fn(w, x, i, k), and what `backward` needs, the result among it."""
-        y, vjp = jax.vjp(lambda w, x: self._fn(w, x, i, k), w, x)
+    def forward(self, w: Any, x: jax.Array, i: jax.Array, k: jax.Array) -> list[jax.Array]:
+        """What `backward` needs of fn(w, x, i, k), its results first."""
+        *results, vjp, aux = jax.vjp(lambda w, x: self._fn(w, x, i, k), w, x, has_aux=True)
+        results, self._results = jax.tree.flatten((*results, aux))
         leaves, self._structure = jax.tree.flatten(vjp)
         known = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(w))}
         self._weights = [known.get(id(leaf)) for leaf in leaves]
-        return y, [y, *(leaf for leaf in leaves if id(leaf) not in known)]
+        return [*results, *(leaf for leaf in leaves if id(leaf) not in known)]
 
-    def backward(self, w: Any, saved: list[jax.Array]) -> tuple[jax.Array, Callable]:
-        """What `jax.vjp` gives for the call of `forward`: its result, and the function for gradients."""
-        y, *rest = saved
-        weights, others = jax.tree.leaves(w), iter(rest)
+    def backward(self, w: Any, saved: list[jax.Array]) -> tuple[Any, Callable, Any]:
+        """What `jax.vjp` gives for the call of `forward`: its result, the function for gradients, and the rest."""
+        count = self._results.num_leaves
+        result, aux = jax.tree.unflatten(self._results, saved[:count])
+        weights, others = jax.tree.leaves(w), iter(saved[count:])
         leaves = [next(others) if n is None else weights[n] for n in self._weights]
-        return y, jax.tree.unflatten(self._structure, leaves)
+        return result, jax.tree.unflatten(self._structure, leaves), aux
 
 
 def _in_stage(fn: Callable, *args):
     with pipeline_stage(), Scope():
-        return varying(fn(*args), (PIPELINE_AXIS,))
+        return jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), fn(*args))
 
 
 def _traced(task: Callable, *args) -> tuple[Any, Any]:
@@ -285,10 +320,15 @@ def _shift(x: jax.Array, p: int, by: int) -> jax.Array:
     return lax.ppermute(x, PIPELINE_AXIS, [(i, (i + by) % p) for i in range(p)])
 
 
+def _one_like(x: jax.Array) -> jax.Array:
+    """The cotangent of a scalar that is a part of the loss."""
+    return varying(jnp.ones((), x.dtype), jax.typeof(x).manual_axis_type.varying)
+
+
 def _zeros(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
     """Zeros of a traced value's shape and dtype, a loop's start or a branch that does nothing: they vary as it does,
     and over p, as all does that depends on the task."""
-    return varying(jnp.zeros((*leading, *like.shape), like.dtype), {*like.manual_axis_type.varying, PIPELINE_AXIS})
+    return varying(zeros_like_traced(like, leading), (PIPELINE_AXIS,))
 
 
 def _accumulators(w: Any) -> Any:

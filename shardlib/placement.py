@@ -104,13 +104,18 @@ class Placement:
         return None if np.array_equal(rows, np.arange(len(rows))) else StackOrder(rows)
 
 
-def place_layers(layers: int, p: int, v: int, counts: Sequence[int] | None = None) -> Placement:
-    """The placement of `layers` on p·v stages: equal parts, or as `counts` says.
+def place_layers(layers: int, p: int, v: int, counts: Sequence[int] | None = None, period: int = 1) -> Placement:
+    """The placement of `layers` on p·v stages: equal parts, or as `counts` says; whole periods of `period` layers each.
 
     Raises:
         ValueError: they cannot be placed so.
     """
     stages = p * v
+    if layers % period:
+        raise ValueError(
+            f"model.layers is {layers}; the pattern of the model's layers repeats after {period}, so it must be a "
+            f"multiple of {period}."
+        )
     if counts is None:
         if layers % stages:
             raise ValueError(
@@ -122,5 +127,11 @@ def place_layers(layers: int, p: int, v: int, counts: Sequence[int] | None = Non
         raise ValueError(
             f"pipeline.layers_per_stage is {list(counts)}; it must have {stages} numbers (p={p} times virtual_stages="
             f"{v}), each at least 1, that add up to the {layers} layers."
+        )
+    if uneven := [n for n in counts if n % period]:
+        raise ValueError(
+            f"a pipeline stage has {uneven[0]} of the {layers} layers (p={p}, virtual_stages={v}); the pattern of the "
+            f"model's layers repeats after {period}, and each stage must have whole periods. Give "
+            f"pipeline.layers_per_stage multiples of {period}, or make p or virtual_stages smaller."
         )
     return Placement(p, v, tuple(int(n) for n in counts))

@@ -14,7 +14,10 @@ import train
 from cluster.devices import make_mesh
 from input_loader import TokenBatch, batch_shapes
 from modeling import attention
+from modeling.attention_calls import describe_attention
+from modeling.blockwise import blockwise
 from modeling.model import Tokens, load_model
+from modeling.rules import CAUSAL, Places, Rule, Window, causal, same_document
 from modeling.weights import initialize
 from models import gpt2
 from shardlib.shardtypes import dtype_name, f32, i32
@@ -55,7 +58,7 @@ def operands(length: int, queries: int, seed: int = 0) -> list[np.ndarray]:
     return [2 * rng.standard_normal((ROWS, length, HEADS, *shape)).astype(np.float32) for shape in shapes]
 
 
-def with_gradients(path, q, k, v, document, g, dtype="float32"):
+def with_gradients(path, q, k, v, document, g, dtype="float32", rule=CAUSAL):
     """What `dense` gives, of `path` on the mesh in force."""
 
     def everything(
@@ -65,7 +68,8 @@ def with_gradients(path, q, k, v, document, g, dtype="float32"):
         document: i32["B/r/d L"],
         g: act["B/r/d L K/t Q D"],
     ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
-        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, document), q, k, v)
+        index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Places(index, index, document), rule), q, k, v)
         return out, *vjp(g)
 
     cast = lambda x: jnp.asarray(x, dtype)
@@ -97,7 +101,7 @@ def test_by_blocks_it_is_the_dense_result(mesh, length, block, queries, dtype):
         values = [np.asarray(jnp.asarray(x, dtype), np.float32) for x in values]
     q, k, v, g = values
     with jax.set_mesh(tiny.mesh(mesh)):
-        path = lambda *args: attention.blockwise(*args, block=block)
+        path = functools.partial(blockwise, block=block)
         found = with_gradients(path, q, k, v, document, g, dtype)
         # The path that readers see, too: the oracle is right about what attention is.
         plain = with_gradients(train.attention, q, k, v, document, g, dtype)
@@ -114,7 +118,7 @@ def test_blocks_that_nobody_sees_are_not_computed():
     clean, alone = slice(8, 12), np.arange(length) >= 9
     k[:, :4], v[:, :4] = np.nan, np.nan
     with jax.set_mesh(tiny.mesh("one device")):
-        path = lambda *args: attention.blockwise(*args, block=block)
+        path = functools.partial(blockwise, block=block)
         early = with_gradients(path, q[:, ::-1], k[:, ::-1], v[:, ::-1], np.zeros_like(document), g)
         assert np.isfinite(early[0][:, :8]).all(), "keys behind a block of queries"
         assert np.isnan(early[0][:, 8:]).all(), "and those that it sees"
@@ -130,17 +134,22 @@ def test_cudnn_is_asked_for_the_same(monkeypatch):
     real, asked = jax.nn.dot_product_attention, []
 
     def instead(*args, implementation, **options):
-        asked.append((implementation, options["is_causal"], options["mask"] is not None))
+        asked.append((implementation, options["is_causal"], options["mask"] is not None, options["local_window_size"]))
         return real(*args, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
     (q, k, v, g), document = operands(12, 3), documents(12)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         found = with_gradients(attention.cudnn, q, k, v, document, g)
-        unmasked = with_gradients(functools.partial(attention.cudnn, masked=False), q, k, v, document, g)
+        one_document = CAUSAL.without(same_document)
+        unmasked = with_gradients(attention.cudnn, q, k, v, document, g, rule=one_document)
+        window = with_gradients(attention.cudnn, q, k, v, document, g, rule=Rule((causal, Window(5)), scale=0.25))
+        by_hand = Rule((causal, lambda q, k: q.index - k.index < 5), scale=0.25)
+        masked = with_gradients(train.attention, q, k, v, document, g, rule=by_hand)
     assert_close(found, dense(q, k, v, document, g), 1e-5)
     assert_close(unmasked, dense(q, k, v, np.zeros_like(document), g), 1e-5)
-    assert set(asked) == {("cudnn", True, True), ("cudnn", True, False)}
+    assert_close(window, masked, 1e-5)
+    assert asked == [("cudnn", True, True, None), ("cudnn", True, False, None), ("cudnn", True, False, (4, 0))]
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------
@@ -151,7 +160,11 @@ def test_cudnn_is_asked_for_the_same(monkeypatch):
     [
         (GPU, 1024, {}, "cudnn"),
         (GPU, 32768, {}, "blockwise"),
-        (GPU, 32768, {"masked": False}, "cudnn"),
+        (GPU, 32768, {"rule": CAUSAL.without(same_document)}, "cudnn"),
+        (GPU, 32768, {"rule": Rule((causal, Window(9)))}, "cudnn"),
+        (GPU, 32768, {"rule": Rule((Window(9),))}, "blockwise"),
+        (GPU, 1024, {"rule": Rule(score=jnp.sin)}, "blockwise"),
+        (GPU, 1024, {"sinks": True}, "blockwise"),
         (GPU, 1024, {"dtype": jnp.float32}, "blockwise"),
         (GPU, 1024, {"d_head": 60}, "blockwise"),
         (GPU, 1024, {"d_head": 256}, "cudnn"),
@@ -163,7 +176,7 @@ def test_cudnn_is_asked_for_the_same(monkeypatch):
     ],
 )
 def test_auto_takes_what_can_do_it(device, length, changes, expected):
-    asked = {"length": length, "d_head": 64, "dtype": jnp.bfloat16, "dropout": False, "device": device, **changes}
+    asked = {"rule": CAUSAL, "length": length, "d_head": 64, "dtype": jnp.bfloat16, "device": device, **changes}
     path, why = attention.choose("auto", **asked)
     assert path == expected
     assert why
@@ -176,6 +189,8 @@ def test_auto_takes_what_can_do_it(device, length, changes, expected):
         ("blockwise", CPU, {"dropout": True}, "no dropout"),
         ("cudnn", CPU, {}, "cpu is no NVIDIA GPU"),
         ("cudnn", GPU, {"dropout": True}, "no dropout"),
+        ("cudnn", GPU, {"rule": Rule(score=jnp.sin)}, "changes no scores"),
+        ("cudnn", GPU, {"sinks": True}, "no sinks"),
         ("cudnn", GPU, {"dtype": jnp.float32}, "takes bf16, not float32"),
         ("cudnn", GPU, {"d_head": 12}, "heads of 12 entries"),
         ("cudnn", GPU, {"d_head": 264}, "up to 256"),
@@ -183,7 +198,7 @@ def test_auto_takes_what_can_do_it(device, length, changes, expected):
     ],
 )
 def test_a_path_that_cannot_do_it_says_so(path, device, changes, reason):
-    asked = {"length": 64, "d_head": 64, "dtype": jnp.bfloat16, "dropout": False, "device": device, **changes}
+    asked = {"rule": CAUSAL, "length": 64, "d_head": 64, "dtype": jnp.bfloat16, "device": device, **changes}
     with pytest.raises(ValueError, match=rf"training\.attention is {path}, .*{reason}.* Choose auto"):
         attention.choose(path, **asked)
 
@@ -198,7 +213,7 @@ def test_dropout_in_training_is_refused_before_anything_runs():
     q, k, v, _ = map(jnp.asarray, operands(4, 1))
     tokens = Tokens(None, None, jnp.asarray(documents(4)))
     with pytest.raises(ValueError, match=r"it has no dropout"):
-        tiny.forward(c).attend(tokens)(q, k, v, None, lambda x: x)
+        tiny.forward(c).attend(tokens)(None, q, k, v, CAUSAL, drop=lambda x: x)
     c.training.attention = "flash"
     with pytest.raises(
         ValueError, match=r"training\.attention is 'flash'; choose one of auto, einsum, blockwise, cudnn"
@@ -209,26 +224,30 @@ def test_dropout_in_training_is_refused_before_anything_runs():
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_config_decides_path_and_mask(monkeypatch, masked):
     asked = []
-    monkeypatch.setattr(attention, "run", lambda path, q, k, v, document, masked: asked.append((path, masked)))
+    monkeypatch.setattr(attention, "run", lambda path, q, k, v, places, rule, *more: asked.append((path, rule)))
     q, k, v, _ = map(jnp.asarray, operands(4, 1))
-    tokens = Tokens(None, None, jnp.asarray(documents(4)))
+    ids = jnp.asarray(documents(4))
+    tokens, expected = Tokens(ids, ids, ids), CAUSAL if masked else Rule((causal,))
     monkeypatch.setattr(attention, "target_device", lambda: GPU)
     for path in ("blockwise", "cudnn"):
         forward = tiny.forward(tiny.config(attention=path, document_mask=masked))
         wide = (x.astype(jnp.bfloat16).repeat(2, -1) for x in (q, k, v))
-        assert forward.attend(tokens)(*wide, "its cache") == (None, "its cache")
-    assert asked == [("blockwise", masked), ("cudnn", masked)]
-    monkeypatch.setattr(train, "attention", lambda q, k, v, document, drop: asked.append((document, drop)))
-    tiny.forward(tiny.config(attention="einsum")).attend(tokens)(q, k, v, None, len)
-    assert asked[-1] == (tokens.document, len)
+        assert forward.attend(tokens)("its cache", *wide, CAUSAL) == (None, "its cache")
+    assert asked == [("blockwise", expected), ("cudnn", expected)]
+    monkeypatch.setattr(train, "attention", lambda q, k, v, *more: asked.append(more))
+    tiny.forward(tiny.config(attention="einsum")).attend(tokens)(None, q, k, v, CAUSAL, k, sinks=v, drop=len)
+    places, *rest = asked[-1]
+    assert places.document is ids
+    assert rest == [CAUSAL, (k,), v, len]
 
 
 def test_the_run_says_which():
-    c = with_length(1024, attention="auto")
-    said = attention.describe(c.training, c.model, jnp.float32, CPU)
-    assert said == "blockwise (auto: blocks of 128 tokens; no cudnn: cpu is no NVIDIA GPU)"
-    c.training.attention = "einsum"
-    assert attention.describe(c.training, c.model, jnp.float32, CPU) == "einsum"
+    c, cpu = with_length(1024, attention="auto"), jax.devices()[0]
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        (said,) = describe_attention(tiny.forward(c), 1024, cpu)
+        assert said == "blockwise (auto: blocks of 128 tokens; no cudnn: cpu is no NVIDIA GPU); causal, same_document"
+        c.training.attention = "einsum"
+        assert describe_attention(tiny.forward(c), 1024, cpu) == ["einsum; causal, same_document"]
 
 
 # ---- in the training step -----------------------------------------------------------------------------------------
@@ -268,7 +287,7 @@ def meshes(name: str):
     ],
 )
 def test_a_step_is_the_same_by_blocks(monkeypatch, mesh, module):
-    monkeypatch.setattr(attention, "BLOCKS", {"cpu": 5})
+    monkeypatch.setitem(attention.BLOCKS, "cpu", 5)
     model = tiny.model(layers=2)
     if module == "gpt2":
         model = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, bos_id=0)
@@ -286,8 +305,7 @@ def test_logits_and_gradients_equal_llama(monkeypatch):
     from test_model import compare
 
     called = []
-    monkeypatch.setattr(attention, "BLOCKS", {"cpu": 5})
-    blockwise = attention.blockwise
+    monkeypatch.setitem(attention.BLOCKS, "cpu", 5)
     monkeypatch.setattr(attention, "blockwise", lambda *args: called.append(args) or blockwise(*args))
     compare("r=2 d=2 t=2", {"qk_norm": True}, attention="blockwise")
     assert called

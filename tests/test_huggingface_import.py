@@ -372,7 +372,7 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, capsys):
     model = load_model(c)
     init = functools.partial(train.init_state, c=settings, model=model)
     with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
-        state = fresh_state(settings, placement_of(settings, model.table), init, train.State)
+        state = fresh_state(settings, placement_of(settings, model), init, train.State)
         assert "after 5 steps; the optimizer's state is fresh" in capsys.readouterr().out
         jax.tree.map(
             np.testing.assert_array_equal, jax.tree.map(np.asarray, state.weights), jax.tree.map(np.asarray, w)

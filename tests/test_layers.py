@@ -15,14 +15,14 @@ ROWS, WIDTH = 5, 6
 PADDED = (0, -1, 1, 2, -1)
 
 
-def layer(w, x, index, attend):
+def layer(w, x, index, turn, attend):
     """Depends on all that it is given."""
     q = save_for_backward(jnp.tanh(x @ w["q"]))
     read = save_for_backward(attend(q, x @ w["k"], x + w["b"], lambda weights: weights * 0.5))
     return x + read * (1 + 0.1 * index)
 
 
-def attend(q, k, v, cache, drop):
+def attend(cache, q, k, v, drop):
     """What is read, and the cache with what is new; None is a cache of zeros."""
     seen = 0.0 if cache is None else cache
     return jnp.sin(q) * drop(k) + v + seen, seen + k
@@ -44,11 +44,11 @@ def by_hand(w, x, caches, numbers):
             kept = []
 
             def attend_and_keep(q, k, v, drop, own=own, kept=kept):
-                read, cache = attend(q, k, v, own, drop)
+                read, cache = attend(own, q, k, v, drop)
                 kept.append(cache)
                 return read
 
-            x = layer(jax.tree.map(lambda w, row=row: w[row], w), x, index, attend_and_keep)
+            x = layer(jax.tree.map(lambda w, row=row: w[row], w), x, index, 0, attend_and_keep)
             (own,) = kept
         found.append(own)
     return x, jnp.stack(found)
@@ -58,7 +58,7 @@ def loop(w, x, caches, numbers=None, **options):
     rows = None
     if numbers is not None:
         rows = LayerNumbers(jnp.array(numbers, jnp.int32), padded=min(numbers) < 0)
-    return run_layers(layer, w, x, rows, attend, caches, **options)
+    return run_layers(layer, w, x, rows, attend, caches, **options)[:2]
 
 
 def with_gradients(run, w, x, caches):
@@ -92,7 +92,7 @@ def test_without_caches_they_are_what_attend_gives():
     found = with_gradients(loop, w, x, None)
     assert_same(found, with_gradients(functools.partial(by_hand, numbers=range(ROWS)), w, x, None))
     assert found[0][1].shape == (ROWS, 4, WIDTH)
-    x, caches = run_layers(layer, w, x, None, lambda q, k, v, cache, drop: (q, cache))
+    x, caches, _ = run_layers(layer, w, x, None, lambda cache, q, k, v, drop: (q, cache))
     assert caches is None
 
 
@@ -150,18 +150,18 @@ def test_a_loop_of_ones_own_takes_its_place():
 def test_a_layer_that_gives_something_else(wrong, message):
     w, x, _ = inputs()
     with pytest.raises(ShardError, match=message + "(?s:.*)return the residual stream"):
-        run_layers(lambda w, x, index, attend: wrong(x), w, x, None, attend)
+        run_layers(lambda w, x, index, turn, attend: wrong(x), w, x, None, attend)
 
 
 @pytest.mark.parametrize("calls", [0, 2])
 def test_a_cache_is_of_one_call(calls):
     w, x, caches = inputs()
 
-    def other(w, x, index, attend):
+    def other(w, x, index, turn, attend):
         for _ in range(calls):
             x = attend(x, x, x, lambda weights: weights)
         return x
 
     with pytest.raises(ShardError, match=f"a layer calls attend {calls} times"):
         run_layers(other, w, x, None, attend, caches)
-    run_layers(other, w, x, None, lambda q, k, v, cache, drop: (q, cache))  # without a cache any number will do
+    run_layers(other, w, x, None, lambda cache, q, k, v, drop: (q, cache))  # without a cache any number will do

@@ -294,8 +294,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
         "a pipeline stage runs psum_invariant over p: the stages run different tasks at a time",
     ),
     "a stage asks another for its positions": (
-        "save_for_backward(attend(q, k, v))",
-        'save_for_backward(lax.ppermute(attend(q, k, v), "p", [(0, 1), (1, 0)]))',
+        "save_for_backward(attend(q, k, v, self.rule))",
+        'save_for_backward(lax.ppermute(attend(q, k, v, self.rule), "p", [(0, 1), (1, 0)]))',
         "a pipeline stage runs ppermute over p",
     ),
     # behind the stages

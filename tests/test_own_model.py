@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from modeling import settings
 from modeling.model import act
+from modeling.rules import CAUSAL
 from modeling.weights import Weight, matrix
 from shardlib.shardops import all_gather, einsum_unreduced, index_unreduced, psum_scatter
 from shardlib.shardtypes import Array, f32, pytree_dataclass
@@ -68,7 +69,7 @@ class Model:
         nx = all_gather("B/r/d L/t M -> B/r/d L M", x)
         y = einsum("B/r/d L M, M K/t U D -> B/r/d L K/t U D", nx, w_in) * 3
         q = y[..., 0, :] * tokens.shared[..., None, None].astype(x.dtype)
-        read = attend(q[..., None, :], y[..., 1, :], y[..., 2, :])[..., 0, :]
+        read = attend(q[..., None, :], y[..., 1, :], y[..., 2, :], CAUSAL)[..., 0, :]
         w_out = all_gather("K/t D M/d -> K/t D M", w.w_out.astype(x.dtype))
         out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", jnp.tanh(read), w_out)
         return x + psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)

@@ -30,6 +30,7 @@ from modeling.model import load_model
 from modeling.weights import initialize
 from models import gpt2
 from shardlib import shardops
+from shardlib.layers import Extras
 from shardlib.pipeline import Parts, plan_training, run_training
 from shardlib.placement import Placement, place_layers
 from shardlib.shardtypes import Array, ShardError, f32, make_shardings, pytree_dataclass, u32
@@ -133,7 +134,7 @@ def one_step(c: Config, mesh):
     Momentum starts at 0, so that after one step it is the clipped gradient times 1 - adam_b1.
     """
     with jax.set_mesh(mesh):
-        order = placement_of(c, load_model(c.model).table).order
+        order = placement_of(c, load_model(c.model)).order
         state, placed = tiny.state(c, 7), tiny.place(batch(), TokenBatch)
         nats, targets = tiny.evaluation_step(c)(state.weights, placed)
         state, metrics = tiny.training_step(c)(state, placed, np.int32(4))
@@ -213,7 +214,7 @@ def test_stages_of_different_sizes(counts, recompute):
         return c
 
     with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):
-        assert placement_of(settings(2), load_model(settings(2).model).table).counts == ((3, 1))
+        assert placement_of(settings(2), load_model(settings(2).model)).counts == ((3, 1))
     found = one_step(settings(2), make_mesh(1, 2, 1, jax.devices()[:4], 2))
     assert_same_step(found, one_step(settings(1), tiny.mesh("one device")))
 
@@ -251,9 +252,9 @@ def dropout_step(p: int, recompute: bool):
         return tiny.loss_and_gradients(w, batch, c, seeds)
 
     with jax.set_mesh(tiny.mesh("one device") if p == 1 else make_mesh(1, 1, 2, jax.devices()[: 2 * p], p)):
-        table = load_model(c.model).table
-        order = placement_of(c, table).order
-        w = jax.jit(lambda key: initialize(table, key, order))(jax.random.key(1))
+        model = load_model(c.model)
+        order = placement_of(c, model).order
+        w = jax.jit(lambda key: initialize(model.table, key, order))(jax.random.key(1))
         loss, g = tiny.per_device(per_device)(w, tiny.place(batch(), TokenBatch), seeds)
         return float(loss), in_layer_order(jax.tree.map(np.asarray, g), order)
 
@@ -381,12 +382,12 @@ def test_settings_that_do_not_fit(changes, message):
     c = settings(SMALL)
     c.pipeline = dataclasses.replace(c.pipeline, **changes)
     with jax.set_mesh(mesh_of(SMALL)), pytest.raises(ValueError, match=message):
-        training_plan(c, load_model(c.model).table)
+        training_plan(c, load_model(c.model))
 
 
 def training_plan_of(case: Case):
     with jax.set_mesh(mesh_of(case)):
-        return training_plan(settings(case), load_model(settings(case).model).table)
+        return training_plan(settings(case), load_model(settings(case).model))
 
 
 def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
@@ -410,14 +411,14 @@ def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool
         layers: Array["layers/p", f32["M"]]
 
     def stage(w, x, numbers, part):
-        return save_for_backward(jnp.tanh(x * w[0]))
+        return save_for_backward(jnp.tanh(x * w[0])), Extras()
 
     parts = Parts(None, lambda w, part: part, stage, lambda w, x, part: jnp.sum(x))
 
     @jax.jit
     def program(w, data):
         def per_device(w, data):
-            loss, g = run_training(parts, plan, Small(w), (data,))
+            loss, g, _ = run_training(parts, plan, Small(w), (data,))
             return lax.psum(loss.value, "p"), g.layers
 
         P = jax.sharding.PartitionSpec
@@ -449,7 +450,7 @@ def test_stages_run_the_one_forward_pass(part, monkeypatch):
     plain = getattr(train.Forward, part)
     changed = {
         "embed": lambda *a: 3 * plain(*a),
-        "attend": lambda *a: lambda q, k, v, *more: plain(*a)(q, k, 2 * v, *more),
+        "attend": lambda *a: lambda cache, q, k, v, *more: plain(*a)(cache, q, k, 2 * v, *more),
         "tokens": lambda *a: dataclasses.replace(plain(*a), positions=3 * plain(*a).positions),
     }[part]
 

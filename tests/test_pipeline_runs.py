@@ -38,7 +38,7 @@ def mesh_of(place: str):
 
 
 def placement(c: Config) -> Placement:
-    return placement_of(c, load_model(c.model).table)
+    return placement_of(c, load_model(c.model))
 
 
 def fresh(c: Config) -> train.State:
@@ -101,7 +101,7 @@ def test_weights_without_stages_are_those_of_a_mesh_without_p(place):
 
 def described(place: str) -> list[str]:
     c = settings(place)
-    return describe_stages(c, load_model(c.model).table)
+    return describe_stages(c, load_model(c.model))
 
 
 def test_the_run_says_what_each_stage_has():

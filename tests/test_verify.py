@@ -320,8 +320,8 @@ def test_train_py_is_the_same_on_meshes_of_all_axes(tmp_path, meshes):
     ("text", "instead", "tensor"),
     [
         (
-            "attended = save_for_backward(attend(q, k, v))",
-            'attended = save_for_backward(jnp.roll(attend(q, k, v), shardops.axis_index("t"), 2))',
+            "attended = save_for_backward(attend(q, k, v, self.rule))",
+            'attended = save_for_backward(jnp.roll(attend(q, k, v, self.rule), shardops.axis_index("t"), 2))',
             "the activation layer.attended, layer 0",
         ),
         (

@@ -62,7 +62,7 @@ def logits(w, batch: TokenBatch, c: Config):
 
 def loss_and_gradients(w, batch: TokenBatch, c: Config, seeds=None):
     """Mean loss and gradients of a batch, as a run of `c` computes them. Per-device code."""
-    return train.loss_and_gradients(w, batch, c, forward(c), seeds)
+    return train.loss_and_gradients(w, batch, c, forward(c), seeds)[:2]
 
 
 def state(c: Config, seed: int = 0) -> train.State:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from cluster.progress import mark
+from shardlib.layers import LayerMetrics
 
 from .flops import ModelFlops, PeakFlops
 
@@ -112,11 +113,12 @@ class RunLog:
         last step of the run has none after it, and is written at once.
 
         Args:
-            metrics: scalars by name, the same on all devices. "loss" comes first on the terminal.
+            metrics: by name, scalars, the same on all devices, of which "loss" comes first on the terminal; or
+                LayerMetrics, vectors over the layers, of which the terminal shows the mean; or None.
             source_tokens: tokens of each of the data's sources in the step's batch, if there are several; they go into
                 the file as `source_tokens`.
         """
-        for value in metrics.values():
+        for value in jax.tree.leaves(dict(metrics)):
             value.copy_to_host_async()
         self._write_pending()
         self._pending = (step, metrics, source_tokens)
@@ -210,7 +212,7 @@ class RunLog:
 
     def _warn_if_not_finite(self, step: int, values: Mapping[str, Any], event: str = "training") -> None:
         for name, value in values.items():
-            if value not in _NOT_FINITE:
+            if not any(x in _NOT_FINITE for x in (value if isinstance(value, list) else [value])):
                 self._not_finite.discard((event, name))
             elif (event, name) not in self._not_finite:
                 self._not_finite.add((event, name))
@@ -267,7 +269,13 @@ def _keep_steps_before(path: Path, start_step: int) -> int:
 def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
     # A list, because device_get sorts the keys of a dict.
     fetched = jax.device_get(list(values.values()))
-    return {name: _plain(value) for name, value in zip(values, fetched, strict=True)}
+    found = {}
+    for name, value in zip(values, fetched, strict=True):
+        if isinstance(value, LayerMetrics):
+            found |= {name: [_plain(x) for x in row] for name, row in zip(value.names, value.values, strict=True)}
+        elif value is not None:
+            found[name] = _plain(value)
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -287,6 +295,9 @@ def _text(name: str, value: Any) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, list):  # of the layers
+        finite = [x for x in value if x not in _NOT_FINITE]
+        return f"{sum(finite) / len(finite):.4g}" if len(finite) == len(value) else "NaN"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from cluster.devices import known_options
+from cluster.devices import kept_programs, known_options
 from cluster.progress import watched_batches
 from cluster.stopping import StopRequest
 from input_loader import Prefetcher, TokenBatch, batch_shapes, make_loader, steps_for
-from modeling import attention
-from modeling.model import COMPUTE_DTYPES, LanguageModel
+from modeling.attention_calls import check_paths, describe_attention
+from modeling.model import COMPUTE_DTYPES
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import Checkpointer
@@ -39,7 +39,7 @@ RENDERED_AFTER = 6
 class Run:
     """A run in its directory, resumed from its last checkpoint if it has one. A context manager: closes all it opened.
 
-        with Run(c, model, directory) as run:
+        with Run(c, forward, directory) as run:
             state = run.begin(init, State)
             step_program = run.compile(training_step, state)
             for step, batch in run.steps():
@@ -49,7 +49,7 @@ class Run:
                     run.save(state)
             return run.end()
 
-    With several processes all make the same calls; process 0 writes and prints.
+    `forward`: train.Forward of the model. With several processes all make the same calls; process 0 writes and prints.
 
     Attributes:
         start: steps done before.
@@ -62,8 +62,8 @@ class Run:
         ValueError: the data does not last for the run, or a checkpoint is of another configuration.
     """
 
-    def __init__(self, c: Config, model: LanguageModel, directory: Path):
-        self.c, self.model, self.directory = c, model, directory
+    def __init__(self, c: Config, forward: Any, directory: Path):
+        self.c, self.forward, self.model, self.directory = c, forward, forward.model, directory
         self.say = print if jax.process_index() == 0 else lambda *_: None
         self.stopped_by: str | None = None
         self._cleanup = contextlib.ExitStack()
@@ -80,7 +80,7 @@ class Run:
     def _open(self) -> None:
         c, t, mesh = self.c, self.c.training, jax.sharding.get_mesh()
         sizes = (t.batch_size, t.seq_len, c.model.vocab)
-        self.placement = placement_of(c, self.model.table)
+        self.placement = placement_of(c, self.model)
         self.checkpoints = Checkpointer(self.directory / "checkpoints", keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
         self.start, loader_state = self._last_checkpoint()
@@ -129,9 +129,9 @@ class Run:
         fp8 = ", products with weights in fp8" * t.fp8
         model = f"{parameters:,} parameters, {t.compute_dtype} compute{fp8}"
         say_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
-        dtype = COMPUTE_DTYPES[t.compute_dtype]
-        self.say(f"attention  {attention.describe(t, c.model, dtype, mesh.devices.flat[0])}")
-        for line in describe_stages(c, table):
+        for line in describe_attention(self.forward, t.seq_len, mesh.devices.flat[0]):
+            self.say(f"attention  {line}")
+        for line in describe_stages(c, self.model):
             self.say(f"pipeline   {line}")
         flops = flops_of_model(table, c.model, t.seq_len)
         self._speed = {"tokens_per_step": self.loader.tokens_per_batch, "flops": flops, "peak": self._peak}
@@ -151,6 +151,7 @@ class Run:
         Tracing checks every type of the step: what communicates wrongly does not get past it.
         """
         t = self.c.training
+        check_paths(self.forward, t.seq_len, kept_programs("attention"))
         lowered = training_step.lower(state, batch_shapes(t.batch_size, t.seq_len), np.int32(self.start))
         self._program, self._graph = compile_with_hlo_dump(lowered, self.directory, self.options)
         if self._graph is None:

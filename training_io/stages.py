@@ -4,6 +4,7 @@ A stack of layers is `layers/p` at rest, in the order that shardlib/placement.py
 chunk, and all have the same number of layers, that is the order of the layers.
 """
 
+import dataclasses
 import heapq
 import math
 from typing import Any
@@ -12,8 +13,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from cluster.devices import make_mesh
+from modeling.model import LanguageModel, period_of
 from modeling.weights import are_stacks, initialize, is_stack
-from shardlib import pipeline
+from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.pipeline import Parts, Plan, plan_evaluation, plan_training
@@ -28,27 +30,26 @@ def has_stages() -> bool:
     return PIPELINE_AXIS in mesh_axes()
 
 
-def placement_of(c: Config, table: Any) -> Placement:
-    """Where the layers of a run are, on the mesh in force. Raises ValueError if they cannot be placed so.
-
-    `table`: of the model, here and below.
-    """
+def placement_of(c: Config, model: LanguageModel) -> Placement:
+    """Where the layers of a run are, on the mesh in force. Raises ValueError if they cannot be placed so."""
     p, v, counts = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages, c.pipeline.layers_per_stage
     if p == 1:
         v, counts = 1, None
+    period = period_of(model)
     if counts == "balanced":
-        counts = balanced(c.model.layers, p * v, head_cost(c, table))
-    return place_layers(c.model.layers, p, v, counts)
+        counts = balanced(c.model.layers // period, p * v, head_cost(c, model.table) / period)
+        counts = [period * count for count in counts]
+    return place_layers(c.model.layers, p, v, counts, period)
 
 
-def training_plan(c: Config, table: Any) -> Plan:
+def training_plan(c: Config, model: LanguageModel) -> Plan:
     """What the devices of p do in a step. Raises ValueError for a schedule that is not for so many microbatches."""
     schedule = c.pipeline.schedule if has_stages() else "gpipe"
-    return plan_training(placement_of(c, table), schedule, c.training.microbatches, c.pipeline.recompute)
+    return plan_training(placement_of(c, model), schedule, c.training.microbatches, c.pipeline.recompute)
 
 
-def run_training(c: Config, table: Any, parts: Parts, w: Any, rows: Any) -> tuple[Any, Any]:
-    """The loss and its gradients, microbatch by microbatch, as c.pipeline.schedule says. Per-device code.
+def run_training(c: Config, model: LanguageModel, parts: Parts, w: Any, rows: Any) -> tuple[Any, Any, Any]:
+    """The loss, its gradients, and the metrics of the layers, as c.pipeline.schedule says. Per-device code.
 
     Args:
         parts: the loss of a microbatch.
@@ -56,16 +57,20 @@ def run_training(c: Config, table: Any, parts: Parts, w: Any, rows: Any) -> tupl
         rows: a tuple of pytrees of arrays, of the whole batch.
 
     Returns:
-        As shardlib.pipeline.run_training does: the loss is a partial sum over p.
+        As shardlib.pipeline.run_training does: the loss is a partial sum over p; the metrics are reduced.
     """
-    return pipeline.run_training(parts, training_plan(c, table), w, microbatches(rows, c.training.microbatches))
+    rows = microbatches(rows, c.training.microbatches)
+    loss, g, metrics = pipeline.run_training(parts, training_plan(c, model), w, rows)
+    if metrics is not None:
+        metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
+    return loss, g, metrics
 
 
-def run_evaluation(c: Config, table: Any, parts: Parts, w: Any, rows: Any) -> Any:
+def run_evaluation(c: Config, model: LanguageModel, parts: Parts, w: Any, rows: Any) -> Any:
     """The loss as `run_training` gives it, without gradients: of the whole batch at once where there are no stages."""
     if not has_stages():
-        return parts.whole(w, *rows)
-    plan = plan_evaluation(placement_of(c, table), c.training.microbatches)
+        return parts.whole(w, *rows)[0]
+    plan = plan_evaluation(placement_of(c, model), c.training.microbatches)
     return pipeline.run_evaluation(parts, plan, w, microbatches(rows, c.training.microbatches))
 
 
@@ -74,9 +79,9 @@ def microbatches(rows: Any, count: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), rows)
 
 
-def fresh_weights(c: Config, table: Any, key: jax.Array) -> Any:
+def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
     """Weights at init, as they are at rest on the mesh in force. Under jit; see modeling.weights.initialize."""
-    return initialize(table, key, placement_of(c, table).order)
+    return initialize(model.table, key, placement_of(c, model).order)
 
 
 def head_cost(c: Config, table: Any) -> float:
@@ -149,14 +154,14 @@ def without_stages(weights: Any, placement: Placement, mesh: jax.sharding.Mesh) 
     return jax.tree.map(place, weights, shardings, stacked)
 
 
-def describe_stages(c: Config, table: Any) -> list[str]:
+def describe_stages(c: Config, model: LanguageModel) -> list[str]:
     """The schedule, and for each stage its device of p, its layers, and its weights in f32; nothing without stages."""
     if not has_stages():
         return []
-    placement, m = placement_of(c, table), c.model
+    placement, m, table = placement_of(c, model), c.model, model.table
     size = lambda tree: 4 * sum(math.prod(w.shape) for w in jax.tree.leaves(tree))
     of_layer, ends = size(table.layers) // m.layers, size(table) - size(table.layers)
-    ticks = len(training_plan(c, table).table.columns["forward"])
+    ticks = len(training_plan(c, model).table.columns["forward"])
     keeps = "recompute" if c.pipeline.recompute else "what is marked is saved"
     lines, first = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks, {keeps}"], 0
     for stage, count in enumerate(placement.counts):

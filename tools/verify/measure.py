@@ -164,7 +164,7 @@ def in_order(c: Config, tree: Any, weights: Any) -> Any:
 
     NotTheSame stands for a stack with padding that is not 0. `weights` are at rest too.
     """
-    order = placement_of(c, load_model(c.model).table).order
+    order = placement_of(c, load_model(c.model)).order
 
     def reordered(x):
         if isinstance(x, NotTheSame):
@@ -178,7 +178,7 @@ def in_order(c: Config, tree: Any, weights: Any) -> Any:
 
 def at_rest(c: Config, tree: Any, weights: Any) -> Any:
     """The other way: `tree`, in the order of the layers as `weights` are, as it is at rest on the mesh in force."""
-    order = placement_of(c, load_model(c.model).table).order
+    order = placement_of(c, load_model(c.model)).order
     return tree if order is None else _map_stacks(order.to_rows, tree, weights)
 
 
@@ -222,7 +222,7 @@ class Probe:
                 copies = plain.copies(weights, gather)
                 parts = train.parts_of_loss(plain, c.optimizer.z_loss)
                 if has_stages():
-                    placement = placement_of(c, self.model.table)
+                    placement = placement_of(c, self.model)
                     total, self.places = stage_by_stage(placement, parts, recorder, copies, batch, row_seeds)
                 else:
                     total = parts.whole(copies, batch, row_seeds)

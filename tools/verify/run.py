@@ -69,7 +69,7 @@ def all_meshes(c: Config, devices: int) -> tuple[list[dict[str, int]], list[tupl
             try:
                 check_divides(c, mesh)
                 with abstract_mesh_of(mesh):
-                    training_plan(c, load_model(c.model).table)
+                    training_plan(c, load_model(c.model))
                 fit.append(mesh)
             except ValueError as error:
                 others.append((mesh, str(error)))

@@ -12,8 +12,8 @@ import train
 from benchmarks.throughput.peers.job import BOS_ID, Job, batches
 from cluster.devices import compile_program, known_options, make_mesh, start_devices
 from input_loader import TokenBatch
-from modeling import attention
-from modeling.model import COMPUTE_DTYPES, load_model
+from modeling.attention_calls import describe_attention
+from modeling.model import load_model
 from shardlib.shardtypes import make_shardings
 from training_io.config import check_divides, register_schema, to_config
 
@@ -70,8 +70,9 @@ class Contestant:
 
     def about(self) -> dict:
         c = self.config
-        dtype = COMPUTE_DTYPES[c.training.compute_dtype]
-        return {"attention": attention.describe(c.training, c.model, dtype, self.mesh.devices.flat[0])}
+        forward = train.Forward(self.model, c.training)
+        lines = describe_attention(forward, c.training.seq_len, self.mesh.devices.flat[0])
+        return {"attention": "; ".join(lines)}
 
     def device_peak(self) -> int | None:
         return (self.mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use")

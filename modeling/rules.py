@@ -1,0 +1,135 @@
+"""Who attends to whom, and how the score of a pair changes: the model's `Rule`, which all attention paths follow.
+
+    sliding = Rule(visible=(causal, same_document, Window(1024)))
+    capped = Rule(score=lambda scores, q, k, heads: 50 * jnp.tanh(scores / 50))
+
+A rule is stated in the model, where a layer calls `attend(q, k, v, rule)`. Its functions get the Places of queries and
+of keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, queries a kv head, queries, keys.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardlib import shardops
+
+
+class Places(NamedTuple):
+    """What is known of the positions of queries or keys; integers, one for each position."""
+
+    index: jax.Array
+    """Place in the sequence, counted from 0."""
+    position: jax.Array
+    """Place in its document, counted from 0."""
+    document: jax.Array
+    """Number of its document in the sequence."""
+
+    def as_queries(self) -> "Places":
+        """Of [B, L] each: [B, 1, 1, L, 1]."""
+        return Places(*(x[:, None, None, :, None] for x in self))
+
+    def as_keys(self) -> "Places":
+        """Of [B, S] each: [B, 1, 1, 1, S]."""
+        return Places(*(x[:, None, None, None, :] for x in self))
+
+
+def causal(q: Places, k: Places) -> jax.Array:
+    """A query sees its own position and those before it."""
+    return q.index >= k.index
+
+
+def same_document(q: Places, k: Places) -> jax.Array:
+    """A query sees its own document."""
+    return q.document == k.document
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A query sees the last `size` positions, its own among them (arXiv 2004.05150); `size` is at least 1."""
+
+    size: int
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"Window({self.size}) is of no positions; its size must be at least 1.")
+
+    def __call__(self, q: Places, k: Places) -> jax.Array:
+        return q.index - k.index < self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Who attends to whom, and how the score of a pair changes."""
+
+    visible: tuple[Callable[[Places, Places], jax.Array], ...] = (causal, same_document)
+    """Conditions (q, k) -> bool: a query sees the keys that meet all of them."""
+    score: Callable[..., jax.Array] | None = None
+    """(scores, q, k, heads, *learned) -> scores, of scaled products, entry by entry; heads: the numbers of the query
+    heads in the model, i32[K, Q, 1, 1]; learned: weights that `attend` was given, each [B, …]. None: they stay."""
+    scale: float | None = None
+    """Factor on the products of queries and keys. None: 1/√(entries of a head)."""
+
+    def sees(self, q: Places, k: Places) -> jax.Array:
+        """Whether each query sees each key, broadcast to [B, 1, 1, L, S] where the conditions depend on them."""
+        seen = jnp.ones((1,) * 5, bool)
+        for condition in self.visible:
+            seen = seen & condition(q, k)
+        return seen
+
+    def scores(
+        self, products: jax.Array, d_head: int, q: Places, k: Places, heads: jax.Array, learned: tuple = ()
+    ) -> jax.Array:
+        """What the softmax takes, [B, K, Q, L, S]: changed scores, -inf where a query does not see a key.
+
+        Args:
+            products: of queries and keys, in the softmax's dtype.
+            d_head: entries of a head.
+            q, k: as_queries and as_keys.
+            heads, learned: as for `score`.
+        """
+        return jnp.where(self.sees(q, k), self.changed(products, d_head, q, k, heads, learned), -jnp.inf)
+
+    def changed(
+        self, products: jax.Array, d_head: int, q: Places, k: Places, heads: jax.Array, learned: tuple = ()
+    ) -> jax.Array:
+        """The scores of all pairs, seen or not."""
+        scores = products * (d_head**-0.5 if self.scale is None else self.scale)
+        return scores if self.score is None else self.score(scores, q, k, heads, *learned)
+
+    def without(self, condition: Callable) -> "Rule":
+        """The same, where that condition always holds."""
+        return dataclasses.replace(self, visible=tuple(x for x in self.visible if x is not condition))
+
+    def within_documents(self) -> "Rule":
+        """The same within each document."""
+        return (
+            self if same_document in self.visible else dataclasses.replace(self, visible=(*self.visible, same_document))
+        )
+
+    def __str__(self) -> str:
+        name = lambda f: getattr(f, "__name__", None) or str(f)
+        parts = [name(condition) for condition in self.visible] or ["all"]
+        parts += [f"score {name(self.score)}"] if self.score else []
+        parts += [f"scale {self.scale:g}"] if self.scale is not None else []
+        return ", ".join(parts)
+
+
+CAUSAL = Rule()
+"""Each position sees those before it in its document, and itself."""
+
+
+def head_numbers(kv: int, queries: int) -> jax.Array:
+    """i32[kv, queries, 1, 1]: numbers of this device's query heads in the model, of `kv` kv heads on each of t."""
+    first = shardops.axis_index("t") * kv * queries
+    return first + jnp.arange(kv * queries, dtype=jnp.int32).reshape(kv, queries, 1, 1)
+
+
+def softmax(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Attention weights of scores[B, K, Q, L, S]. `sinks`: [B, K, Q], the scores of keys without values, if any."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sink = jnp.broadcast_to(sinks.astype(scores.dtype)[..., None, None], (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]

@@ -1,0 +1,156 @@
+"""Whether a model can be decoded with a cache of keys and values: found by trying, before the first text.
+
+With the cache each position of a forward pass is another text. That is right if a position learns from others through
+`attend` alone, if no rule lets it see later ones, and if cached attention computes what train.attention does.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from modeling.attention_calls import TOLERANCE, Call, calls_of
+from modeling.model import Tokens, compute_scope, period_of
+from modeling.rules import Places
+from sampling.cache import cached_attention
+from shardlib import shardops
+from shardlib.layers import parts_of
+from shardlib.op_checks import varying
+from shardlib.shardtypes import f32, typed_shard_map
+from shardlib.values import mesh_axes
+
+QUERIES = 16
+"""Positions at which cached attention is compared."""
+PAIRS = 2**24
+"""Pairs of positions that are looked at, at a time."""
+
+
+def why_no_cache(forward: Any, weights: Any, context: int) -> str | None:
+    """Why texts of this model are decoded without a cache, if they are.
+
+    Args:
+        forward: train.Forward of the model.
+        weights: of the model, on the mesh in force.
+        context: tokens that the next one can see.
+
+    Raises:
+        ValueError: a layer lets positions see later ones outside of `attend`, so that no text can be continued; or
+            cached attention is not what train.attention computes.
+    """
+    t = jax.sharding.get_mesh().shape["t"]
+    later, earlier = _mixed(forward, weights, 4 * t)
+    if earlier:
+        raise ValueError(
+            f"{earlier} of model.module {forward.model.c.module!r} lets a position learn from later ones outside of "
+            "attend, so that its texts cannot be continued. Let it go through attend, or from earlier positions alone."
+        )
+    if later:
+        return f"{later} lets a position learn from others outside of attend"
+    calls = dict.fromkeys(call._replace(turn=0) for call in calls_of(forward, -(-context // t) * t))
+    for call in calls:
+        if _sees_later(forward.rule(call.rule), context):
+            return f"a position sees later ones: {call.rule}"
+    for call in calls:
+        _check_cached_attention(forward, call, context)
+    return None
+
+
+def _sees_later(rule: Any, context: int) -> bool:
+    """Whether some position of a text sees one that comes after it."""
+    rows = max(1, PAIRS // context)
+
+    @jax.jit
+    def seen(first: jax.Array) -> jax.Array:
+        k_index, q_index = (jnp.arange(n, dtype=jnp.int32)[None] for n in (context, rows))
+        one_document = lambda index: Places(index, index, jnp.zeros_like(index))
+        q, k = one_document(q_index + first).as_queries(), one_document(k_index).as_keys()
+        return jnp.any(rule.sees(q, k) & (k.index > q.index))
+
+    return any(bool(seen(np.int32(first))) for first in range(0, context, rows))
+
+
+def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str]:
+    """The parts of the model in which positions learn from earlier ones outside of `attend`, and from later ones.
+
+    Tried on `length` positions: one is changed at a time, also to NaN, which weights of 0 do not hide.
+    """
+    model, parts = forward.model, []
+    place = np.arange(length, dtype=np.int32)[None]
+
+    def alone(q, k, v, rule, *learned, sinks=None, drop=None):
+        """Each position alone, and what is given once for all of a sequence."""
+        of_sequence = [jnp.sum(x, axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves((learned, sinks))]
+        shared = sum(of_sequence, jnp.zeros(len(q)))[:, None, None, None, None]
+        return (q + k[..., None, :] + v[..., None, :] + shared).astype(q.dtype)
+
+    @typed_shard_map
+    def per_device(w: model.Weights) -> f32["N"]:
+        w, axes, t = forward.copies(w), tuple(mesh_axes()), shardops.axis_size("t")
+        own = shardops.axis_index("t") * (length // t) + jnp.arange(length // t)[None]
+        of_rows = lambda x: varying(jnp.asarray(x), ("r", "d"))
+        tokens_of = lambda ids: Tokens(of_rows(ids), of_rows(place), of_rows(0 * place)).prepared(model)
+        embed = lambda ids: model.embed(w, tokens_of(ids))
+        ids = jax.random.randint(jax.random.key(0), (1, length), 0, model.c.vocab).astype(jnp.uint32)
+        tokens, x, found = tokens_of(ids), embed(ids), []
+
+        def layer(turn: int, x: jax.Array) -> jax.Array:
+            of_layer = jax.tree.map(lambda stack: stack[turn], w.layers)
+            return parts_of(model.layer(x, of_layer, tokens.in_layer(jnp.int32(turn), turn), alone, forward.einsum))[0]
+
+        for changed in (0, length - 1):
+            other_ids = jnp.where(place == changed, (ids + 1) % jnp.uint32(model.c.vocab), ids)
+            others = [jnp.where((own == changed)[..., None], value, x) for value in (jnp.nan, -3 * x)]
+            tried = [("embed", embed, ids, [other_ids])]
+            tried += [("layer", functools.partial(layer, turn), x, others) for turn in range(period_of(model))]
+            tried += [("logits", lambda x: model.logits(w, x), x, others)]
+            for name, run, given, changes in tried:
+                plain = run(given)
+                at = place if plain.shape[1] == length else own
+                for change in changes:
+                    new = run(change)
+                    same = (plain == new) | (jnp.isnan(plain) & jnp.isnan(new))
+                    moved = ~jnp.all(same, axis=tuple(range(2, plain.ndim)))
+                    parts.append(name)
+                    found.append(jnp.stack([jnp.any(moved & (at > changed)), jnp.any(moved & (at < changed))]))
+        return jax.lax.pmax(varying(jnp.float32(jnp.concatenate(found)), axes), axes)
+
+    with compute_scope(forward.training.compute_dtype):
+        moved = np.asarray(jax.jit(per_device)(weights)).reshape(-1, 2)
+    names = lambda column: ", ".join(dict.fromkeys(np.array(parts)[moved[:, column] > 0].tolist()))
+    return names(0), names(1)
+
+
+def _check_cached_attention(forward: Any, call: Call, context: int) -> None:
+    """Raises ValueError where cached attention and train.attention differ, at some positions of one text."""
+    dense = dataclasses.replace(forward, training=dataclasses.replace(forward.training, attention="einsum"))
+    axes, heads = tuple(mesh_axes()), call.q.shape[2] * call.q.shape[3]
+    context = min(context, max(64, int((PAIRS / heads) ** 0.5)))
+    at = np.unique(np.linspace(0, context - 1, QUERIES).astype(np.int32))
+
+    @typed_shard_map
+    def per_device() -> f32[""]:
+        keys = iter(jax.random.split(jax.random.key(0), 8))
+        random = lambda *shape, like=call.q: varying(
+            (2 * jax.random.normal(next(keys), shape)).astype(like.dtype), axes
+        )
+        kv, groups, width = call.q.shape[2:]
+        q, k, v = random(1, context, kv, groups, width), random(1, context, kv, width), random(1, context, kv, width)
+        learned, sinks = jax.tree.map(lambda x: random(*x.shape, like=x), (call.learned, call.sinks))
+        place = varying(jnp.arange(context, dtype=jnp.int32)[None], ("r", "d"))
+        tokens, rule = Tokens(place.astype(jnp.uint32), place, jnp.zeros_like(place)), forward.rule(call.rule)
+        expected = dense.attend(tokens)(None, q, k, v, call.rule, *learned, sinks=sinks)[0][:, at]
+        past = lambda x: jnp.broadcast_to(x[:, None], (1, len(at), *x.shape[1:]))
+        found = cached_attention(q[:, at], k[:, at], v[:, at], past(k), past(v), place[:, at], rule, learned, sinks)
+        far = jnp.max(jnp.abs(jnp.float32(found) - jnp.float32(expected))) / jnp.max(jnp.abs(jnp.float32(expected)))
+        return jax.lax.pmax(far, axes)
+
+    with compute_scope(forward.training.compute_dtype):
+        far = float(jax.jit(per_device)())
+    if not far <= TOLERANCE[forward.training.compute_dtype]:
+        raise ValueError(
+            f"attention with a cache is not what train.attention computes for the rule `{call.rule}`: they differ by "
+            f"{far:.2g} of the largest entry. State who attends to whom in the model's Rule, which both follow."
+        )

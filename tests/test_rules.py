@@ -1,0 +1,191 @@
+"""Rules of attention, by each path that computes them, against dense computations written out one by one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import train
+from modeling.attention_calls import calls_of, check_paths
+from modeling.blockwise import blockwise
+from modeling.rules import CAUSAL, Places, Rule, Window, causal, same_document
+from models import gpt2
+from shardlib.shardtypes import dtype_name, f32, i32
+
+act = dtype_name("act")
+ROWS, LENGTH, KV, QUERIES, WIDTH = 8, 23, 2, 3, 4
+MASKS = (causal, same_document)
+
+
+def alibi(scores, q, k, heads):
+    return scores - 2.0 ** -(heads + 1) * (q.index - k.index)
+
+
+def relative(scores, q, k, heads, bias):
+    """A learned bias for each head and distance; bias: f32[B, K, Q, N]."""
+    near = jnp.clip(q.index - k.index, 0, bias.shape[-1] - 1)
+    return scores + sum(bias[..., n][..., None, None] * (near == n) for n in range(bias.shape[-1]))
+
+
+RULES = {
+    "causal": CAUSAL,
+    "window": Rule((*MASKS, Window(5))),
+    "prefix": Rule((lambda q, k: (q.index >= k.index) | (k.index < 4),)),
+    "everything": Rule(()),
+    "alibi": Rule(score=alibi),
+    "soft-cap": Rule(score=lambda scores, q, k, heads: 5 * jnp.tanh(scores / 5)),
+    "scale": Rule(scale=0.1),
+    "learned": Rule(score=relative),
+    "sinks": CAUSAL,
+}
+
+
+def dense(name: str, document: np.ndarray, q, k, v, bias, sinks):
+    """What the rule of this name means, all scores at once."""
+    place = np.arange(LENGTH)
+    distance = place[:, None] - place[None]
+    mask = (distance >= 0) & (document[:, :, None] == document[:, None, :])
+    mask = mask & (distance < 5) if name == "window" else mask
+    if name in ("prefix", "everything"):
+        mask = np.broadcast_to((distance >= 0) | (place[None] < (4 if name == "prefix" else 99)), mask.shape)
+    scores = jnp.einsum("blkqd,bskd->bkqls", q, k) * (0.1 if name == "scale" else 0.5)
+    if name == "alibi":
+        scores -= 2.0 ** -np.arange(1.0, KV * QUERIES + 1).reshape(KV, QUERIES, 1, 1) * distance
+    if name == "soft-cap":
+        scores = 5 * jnp.tanh(scores / 5)
+    if name == "learned":
+        scores += bias[..., np.clip(distance, 0, bias.shape[-1] - 1)]
+    weights = jnp.where(mask[:, None, None], jnp.exp(scores), 0)
+    total = weights.sum(-1, keepdims=True) + (jnp.exp(sinks)[..., None, None] if name == "sinks" else 0)
+    return jnp.einsum("bkqls,bskd->blkqd", weights / total, v)
+
+
+def operands():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    q, g = (2 * draw(ROWS, LENGTH, KV, QUERIES, WIDTH) for _ in range(2))
+    k, v = (2 * draw(ROWS, LENGTH, KV, WIDTH) for _ in range(2))
+    document = np.cumsum(rng.random((ROWS, LENGTH)) < 0.2, axis=1, dtype=np.int32)
+    return q, k, v, draw(ROWS, KV, QUERIES, 8), draw(ROWS, KV, QUERIES), document, g
+
+
+PATHS = {"einsum": train.attention, "blockwise": functools.partial(blockwise, block=5)}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", RULES)
+def test_values_and_gradients_are_the_dense_ones(name, path):
+    """Heads are sharded over t, so that the number of a head is not its place on its device."""
+    *given, document, g = operands()
+    expected, vjp = jax.vjp(functools.partial(dense, name, document), *given)
+
+    def both(
+        q: act["B/r/d L K/t Q D"],
+        k: act["B/r/d L K/t D"],
+        v: act["B/r/d L K/t D"],
+        bias: f32["B/r/d K/t Q N"],
+        sinks: f32["B/r/d K/t Q"],
+        document: i32["B/r/d L"],
+        g: act["B/r/d L K/t Q D"],
+    ) -> tuple[
+        act["B/r/d L K/t Q D"],
+        act["B/r/d L K/t Q D"],
+        act["B/r/d L K/t D"],
+        act["B/r/d L K/t D"],
+        f32["B/r/d K/t Q N"],
+        f32["B/r/d K/t Q"],
+    ]:
+        index = jnp.arange(LENGTH, dtype=jnp.int32)[None]
+        places = Places(index, index, document)
+
+        def run(q, k, v, bias, sinks):
+            learned, sinks = (bias,) * (name == "learned"), sinks if name == "sinks" else None
+            return PATHS[path](q, k, v, places, RULES[name], learned, sinks)
+
+        out, vjp = jax.vjp(run, q, k, v, bias, sinks)
+        return out, *vjp(g)
+
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        found = tiny.per_device(both)(*given, document, g)
+    for what, a, b in zip(("out", "q", "k", "v", "bias", "sinks"), found, (expected, *vjp(g)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * max(np.abs(b).max(), 1e-9), rtol=0, err_msg=what)
+    assert np.abs(found[4]).any() == (name == "learned")
+    assert np.abs(found[5]).any() == (name == "sinks")
+
+
+def test_a_window_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"Window\(0\) is of no positions; its size must be at least 1"):
+        Window(0)
+
+
+# ---- what a model asks of attention -------------------------------------------------------------------------------
+
+
+class Alternating(train.Llama):
+    """Local and global layers in turn; those see soft-capped scores of another scale."""
+
+    period = 2
+    rules = Rule((*MASKS, Window(3))), Rule(score=lambda scores, q, k, heads: 5 * jnp.tanh(scores / 5), scale=0.3)
+
+    def layer(self, x, w, tokens, attend, einsum):
+        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.turn])
+        return super().layer(x, w, tokens, of_turn, einsum)
+
+
+def forward_of(kind, compute_dtype="f32", attention="auto", **changes) -> train.Forward:
+    c = tiny.config(tiny.model(layers=4), compute_dtype=compute_dtype, attention=attention, **changes)
+    return train.Forward(kind(c.model), c.training)
+
+
+@pytest.mark.parametrize("mesh", ["d=4 t=2", "t=8"])
+def test_calls_are_those_of_each_layer_of_a_period(mesh):
+    with jax.set_mesh(tiny.mesh(mesh)):
+        calls = calls_of(forward_of(Alternating), 256)
+    assert [(call.turn, call.rule) for call in calls] == list(enumerate(Alternating.rules))
+    kv = 8 // tiny.MESHES[mesh][2]
+    assert {call.q.shape for call in calls} == {(1, 256, kv, 2, 4)}
+    c = tiny.config(gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, dropout=0.1, bos_id=0))
+    with jax.set_mesh(tiny.mesh(mesh)):
+        assert [call.dropout for call in calls_of(tiny.forward(c), 16)] == [True]
+
+
+# ---- the comparison before the first step -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compute_dtype", ["f32", "bf16"])
+def test_paths_that_agree_pass(compute_dtype, tmp_path):
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        forward = forward_of(Alternating, compute_dtype)
+        check_paths(forward, 256, tmp_path)
+        assert len(list(tmp_path.iterdir())) == 2
+        check_paths(forward, 128, tmp_path)  # einsum: there is nothing to compare
+        assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("compute_dtype", ["f32", "bf16"])
+def test_an_edit_of_one_path_alone_is_named(compute_dtype, monkeypatch, tmp_path):
+    """As a user makes it who wants a window, and finds train.attention."""
+    plain = train.attention
+
+    def sliding(q, k, v, places, rule, *more):
+        return plain(q, k, v, places, dataclasses.replace(rule, visible=(*rule.visible, Window(200))), *more)
+
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        forward = forward_of(train.Llama, compute_dtype)
+        check_paths(forward, 256, tmp_path)
+        monkeypatch.setattr(train, "attention", sliding)
+        with pytest.raises(ValueError, match=r"attention by blockwise is not what train.attention \(einsum\) computes"):
+            check_paths(forward, 256, tmp_path)
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_run_does_not_start_with_a_path_that_differs(monkeypatch):
+    plain = train.attention
+    monkeypatch.setattr(train, "attention", lambda q, k, *more: plain(q, 2 * k, *more))
+    with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match="attention by blockwise is not what"):
+        check_paths(forward_of(train.Llama, attention="blockwise"), 16)
