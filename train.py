@@ -40,6 +40,7 @@ from modeling.weights import Weight, matrix, vector
 from optimizers.config import OptimizerConfig
 from optimizers.muon import muon
 from optimizers.schedule import learning_rate
+from optimizers.updates import FROZEN, Update, updates_of
 from sampling.samples import TrainingSamples
 from shardlib import shardops
 from shardlib.layers import Extras, LayerMetrics, run_layers
@@ -300,7 +301,7 @@ class Forward:
 
 
 @typed
-def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float) -> f32["B/r/d L"]:
+def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
     """-log softmax(logits)[target] in nats, plus z_loss·log(normalizer)². The backward pass keeps the logits only."""
     peak = save_for_backward(shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits)))
     terms = shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None]))
@@ -311,6 +312,12 @@ def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: f
 
 
 @typed
+def training_loss(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], c: OptimizerConfig) -> f32["B/r/d L"]:
+    """What training makes smaller, of each target; validation is of cross_entropy alone."""
+    return cross_entropy(logits, targets, c.z_loss)
+
+
+@typed
 def count_targets(batch: TokenBatch) -> f32[""]:
     """How many targets loss_mask selects in the whole batch."""
     return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))
@@ -318,18 +325,18 @@ def count_targets(batch: TokenBatch) -> f32[""]:
 
 @typed
 def summed_loss(
-    w: W, x: act["B/r/d L/t M"], targets: u32["B/r/d L"], mask: bool_["B/r/d L"], forward: Forward, z_loss: float
+    w: W, x: act["B/r/d L/t M"], targets: u32["B/r/d L"], mask: bool_["B/r/d L"], forward: Forward, loss: Callable
 ) -> f32["+r +d"]:
-    """Cross-entropy in nats, summed over the targets that `mask` selects; `x`: what the last layer gives."""
-    loss = explicit_activation_checkpointing(cross_entropy, save=forward.training.save)
-    losses = loss(forward.model.logits(w, x), targets, z_loss)
+    """loss(logits, targets), summed over the targets that `mask` selects; `x`: what the last layer gives."""
+    loss = explicit_activation_checkpointing(loss, save=forward.training.save)
+    losses = loss(forward.model.logits(w, x), targets)
     # Each device of t holds the same losses: the sum is over r and d alone.
     return shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)
 
 
-def parts_of_loss(forward: Forward, z_loss: float = 0.0, targets: Any = 1.0) -> Parts:
+def parts_of_loss(forward: Forward, loss: Callable = cross_entropy, targets: Any = 1.0) -> Parts:
     """summed_loss over `targets`, of (TokenBatch, seeds), in one piece and as the stages of a pipeline run it."""
-    tokens, share = forward.tokens, functools.partial(summed_loss, forward=forward, z_loss=z_loss)
+    tokens, share = forward.tokens, functools.partial(summed_loss, forward=forward, loss=loss)
 
     def last(w, x, batch, _):
         loss = in_chunks(share, forward.training.loss_chunk, w, x, batch.targets, batch.loss_mask)
@@ -345,15 +352,18 @@ def parts_of_loss(forward: Forward, z_loss: float = 0.0, targets: Any = 1.0) -> 
 
 @typed
 def loss_and_gradients(
-    w: W, batch: TokenBatch, c: Config, forward: Forward, seeds: u32["B/r/d"] | None = None
-) -> tuple[f32[""], W, LayerMetrics | None]:
-    """Mean loss in nats a token, its gradients, and what the layers tell; as c.pipeline.schedule says."""
-    gather = c.training.gather_weights == "step"
-    copies, reduce_gradients = jax.vjp(lambda w: forward.copies(w, gather), w)
-    loss = parts_of_loss(forward, c.optimizer.z_loss, count_targets(batch))
-    loss, g, layers = run_training(c, forward.model, loss, copies, (batch, seeds))
-    (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))
-    return shardops.psum("+p ->", loss), g, layers
+    w: W, batch: TokenBatch, c: Config, forward: Forward, seeds: u32["B/r/d"] | None = None, see: Callable | None = None
+) -> tuple[f32[""], W, LayerMetrics | None, Any]:
+    """Mean loss in nats a token, its gradients, and what the layers tell; as c.pipeline.schedule says.
+
+    Last, see(g) of each microbatch's gradients, stacked: g are the shares that sum up to the gradients; None without.
+    """
+    copies, vjp = jax.vjp(lambda w: forward.copies(w, gather=c.training.gather_weights == "step"), w)
+    reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
+    loss = parts_of_loss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
+    see = see and (lambda g, see=see: see(reduced(g)))
+    loss, g, layers, seen = run_training(c, forward.model, loss, copies, (batch, seeds), see)
+    return shardops.psum("+p ->", loss), reduced(g), layers, seen
 
 
 # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -364,8 +374,9 @@ class State(Generic[W]):
     """All that a checkpoint holds: f32, each array in blocks over t, d and p."""
 
     weights: W
-    adam_mu: W  # of matrices under Muon: its momentum
+    adam_mu: Subset[W]  # of matrices under Muon: its momentum; of frozen weights: None
     adam_nu: Subset[W]  # of matrices under Muon: None
+    ema: Subset[W]  # moving average of the weights; None without training.ema_decay
 
 
 @typed
@@ -374,34 +385,59 @@ def squared_norm(x: f32["N/t/d/p"]) -> f32["+t +d +p"]:
 
 
 @typed
-def clip_by_global_norm(g: W, limit: float) -> tuple[W, f32[""]]:
-    """Gradients scaled down to a global norm of `limit` where theirs is larger, and the norm before that."""
+def global_norm(g: W) -> f32[""]:
+    """√ of the sum of the squares of all entries."""
     # Every array is in blocks over t, d and p (is_fully_sharded), so flattened blocks cover each entry once.
     squares = [squared_norm(leaf.reshape(-1)) for leaf in jax.tree.leaves(g)]
-    norm = jnp.sqrt(shardops.psum("+t +d +p ->", functools.reduce(lambda a, b: a + b, squares)))
+    return jnp.sqrt(shardops.psum("+t +d +p ->", functools.reduce(lambda a, b: a + b, squares)))
+
+
+@typed
+def clip_by_global_norm(g: W, limit: float) -> tuple[W, f32[""]]:
+    """Gradients scaled down to a global norm of `limit` where theirs is larger, and the norm before that."""
+    norm = global_norm(g)
     scale = limit / jnp.maximum(norm, limit)
     return jax.tree.map(lambda leaf: leaf * scale, g), norm
 
 
 @typed
-def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, table: Any) -> State[W]:
-    """One AdamW update (arXiv 1711.05101, algorithm 2) of the weights that have an adam_nu. Steps count from 0.
+def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: Any) -> State[W]:
+    """One AdamW update (arXiv 1711.05101, algorithm 2) of the weights that `updates` gives to adamw.
 
-    Elementwise on each device's own blocks. `table` is the model's: which weights decay depends on it.
+    Steps count from 0. Elementwise on each device's own blocks.
     """
     count = jnp.float32(step + 1)
 
-    def update(w, g, mu, nu, weight: Weight):
-        if nu is None:
+    def updated(update: Update, w, g, mu, nu):
+        if update.algorithm != "adamw":
             return w, mu, nu
         mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
         nu = c.adam_b2 * nu + (1 - c.adam_b2) * jnp.square(g)
         unbiased_mu, unbiased_nu = mu / (1 - c.adam_b1**count), nu / (1 - c.adam_b2**count)
-        decay = c.weight_decay if weight.kind in c.decay_on else 0.0
-        return w - rate * (unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon) + decay * w), mu, nu
+        change = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon) + update.decay * w
+        return w - rate * update.rate * change, mu, nu
 
-    new = jax.tree.map(update, state.weights, g, state.adam_mu, state.adam_nu, table)
-    return State(*(jax.tree.map(lambda _, triple, i=i: triple[i], g, new) for i in range(3)))
+    new = jax.tree.map(updated, updates, state.weights, g, state.adam_mu, state.adam_nu)
+    weights, mu, nu = (jax.tree.map(lambda _, triple, i=i: triple[i], g, new) for i in range(3))
+    return dataclasses.replace(state, weights=weights, adam_mu=mu, adam_nu=nu)
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
+"""What optimizer.algorithm names: each gives the State after it has updated the weights that are its own."""
+
+
+@typed
+def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: Any) -> tuple[State[W], f32[""], f32[""]]:
+    """The state after an update with the gradients `g`, their norm before clipping, and the learning rate."""
+    g = jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == FROZEN else g, updates, g)
+    g, norm = clip_by_global_norm(g, c.optimizer.clip_norm)
+    rate = learning_rate(step, c.optimizer)
+    for algorithm in OPTIMIZERS.values():
+        state = algorithm(state, g, step, rate, c.optimizer, updates)
+    if c.training.ema_decay is not None:
+        average = lambda old, w: c.training.ema_decay * old + (1 - c.training.ema_decay) * w
+        state = dataclasses.replace(state, ema=jax.tree.map(average, state.ema, state.weights))
+    return state, norm, rate
 
 
 # ---- training step ----------------------------------------------------------------------------------------------
@@ -417,26 +453,24 @@ class Metrics:
 
 def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     """Fresh weights, and zeros for the optimizer. Under jit; the values do not depend on the mesh."""
-    weights = fresh_weights(c, model, key)
-    has_nu = lambda weight: c.optimizer.algorithm == "adamw" or weight.kind != "matrix"
-    nu = jax.tree.map(lambda weight, x: jnp.zeros_like(x) if has_nu(weight) else None, model.table, weights)
-    return State(weights, jax.tree.map(jnp.zeros_like, weights), nu)
+    weights, updates = fresh_weights(c, model, key), updates_of(c.optimizer, model.table, OPTIMIZERS)
+    mu = jax.tree.map(lambda u, w: None if u.algorithm == FROZEN else jnp.zeros_like(w), updates, weights)
+    nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
+    ema = jax.tree.map(lambda w: None if c.training.ema_decay is None else jnp.copy(w), weights)
+    return State(weights, mu, nu, ema)
 
 
 def make_training_step(c: Config, model: LanguageModel):
     """The jitted training step: (state, batch, step) -> (state, metrics). The state's memory is used again."""
     forward, Weights = Forward(model, c.training), model.Weights
+    updates = updates_of(c.optimizer, model.table, OPTIMIZERS)
 
     @typed_shard_map
     def per_device(
         state: State[Weights], batch: TokenBatch, step: i32[""], seeds: u32["B/r/d"] | None
     ) -> tuple[State[Weights], Metrics]:
-        loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds)
-        g, grad_norm = clip_by_global_norm(g, c.optimizer.clip_norm)
-        rate = learning_rate(step, c.optimizer)
-        if c.optimizer.algorithm == "muon":
-            state = muon(state, g, rate, c.optimizer, model.table)
-        state = adamw(state, g, step, rate, c.optimizer, model.table)
+        loss, g, layers, _ = loss_and_gradients(state.weights, batch, c, forward, seeds)
+        state, grad_norm, rate = update_state(state, g, step, c, updates)
         return state, Metrics(loss, grad_norm, rate, layers)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -473,26 +507,27 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     """The whole run, on the mesh in force: leaves everything in `directory`; the signal, if one stopped it."""
     t, forward = c.training, Forward(model, c.training)
+    shown = lambda state: getattr(state, t.eval_weights)
     with Run(c, forward, directory) as run:
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
         evaluation_step = make_evaluation_step(c, model, run.options)
         if run.is_over:  # resumed after its last step
             if not run.has_validation():
-                run.validate(evaluation_step, state.weights)
+                run.validate(evaluation_step, shown(state))
             return run.end()
         samples = TrainingSamples(c, forward, run) if t.sample_interval else None
         training_step = run.compile(make_training_step(c, model), state)
         if samples and run.start == 0:
-            samples.write(state.weights)
+            samples.write(shown(state))
         for step, batch in run.steps():
             state, metrics = training_step(state, batch, np.int32(step))
             run.log(step, metrics)  # reads the step before: the devices never wait
             if samples and run.due(t.sample_interval):
-                samples.write(state.weights)
+                samples.write(shown(state))
             if run.due(t.checkpoint_interval) or run.stopped_by:
                 run.save(state)
             if run.due(t.eval_interval):
-                run.validate(evaluation_step, state.weights)
+                run.validate(evaluation_step, shown(state))
         return run.end()
 
 

@@ -105,9 +105,9 @@ def program(c: Config, mesh, peer: bool = False):
 
     def gradients(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
         if not peer:
-            return train.loss_and_gradients(w, batch, c, forward)
+            return train.loss_and_gradients(w, batch, c, forward)[:2]
         copies, reduce_gradients = jax.vjp(lambda w: forward.copies(w, gather=True), w)
-        parts = train.parts_of_loss(forward, 0.0, train.count_targets(batch))
+        parts = train.parts_of_loss(forward, targets=train.count_targets(batch))
         p, parts_of_batch = mesh.shape["p"], microbatches((batch, None), c.training.microbatches)
         total, g = autodiff_gpipe(parts, copies, parts_of_batch, p, c.model.layers // p)
         (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))

@@ -8,6 +8,20 @@ from modeling.weights import KINDS
 
 
 @dataclasses.dataclass
+class GroupConfig:
+    """Weights, by their names, that are updated in another way than the rest. Null: as the rest."""
+
+    match: str
+    """Pattern of names, such as layers.w_*, embed or *norm*, with the wildcards * ? [ ] of a shell."""
+    rate: float | None = None
+    """Factor on the learning rate."""
+    weight_decay: float | None = None
+    """In the place of optimizer.weight_decay, of any kind of weight."""
+    algorithm: str | None = None
+    """In the place of optimizer.algorithm; frozen: the weights stay as they are, and do not count in grad_norm."""
+
+
+@dataclasses.dataclass
 class OptimizerConfig:
     learning_rate: float
     """Peak learning rate, reached at the end of the warmup."""
@@ -24,7 +38,8 @@ class OptimizerConfig:
     final_fraction: float = 0.1
     """The floor of the decay as a fraction of the peak, in [0, 1]."""
     algorithm: str = "adamw"
-    """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all else by AdamW."""
+    """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all else by AdamW. Or another
+    name of train.OPTIMIZERS."""
     adam_b1: float = 0.9
     adam_b2: float = 0.95
     adam_epsilon: float = 1e-8
@@ -33,6 +48,8 @@ class OptimizerConfig:
     """Decoupled weight decay (arXiv 1711.05101), multiplied by the learning rate."""
     decay_on: list[str] = dataclasses.field(default_factory=lambda: list(KINDS))
     """The kinds of weights that decay: matrix, embedding, unembedding (tied tables too), vector (norms, biases)."""
+    groups: list[GroupConfig] = dataclasses.field(default_factory=list)
+    """Weights that are updated in another way, by their names; of two groups that match, the later one decides."""
     muon_momentum: float = 0.95
     """Nesterov momentum of the matrices' gradients, in [0, 1)."""
     muon_iterations: int = 5
@@ -54,10 +71,11 @@ def check_optimizer(c: OptimizerConfig) -> None:
     check_ranges("optimizer", c, {"muon_iterations": count, "final_fraction": (0, math.nextafter(1, 2))})
     names = ("learning_rate", "adam_epsilon", "weight_decay", "clip_norm", "z_loss", "muon_rms")
     check_ranges("optimizer", c, dict.fromkeys(names, positive))
-    check_choice("optimizer.algorithm", c.algorithm, ("adamw", "muon"))
     check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
     for kind in c.decay_on:
         check_choice("optimizer.decay_on", kind, KINDS)
+    for i, group in enumerate(c.groups):
+        check_ranges(f"optimizer.groups[{i}]", group, {"rate": positive, "weight_decay": positive})
     needed = {"schedule_steps": c.schedule != "constant", "cooldown_steps": c.schedule == "wsd"}
     for name, wanted in needed.items():
         if wanted != (getattr(c, name) is not None):

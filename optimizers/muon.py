@@ -23,10 +23,11 @@ from jax import lax
 
 from modeling.weights import Weight
 from optimizers.config import OptimizerConfig
+from optimizers.updates import Update
 from shardlib import shardops
 from shardlib.array_types import ABSENT, ArrayType, arrays_of
 from shardlib.parsing import Dim, sort_axes
-from shardlib.shardtypes import dtype_name, f32, scope, typed
+from shardlib.shardtypes import dtype_name, f32, i32, scope, typed
 
 act = dtype_name("act")  # the compute dtype: of Newton-Schulz, and of what is exchanged for it
 W = TypeVar("W")
@@ -40,31 +41,31 @@ NORM_FLOOR = 1e-8
 
 
 @typed
-def muon(state: Any, g: W, rate: f32[""], c: OptimizerConfig, table: Any):
-    """One Muon update (arXiv 2502.16982, algorithm 1 and section 2.2) of the weights whose kind is matrix.
+def muon(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: Any):
+    """One Muon update (arXiv 2502.16982, algorithm 1 and section 2.2) of the weights that `updates` gives to muon.
 
-    `state` is train.State; its adam_mu holds the momentum of the matrices. `table` is the model's: a
-    weight is a stack of matrices [*inputs, *outputs], each orthogonalized as a whole, so all heads of w_q together.
-    Raises ValueError for a matrix without inputs or outputs.
+    `state` is train.State; its adam_mu holds their momentum. A weight is a stack of matrices [*inputs, *outputs], each
+    orthogonalized as a whole, so all heads of w_q together. Raises ValueError for a matrix without inputs or outputs.
     """
     weights: W = state.weights
     average = lambda m, g: c.muon_momentum * m + (1 - c.muon_momentum) * g
-    is_matrix = lambda weight: weight.kind == "matrix"
-    choose = lambda weight, m, g: average(m, g) if is_matrix(weight) else m
-    momentum: W = jax.tree.map(choose, table, state.adam_mu, g)
+    own = lambda update: update.algorithm == "muon"
+    momentum = jax.tree.map(lambda u, m, g: average(m, g) if own(u) else m, updates, state.adam_mu, g)
     # Nesterov's look ahead: the average as the same gradient once more would leave it.
-    directions: W = orthogonalized(jax.tree.map(average, momentum, g), table, c.muon_iterations)
+    directions: W = jax.tree.map(lambda u, m, g: average(m, g) if own(u) else g, updates, momentum, g)
+    directions = orthogonalized(directions, updates, c.muon_iterations)
 
-    def update(weight: Weight, w, direction):
-        if not is_matrix(weight):
+    def updated(update: Update, w, direction):
+        if not own(update):
             return w
+        weight = update.weight
         sides = weight.shape[-weight.inputs - weight.outputs :]
         longer = max(math.prod(sides[: weight.inputs]), math.prod(sides[weight.inputs :]))
-        decay = c.weight_decay if weight.kind in c.decay_on else 0.0
         # A matrix with all singular values 1 has entries of root mean square 1/√longer.
-        return w - rate * (c.muon_rms * math.sqrt(longer) * direction + decay * w)
+        change = c.muon_rms * math.sqrt(longer) * direction + update.decay * w
+        return w - rate * update.rate * change
 
-    return dataclasses.replace(state, weights=jax.tree.map(update, table, weights, directions), adam_mu=momentum)
+    return dataclasses.replace(state, weights=jax.tree.map(updated, updates, weights, directions), adam_mu=momentum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,18 +97,18 @@ def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, bool]:
 
 
 @typed
-def orthogonalized(x: W, table: Any, iterations: int) -> W:
-    """`x` with each matrix, M = UΣVᵀ, replaced by about UVᵀ; all other arrays stay.
+def orthogonalized(x: W, updates: Any, iterations: int) -> W:
+    """`x` with each matrix of Muon's, M = UΣVᵀ, replaced by about UVᵀ; all other arrays stay.
 
     Weights of one layout are dealt out as one stack: fewer collectives, and fewer devices without a matrix.
     """
     leaves, structure = jax.tree.flatten(x)
-    types = [array for _, array, leaf in arrays_of(type(table), x) if leaf is not ABSENT]
+    types = [array for _, array, leaf in arrays_of(type(updates), x) if leaf is not ABSENT]
     stacks: dict[Layout, list] = {}
-    for i, (weight, array) in enumerate(zip(jax.tree.leaves(table), types, strict=True)):
-        if weight.kind == "matrix":
-            layout, transposed = layout_of(weight, array)
-            stacks.setdefault(layout, []).append((i, weight, transposed))
+    for i, (update, array) in enumerate(zip(jax.tree.leaves(updates), types, strict=True)):
+        if update.algorithm == "muon":
+            layout, transposed = layout_of(update.weight, array)
+            stacks.setdefault(layout, []).append((i, update.weight, transposed))
 
     for layout, members in stacks.items():
         parts = []

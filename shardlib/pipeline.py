@@ -88,20 +88,24 @@ def plan_evaluation(placement: Placement, microbatches: int) -> Plan:
 # ---- the executor -----------------------------------------------------------------------------------------------
 
 
-def run_training(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> tuple[Any, Any, Any]:
+def run_training(
+    parts: Parts, plan: Plan, w: Any, microbatches: Any, see: Callable | None = None
+) -> tuple[Any, Any, Any, Any]:
     """The loss, summed over microbatches, and its gradients; per-device code.
 
     Args:
         w: the weights, whose gradients are summed over microbatches before they are reduced over devices: copies, made
             by replicate and all_gather. The layers are this device's rows, those outside of them copies over p.
         microbatches: a tuple of pytrees of arrays, each array with one leading dim of microbatches.
+        see: called with the gradients of each microbatch. None on a mesh with p, where none has them as a whole.
 
     Returns:
         The loss: on a mesh with p a partial sum over p. The gradients: shaped as `w`, in f32; of f64 weights, in f64.
         The metrics of the layers, in the mean over microbatches, on a mesh with p partial sums; None if there are none.
+        What `see` gave, with one leading dim of microbatches, in the order of the batch; None without it.
     """
     if PIPELINE_AXIS in mesh_axes():
-        return _run(parts, plan, w, microbatches, training=True)
+        return *_run(parts, plan, w, microbatches, training=True), None
     count, layers = len(jax.tree.leaves(microbatches)[0]), len(jax.tree.leaves(w.layers)[0])
     order = plan.table.columns["backward_microbatch"][:, 0]
     if not np.array_equal(order, np.arange(len(order))):
@@ -115,11 +119,12 @@ def run_training(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> tuple[A
             return loss if extra is None else loss + extra, extras.metrics
 
         (loss, metrics), g = jax.value_and_grad(share, has_aux=True)(w)
-        return jax.tree.map(lambda total, x: total + x, sums, (loss, g)), metrics
+        return jax.tree.map(lambda total, x: total + x, sums, (loss, g)), (metrics, see and see(g))
 
-    (loss, g), metrics = lax.scan(tick, (jnp.zeros(()), _accumulators(w)), microbatches)
+    (loss, g), (metrics, seen) = lax.scan(tick, (jnp.zeros(()), _accumulators(w)), microbatches)
     metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
-    return loss, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers)
+    seen = jax.tree.map(lambda x: x[np.argsort(order)], seen)
+    return loss, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers), seen
 
 
 def run_evaluation(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> Any:

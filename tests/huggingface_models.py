@@ -52,7 +52,7 @@ def save(directory, w: train.Transformer, c: train.ModelConfig, step: int = 5, f
     """A run's directory with a checkpoint of these weights, as train.py writes it."""
     metadata = {"config": dataclasses.asdict(settings(c, filespec)), "loader": {}}
     with training_io.Checkpointer(directory / "checkpoints") as checkpoints:
-        checkpoints.save(step, train.State(w, w, w), metadata)
+        checkpoints.save(step, train.State(w, w, w, jax.tree.map(lambda _: None, w)), metadata)
     return str(directory)
 
 

@@ -23,6 +23,7 @@ from modeling.weights import Weight, matrix, vector
 from optimizers import muon as optimizers
 from optimizers.config import OptimizerConfig
 from optimizers.schedule import learning_rate
+from optimizers.updates import updates_of
 from shardlib.shardtypes import Array, f32, i32, is_fully_sharded, pytree_dataclass
 from training_io import Checkpointer
 from training_io.run import Run
@@ -37,7 +38,7 @@ def config(**changes) -> OptimizerConfig:
 def fresh_state(table) -> train.State:
     zeros = random_like(table, 0, size=0.0)
     nu = jax.tree.map(lambda weight, x: None if weight.kind == "matrix" else x, table, zeros)
-    return train.State(random_like(table, 0), zeros, nu)
+    return train.State(random_like(table, 0), zeros, nu, tiny.none_of(zeros))
 
 
 # ---- Newton-Schulz ----------------------------------------------------------------------------------------------
@@ -115,11 +116,13 @@ def muon_by_optax(c: OptimizerConfig, table) -> optax.GradientTransformation:
 
 
 def muon_update(c: OptimizerConfig, table):
-    StateOfTable = train.State[type(table)]
+    StateOfTable, updates = train.State[type(table)], updates_of(c, table, train.OPTIMIZERS)
 
     def update(state: StateOfTable, g: type(table), step: i32[""]) -> tuple[StateOfTable, f32[""]]:
         rate = learning_rate(step, c)
-        return train.adamw(optimizers.muon(state, g, rate, c, table), g, step, rate, c, table), rate
+        for algorithm in (optimizers.muon, train.adamw):
+            state = algorithm(state, g, step, rate, c, updates)
+        return state, rate
 
     return update
 
@@ -203,9 +206,10 @@ def test_five_updates_are_those_of_torch():
 
 def lowered_update(mesh: str, act: str):
     c, table = config(), train.weight_table(tiny.model())
+    updates = updates_of(c, table, train.OPTIMIZERS)
 
     def update(state: State, g: train.Transformer) -> State:
-        return optimizers.muon(state, g, jnp.float32(c.learning_rate), c, table)
+        return optimizers.muon(state, g, jnp.int32(0), jnp.float32(c.learning_rate), c, updates)
 
     with jax.set_mesh(tiny.mesh(mesh)):
         state = tiny.place(fresh_state(table), State)
@@ -261,17 +265,17 @@ def test_a_checkpoint_has_the_momentum_and_no_second_moment_of_matrices(tmp_path
     model = load_model(c.model)
     written = random_like(model.table, 0)
     nu = jax.tree.map(lambda matrix, x: None if matrix else x, of_kinds(("matrix",)), written)
-    state = train.State(written, jax.tree.map(lambda x: 2 * x, written), nu)
+    state = train.State(written, jax.tree.map(lambda x: 2 * x, written), nu, tiny.none_of(written))
     with jax.set_mesh(tiny.mesh("d=4 t=2")), Checkpointer(tmp_path / "checkpoints", keep=None) as checkpoints:
         checkpoints.save(5, tiny.place(state, State), {"config": dataclasses.asdict(c), "loader": {}})
     names = {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("zarr.json")}
     with jax.set_mesh(tiny.mesh("t=8")):
-        with Run(c, model, tmp_path) as run:
+        with Run(c, train.Forward(model, c.training), tmp_path) as run:
             assert run.start == 5
             restored = run.begin(functools.partial(train.init_state, c=c, model=model), train.State)
         c.optimizer.algorithm = "adamw"
         refused = r"optimizer\.algorithm: checkpoint has 'muon', this run has 'adamw'"
-        with pytest.raises(ValueError, match=refused), Run(c, model, tmp_path):
+        with pytest.raises(ValueError, match=refused), Run(c, train.Forward(model, c.training), tmp_path):
             pass
     assert any("adam_mu/layers/w_q" in name for name in names)
     assert not any("adam_nu/layers/w_q" in name for name in names)

@@ -13,6 +13,7 @@ import tiny
 import train
 from optimizers.config import check_optimizer
 from optimizers.schedule import learning_rate
+from optimizers.updates import updates_of
 from shardlib.shardtypes import f32, i32, is_fully_sharded
 
 State = train.State[train.Transformer]
@@ -157,13 +158,16 @@ def adamw_by_optax(decay_on: tuple[str, ...]):
 @pytest.mark.parametrize(("mesh", "decay_on"), DECAY)
 def test_five_updates_equal_optax(mesh, decay_on):
     c, table = tiny.optimizer(clip_norm=30.0, decay_on=list(decay_on)), train.weight_table(MODEL)
+    updates = updates_of(c, table, train.OPTIMIZERS)
 
     def update(state: State, g: train.Transformer, step: i32[""]) -> tuple[State, f32[""]]:
         g, norm = train.clip_by_global_norm(g, c.clip_norm)
-        return train.adamw(state, g, step, learning_rate(step, c), c, table), norm
+        return train.adamw(state, g, step, learning_rate(step, c), c, updates), norm
 
     zeros = random_like(table, 0, size=0.0)
-    found, norms = updated_on(mesh, update, train.State(random_like(table, 0), zeros, zeros), table)
+    found, norms = updated_on(
+        mesh, update, train.State(random_like(table, 0), zeros, zeros, tiny.none_of(zeros)), table
+    )
     expected, expected_norms = adamw_by_optax(decay_on)
     same(found, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)

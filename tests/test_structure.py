@@ -32,7 +32,7 @@ PROGRAMS = ("tools", "benchmarks")
 BY_NAME = {"modeling.model", "shardlib.schedules", "training_io.sweeps", "benchmarks.throughput.peers.worker"}
 """Modules that import what a configuration, or a pickled function, names."""
 MAX_LINES, MAX_SHARE = 450, 0.25
-MAX_TRAIN_LINES, MAX_TRAIN_NAMES = 500, 30
+MAX_TRAIN_LINES, MAX_TRAIN_NAMES = 560, 30
 VOCABULARY = ("shardlib.shardtypes", "shardlib.shardops")
 
 

@@ -190,7 +190,7 @@ def test_stacks_are_compared_in_the_order_of_layers_and_padding_must_be_0():
     c.pipeline.layers_per_stage = [1, 2]
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda w: rng.random(w.shape), train.weight_table(c.model))
-    state = train.State(weights, weights, dataclasses.replace(weights, unembed=None))
+    state = train.State(weights, weights, dataclasses.replace(weights, unembed=None), tiny.none_of(weights))
     with mesh_of({"p": 2, "r": 1, "d": 2, "t": 2}):
         placed = at_rest(c, state, weights)
         w_q = placed.weights.layers.w_q

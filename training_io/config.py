@@ -22,6 +22,9 @@ from modeling.model import COMPUTE_DTYPES, module_of
 from optimizers.config import OptimizerConfig, check_optimizer
 from training_io.pipeline_config import PipelineConfig, check_pipeline
 
+WEIGHTS = ("weights", "ema")
+"""Which weights of a state are evaluated, sampled or exported: fields of train.State."""
+
 
 @dataclasses.dataclass
 class TrainingConfig:
@@ -82,6 +85,11 @@ class TrainingConfig:
     """What logits are divided by, at least 0; 0 always takes the likeliest token."""
     sample_top_k: int | None = None
     """Draw only from the likeliest this many tokens, at least 1; null: all."""
+    ema_decay: float | None = None
+    """Factor on the moving average of the weights at each step, in [0, 1); the rest is of the new weights. It begins with
+    the first weights, or with those of the checkpoint where a run is resumed with it. Null: there is no average."""
+    eval_weights: str = "weights"
+    """Which weights the validation and the samples are of. weights: those that are trained; ema: their average."""
     log_interval: int = 10
     """Steps between progress lines where the output is no terminal."""
     checkpoint_interval: int = 1000
@@ -163,6 +171,10 @@ def check_config(c: Config) -> None:
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.save", c.training.save, tuple(KEPT))
+    check_ranges("training", c.training, {"ema_decay": (0, 1)})
+    check_choice("training.eval_weights", c.training.eval_weights, WEIGHTS)
+    if c.training.eval_weights == "ema" and c.training.ema_decay is None:
+        raise ValueError("training.eval_weights is ema, and training.ema_decay null; give one, such as 0.999.")
     if getattr(c.model, "dropout", 0) and c.training.attention not in ("auto", "einsum"):
         raise ValueError(
             f"training.attention is {c.training.attention}, which has no dropout, and model.dropout {c.model.dropout}; "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cluster.devices import kept_programs, known_options
@@ -109,7 +110,8 @@ class Run:
 
         Args:
             init: gives a fresh state for a random key. Jitted here.
-            State: class of the state, generic in that of the weights, with fields `weights` and the optimizer's.
+            State: class of the state, generic in that of the weights: `weights`, the optimizer's, and `ema`, their
+                average or None for each.
         """
         state = self._restored(init, State) if self.start else fresh_state(self.c, self.placement, init, State)
         self._introduce()
@@ -117,10 +119,16 @@ class Run:
 
     def _restored(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
         shapes = jax.eval_shape(init, jax.random.key(self.c.training.seed))
+        saved = self.checkpoints.manifest(self.start)["arrays"]
+        begins_average = bool(jax.tree.leaves(shapes.ema)) and not any(name.startswith("ema/") for name in saved)
+        if begins_average:
+            shapes = dataclasses.replace(shapes, ema=jax.tree.map(lambda _: None, shapes.ema))
+            self.say(f"average    of the weights: begins with those of step {self.start}")
         shardings = make_shardings(State[self.model.Weights], like=shapes)
         placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         orders = stack_orders(self.placement, State, shapes)
-        return self.checkpoints.restore(self.start, jax.tree.map(placed, shapes, shardings), orders=orders)
+        state = self.checkpoints.restore(self.start, jax.tree.map(placed, shapes, shardings), orders=orders)
+        return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state
 
     def _introduce(self) -> None:
         c, t, table, mesh = self.c, self.c.training, self.model.table, jax.sharding.get_mesh()
@@ -253,4 +261,5 @@ def fresh_state(c: Config, placement: Placement, init: Callable[[jax.Array], Any
         settings, orders = dataclasses.asdict(c), stack_orders(placement, State, state)
         like = (state.weights, settings, with_defaults, fixed_by_weights(settings), orders)
         state.weights = read_weights(c.training.init_from, *like)
+        state.ema = jax.tree.map(jnp.copy, state.weights) if jax.tree.leaves(state.ema) else state.ema
     return state

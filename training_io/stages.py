@@ -7,6 +7,7 @@ chunk, and all have the same number of layers, that is the order of the layers.
 import dataclasses
 import heapq
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,22 +49,33 @@ def training_plan(c: Config, model: LanguageModel) -> Plan:
     return plan_training(placement_of(c, model), schedule, c.training.microbatches, c.pipeline.recompute)
 
 
-def run_training(c: Config, model: LanguageModel, parts: Parts, w: Any, rows: Any) -> tuple[Any, Any, Any]:
+def run_training(
+    c: Config, model: LanguageModel, parts: Parts, w: Any, rows: Any, see: Callable | None = None
+) -> tuple[Any, Any, Any, Any]:
     """The loss, its gradients, and the metrics of the layers, as c.pipeline.schedule says. Per-device code.
 
     Args:
         parts: the loss of a microbatch.
         w: copies of the weights.
         rows: a tuple of pytrees of arrays, of the whole batch.
+        see: called with the gradients of each microbatch.
 
     Returns:
         As shardlib.pipeline.run_training does: the loss is a partial sum over p; the metrics are reduced.
+
+    Raises:
+        ValueError: `see` where there are stages.
     """
+    if see and has_stages():
+        raise ValueError(
+            f"the gradients of each microbatch are to be seen, but mesh.p is {mesh_axes()[PIPELINE_AXIS]}: the stages "
+            "are at different microbatches at a time; set mesh.p=1, or leave `see` out of loss_and_gradients."
+        )
     rows = microbatches(rows, c.training.microbatches)
-    loss, g, metrics = pipeline.run_training(parts, training_plan(c, model), w, rows)
+    loss, g, metrics, seen = pipeline.run_training(parts, training_plan(c, model), w, rows, see)
     if metrics is not None:
         metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
-    return loss, g, metrics
+    return loss, g, metrics, seen
 
 
 def run_evaluation(c: Config, model: LanguageModel, parts: Parts, w: Any, rows: Any) -> Any:

@@ -22,7 +22,7 @@ from input_loader import TokenBatch, batch_shapes, make_loader
 from modeling.model import compute_scope, load_model
 from modeling.weights import are_stacks
 from shardlib.array_types import ABSENT, arrays_of
-from shardlib.layers import LayerNumbers
+from shardlib.layers import Extras, LayerNumbers
 from shardlib.op_checks import varying
 from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
 from shardlib.pipeline import Parts
@@ -220,15 +220,16 @@ class Probe:
             with recording(recorder):
                 gather = c.training.gather_weights == "step"
                 copies = plain.copies(weights, gather)
-                parts = train.parts_of_loss(plain, c.optimizer.z_loss)
+                parts = train.parts_of_loss(plain, functools.partial(train.training_loss, c=c.optimizer))
                 if has_stages():
                     placement = placement_of(c, self.model)
                     total, self.places = stage_by_stage(placement, parts, recorder, copies, batch, row_seeds)
                 else:
-                    total = parts.whole(copies, batch, row_seeds)
+                    total, extras = parts.whole(copies, batch, row_seeds)
+                    total += added_loss(extras)
             self.sites = recorder.sites
             self.varying = [jax.typeof(x).manual_axis_type.varying for x in recorder.values]
-            loss, gradients = train.loss_and_gradients(weights, batch, c, forward, row_seeds)
+            loss, gradients, *_ = train.loss_and_gradients(weights, batch, c, forward, row_seeds)
             return [_own_block(x) for x in recorder.values], total, loss, gradients
 
         specs = make_partition_specs(type(weights), like=weights)
@@ -253,23 +254,30 @@ def stage_by_stage(
 
     def run(fn, device, *args):
         with pipeline_stage():
-            y = varying(fn(*args, *rows), (PIPELINE_AXIS,))
+            y = fn(*args, *rows)
         places.extend([device] * (len(recorder.values) - len(places)))
-        return lax.psum(jnp.where(me == device, y, jnp.zeros_like(y)), PIPELINE_AXIS)
+        of_device = lambda y: jnp.where(me == device, y, jnp.zeros_like(y))
+        return jax.tree.map(lambda y: lax.psum(of_device(varying(y, (PIPELINE_AXIS,))), PIPELINE_AXIS), y)
 
-    x, first = run(parts.first, 0, w), 0
+    x, first, added = run(parts.first, 0, w), 0, 0.0
     for stage, count in enumerate(placement.counts):
         begin, seen = stage // placement.p * placement.chunk_rows, len(recorder.sites)
         own = jax.tree.map(lambda x, rows=slice(begin, begin + count): x[rows], w.layers)
         numbers = varying(jnp.arange(first, first + count, dtype=jnp.int32), (PIPELINE_AXIS,))
         x = varying(x, (PIPELINE_AXIS,))
-        x = run(parts.layers, stage % placement.p, own, x, LayerNumbers(numbers))
+        x, extras = run(parts.layers, stage % placement.p, own, x, LayerNumbers(numbers))
+        added += added_loss(extras)
         for i, site in enumerate(recorder.sites[seen:], seen):
             turn, *inner = site.layers
             recorder.sites[i] = dataclasses.replace(site, layers=(first + turn, *inner))
         first += count
     total = run(parts.last, stage % placement.p, w, varying(x, (PIPELINE_AXIS,)))
-    return total, places
+    return total + added, places
+
+
+def added_loss(extras: Extras) -> Any:
+    """What the layers add to the loss."""
+    return 0.0 if extras.loss is None else jnp.sum(extras.loss)
 
 
 def _own_block(x: jax.Array) -> jax.Array:

@@ -1,0 +1,74 @@
+"""How each weight is updated: by which algorithm, with what share of the learning rate, with what decay."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from modeling.weights import Weight
+from optimizers.config import OptimizerConfig
+
+FROZEN = "frozen"
+"""The algorithm of a weight that stays as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """How one weight is updated."""
+
+    weight: Weight
+    """Its entry in the model's table."""
+    algorithm: str
+    """What updates it: a name of train.OPTIMIZERS, or FROZEN."""
+    rate: float
+    """Factor on the learning rate."""
+    decay: float
+    """Decoupled weight decay, multiplied by its learning rate."""
+
+
+def weight_name(path: Any) -> str:
+    """Name of a weight, such as layers.w_q, of its key path in the weights."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> Any:
+    """The Update of each weight, as a tree like the model's `table`.
+
+    muon is for matrices: other weights are updated by adamw. Then each of c.groups, in order, changes the weights whose
+    names it matches.
+
+    Args:
+        algorithms: names of those that there are.
+
+    Raises:
+        ValueError: an algorithm that there is not, or a group that matches no weight.
+    """
+    known = (*algorithms, FROZEN)
+    names = []
+
+    def update(path, weight: Weight) -> Update:
+        names.append(weight_name(path))
+        by_muon = c.algorithm == "muon" and weight.kind == "matrix"
+        algorithm = "adamw" if c.algorithm == "muon" and not by_muon else c.algorithm
+        found = Update(weight, algorithm, 1.0, c.weight_decay if weight.kind in c.decay_on else 0.0)
+        for group in c.groups:
+            if fnmatch.fnmatchcase(names[-1], group.match):
+                changed = {"algorithm": group.algorithm, "rate": group.rate, "decay": group.weight_decay}
+                found = dataclasses.replace(found, **{k: v for k, v in changed.items() if v is not None})
+        return found
+
+    updates = jax.tree_util.tree_map_with_path(update, table)
+    named = {"optimizer.algorithm": c.algorithm}
+    named |= {f"optimizer.groups[{i}].algorithm": g.algorithm for i, g in enumerate(c.groups) if g.algorithm}
+    for setting, name in named.items():
+        if name not in known:
+            raise ValueError(f"{setting} is {name!r}; choose one of {', '.join(known)}.")
+    for i, group in enumerate(c.groups):
+        if not fnmatch.filter(names, group.match):
+            raise ValueError(
+                f"optimizer.groups[{i}].match is {group.match!r}, which matches no weight; there are "
+                f"{', '.join(names)}."
+            )
+    return updates
