@@ -34,22 +34,22 @@ from modeling import attention as attention_paths
 from modeling import fp8, rope, rules
 from modeling.gathers import gather_ahead
 from modeling.loss_chunks import in_chunks
-from modeling.model import LanguageModel, Tokens, act, compute_scope, period_of
+from modeling.model import LanguageModel, Tokens, act, compute_scope
 from modeling.settings import ModelConfig
 from modeling.weights import Weight, matrix, vector
+from optimizers import groups
 from optimizers.config import OptimizerConfig
 from optimizers.muon import muon
 from optimizers.schedule import learning_rate
-from optimizers.updates import FROZEN, Update, updates_of
 from sampling.samples import TrainingSamples
 from shardlib import shardops
-from shardlib.layers import Extras, LayerMetrics, run_layers
+from shardlib.layers import LayerMetrics, run_layers
 from shardlib.pipeline import Parts
 from shardlib.shardtypes import Array, Subset, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from training_io import stages
 from training_io.config import Config, TrainingConfig
 from training_io.launch import launched, program
 from training_io.run import Run
-from training_io.stages import fresh_weights, has_stages, run_evaluation, run_training
 
 # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Forward:
 
     def __call__(
         self, w: W, tokens: Tokens, head: Callable, attend: Callable | None = None, caches: Any = None
-    ) -> tuple[Any, Any, Extras]:
+    ) -> tuple[Any, Any, Any]:
         """head(w, x) of what the last layer gives for `tokens`; the caches of the layers as they are then; and Extras.
 
         attend(the layer's cache, q, k, v, rule, *learned, sinks, drop) gives what each query reads, and the cache then.
@@ -251,14 +251,14 @@ class Forward:
 
     def layers(
         self, w: Any, x: Any, tokens: Tokens, numbers: Any = None, attend: Callable | None = None, caches: Any = None
-    ) -> tuple[Any, Any, Extras]:
+    ) -> tuple[Any, Any, Any]:
         """`x` after the layers `numbers`, those of a pipeline stage or, of None, all; their caches then; and Extras."""
         t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
 
         def layer(w, x, index, turn, attend):
             return self.model.layer(x, w, tokens.in_layer(index, turn), attend, self.einsum)
 
-        how = {"period": period_of(self.model), "save": t.save, "unroll": t.unroll, "scan": self.scan}
+        how = {"period": getattr(self.model, "period", 1), "save": t.save, "unroll": t.unroll, "scan": self.scan}
         return run_layers(layer, w, x, numbers, attend, caches, **how)
 
     @property
@@ -294,7 +294,9 @@ class Forward:
         With `gather` they are gathered over d too; where there are stages, those outside of the layers are in any case.
         """
         w = shardops.replicate("... -> ... *r", w)
-        return gather_ahead(self.model, w, self.einsum, self.training.seq_len, gather) if gather or has_stages() else w
+        if not (gather or stages.has_stages()):
+            return w
+        return gather_ahead(self.model, w, self.einsum, self.training.seq_len, gather)
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------
@@ -362,7 +364,7 @@ def loss_and_gradients(
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
     loss = parts_of_loss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
     see = see and (lambda g, see=see: see(reduced(g)))
-    loss, g, layers, seen = run_training(c, forward.model, loss, copies, (batch, seeds), see)
+    loss, g, layers, seen = stages.run_training(c, forward.model, loss, copies, (batch, seeds), see)
     return shardops.psum("+p ->", loss), reduced(g), layers, seen
 
 
@@ -408,7 +410,7 @@ def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfi
     """
     count = jnp.float32(step + 1)
 
-    def updated(update: Update, w, g, mu, nu):
+    def updated(update: groups.Update, w, g, mu, nu):
         if update.algorithm != "adamw":
             return w, mu, nu
         mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
@@ -429,7 +431,7 @@ OPTIMIZERS = {"adamw": adamw, "muon": muon}
 @typed
 def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: Any) -> tuple[State[W], f32[""], f32[""]]:
     """The state after an update with the gradients `g`, their norm before clipping, and the learning rate."""
-    g = jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == FROZEN else g, updates, g)
+    g = jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == groups.FROZEN else g, updates, g)
     g, norm = clip_by_global_norm(g, c.optimizer.clip_norm)
     rate = learning_rate(step, c.optimizer)
     for algorithm in OPTIMIZERS.values():
@@ -453,8 +455,8 @@ class Metrics:
 
 def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     """Fresh weights, and zeros for the optimizer. Under jit; the values do not depend on the mesh."""
-    weights, updates = fresh_weights(c, model, key), updates_of(c.optimizer, model.table, OPTIMIZERS)
-    mu = jax.tree.map(lambda u, w: None if u.algorithm == FROZEN else jnp.zeros_like(w), updates, weights)
+    weights, updates = stages.fresh_weights(c, model, key), groups.updates_of(c.optimizer, model.table, OPTIMIZERS)
+    mu = jax.tree.map(lambda u, w: None if u.algorithm == groups.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
     ema = jax.tree.map(lambda w: None if c.training.ema_decay is None else jnp.copy(w), weights)
     return State(weights, mu, nu, ema)
@@ -463,7 +465,7 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 def make_training_step(c: Config, model: LanguageModel):
     """The jitted training step: (state, batch, step) -> (state, metrics). The state's memory is used again."""
     forward, Weights = Forward(model, c.training), model.Weights
-    updates = updates_of(c.optimizer, model.table, OPTIMIZERS)
+    updates = groups.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
     @typed_shard_map
     def per_device(
@@ -490,7 +492,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     @typed_shard_map
     def per_device(w: Weights, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
         copies, loss = forward.copies(w), parts_of_loss(forward)
-        total = run_evaluation(c, model, loss, copies, (batch, None))
+        total = stages.run_evaluation(c, model, loss, copies, (batch, None))
         return shardops.psum("+p ->", total), count_targets(batch)
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -501,6 +503,13 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     return evaluation_step
 
 
+def programs(c: Config, model: LanguageModel, batch: TokenBatch) -> dict[str, jax.stages.Traced]:
+    """What a run computes of such a batch, traced on the mesh in force: for its provenance."""
+    state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
+    training, evaluation = make_training_step(c, model), make_evaluation_step(c, model)
+    return {"training": training.trace(state, batch, np.int32(0)), "evaluation": evaluation.trace(state.weights, batch)}
+
+
 # ---- main -------------------------------------------------------------------------------------------------------
 
 
@@ -508,7 +517,7 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     """The whole run, on the mesh in force: leaves everything in `directory`; the signal, if one stopped it."""
     t, forward = c.training, Forward(model, c.training)
     shown = lambda state: getattr(state, t.eval_weights)
-    with Run(c, forward, directory) as run:
+    with Run(c, forward, directory, programs) as run:
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
         evaluation_step = make_evaluation_step(c, model, run.options)
         if run.is_over:  # resumed after its last step

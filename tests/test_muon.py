@@ -22,8 +22,8 @@ from modeling.model import load_model
 from modeling.weights import Weight, matrix, vector
 from optimizers import muon as optimizers
 from optimizers.config import OptimizerConfig
+from optimizers.groups import updates_of
 from optimizers.schedule import learning_rate
-from optimizers.updates import updates_of
 from shardlib.shardtypes import Array, f32, i32, is_fully_sharded, pytree_dataclass
 from training_io import Checkpointer
 from training_io.run import Run
@@ -269,13 +269,14 @@ def test_a_checkpoint_has_the_momentum_and_no_second_moment_of_matrices(tmp_path
     with jax.set_mesh(tiny.mesh("d=4 t=2")), Checkpointer(tmp_path / "checkpoints", keep=None) as checkpoints:
         checkpoints.save(5, tiny.place(state, State), {"config": dataclasses.asdict(c), "loader": {}})
     names = {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("zarr.json")}
+    given = c, train.Forward(model, c.training), tmp_path, train.programs
     with jax.set_mesh(tiny.mesh("t=8")):
-        with Run(c, train.Forward(model, c.training), tmp_path) as run:
+        with Run(*given) as run:
             assert run.start == 5
             restored = run.begin(functools.partial(train.init_state, c=c, model=model), train.State)
         c.optimizer.algorithm = "adamw"
         refused = r"optimizer\.algorithm: checkpoint has 'muon', this run has 'adamw'"
-        with pytest.raises(ValueError, match=refused), Run(c, train.Forward(model, c.training), tmp_path):
+        with pytest.raises(ValueError, match=refused), Run(*given):
             pass
     assert any("adam_mu/layers/w_q" in name for name in names)
     assert not any("adam_nu/layers/w_q" in name for name in names)

@@ -217,15 +217,15 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     ),
     # the step: weights gathered ahead of the microbatches, gradients
     "the gradients are not reduced": (
-        "(g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))",
-        "",
+        "loss), reduced(g), layers",
+        "loss), g, layers",
         "squared_norm, argument x: f32['N/t/d']: the value differs between devices of r",
     ),
     # the optimizer
     "the gradient's norm stays per device": (
         'shardops.psum("+t +d +p ->", functools.reduce(lambda a, b: a + b, squares))',
         "sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(g))",
-        "clip_by_global_norm, result: ",
+        "global_norm, result: ",
     ),
     "the gradient's norm is reduced over t alone": (
         '"+t +d +p ->", functools',
@@ -273,8 +273,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
         "rms_norm, argument weight: f32['M']: the value differs between devices of t, d",
     ),
     "what lies outside of the layers is not gathered": (
-        "if gather or has_stages() else w",
-        "if gather else w",
+        "if not (gather or stages.has_stages())",
+        "if not gather",
         "all_gather('V/t M/d/p -> V/t M'): a collective over p inside a pipeline stage",
     ),
     "the weights are copies over p": (
@@ -300,8 +300,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
     ),
     # behind the stages
     "the loss is that of the last stage alone": (
-        'return shardops.psum("+p ->", loss), g',
-        "return loss, g",
+        'return shardops.psum("+p ->", loss), reduced(g)',
+        "return loss, reduced(g)",
         "loss_and_gradients, result: [0]: f32['']: the value is a partial sum over p",
     ),
     "the evaluated loss is that of the last stage alone": (

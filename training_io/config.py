@@ -43,6 +43,8 @@ class TrainingConfig:
     init_from: str | None = None
     """A run's directory, or a checkpoint's, with the weights to begin with; the optimizer and the data begin anew. Its
     model must be the same. A run that is resumed goes on from its own checkpoint."""
+    other_source: bool = False
+    """Whether a run may be resumed by source that computes something else than what made its checkpoint."""
     microbatches: int = 1
     """Parts of the batch that go through the model one after the other. batch_size is a multiple of them times r·d;
     for interleaved_1f1b they are a multiple of p."""
@@ -86,8 +88,8 @@ class TrainingConfig:
     sample_top_k: int | None = None
     """Draw only from the likeliest this many tokens, at least 1; null: all."""
     ema_decay: float | None = None
-    """Factor on the moving average of the weights at each step, in [0, 1); the rest is of the new weights. It begins with
-    the first weights, or with those of the checkpoint where a run is resumed with it. Null: there is no average."""
+    """Factor on the moving average of the weights at each step, in [0, 1); the rest is of the new weights. It begins
+    with the first weights, or with those of a checkpoint that has no average. Null: there is none."""
     eval_weights: str = "weights"
     """Which weights the validation and the samples are of. weights: those that are trained; ema: their average."""
     log_interval: int = 10

@@ -29,6 +29,7 @@ from training_io.initial_weights import read_weights
 from training_io.memory import peak_memory
 from training_io.metrics import RunLog, has_event
 from training_io.profile import StepProfiler
+from training_io.provenance import compare_source, keep_source, provenance_of
 from training_io.report import save_config, say_end, say_start
 from training_io.resuming import check_resumes, fixed_by_weights, with_defaults
 from training_io.stages import describe_stages, placement_of, stack_orders
@@ -40,7 +41,7 @@ RENDERED_AFTER = 6
 class Run:
     """A run in its directory, resumed from its last checkpoint if it has one. A context manager: closes all it opened.
 
-        with Run(c, forward, directory) as run:
+        with Run(c, forward, directory, programs) as run:
             state = run.begin(init, State)
             step_program = run.compile(training_step, state)
             for step, batch in run.steps():
@@ -50,7 +51,8 @@ class Run:
                     run.save(state)
             return run.end()
 
-    `forward`: train.Forward of the model. With several processes all make the same calls; process 0 writes and prints.
+    `forward`: train.Forward of the model. `programs`: train.programs, for the provenance. With several processes all
+    make the same calls; process 0 writes and prints.
 
     Attributes:
         start: steps done before.
@@ -63,8 +65,9 @@ class Run:
         ValueError: the data does not last for the run, or a checkpoint is of another configuration.
     """
 
-    def __init__(self, c: Config, forward: Any, directory: Path):
+    def __init__(self, c: Config, forward: Any, directory: Path, programs: Callable):
         self.c, self.forward, self.model, self.directory = c, forward, forward.model, directory
+        self.programs = programs
         self.say = print if jax.process_index() == 0 else lambda *_: None
         self.stopped_by: str | None = None
         self._cleanup = contextlib.ExitStack()
@@ -84,11 +87,13 @@ class Run:
         self.placement = placement_of(c, self.model)
         self.checkpoints = Checkpointer(self.directory / "checkpoints", keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
+        self._source_differs = None
         self.start, loader_state = self._last_checkpoint()
         self.done = self.start
         self.loader = make_loader(c.data, "train", *sizes, state=loader_state)
         self.validation = make_loader(c.data, "validation", *sizes) if t.eval_batches else None
         self.total = steps_for(self.loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
+        self.provenance = provenance_of(self.programs, c, self.model)
         self._graph = self._rendering = self._loss = None
         self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
@@ -99,6 +104,9 @@ class Run:
             return 0, {}
         metadata = self.checkpoints.metadata(done)
         check_resumes(metadata["config"], self.c, self.directory)
+        allow = None if self.c.training.other_source else "training.other_source=true"
+        of = metadata.get("provenance"), self.programs, self.c, self.model, ("training", "evaluation")
+        self._source_differs = compare_source(*of, allow)
         return done, metadata["loader"]
 
     # ---- before the first step ----------------------------------------------------------------------------------
@@ -137,6 +145,8 @@ class Run:
         fp8 = ", products with weights in fp8" * t.fp8
         model = f"{parameters:,} parameters, {t.compute_dtype} compute{fp8}"
         say_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
+        if self._source_differs:
+            self.say(f"source     {self._source_differs}")
         for line in describe_attention(self.forward, t.seq_len, mesh.devices.flat[0]):
             self.say(f"attention  {line}")
         for line in describe_stages(c, self.model):
@@ -147,6 +157,7 @@ class Run:
         self._log = self._cleanup.enter_context(RunLog(self.directory, **steps, **self._speed))
         if not self.is_over:
             save_config(self.directory, c)
+            keep_source(self.directory, self.start, self.model, self.provenance)
 
     @property
     def is_over(self) -> bool:
@@ -210,6 +221,7 @@ class Run:
         """Saves a checkpoint, written in the background. Raises FloatingPointError if the loss is not finite."""
         check = functools.partial(check_finite, self._loss, self.done, self.checkpoints.latest_step)
         metadata = {"config": dataclasses.asdict(self.c), "loader": self.loader.state(self.done)}
+        metadata["provenance"] = self.provenance
         orders = stack_orders(self.placement, type(state), state)
         self.checkpoints.save(self.done, state, metadata, orders, check=check)
 
@@ -217,7 +229,8 @@ class Run:
         """Logs the loss on the validation split; nothing where training.eval_batches is 0."""
         if self.validation:
             batches = self.c.training.eval_batches
-            found = functools.partial(evaluate, evaluation_step, weights, self.validation, batches)
+            of = {"weights": "ema"} if self.c.training.eval_weights == "ema" else {}
+            found = lambda: evaluate(evaluation_step, weights, self.validation, batches) | of
             self._log.log_event(self.done - 1, "validation", found)
 
     def log_event(self, event: str, values: Any) -> None:

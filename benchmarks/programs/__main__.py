@@ -20,13 +20,13 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 
 import train
-from benchmarks.programs.graph import hash_of
 from cluster.devices import make_mesh
 from input_loader import TokenBatch, batch_shapes
 from modeling.model import load_model
 from sampling.cache import Texts
 from sampling.drawing import Settings
 from sampling.sampler import Sampler
+from shardlib.program_hash import hash_of
 from shardlib.shardtypes import make_shardings
 from training_io.config import Config, check_divides, register_schema, to_config
 

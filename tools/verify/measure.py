@@ -390,8 +390,10 @@ def measure(
     # The backward pass finds the gradients of what was used last first.
     gradients = in_order(c, jax.tree.map(on_host, gradients), state.weights)
     found |= dict(reversed(by_layer("gradient", gradients, old)))
-    for name, value in vars(metrics).items():
-        found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = on_host(value)
+    told = metrics.layers.by_name() if metrics.layers else {}
+    for name, value in {**vars(metrics), **told}.items():
+        if isinstance(value, jax.Array):
+            found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = on_host(value)
     new = in_order(c, jax.tree.map(on_host, new), new.weights)
     minus = lambda after, before: after if isinstance(after, NotTheSame) else after - before
     change = jax.tree.map(minus, new.weights, old)

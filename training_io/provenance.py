@@ -1,0 +1,132 @@
+"""What source made a run: kept in its directory and its checkpoints, and compared where the run is used again.
+
+    <run>/source/<step>/    of each start of the run, by the steps that were done then
+        train.py, <module>.py   as they ran
+        changes.patch           what differs from the commit, as git tells
+        provenance.json         commit, versions of all packages, command line, environment, hashes
+
+Source is compared by its text first. Where that differs, the programs are: the training step and the evaluation step,
+traced on one device and hashed as graphs of values, so that names, comments and the order of lines do not count.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cluster.devices import make_mesh
+from input_loader import batch_shapes
+from shardlib.program_hash import hash_of
+from training_io.config import Config
+from training_io.pipeline_config import PipelineConfig
+
+ROOT = Path(__file__).parent.parent
+COMPUTING = ("train.py", "jax_extra.py", "modeling", "models", "optimizers", "shardlib", "training_io/stages.py")
+"""What a step's program comes from, beside the model's own module."""
+ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
+"""Beginnings of the names of variables that are kept: no others, which may be secrets."""
+
+
+def source_of(model: Any) -> dict[str, str]:
+    """Hash of each part of the source that computes, by its name."""
+    files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in COMPUTING}
+    own = Path(inspect.getsourcefile(type(model)))
+    if ROOT not in own.resolve().parents:
+        files[own.name] = [own]
+    digest = lambda paths: hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:20]
+    return {name: digest(paths) for name, paths in files.items()}
+
+
+def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
+    """Hash of each program that train.programs traces, on one device and with plain settings.
+
+    What a run may change where it is resumed, mesh, microbatches, paths of attention, makes no difference.
+    """
+    plain = {"batch_size": 1, "microbatches": 1, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
+    plain |= {"save": "marked", "unroll": 1, "ema_decay": None, "eval_weights": "weights"}
+    c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
+    with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1])):
+        batch = batch_shapes(c.training.batch_size, c.training.seq_len)
+        return {name: hash_of(traced) for name, traced in programs(c, model, batch).items()}
+
+
+def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
+    """What is kept in a checkpoint: hashes of source and programs, and what traced these."""
+    traced_by = f"jax {jax.__version__} on {jax.devices()[0].platform}"
+    return {"source": source_of(model), "programs": programs_of(programs, c, model), "traced_by": traced_by}
+
+
+def compare_source(
+    saved: dict[str, Any] | None, programs: Callable, c: Config, model: Any, which: tuple[str, ...], allow: str | None
+) -> str | None:
+    """A line on how the source differs from the one that made a checkpoint; None where it does not, or nobody knows.
+
+    Args:
+        saved: what provenance_of gave then; None in checkpoints older than that.
+        programs: train.programs.
+        which: the programs that have to be the same.
+        allow: the setting that allows others; None: it is set.
+
+    Raises:
+        ValueError: it computes something else.
+    """
+    source = source_of(model)
+    if saved is None or saved["source"] == source:
+        return None
+    names = sorted(name for name, _ in set(saved["source"].items()) ^ set(source.items()))
+    differs = f"{', '.join(dict.fromkeys(names))}: other source than the checkpoint was made with"
+    now = provenance_of(programs, c, model)
+    if saved["traced_by"] != now["traced_by"]:
+        return f"{differs}; whether it computes the same is not known, as that was traced by {saved['traced_by']}"
+    others = [name for name in which if saved["programs"].get(name) != now["programs"][name]]
+    if not others:
+        return f"{differs}; it computes the same"
+    found = f"{differs}, and it computes something else in {' and '.join(others)}"
+    if allow is not None:
+        raise ValueError(
+            f"{found}. Take the source that the run's directory keeps in source/, or give {allow} to go on with this."
+        )
+    return found
+
+
+def keep_source(directory: Path, step: int, model: Any, provenance: dict[str, Any]) -> None:
+    """Writes <directory>/source/<step>; on process 0 alone."""
+    if jax.process_index():
+        return
+    kept = directory / "source" / f"{step:010}"
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model)))}:
+        shutil.copyfile(path, kept / path.name)
+    commit, changes = _git("rev-parse", "HEAD"), _git("diff", "HEAD", "--binary")
+    if changes:
+        (kept / "changes.patch").write_text(changes)
+    versions = {found.name: found.version for found in importlib.metadata.distributions()}
+    about = {
+        "commit": commit and commit.strip(),
+        "command": sys.orig_argv,
+        "python": platform.python_version(),
+        "packages": dict(sorted(versions.items())),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
+        **provenance,
+    }
+    (kept / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the source; None where there is no git, or the source is in no repository of it."""
+    try:
+        found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout if found.returncode == 0 else None
