@@ -34,6 +34,7 @@ from shardlib.shardtypes import make_shardings
 from text.codec import TextCodec, codec_by_name, codec_of_dataset
 from training_io import Checkpointer, find_checkpoint
 from training_io import config as run_config
+from training_io.provenance import compare_source
 from training_io.resuming import with_defaults
 
 
@@ -50,6 +51,10 @@ class Config:
     """Directory of a run, or of one of its checkpoints."""
     step: int | None = None
     """Which of its checkpoints; null for the last."""
+    weights: str = "weights"
+    """weights: those that are trained; ema: their moving average (training.ema_decay)."""
+    other_source: bool = False
+    """Whether source may draw that computes something else than what made the checkpoint."""
     prompt: str | None = None
     """What to continue, exactly as it stands behind `prompt=`; empty: a document from its beginning."""
     prompts: list[str] = field(default_factory=list)
@@ -149,12 +154,12 @@ def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
     return tuple(codec.id_of(token) for token in config.stop)
 
 
-def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel) -> Any:
-    """The weights alone of a checkpoint, sharded as in training on the mesh in force."""
+def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel, which: str = "weights") -> Any:
+    """The weights alone of a checkpoint, or their average (`ema`), sharded as in training on the mesh in force."""
     shapes = shapes_of(model.table)
     sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     like = jax.tree.map(sharded, shapes, make_shardings(model.Weights, like=shapes))
-    return checkpoints.restore(step, {"weights": like}, part="weights/")["weights"]
+    return checkpoints.restore(step, {which: like}, part=f"{which}/")[which]
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------
@@ -198,7 +203,9 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
         raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
     checkpoints, step = find_checkpoint(config.run, config.step)
     with checkpoints:
-        c = config_of(checkpoints.metadata(step)["config"])
+        metadata = checkpoints.metadata(step)
+        c = config_of(metadata["config"])
+        run_config.check_weights("weights", config.weights, c.training.ema_decay)
         if config.gather_weights is not None:
             c.training.gather_weights = config.gather_weights
             run_config.check_config(c)
@@ -215,8 +222,12 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
         with jax.set_mesh(mesh_for(config.mesh, c)):
             context = c.training.seq_len if config.context is None else config.context
             model = load_model(c.model)
+            allow = None if config.other_source else "other_source=true"
+            of = metadata.get("provenance"), train.programs, c, model, ("evaluation",), allow
+            if differs := compare_source(*of):
+                console.print(f"source: {differs}", style="dim", highlight=False, soft_wrap=True)
             sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch)
-            weights = restore_weights(checkpoints, step, model)
+            weights = restore_weights(checkpoints, step, model, config.weights)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             drawn = sampler.generate(weights, repeated)
             results = [

@@ -174,9 +174,7 @@ def check_config(c: Config) -> None:
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.save", c.training.save, tuple(KEPT))
     check_ranges("training", c.training, {"ema_decay": (0, 1)})
-    check_choice("training.eval_weights", c.training.eval_weights, WEIGHTS)
-    if c.training.eval_weights == "ema" and c.training.ema_decay is None:
-        raise ValueError("training.eval_weights is ema, and training.ema_decay null; give one, such as 0.999.")
+    check_weights("training.eval_weights", c.training.eval_weights, c.training.ema_decay)
     if getattr(c.model, "dropout", 0) and c.training.attention not in ("auto", "einsum"):
         raise ValueError(
             f"training.attention is {c.training.attention}, which has no dropout, and model.dropout {c.model.dropout}; "
@@ -190,6 +188,13 @@ def check_config(c: Config) -> None:
         raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
     if c.paths.model_name == "":
         raise ValueError("paths.model_name is empty; give the run a name.")
+
+
+def check_weights(name: str, which: str, ema_decay: float | None) -> None:
+    """Raises ValueError for a setting `name` that is none of WEIGHTS, or the average in a run that has none."""
+    check_choice(name, which, WEIGHTS)
+    if which == "ema" and ema_decay is None:
+        raise ValueError(f"{name} is ema, but training.ema_decay is null: the run keeps no average of its weights.")
 
 
 def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:
