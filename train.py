@@ -37,13 +37,12 @@ from modeling.loss_chunks import in_chunks
 from modeling.model import LanguageModel, Tokens, act, compute_scope
 from modeling.settings import ModelConfig
 from modeling.weights import Weight, matrix, vector
-from optimizers import groups
+from optimizers import rates
 from optimizers.config import OptimizerConfig
 from optimizers.muon import muon
-from optimizers.schedule import learning_rate
 from sampling.samples import TrainingSamples
 from shardlib import shardops
-from shardlib.layers import LayerMetrics, run_layers
+from shardlib.layers import Extras, LayerMetrics, run_layers
 from shardlib.pipeline import Parts
 from shardlib.shardtypes import Array, Subset, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from training_io import stages
@@ -235,7 +234,7 @@ class Forward:
 
     def __call__(
         self, w: W, tokens: Tokens, head: Callable, attend: Callable | None = None, caches: Any = None
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Any, Extras]:
         """head(w, x) of what the last layer gives for `tokens`; the caches of the layers as they are then; and Extras.
 
         attend(the layer's cache, q, k, v, rule, *learned, sinks, drop) gives what each query reads, and the cache then.
@@ -251,7 +250,7 @@ class Forward:
 
     def layers(
         self, w: Any, x: Any, tokens: Tokens, numbers: Any = None, attend: Callable | None = None, caches: Any = None
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Any, Extras]:
         """`x` after the layers `numbers`, those of a pipeline stage or, of None, all; their caches then; and Extras."""
         t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
 
@@ -410,7 +409,7 @@ def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfi
     """
     count = jnp.float32(step + 1)
 
-    def updated(update: groups.Update, w, g, mu, nu):
+    def updated(update: rates.Update, w, g, mu, nu):
         if update.algorithm != "adamw":
             return w, mu, nu
         mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
@@ -431,9 +430,9 @@ OPTIMIZERS = {"adamw": adamw, "muon": muon}
 @typed
 def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: Any) -> tuple[State[W], f32[""], f32[""]]:
     """The state after an update with the gradients `g`, their norm before clipping, and the learning rate."""
-    g = jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == groups.FROZEN else g, updates, g)
+    g = jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == rates.FROZEN else g, updates, g)
     g, norm = clip_by_global_norm(g, c.optimizer.clip_norm)
-    rate = learning_rate(step, c.optimizer)
+    rate = rates.learning_rate(step, c.optimizer)
     for algorithm in OPTIMIZERS.values():
         state = algorithm(state, g, step, rate, c.optimizer, updates)
     if c.training.ema_decay is not None:
@@ -455,8 +454,8 @@ class Metrics:
 
 def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     """Fresh weights, and zeros for the optimizer. Under jit; the values do not depend on the mesh."""
-    weights, updates = stages.fresh_weights(c, model, key), groups.updates_of(c.optimizer, model.table, OPTIMIZERS)
-    mu = jax.tree.map(lambda u, w: None if u.algorithm == groups.FROZEN else jnp.zeros_like(w), updates, weights)
+    weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
+    mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
     ema = jax.tree.map(lambda w: None if c.training.ema_decay is None else jnp.copy(w), weights)
     return State(weights, mu, nu, ema)
@@ -465,7 +464,7 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 def make_training_step(c: Config, model: LanguageModel):
     """The jitted training step: (state, batch, step) -> (state, metrics). The state's memory is used again."""
     forward, Weights = Forward(model, c.training), model.Weights
-    updates = groups.updates_of(c.optimizer, model.table, OPTIMIZERS)
+    updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
     @typed_shard_map
     def per_device(

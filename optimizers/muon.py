@@ -23,7 +23,7 @@ from jax import lax
 
 from modeling.weights import Weight
 from optimizers.config import OptimizerConfig
-from optimizers.groups import Update
+from optimizers.rates import Update
 from shardlib import shardops
 from shardlib.array_types import ABSENT, ArrayType, arrays_of
 from shardlib.parsing import Dim, sort_axes

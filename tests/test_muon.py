@@ -22,8 +22,7 @@ from modeling.model import load_model
 from modeling.weights import Weight, matrix, vector
 from optimizers import muon as optimizers
 from optimizers.config import OptimizerConfig
-from optimizers.groups import updates_of
-from optimizers.schedule import learning_rate
+from optimizers.rates import learning_rate, updates_of
 from shardlib.shardtypes import Array, f32, i32, is_fully_sharded, pytree_dataclass
 from training_io import Checkpointer
 from training_io.run import Run

@@ -12,8 +12,7 @@ import tiny
 
 import train
 from optimizers.config import check_optimizer
-from optimizers.groups import updates_of
-from optimizers.schedule import learning_rate
+from optimizers.rates import learning_rate, updates_of
 from shardlib.shardtypes import f32, i32, is_fully_sharded
 
 State = train.State[train.Transformer]
