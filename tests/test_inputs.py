@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import re
 import shutil
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,7 +22,7 @@ from input_loader import DataConfig, SourceConfig, StreamConfig, TokenBatch, mak
 from modeling.model import Tokens, load_model
 from sampling.drawing import Settings
 from sampling.sampler import Sampler
-from shardlib.shardtypes import make_shardings
+from shardlib.shardtypes import bool_, make_shardings, u32
 from tools.verify.measure import random_batch, type_check
 
 check_modules(flat_tokens)
@@ -87,6 +89,15 @@ def test_what_cannot_be_added(dataset, name, values, message):
     with pytest.raises(ValueError, match=message):
         flat_tokens.add_input(dataset[0], "train", name, values(dataset[1].size))
     assert "input_new" not in zarr.open_group(dataset[0], mode="r")["train"]
+
+
+@pytest.mark.quick
+def test_the_example_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / "flat-tokens.md").read_text(), flags=re.S):
+        if "data/mine.zarr" in block:
+            exec(block)
+    assert zarr.open_group("data/mine.zarr", mode="r")["train/input_language"][:].tolist() == [0, 0, 0, 3, 3]
 
 
 @pytest.mark.quick
@@ -250,32 +261,47 @@ def test_inputs_are_those_of_the_token_that_is_read(mask):
     rng = np.random.default_rng(0)
     targets, inputs = rng.integers(1, 9, (3, 7)).astype(np.uint32), rng.integers(1, 9, (3, 7, 2)).astype(np.uint32)
     starts = rng.random((3, 7)) < 0.3
-    found = Tokens.before(targets, starts, 0, None, mask, inputs)
+
+    def before(
+        targets: u32["B/r/d L"], starts: bool_["B/r/d L"], inputs: u32["B/r/d L inputs"]
+    ) -> tuple[u32["B/r/d L"], u32["B/r/d L inputs"]]:
+        tokens = Tokens.before(targets, starts, 0, None, mask, inputs)
+        return tokens.ids, tokens.inputs
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        found = tiny.per_device(before)(targets, starts, inputs)
     for row in range(3):
         for place in range(7):
             is_bos = place == 0 or (mask and starts[row, place])
-            assert found.ids[row, place] == (0 if is_bos else targets[row, place - 1])
-            assert found.inputs[row, place].tolist() == ([0, 0] if is_bos else inputs[row, place - 1].tolist())
-    assert Tokens.before(targets, starts, 0).inputs is None
+            assert found[0][row, place] == (0 if is_bos else targets[row, place - 1])
+            assert found[1][row, place].tolist() == ([0, 0] if is_bos else inputs[row, place - 1].tolist())
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "models.md").read_text()
+
+
+def patched(source):
+    """`source`, a model, with the change that docs/models.md shows."""
+    for hunk in re.search(r"```diff\n(.*?)```", PAGE, flags=re.S)[1].split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
 
 
 KINDED = (
-    MINE.replace('"mine"', '"kinded"')
-    .replace('embed: f32["V/t M/d/p"]\n', 'embed: f32["V/t M/d/p"]\n    kinds: f32["N/t M/d/p"]\n')
-    .replace("class Model:\n", 'class Model:\n    inputs = ("weight", "kind")\n')
-    .replace(
-        '"unembedding", std), layers)', f'"unembedding", std), Weight(({KINDS}, c.d_model), "embedding", std), layers)'
-    )
-    .replace(
-        '        return psum_scatter("B/r/d L M +t -> B/r/d L/t M", x)\n\n    def layer',
-        """        kinds = all_gather("N/t M/d/p -> N/t M", w.kinds.astype(act.dtype))
-        x = x + index_unreduced("[N/t] M, B/r/d L -> B/r/d L M +t", kinds, tokens.inputs[..., 1])
-        weight = lax.bitcast_convert_type(tokens.inputs[..., 0], jnp.float32)
-        return psum_scatter("B/r/d L M +t -> B/r/d L/t M", x * (1 + weight[..., None]))
-
-    def layer""",
-    )
+    patched(MINE)
+    .replace('"mine"', '"kinded"')
     .replace("import jax.numpy as jnp\n", "import jax.numpy as jnp\nfrom jax import lax\n")
+    .replace('inputs = ("kind",)', 'inputs = ("kind", "weight")')
+    .replace(
+        "        read = attend(",
+        """        weight = lax.bitcast_convert_type(tokens.inputs[..., 1], jnp.float32)
+        q = q * (1 + weight[..., None, None]).astype(x.dtype)
+        read = attend(""",
+    )
 )
 MESHES = {  # name: p, r, d, t
     "one device": (1, 1, 1, 1),
@@ -296,11 +322,11 @@ def kinded(tmp_path_factory):
     sys.modules.pop("kinded", None)
 
 
-def config(filespec, **training):
+def config(filespec, steps=4, **training):
     sizes = {"vocab": 2048, "d_model": 32, "layers": 4, "n_kv": 4, "n_q_per_kv": 1, "d_head": 8, "d_ff": 8}
     c = tiny.config(sys.modules["kinded"].ModelConfig(**sizes), **training)
     c.data = DataConfig(filespec=filespec)
-    c.training.batch_size, c.training.checkpoint_interval, c.training.eval_batches = 8, 2, 2
+    c.training.steps, c.training.checkpoint_interval, c.training.eval_batches = steps, 2, 2
     return c
 
 
@@ -325,14 +351,14 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unbroken(data, tmp_path_factory):
-    return losses(config(str(data), steps=4), tmp_path_factory.mktemp("runs") / "run", "one device")
+    return losses(config(str(data)), tmp_path_factory.mktemp("runs") / "run", "one device")
 
 
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "gather"), [("d=2 t=2", 2, "layer"), ("r=2 d=2", 1, "step"), ("p=2 d=2", 2, "layer")]
 )
 def test_it_trains_the_same_on_every_mesh(data, unbroken, tmp_path, mesh, microbatches, gather):
-    c = config(str(data), steps=4, microbatches=microbatches, gather_weights=gather)
+    c = config(str(data), microbatches=microbatches, gather_weights=gather)
     found = losses(c, tmp_path / "run", mesh)
     assert len(found) == 5
     np.testing.assert_allclose(found, unbroken, rtol=2e-5)
@@ -340,16 +366,22 @@ def test_it_trains_the_same_on_every_mesh(data, unbroken, tmp_path, mesh, microb
 
 def test_a_resumed_run_has_the_same_losses(data, unbroken, tmp_path):
     losses(config(str(data), steps=2, eval_interval=10), tmp_path / "run", "one device")
-    found = losses(config(str(data), steps=4), tmp_path / "run", "one device")
+    found = losses(config(str(data)), tmp_path / "run", "one device")
     assert [*found[:4], found[-1]] == unbroken
 
 
 @pytest.mark.parametrize(("name", "split"), [("kind", "train"), ("weight", "train"), ("kind", "validation")])
 def test_the_loss_depends_on_each_input(data, unbroken, tmp_path, name, split):
     shutil.copytree(data, tmp_path / "d")
-    values = zarr.open_group(str(data), mode="r")[f"{split}/inputs/{name}"][:]
+    values = zarr.open_group(str(data), mode="r")[f"{split}/input_{name}"][:]
     flat_tokens.add_input(str(tmp_path / "d"), split, name, values[::-1], overwrite=True)
-    found = losses(config(str(tmp_path / "d"), steps=4), tmp_path / "run", "one device")
+    found = losses(
+        config(
+            str(tmp_path / "d"),
+        ),
+        tmp_path / "run",
+        "one device",
+    )
     changed = np.abs(np.array(found) - unbroken) > 1e-4
     assert changed.tolist() == ([True] * 5 if split == "train" else [False] * 4 + [True])
 
@@ -357,19 +389,24 @@ def test_the_loss_depends_on_each_input(data, unbroken, tmp_path, name, split):
 def test_it_is_not_sampled(data, tmp_path):
     c = config(str(data), steps=2)
     c.training.sample_interval = 1
-    with pytest.raises(ValueError, match=r"sample_interval is 1, but the model reads weight, kind .*sample_interval=n"):
+    with pytest.raises(ValueError, match=r"sample_interval is 1, but the model reads kind, weight .*sample_interval=n"):
         losses(c, tmp_path / "run", "one device")
     with (
         jax.set_mesh(tiny.mesh("one device")),
-        pytest.raises(ValueError, match=r"'kinded' reads weight, kind .* cannot"),
+        pytest.raises(ValueError, match=r"'kinded' reads kind, weight .* cannot"),
     ):
         Sampler(tiny.forward(c), Settings(max_tokens=3), context=16)
 
 
 def test_its_step_is_type_checked_by_verify(data):
-    c = config(str(data))
+    c = config(str(data), microbatches=2)
     type_check(c, {"p": 2, "r": 1, "d": 2, "t": 2})
     assert random_batch(c).inputs.shape == (8, tiny.LENGTH, 2)
+
+
+@pytest.mark.quick
+def test_the_change_fits_the_model_of_the_page():
+    patched(re.search(r"```python\n(.*?)```", PAGE, flags=re.S)[1])
 
 
 @pytest.mark.quick
