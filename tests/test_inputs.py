@@ -92,15 +92,6 @@ def test_what_cannot_be_added(dataset, name, values, message):
 
 
 @pytest.mark.quick
-def test_the_example_of_the_page(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for block in re.findall(r"```python\n(.*?)```", (DOCS / "flat-tokens.md").read_text(), flags=re.S):
-        if "data/mine.zarr" in block:
-            exec(block)
-    assert zarr.open_group("data/mine.zarr", mode="r")["train/input_language"][:].tolist() == [0, 0, 0, 3, 3]
-
-
-@pytest.mark.quick
 def test_one_that_is_replaced(dataset, tmp_path):
     shutil.copytree(dataset[0], tmp_path / "d")
     fewer = (dataset[3][:, 0] % 2).astype(np.uint8)
@@ -277,8 +268,7 @@ def test_inputs_are_those_of_the_token_that_is_read(mask):
             assert found[1][row, place].tolist() == ([0, 0] if is_bos else inputs[row, place - 1].tolist())
 
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGE = (DOCS / "models.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
 
 
 def patched(source):
