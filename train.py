@@ -285,7 +285,7 @@ class Forward:
     def tokens(self, batch: TokenBatch, seeds: jax.Array | None = None) -> Tokens:
         """What the model is given of a batch. `seeds`: a random number for each of its sequences."""
         mask, bos_id = self.training.document_mask, self.model.c.bos_id
-        return Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, document_mask=mask)
+        return Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
 
     def copies(self, w: W, gather: bool = False) -> W:
         """The weights as all microbatches use them: a copy on each replica. Their gradients are reduced once, here.

@@ -15,6 +15,7 @@ from .format import (
     opening_context,
     unigram_entropy,
 )
+from .inputs import add_input
 from .reader import Reader
 from .writer import Writer
 
@@ -26,6 +27,7 @@ __all__ = [
     "TOKENS_SHARD",
     "Reader",
     "Writer",
+    "add_input",
     "check_absent",
     "decode",
     "delete_split",

@@ -58,10 +58,8 @@ class FsspecReader(Reader):
         self._check_array(key, array.shape, array.dtype, dtype)
         return array
 
-    @property
-    def file_tokens(self) -> int:
-        """Elements of encoded_tokens in one file, at least 1; the last file may hold fewer."""
-        return (self._tokens.shards or self._tokens.chunks)[0]
+    def _file_size(self, array: Any) -> int:
+        return (array.shards or array.chunks)[0]
 
     def _begin(self, array: Any, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
         if not isinstance(array, zarr.AsyncArray):

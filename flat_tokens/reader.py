@@ -2,8 +2,9 @@
 
 import functools
 import json
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,10 @@ class Reader:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
         cache_bytes: bound on the decoded chunks and shard indexes kept in memory.
+        inputs: names of further arrays of the split, with a value for each token, to be read beside the tokens.
 
     Raises:
-        ValueError: the split is missing, incomplete, truncated, or not in this format.
+        ValueError: the split, or an input, is missing, incomplete, truncated, or not in this format.
     """
 
     num_tokens: int
@@ -40,7 +42,7 @@ class Reader:
     attributes: Mapping[str, Any]
     """All attributes of the split's group, among them what the tokenization tool records."""
 
-    def __init__(self, filespec: str, split: str, *, cache_bytes: int = 2**28):
+    def __init__(self, filespec: str, split: str, *, cache_bytes: int = 2**28, inputs: Sequence[str] = ()):
         self.path = f"{filespec.rstrip('/')}/{split}"
         self._connect(filespec, cache_bytes)
         self.attributes, self._driver = self._read_attributes(split)
@@ -54,6 +56,7 @@ class Reader:
         )
         self.num_tokens = self._tokens.shape[0]
         self.num_documents = self._starts.shape[0] - 1
+        self._inputs = {name: self._open_input(split, name) for name in inputs}
         self._check_extent()
 
     def _connect(self, filespec: str, cache_bytes: int) -> None:
@@ -128,7 +131,19 @@ class Reader:
     @property
     def file_tokens(self) -> int:
         """Elements of encoded_tokens in one file, at least 1; the last file may hold fewer."""
-        return self._tokens.chunk_layout.write_chunk.shape[0]
+        return self._file_size(self._tokens)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs that are read beside the tokens."""
+        return tuple(self._inputs)
+
+    def file_sizes(self) -> dict[str | None, int]:
+        """Elements in one file, at least 1: of encoded_tokens by None, of each input by its name."""
+        return {None: self.file_tokens} | {name: self._file_size(array) for name, array in self._inputs.items()}
+
+    def _file_size(self, array: Any) -> int:
+        return array.chunk_layout.write_chunk.shape[0]
 
     def _attribute(self, name: str) -> int:
         value = self.attributes[name]
@@ -150,6 +165,29 @@ class Reader:
         except ValueError as e:
             raise self._no_array(key) from e
         self._check_array(key, array.shape, array.dtype.numpy_dtype, dtype)
+        return array
+
+    def input_key(self, split: str, name: str) -> str:
+        """Where the array of an input is. Raises ValueError for a name that it cannot have, or a split in zarr v2."""
+        if not re.fullmatch("[A-Za-z0-9_-]+", name):
+            raise ValueError(f"{name!r} is no name of an input; it may have letters, digits, _ and -.")
+        if self._driver != "zarr3":
+            raise ValueError(f"{self.path} is in zarr v2, which has no inputs; write it again with the tools.")
+        return f"{split}/input_{name}"
+
+    def _open_input(self, split: str, name: str) -> Any:
+        key = self.input_key(split, name)
+        if self._read_key(f"{key}/zarr.json") is None:
+            raise ValueError(
+                f"{self.path} has no input {name}: its array input_{name} is missing. Add it with "
+                "flat_tokens.add_input (docs/flat-tokens.md), or choose a dataset that has it."
+            )
+        array = self._open_array(key, np.uint32)
+        if array.shape[0] != self.num_tokens:
+            raise ValueError(
+                f"{self.path}: input_{name} has {array.shape[0]} values for {self.num_tokens} tokens, and must "
+                "have one for each. Add it again with flat_tokens.add_input(…, overwrite=True)."
+            )
         return array
 
     def _open_with_zarr(self, filespec: str, key: str, memory: int) -> Any:
@@ -187,8 +225,8 @@ class Reader:
                 f"{self.path} is truncated: seq_starts ends at token {end}, encoded_tokens at {self.num_tokens}. "
                 "Write or copy the dataset again."
             )
-        if self.num_tokens:
-            self.read(np.array([0, self.num_tokens - 1]), np.array([1, 1]))
+        for name in (None, *self._inputs) if self.num_tokens else ():
+            self.read(np.array([0, self.num_tokens - 1]), np.array([1, 1]), name)
 
     def _begin(self, array: Any, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
         """Begins to read `array` over each (start, end); the function returned waits, and joins them."""
@@ -217,11 +255,12 @@ class Reader:
             "Write or copy the dataset again."
         )
 
-    def begin_read(self, starts: Places, lengths: Places) -> Callable[[], SomeTokens]:
+    def begin_read(self, starts: Places, lengths: Places, name: str | None = None) -> Callable[[], SomeTokens]:
         """Begins to read the stored tokens `[starts[i], starts[i] + lengths[i])` of each row i, all at once.
 
-        Returns a function that waits for them and gives them one row after the other, or raises ValueError where a file
-        of the dataset is missing, truncated or corrupt. At least one row; lengths of at least 1.
+        With `name`, the values of that input for these tokens. Returns a function that waits for them and gives them
+        one row after the other, or raises ValueError where a file of the dataset is missing, truncated or corrupt. At
+        least one row; lengths of at least 1.
         """
         ends = starts + lengths
         # Rows that follow one another in the dataset are one read.
@@ -230,15 +269,17 @@ class Reader:
         spans = list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
         between = "between " if len(spans) > 1 else ""
         what = f"tokens {between}{starts.min()} {'and' if between else 'to'} {ends.max() - 1}"
+        if name is not None:
+            return self._begin(self._inputs[name], spans, f"input_{name} of {what}")
         return self._begin(self._tokens, spans, what)
 
-    def read(self, starts: Places, lengths: Places) -> list[SomeTokens]:
-        """The stored tokens `[starts[i], starts[i] + lengths[i])` of each row i; all rows are read at once.
+    def read(self, starts: Places, lengths: Places, name: str | None = None) -> list[SomeTokens]:
+        """The stored tokens `[starts[i], starts[i] + lengths[i])` of each row i, or of input `name`; all read at once.
 
         Raises:
             ValueError: a file of the dataset is missing, truncated or corrupt.
         """
-        return np.split(self.begin_read(starts, lengths)(), np.cumsum(lengths)[:-1]) if starts.size else []
+        return np.split(self.begin_read(starts, lengths, name)(), np.cumsum(lengths)[:-1]) if starts.size else []
 
     def document_spans(self, documents: Places) -> tuple[Places, Places]:
         """`(starts, lengths)` of documents, given by their index in [0, num_documents), in tokens."""
@@ -256,14 +297,20 @@ class Reader:
     def fingerprint(self) -> str:
         """Tells the split from others wherever it lies: its sizes, and a checksum of tokens at 16 places in it.
 
+        Of each input that is read too, a checksum at the same places.
+
         Raises:
             ValueError: a file of the dataset is missing, truncated or corrupt.
         """
         length = min(self.num_tokens, 64)
         starts = np.unique(np.linspace(0, self.num_tokens - length, 16).astype(np.int64))
-        sample = np.concatenate(self.read(starts, np.full_like(starts, length))) if length else np.zeros(0, np.uint32)
-        checksum = zlib.crc32(sample.astype("<u4").tobytes())
-        return f"{self.num_tokens} tokens, {self.num_documents} documents, ids to {self.max_token_id}, {checksum:08x}"
+
+        def checksum(name: str | None) -> str:
+            sample = self.read(starts, np.full_like(starts, length), name) if length else [np.zeros(0, np.uint32)]
+            return f"{zlib.crc32(np.concatenate(sample).astype('<u4').tobytes()):08x}"
+
+        sizes = f"{self.num_tokens} tokens, {self.num_documents} documents, ids to {self.max_token_id}"
+        return ", ".join([sizes, checksum(None), *(f"{name} {checksum(name)}" for name in self.inputs)])
 
     def blocks(self, max_tokens: int | None = None) -> Iterator[SomeTokens]:
         """The stored tokens in order, in blocks of a few MiB; the first `max_tokens` of them, or all."""

@@ -6,6 +6,7 @@ several times slower but reaches every store that has an fsspec package: `hf://`
 
 import os
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,17 +19,15 @@ MOST_PROBES_REMOTE = 64
 """Files that `check_files` reads from at most, which bounds what opening a dataset costs."""
 
 
-def open_reader(filespec: str, split: str, *, cache_bytes: int = 2**28) -> Reader:
-    """A reader of one split, its files checked as far as `check_files` says.
+def open_reader(filespec: str, split: str, *, cache_bytes: int = 2**28, inputs: Sequence[str] = ()) -> Reader:
+    """A reader of one split and these inputs, its files checked as far as `check_files` says.
 
     Raises:
         ValueError: the split is missing, incomplete, truncated, not in this format, or at a URL that nothing can read.
     """
     scheme = filespec.split("://")[0] if "://" in filespec else "file"
-    if scheme in TENSORSTORE_SCHEMES:
-        reader = Reader(filespec, split, cache_bytes=cache_bytes)
-    else:
-        reader = FsspecReader(filespec, split, cache_bytes=cache_bytes)
+    kind = Reader if scheme in TENSORSTORE_SCHEMES else FsspecReader
+    reader = kind(filespec, split, cache_bytes=cache_bytes, inputs=inputs)
     check_files(reader, "://" not in filespec)
     return reader
 
@@ -37,7 +36,7 @@ def check_files(reader: Reader, local: bool) -> None:
     """Looks into the files of a split for what cuts it short, without reading it all.
 
     In zarr v3 it reads the index and one token at the end of each file, whose checksums show a file that is missing,
-    truncated, or of another array; of at most 4096 files of a local dataset and 64 of a remote one, evenly spaced. In
+    truncated, or of another array; of at most 4096 files of an array of a local dataset and 64 of a remote one. In
     zarr v2 it compares the size of each local file with what its Blosc header states; remote files are not looked at.
     What these leave out is found, by checksums in zarr v3, when it is read.
 
@@ -48,12 +47,13 @@ def check_files(reader: Reader, local: bool) -> None:
         if local:
             _check_blosc_files(reader)
         return
-    size, end = reader.file_tokens, reader.num_tokens
-    num_files = -(-end // size)
-    most = MOST_PROBES_LOCAL if local else MOST_PROBES_REMOTE
-    which = np.unique(np.linspace(0, num_files - 1, min(num_files, most)).astype(np.int64)) if num_files else []
-    places = [min((int(i) + 1) * size, end) - 1 for i in which]
-    for wait in [reader.begin_read(np.array([place]), np.array([1])) for place in places]:
+    most, end, waiting = MOST_PROBES_LOCAL if local else MOST_PROBES_REMOTE, reader.num_tokens, []
+    for name, size in reader.file_sizes().items():
+        num_files = -(-end // size)
+        which = np.unique(np.linspace(0, num_files - 1, min(num_files, most)).astype(np.int64)) if num_files else []
+        places = [min((int(i) + 1) * size, end) - 1 for i in which]
+        waiting += [reader.begin_read(np.array([place]), np.array([1]), name) for place in places]
+    for wait in waiting:
         wait()
 
 

@@ -4,7 +4,7 @@
 that is tokenized on the fly. `Prefetcher` loads batches ahead of use.
 """
 
-from input_loader.batches import Limit, Loader, Prefetcher, Rows, TokenBatch, batch_shapes
+from input_loader.batches import Limit, Loader, Prefetcher, Rows, RowsWithInputs, TokenBatch, batch_shapes
 from input_loader.config import DataConfig, fixed_settings, make_loader, steps_for
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.mixture import MixtureLoader, SourceConfig
@@ -21,6 +21,7 @@ __all__ = [
     "Prefetcher",
     "ReadingConfig",
     "Rows",
+    "RowsWithInputs",
     "SourceConfig",
     "StreamConfig",
     "StreamLoader",

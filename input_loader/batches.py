@@ -1,8 +1,9 @@
 """What all loaders have in common: batches, their way to the devices, and loading them ahead of use."""
 
+import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -25,12 +26,17 @@ class TokenBatch:
     """Where a document starts. Nothing before such a place in its row may be seen from it or after it."""
     loss_mask: bool_["B/r/d L"]
     """False in padding, where there is nothing to predict."""
+    inputs: u32["B/r/d L inputs"] | None = None
+    """What else the dataset has of each target, for a model that reads it; 0 in padding. None where no model asks."""
 
 
-def batch_shapes(batch_size: int, seq_len: int) -> TokenBatch:
+def batch_shapes(batch_size: int, seq_len: int, inputs: int = 0) -> TokenBatch:
     """The `jax.ShapeDtypeStruct` of each array of a batch on the mesh in force: enough to compile a step."""
-    shape = lambda dtype, sharding: jax.ShapeDtypeStruct((batch_size, seq_len), dtype, sharding=sharding)
-    return jax.tree.map(shape, TokenBatch(np.uint32, np.bool_, np.bool_), make_shardings(TokenBatch))
+    shape = batch_size, seq_len
+    struct = jax.ShapeDtypeStruct
+    tokens, flags = struct(shape, np.uint32), struct(shape, np.bool_)
+    batch = TokenBatch(tokens, flags, flags, struct((*shape, inputs), np.uint32) if inputs else None)
+    return jax.tree.map(lambda x, s: x.update(sharding=s), batch, make_shardings(TokenBatch, like=batch))
 
 
 class Rows(NamedTuple):
@@ -39,6 +45,15 @@ class Rows(NamedTuple):
     targets: np.ndarray
     is_seq_start: np.ndarray
     loss_mask: np.ndarray
+
+
+class RowsWithInputs(NamedTuple):
+    """Rows of a batch on the host where a model reads inputs: Rows, and `inputs` of shape (rows, seq_len, inputs)."""
+
+    targets: np.ndarray
+    is_seq_start: np.ndarray
+    loss_mask: np.ndarray
+    inputs: np.ndarray
 
 
 class Limit(NamedTuple):
@@ -58,6 +73,7 @@ class Loader:
         seq_len: tokens in a row.
         shardings: where `load` places a batch; by default as TokenBatch says, on the mesh that is set now. Without
             either, only `rows` works.
+        inputs: names of the inputs that batches hold beside the tokens.
 
     Raises:
         ValueError: a size out of range, or a batch that the mesh does not divide.
@@ -70,13 +86,14 @@ class Loader:
     limit: Limit | None = None
     """How long the data lasts, None if it repeats without end."""
 
-    def __init__(self, batch_size: int, seq_len: int, shardings: TokenBatch | None = None):
+    def __init__(self, batch_size: int, seq_len: int, shardings: TokenBatch | None = None, inputs: Sequence[str] = ()):
         check_range({"batch_size": (batch_size, 1), "seq_len": (seq_len, 1)})
         self.batch_size, self.seq_len = batch_size, seq_len
         if shardings is None and not jax.sharding.get_abstract_mesh().empty:
             shardings = make_shardings(TokenBatch)
         self._shardings = shardings
         if shardings is not None:
+            self._shardings = shardings if inputs else dataclasses.replace(shardings, inputs=None)
             self._check_divides(shardings)
 
     @property
@@ -84,7 +101,7 @@ class Loader:
         """Tokens in a batch, over all hosts, padding included."""
         return self.batch_size * self.seq_len
 
-    def rows(self, step: int, rows: Indices) -> Rows:
+    def rows(self, step: int, rows: Indices) -> Rows | RowsWithInputs:
         """The given rows, each in [0, batch_size), of the batch of `step`, at least 0.
 
         Raises:
@@ -134,9 +151,9 @@ class Loader:
 
         def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
             def shard(index: tuple[slice, ...]) -> np.ndarray:
-                return values[place[index[0].indices(self.batch_size)[:2]], index[1]]
+                return values[place[index[0].indices(self.batch_size)[:2]], *index[1:]]
 
-            return jax.make_array_from_callback(shape, sharding, shard)
+            return jax.make_array_from_callback((self.batch_size, *values.shape[1:]), sharding, shard)
 
         return jax.tree.map(put, TokenBatch(*host), self._shardings)
 

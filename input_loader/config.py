@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ def make_loader(
     vocab_size: int | None = None,
     shardings: TokenBatch | None = None,
     state: Mapping[str, Any] | None = None,
+    inputs: Sequence[str] = (),
 ) -> Loader:
     """The loader that `config` asks for. Splits other than `train` are read in order, and as often as one likes.
 
@@ -46,6 +47,7 @@ def make_loader(
         vocab_size: bound on the token ids, or None for no check.
         shardings: where `load` places a batch; by default as TokenBatch says, on the mesh that is set now.
         state: what `Loader.state` gave for the step to go on with; None or empty for the beginning.
+        inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
 
     Raises:
         ValueError: settings that contradict each other or are out of range, a state that does not fit them, or data
@@ -68,11 +70,16 @@ def make_loader(
         mixture = {name: dataclasses.replace(source, max_epochs=None) for name, source in mixture.items()}
     sizes = split, batch_size, seq_len, vocab_size, shardings
     if config.stream is not None:
+        if inputs:
+            raise ValueError(
+                f"data.stream is set, but the model reads {', '.join(inputs)} beside the tokens, which a stream "
+                "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
+            )
         return StreamLoader(config.stream, ReadingConfig(**reading), *sizes, state=dict(state) if state else None)
     if mixture:
-        loader: Loader = MixtureLoader(mixture, ReadingConfig(**reading), *sizes)
+        loader: Loader = MixtureLoader(mixture, ReadingConfig(**reading), *sizes, inputs)
     else:
-        loader = FlatTokensLoader(FlatTokensConfig(config.filespec, **reading), *sizes)
+        loader = FlatTokensLoader(FlatTokensConfig(config.filespec, **reading), *sizes, inputs)
     if state:
         _check_same(state, loader.state(0))
     return loader

@@ -1,7 +1,7 @@
 """Batches of one flat-tokens dataset: a pure function of dataset, seed and step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import flat_tokens
 from flat_tokens.stores import open_reader
 from input_loader import shuffle
-from input_loader.batches import Limit, Loader, Rows, TokenBatch, check_range
+from input_loader.batches import Limit, Loader, Rows, RowsWithInputs, TokenBatch, check_range
 from input_loader.shuffle import Indices
 
 CHECKED_DOCUMENTS = 2**16
@@ -53,11 +53,11 @@ class FlatTokensLoader(Loader):
         batch_size: rows in a batch, over all hosts.
         seq_len: tokens in a row.
         vocab_size: bound on the token ids, or None for no check.
-        shardings: where `load` places a batch; see Loader.
+        shardings, inputs: see Loader.
 
     Raises:
-        ValueError: a setting out of range, a dataset that is missing, damaged or too short, token ids that exceed the
-            vocabulary, or a batch that the mesh does not divide.
+        ValueError: a setting out of range, a dataset or an input of it that is missing, damaged or too short, token ids
+            that exceed the vocabulary, or a batch that the mesh does not divide.
     """
 
     parallel_loads = 8
@@ -70,11 +70,12 @@ class FlatTokensLoader(Loader):
         seq_len: int,
         vocab_size: int | None = None,
         shardings: TokenBatch | None = None,
+        inputs: Sequence[str] = (),
     ):
-        super().__init__(batch_size, seq_len, shardings)
+        super().__init__(batch_size, seq_len, shardings, inputs)
         check_range({"seed": (config.seed, 0), "cache_bytes": (config.cache_bytes, 0)})
         self.config = config
-        self.dataset = open_reader(config.filespec, split, cache_bytes=config.cache_bytes)
+        self.dataset = open_reader(config.filespec, split, cache_bytes=config.cache_bytes, inputs=inputs)
         path, largest = self.dataset.path, self.dataset.max_token_id
         if vocab_size is not None and largest >= vocab_size:
             raise ValueError(
@@ -118,7 +119,7 @@ class FlatTokensLoader(Loader):
             raise ValueError(f"max_epochs is {epochs} for {self.config.filespec}; it must be above 0, or null.")
         return None if epochs is None else math.floor(epochs * self.rows_per_epoch)
 
-    def rows(self, step: int, rows: Indices) -> Rows:
+    def rows(self, step: int, rows: Indices) -> Rows | RowsWithInputs:
         self._check_step(step)
         return self.begin(step * self.batch_size + rows)()
 
@@ -145,12 +146,13 @@ class FlatTokensLoader(Loader):
             )
         return starts, lengths
 
-    def begin(self, numbers: Indices) -> Callable[[], Rows]:
+    def begin(self, numbers: Indices) -> Callable[[], Rows | RowsWithInputs]:
         """Begins to read rows, given by their numbers over all epochs, at least one; what it returns waits for them."""
         starts, lengths = self.spans(numbers)
         reading = self.dataset.begin_read(starts, lengths)
+        reading_inputs = [self.dataset.begin_read(starts, lengths, name) for name in self.dataset.inputs]
 
-        def finish() -> Rows:
+        def finish() -> Rows | RowsWithInputs:
             if self.config.sequence_packing:
                 encoded = reading().reshape(-1, self.seq_len)
                 loss_mask = np.ones(encoded.shape, np.bool_)
@@ -164,7 +166,12 @@ class FlatTokensLoader(Loader):
                     f"{self.dataset.path} holds the token id {targets.max()}, but its attribute max_token_id is "
                     f"{self.max_token_id}. Write or copy the dataset again."
                 )
-            return Rows(targets, is_seq_start, loss_mask)
+            if not reading_inputs:
+                return Rows(targets, is_seq_start, loss_mask)
+            inputs = np.zeros((*loss_mask.shape, len(reading_inputs)), np.uint32)
+            for i, wait in enumerate(reading_inputs):
+                inputs[loss_mask, i] = wait()
+            return RowsWithInputs(targets, is_seq_start, loss_mask, inputs)
 
         return finish
 

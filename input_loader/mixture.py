@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from input_loader import shuffle
-from input_loader.batches import Limit, Loader, Rows, TokenBatch
+from input_loader.batches import Limit, Loader, Rows, RowsWithInputs, TokenBatch
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.shuffle import Indices
 
@@ -107,7 +107,7 @@ class MixtureLoader(Loader):
         sources: the datasets by name, at least one.
         reading: how all of them are read. Its max_epochs is not used: each source has its own.
         split: `train` or `validation`; each source has it.
-        batch_size, seq_len, vocab_size, shardings: as for FlatTokensLoader.
+        batch_size, seq_len, vocab_size, shardings, inputs: as for FlatTokensLoader; each source has the inputs.
 
     Raises:
         ValueError: a weight out of range, one dataset named twice, or what FlatTokensLoader raises for one of them.
@@ -124,8 +124,9 @@ class MixtureLoader(Loader):
         seq_len: int,
         vocab_size: int | None = None,
         shardings: TokenBatch | None = None,
+        inputs: Sequence[str] = (),
     ):
-        super().__init__(batch_size, seq_len, shardings)
+        super().__init__(batch_size, seq_len, shardings, inputs)
         _check_sources(sources)
         shared = {field.name: getattr(reading, field.name) for field in dataclasses.fields(ReadingConfig)}
         shared["cache_bytes"] //= len(sources)
@@ -137,6 +138,7 @@ class MixtureLoader(Loader):
                 seq_len,
                 vocab_size,
                 shardings,
+                inputs,
             )
             for name, source in sources.items()
         }
@@ -150,19 +152,20 @@ class MixtureLoader(Loader):
         self.num_tokens = sum(loader.num_tokens for loader in self.sources.values())
         self.limit = self._find_limit()
 
-    def rows(self, step: int, rows: Indices) -> Rows:
+    def rows(self, step: int, rows: Indices) -> Rows | RowsWithInputs:
         self._check_step(step)
         source, number = self.quotas.locate(step * self.batch_size + rows)
-        reading: list[tuple[np.ndarray, Callable[[], Rows]]] = []
+        reading: list[tuple[np.ndarray, Callable[[], Rows | RowsWithInputs]]] = []
         for i, loader in enumerate(self.sources.values()):
             where = np.flatnonzero(source == i)
             if where.size:
                 reading.append((where, loader.begin(number[where])))
-        batch = Rows(*(np.zeros((rows.size, self.seq_len), dtype) for dtype in (np.uint32, np.bool_, np.bool_)))
-        for where, finish in reading:
-            for whole, part in zip(batch, finish(), strict=True):
-                whole[where] = part
-        return batch
+        parts = [(where, finish()) for where, finish in reading]
+        batch = [np.zeros((rows.size, *x.shape[1:]), x.dtype) for x in parts[0][1]]
+        for where, part in parts:
+            for whole, x in zip(batch, part, strict=True):
+                whole[where] = x
+        return type(parts[0][1])(*batch)
 
     def source_tokens(self, step: int) -> dict[str, int]:
         self._check_step(step)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from modeling.attention import choose
-from modeling.model import Tokens, compute_scope, period_of
+from modeling.model import Tokens, blank_inputs, compute_scope, period_of
 from modeling.rules import Rule
 from modeling.weights import shapes_of
 from shardlib import gathers, shardops
@@ -64,7 +64,7 @@ def calls_of(forward: Any, length: int) -> list[Call]:
         zeros = varying(jnp.zeros((1, length), jnp.int32), stage_axes())
         drops = getattr(model.c, "dropout", 0)
         keys = jax.vmap(jax.random.key)(jnp.uint32(zeros[:, 0])) if drops else None
-        tokens = Tokens(jnp.uint32(zeros), zeros, zeros, keys).prepared(model)
+        tokens = Tokens(jnp.uint32(zeros), zeros, zeros, keys, inputs=blank_inputs(model, zeros)).prepared(model)
         x = model.embed(w, tokens)
         for turn in range(period_of(model)):
             attend = functools.partial(note, turn)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from modeling.model import LanguageModel, Tokens, check_logits
+from modeling.model import LanguageModel, Tokens, blank_inputs, check_logits
 from shardlib import gathers
 from shardlib.layers import parts_of
 from shardlib.op_checks import varying
@@ -32,7 +32,7 @@ def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, laye
     def parts(w: Any) -> None:
         # Of one sequence: the gathers of weights do not depend on the batch.
         zeros = varying(jnp.zeros((1, length), jnp.int32), stage_axes())
-        tokens = Tokens(jnp.uint32(zeros), zeros, zeros).prepared(model)
+        tokens = Tokens(jnp.uint32(zeros), zeros, zeros, inputs=blank_inputs(model, zeros)).prepared(model)
         x = model.embed(w, tokens)
         if layers:
             first = jax.tree.map(lambda stack: stack[0], w.layers)

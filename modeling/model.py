@@ -50,6 +50,9 @@ class Tokens:
     """What the model's `prepare` computed, once for all layers."""
     turn: int = dataclasses.field(default=0, metadata={"static": True})
     """Place of the layer in its period, in [0, Model.period)."""
+    inputs: u32["B/r/d L inputs"] | None = None
+    """What the dataset has of each token that is read, in the order of Model.inputs; 0 where that is `bos_id`. None for
+    a model without such."""
 
     @property
     def places(self) -> Places:
@@ -66,6 +69,7 @@ class Tokens:
         bos_id: int,
         seeds: u32["B/r/d"] | None = None,
         document_mask: bool = True,
+        inputs: u32["B/r/d L inputs"] | None = None,
     ) -> Self:
         """The token before each target, `bos_id` before the first of a document. Per-device code.
 
@@ -75,6 +79,7 @@ class Tokens:
             bos_id: the token that stands before each document.
             seeds: a random number for each sequence; None: nothing is random.
             document_mask: whether documents begin where `starts` says; otherwise each sequence is one document.
+            inputs: what the dataset has of each target.
         """
         place = jnp.arange(targets.shape[1], dtype=jnp.int32)
         if not document_mask:
@@ -83,7 +88,11 @@ class Tokens:
         ids = jnp.where(starts, jnp.uint32(bos_id), before)
         document = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
         positions = place - lax.cummax(jnp.where(starts, place, 0), axis=1)
-        return cls(ids, positions, document, None if seeds is None else jax.vmap(jax.random.key)(seeds))
+        if inputs is not None:
+            inputs = jnp.pad(inputs[:, :-1], ((0, 0), (1, 0), (0, 0)))
+            inputs = jnp.where(starts[..., None], jnp.uint32(0), inputs)
+        keys = None if seeds is None else jax.vmap(jax.random.key)(seeds)
+        return cls(ids, positions, document, keys, inputs=inputs)
 
     def prepared(self, model: "LanguageModel") -> Self:
         """The same with what the model computes of it once for all layers, if anything."""
@@ -102,9 +111,10 @@ class Tokens:
 class LanguageModel(Protocol):
     """The parts of a model, per-device code but for the first two. `Model(c)` makes one from its ModelConfig.
 
-    A model may have two more. `prepare(tokens) -> Tokens` is called once ahead of the layers: what it adds as `shared`
+    A model may have more. `prepare(tokens) -> Tokens` is called once ahead of the layers: what it adds as `shared`
     is computed once for all of them. `period`, an int, is the number of layers after which the pattern of layers
-    repeats, if they are not all alike: `tokens.turn` then says which of them a layer is.
+    repeats, if they are not all alike: `tokens.turn` then says which of them a layer is. `inputs`, names, are what it
+    reads of a dataset beside the tokens (docs/flat-tokens.md): `tokens.inputs` has them.
     """
 
     c: Any
@@ -137,6 +147,17 @@ class LanguageModel(Protocol):
 def period_of(model: LanguageModel) -> int:
     """Layers after which the pattern of the model's layers repeats; 1 where all are alike."""
     return getattr(model, "period", 1)
+
+
+def inputs_of(model: LanguageModel) -> tuple[str, ...]:
+    """Names of what the model reads of a dataset beside the tokens; mostly none."""
+    return tuple(getattr(model, "inputs", ()))
+
+
+def blank_inputs(model: LanguageModel, zeros: jax.Array) -> jax.Array | None:
+    """For a trace: inputs that are 0, of as many tokens as `zeros`[B, L] has; None for a model without such."""
+    count = len(inputs_of(model))
+    return jnp.repeat(jnp.uint32(zeros)[..., None], count, axis=-1) if count else None
 
 
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded", "check")
@@ -210,6 +231,12 @@ def load_model(c: Any) -> LanguageModel:
         raise ValueError(f"{what} Model has no {', '.join(missing)}; see docs/models.md.")
     if model.c is not c:
         raise ValueError(f"{what} Model has another c than the ModelConfig it is made from; see docs/models.md.")
+    inputs = getattr(model, "inputs", ())
+    if not isinstance(inputs, tuple | list) or len({name for name in inputs if isinstance(name, str)}) != len(inputs):
+        raise ValueError(
+            f"{what} Model has inputs {inputs!r}; it must be a tuple of names, each once: ('language',); see "
+            "docs/models.md."
+        )
     if not (isinstance(kind.Weights, type) and dataclasses.is_dataclass(kind.Weights)):
         raise ValueError(f"{what} Weights is not a pytree_dataclass; see docs/models.md.")
     if not isinstance(model.table, model.Weights):

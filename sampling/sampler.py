@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from input_loader import TokenBatch
-from modeling.model import compute_scope
+from modeling.model import compute_scope, inputs_of
 from sampling.cache import KeyValues, Texts, next_logits, next_logits_without_cache, window_cache, window_start
 from sampling.drawing import ROUNDING, Settings, check_ids, choose, compare
 from sampling.probes import why_no_cache
@@ -61,12 +61,17 @@ class Sampler:
         compare: the one that draws tokens without the cache, for `check`.
 
     Raises:
-        ValueError: a setting out of its range.
+        ValueError: a setting out of its range, or a model that reads more than tokens.
     """
 
     def __init__(self, forward: Any, settings: Settings, context: int, batch: int = 64):
         c = forward.model.c
         settings.check(c.vocab)
+        if inputs := inputs_of(forward.model):
+            raise ValueError(
+                f"model.module {c.module!r} reads {', '.join(inputs)} beside the tokens, which a drawn token does not "
+                "have: it cannot be sampled. Evaluate it instead, or sample one without Model.inputs."
+            )
         if context < 2:
             raise ValueError(f"context is {context}; it must hold at least 2 tokens, the first of which is bos.")
         c.check(context)

@@ -344,7 +344,8 @@ def test_examples_of_the_documentation(tmp_path, monkeypatch):
     names = {}
     for example in examples:
         exec(example, names)
-    assert len(examples) == 2
+    assert len(examples) == 3
     assert names["is_start"].tolist() == [True] + [False] * (names["ids"].size - 1)
     starts = zarr.open_group("data/mine.zarr", mode="r")["train/seq_starts"][:]
     assert starts.tolist() == [0, 3, 5]
+    assert zarr.open_group("data/mine.zarr", mode="r")["train/input_language"][:].tolist() == [0, 0, 0, 3, 3]

@@ -17,7 +17,7 @@ from cluster.progress import watched_batches
 from cluster.stopping import StopRequest
 from input_loader import Prefetcher, TokenBatch, batch_shapes, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
-from modeling.model import COMPUTE_DTYPES
+from modeling.model import COMPUTE_DTYPES, inputs_of
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import Checkpointer
@@ -83,15 +83,22 @@ class Run:
 
     def _open(self) -> None:
         c, t, mesh = self.c, self.c.training, jax.sharding.get_mesh()
-        sizes = (t.batch_size, t.seq_len, c.model.vocab)
+        self._inputs = inputs_of(self.model)
+        if self._inputs and t.sample_interval is not None:
+            raise ValueError(
+                f"training.sample_interval is {t.sample_interval}, but the model reads {', '.join(self._inputs)} "
+                "beside the tokens, which a drawn token does not have. Set training.sample_interval=null."
+            )
         self.placement = placement_of(c, self.model)
         self.checkpoints = Checkpointer(self.directory / "checkpoints", keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
         self._source_differs = None
         self.start, loader_state = self._last_checkpoint()
         self.done = self.start
-        self.loader = make_loader(c.data, "train", *sizes, state=loader_state)
-        self.validation = make_loader(c.data, "validation", *sizes) if t.eval_batches else None
+        sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "vocab_size": c.model.vocab}
+        loader = functools.partial(make_loader, c.data, **sizes, inputs=self._inputs)
+        self.loader = loader("train", state=loader_state)
+        self.validation = loader("validation") if t.eval_batches else None
         self.total = steps_for(self.loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
         self.provenance = provenance_of(self.programs, c, self.model)
         self._graph = self._rendering = self._loss = None
@@ -171,7 +178,8 @@ class Run:
         """
         t = self.c.training
         check_paths(self.forward, t.seq_len, kept_programs("attention"))
-        lowered = training_step.lower(state, batch_shapes(t.batch_size, t.seq_len), np.int32(self.start))
+        shapes = batch_shapes(t.batch_size, t.seq_len, len(self._inputs))
+        lowered = training_step.lower(state, shapes, np.int32(self.start))
         self._program, self._graph = compile_with_hlo_dump(lowered, self.directory, self.options)
         if self._graph is None:
             self.say(

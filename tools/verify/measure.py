@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import train
 from cluster.devices import make_mesh
 from input_loader import TokenBatch, batch_shapes, make_loader
-from modeling.model import compute_scope, load_model
+from modeling.model import compute_scope, inputs_of, load_model
 from modeling.weights import are_stacks
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.layers import Extras, LayerNumbers
@@ -109,18 +109,21 @@ def loaded_batch(c: Config, step: int) -> TokenBatch:
     if c.data.stream is not None:
         raise ValueError("a stream would have to be read from its start")
     t = c.training
-    loader = make_loader(c.data, "train", t.batch_size, t.seq_len, c.model.vocab)
+    loader = make_loader(c.data, "train", t.batch_size, t.seq_len, c.model.vocab, inputs=inputs_of(load_model(c.model)))
     return jax.tree.map(on_host, loader.load(step))
 
 
 def random_batch(c: Config) -> TokenBatch:
     """Random tokens, about four documents a row, a tenth of the targets masked."""
     rng, shape = np.random.default_rng(0), (c.training.batch_size, c.training.seq_len)
-    return TokenBatch(
+    batch = TokenBatch(
         targets=rng.integers(0, c.model.vocab, shape).astype(np.uint32),
         is_seq_start=rng.random(shape) < 4 / c.training.seq_len,
         loss_mask=rng.random(shape) < 0.9,
     )
+    if count := len(inputs_of(load_model(c.model))):  # of which nobody knows the range, but that 0 and 1 are in it
+        batch.inputs = rng.integers(0, 2, (*shape, count)).astype(np.uint32)
+    return batch
 
 
 def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
@@ -148,9 +151,8 @@ def type_check(c: Config, sizes: Mapping[str, int]) -> None:
     with abstract_mesh_of(sizes):
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(t.seed), c, model))
         step = jax.ShapeDtypeStruct((), np.int32)
-        after, _ = jax.eval_shape(
-            train.make_training_step(c, model), state, batch_shapes(t.batch_size, t.seq_len), step
-        )
+        batch = batch_shapes(t.batch_size, t.seq_len, len(inputs_of(model)))
+        after, _ = jax.eval_shape(train.make_training_step(c, model), state, batch, step)
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     if kinds(after) != kinds(state):
         raise ValueError("the training step returns a state of other shapes or dtypes than it is given.")
@@ -307,9 +309,7 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         model = load_model(c.model)
         weights = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model)).weights
         shape = (c.training.batch_size, c.training.seq_len)
-        batch = jax.tree.map(
-            lambda dtype: jax.ShapeDtypeStruct(shape, dtype), TokenBatch(np.uint32, np.bool_, np.bool_)
-        )
+        batch = batch_shapes(*shape, len(inputs_of(model)))
         placed = lambda tree, kind: jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, make_shardings(kind, like=tree)
         )
@@ -317,7 +317,7 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         dropout = getattr(c.model, "dropout", 0)
         seeds = jax.ShapeDtypeStruct(shape[:1], np.uint32, sharding=sharding) if dropout else None
         probe = jax.jit(Probe(c).forward_and_gradients)
-        blocks, *_ = jax.eval_shape(probe, placed(weights, type(weights)), placed(batch, TokenBatch), seeds)
+        blocks, *_ = jax.eval_shape(probe, placed(weights, type(weights)), batch, seeds)
     return [block.shape[len(sizes) :] for block in blocks]
 
 
