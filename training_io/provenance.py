@@ -27,6 +27,7 @@ import jax
 
 from cluster.devices import make_mesh
 from input_loader import batch_shapes
+from modeling.model import inputs_of
 from shardlib.program_hash import hash_of
 from training_io.config import Config
 from training_io.pipeline_config import PipelineConfig
@@ -57,7 +58,7 @@ def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
     plain |= {"save": "marked", "unroll": 1, "ema_decay": None, "eval_weights": "weights"}
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
     with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1])):
-        batch = batch_shapes(c.training.batch_size, c.training.seq_len)
+        batch = batch_shapes(c.training.batch_size, c.training.seq_len, len(inputs_of(model)))
         return {name: hash_of(traced) for name, traced in programs(c, model, batch).items()}
 
 
@@ -91,7 +92,7 @@ def compare_source(
         return f"{differs}; whether it computes the same is not known, as that was traced by {saved['traced_by']}"
     others = [name for name in which if saved["programs"].get(name) != now["programs"][name]]
     if not others:
-        return f"{differs}; it computes the same"
+        return f"{differs}; it computes the same in {' and '.join(which)}"
     found = f"{differs}, and it computes something else in {' and '.join(others)}"
     if allow is not None:
         raise ValueError(

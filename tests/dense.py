@@ -1,0 +1,93 @@
+"""The model of train.py and what docs/changing.md makes of it, in plain JAX: whole arrays, all pairs, no types."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from input_loader import TokenBatch
+from modeling.settings import ModelConfig
+
+
+def rms(x, epsilon: float):
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + epsilon)
+
+
+def rotated(x, position, base: float):
+    """RoPE of x[B, L, ..., D] as Llama has it: the first half of a head's entries turned with the second."""
+    half = x.shape[-1] // 2
+    angle = position[..., None] * base ** (-jnp.arange(half) / half)
+    angle = angle.reshape(*position.shape, *[1] * (x.ndim - 3), half)
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+
+
+def places(batch: TokenBatch) -> tuple:
+    """ids, position in the document, and document of each token that is read; numpy [B, L]."""
+    starts = np.array(batch.is_seq_start)
+    starts[:, 0] |= False
+    before = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
+    ids, document = np.where(starts, 0, before), np.cumsum(starts, 1)
+    position = np.zeros(ids.shape, np.int32)
+    for row, start in zip(position, starts, strict=True):
+        for i in range(1, len(row)):
+            row[i] = 0 if start[i] else row[i - 1] + 1
+    return ids, position, document
+
+
+def logits(
+    w,
+    batch: TokenBatch,
+    c: ModelConfig,
+    *,
+    activation=jax.nn.silu,
+    norm=rms,
+    rope: bool = True,
+    sees=lambda layer, i, j: i >= j,
+    score=lambda scores, i, j: scores,
+    sinks: bool = False,
+    gain: bool = False,
+    second=None,
+    stream: list | None = None,
+):
+    """f32[B, L, V].
+
+    Args:
+        sees: (layer, index of a query, of a key) -> whether it does, within a document.
+        score: (scores[B, heads, L, S], i, j) -> what the softmax takes.
+        sinks, gain: whether the layers have such weights.
+        second: ids of the second input, [B, L], of the tokens that are read.
+        stream: gets the mean square of what each layer gives.
+    """
+    ids, position, document = places(batch)
+    i, j = np.arange(ids.shape[1])[:, None], np.arange(ids.shape[1])[None]
+    x = w.embed[ids] + (0 if second is None else w.embed[second])
+    for layer in range(c.layers):
+        of = jax.tree.map(lambda x, layer=layer: x[layer], w.layers)
+        h = norm(x, c.norm_epsilon) * of.attention_norm
+        q, k, v = (jnp.einsum("blm,m...d->bl...d", h, x) for x in (of.w_q, of.w_k, of.w_v))
+        if rope:
+            q, k = rotated(q, position, c.rope_base), rotated(k, position, c.rope_base)
+        scores = jnp.einsum("blkqd,bskd->bkqls", q, k) / np.sqrt(c.d_head)
+        heads = scores.reshape(scores.shape[0], -1, *scores.shape[3:])
+        seen = (document[:, :, None] == document[:, None, :]) & sees(layer, i, j)
+        scores = jnp.where(seen[:, None, None], score(heads, i, j).reshape(scores.shape), -jnp.inf)
+        largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+        exponents = jnp.exp(scores - largest)
+        total = exponents.sum(-1, keepdims=True)
+        if sinks:
+            total = total + jnp.exp(of.sinks[None, :, :, None, None] - largest)
+        x = x + jnp.einsum("bkqls,bskd,kqdm->blm", exponents / total, v, of.w_o)
+        h = norm(x, c.norm_epsilon) * of.mlp_norm
+        out = (activation(h @ of.w_gate) * (h @ of.w_up)) @ of.w_down
+        x = x + (of.gain * out if gain else out)
+        if stream is not None:
+            stream.append(jnp.mean(x**2))
+    return (norm(x, c.norm_epsilon) * w.final_norm) @ (w.embed if w.unembed is None else w.unembed).T
+
+
+def cross_entropy(logits, batch: TokenBatch, smoothing: float = 0.0):
+    """Mean over the targets that the mask selects, in nats."""
+    logs = jax.nn.log_softmax(logits)
+    at_target = jnp.take_along_axis(logs, batch.targets[..., None].astype(np.int32), -1)[..., 0]
+    losses = -(1 - smoothing) * at_target - smoothing * logs.mean(-1)
+    return jnp.sum(losses * batch.loss_mask) / np.sum(batch.loss_mask)
