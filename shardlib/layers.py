@@ -71,9 +71,9 @@ class LayerMetrics:
         if not metrics:
             return None
         names = tuple(sorted(metrics))
-        values = jnp.stack([metrics[name].astype(jnp.float32) for name in names])
-        values = jnp.zeros((len(names), layers)).at[:, jnp.where(rows < 0, layers, rows)].add(values, mode="drop")
-        return cls(values, names)
+        of_rows = jnp.stack([metrics[name].astype(jnp.float32) for name in names])
+        values = jnp.zeros((len(names), layers), jnp.float32)
+        return cls(values.at[:, jnp.where(rows < 0, layers, rows)].add(of_rows, mode="drop"), names)
 
     def by_name(self) -> dict[str, jax.Array]:
         """Each metric, a vector over the layers."""

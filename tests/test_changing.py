@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from test_verify import verify
 
 from cluster.devices import make_mesh
 from input_loader import TokenBatch
@@ -44,9 +45,8 @@ def hunks(recipe: str) -> list[tuple[str, str]]:
     return found
 
 
-def changed(recipe: str) -> str:
+def changed(recipe: str, source: str = SOURCE) -> str:
     """The source of train.py after a recipe."""
-    source = SOURCE
     for before, after in hunks(recipe):
         assert source.count(before) == 1, f"{recipe}: train.py has this {source.count(before)} times:\n{before}"
         source = source.replace(before, after)
@@ -169,6 +169,22 @@ def test_a_loss_and_a_metric_from_a_layer(mesh):
     plain = dense.cross_entropy(dense.logits(found.before[0], BATCH, c, stream=stream), BATCH)
     np.testing.assert_allclose(found.validation, plain, rtol=1e-5)
     np.testing.assert_allclose(found.metrics[0].layers.by_name()["stream"], stream, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        ["pipeline.virtual_stages=2"],
+        ["pipeline.recompute=true", "pipeline.layers_per_stage=[1,2]"],
+        ["pipeline.virtual_stages=2", "pipeline.layers_per_stage=[1,2,1,2]", "pipeline.recompute=true"],
+        ["pipeline.schedule=1f1b"],
+    ],
+)
+def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, pipeline):
+    (tmp_path / "train.py").write_text(changed("A loss or a metric from a layer", (ROOT / "train.py").read_text()))
+    done = verify(tmp_path, "verify.meshes=[2x2x2,2x1x2x2]", "verify.precisions=[f64]", *pipeline)
+    assert "In f64, all 2 meshes agree with one device." in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("mesh", OTHERS_SLOW)

@@ -218,6 +218,23 @@ def test_the_page_stands_alone_and_pictures_are_drawn(tmp_path):
         assert (tmp_path / f"o.{kind}").read_bytes().startswith(start)
 
 
+def test_metrics_of_the_trainers_own_are_plotted(tmp_path):
+    for name, layers in (("a", 2), ("b", 3)):
+        lines = [
+            {"step": i, "loss": 3 - i, "noise": 0.5 * i, "stream": [i + j for j in range(layers)]} for i in range(4)
+        ]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "loss")
+    *_, noise, stream, empty = draw(c, 50).axes
+    assert [ax.get_title(loc="left") for ax in (noise, stream)] == ["noise", "stream: mean of 3 layers, and each"]
+    assert not empty.get_visible()
+    assert [len(ax.lines) for ax in (noise, stream)] == [2, 2 + 1 + 3 + 1]
+    np.testing.assert_array_equal(noise.lines[0].get_ydata(), [0, 0.5, 1, 1.5])
+    np.testing.assert_array_equal(stream.lines[-1].get_ydata(), [1, 2, 3, 4])
+    np.testing.assert_array_equal(stream.lines[-2].get_ydata(), [2, 3, 4, 5])
+
+
 def test_many_runs_and_long_ones(tmp_path):
     for i in range(12):
         write(tmp_path / str(i), list(3 + np.exp(-np.arange(4000 + 100 * i) / 500)), 0.1, learning_rate=i / 100)

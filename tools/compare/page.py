@@ -2,6 +2,7 @@
 
 import html
 import io
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,8 +44,12 @@ def draw(c: Comparison, smooth: int) -> Any:
         legend_columns = max(1, min(n, 13 // (max(len(c.label(run)) for run in c.runs) // 10 + 1)))
         legend_height = 0.22 * math.ceil(n / legend_columns) + 0.2
         bars_height = max(1.6, 0.24 * n + 0.6)
-        figure = Figure(figsize=(12, 3.6 + bars_height + legend_height), layout="constrained")
-        curves, bars = figure.subplots(2, 3, height_ratios=[3.6, bars_height])
+        own = sorted({name for run in c.runs for name in run.own})
+        heights = [3.6, bars_height, *[2.6] * -(-len(own) // 3)]
+        figure = Figure(figsize=(12, sum(heights) + legend_height), layout="constrained")
+        curves, bars, *rows = figure.subplots(len(heights), 3, height_ratios=heights)
+        for ax, name in itertools.zip_longest([ax for row in rows for ax in row], own):
+            _draw_own(ax, c, name, colours)
         unit, per_unit = _time_unit(max(run.time[-1] for run in c.runs))
         x_axes = (
             ("steps", lambda run: run.step + 1),
@@ -96,6 +101,23 @@ def _draw_losses(ax: Any, c: Comparison, x_of: Callable[[Run], Curve], colours: 
         ax.set_xscale("log")
     elif max(ends) >= 10_000:
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.grid(True)
+
+
+def _draw_own(ax: Any, c: Comparison, name: str | None, colours: Sequence) -> None:
+    """A metric of the trainer's own by steps: of layers their mean, and thin lines for each; nothing without a name."""
+    ax.set_visible(name is not None)
+    for run, colour in zip(c.runs, colours, strict=True):
+        values = run.own.get(name)
+        if values is None:
+            continue
+        kept = np.unique(np.linspace(0, len(values) - 1, min(_POINTS, len(values))).astype(int))
+        if values.shape[1] > 1:
+            ax.plot(run.step[kept] + 1, values[kept], color=colour, alpha=0.3, linewidth=0.7)
+        ax.plot(run.step[kept] + 1, values[kept].mean(1), color=colour, linewidth=1.5)
+    layers = max((run.own[name].shape[1] for run in c.runs if name in run.own), default=1)
+    ax.set_title(f"{name}{f': mean of {layers} layers, and each' if layers > 1 else ''}")
+    ax.set_xlabel("steps")
     ax.grid(True)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,12 @@ from training_io.metrics import duration
 from training_io.resuming import with_defaults
 
 Curve = Float64[np.ndarray, "steps"]
+
+OF_EVERY_RUN = {
+    "step", "loss", "grad_norm", "learning_rate", "tokens", "source_tokens", "seconds", "tokens_per_second", "mfu",
+    "mfu_full_attention",
+}  # fmt: skip
+"""What the lines of metrics.jsonl have of every step."""
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
@@ -36,6 +43,8 @@ class Run:
     """Seen when the step was done."""
     time: Curve
     """Seconds of training when the step was done, without start, compilation, validation and pauses."""
+    own: dict[str, np.ndarray] = field(default_factory=dict)
+    """Metrics that the trainer adds to those of every run: [steps, layers], with one layer for a scalar."""
     values: dict[str, float] = field(default_factory=dict)
     """What the table shows, by the names of METRICS. Absent: not known."""
     validation: list[tuple[int, float]] = field(default_factory=list)
@@ -90,6 +99,7 @@ def read_run(directory: Path, smooth: int) -> Run:
         loss=column("loss"),
         tokens=column("tokens"),
         time=np.cumsum(np.nan_to_num(_without_events(seconds, column("step"), events))),
+        own={name: _vectors(steps, name) for name in sorted({*itertools.chain(*steps)} - OF_EVERY_RUN)},
         total_steps=_total_steps(settings),
         notes=notes,
     )
@@ -169,6 +179,14 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
     if not steps:
         notes.append("no step was logged")
     return [steps[step] for step in sorted(steps)], events
+
+
+def _vectors(steps: list[dict], name: str) -> np.ndarray:
+    """A metric of each step, [steps, layers]; NaN where there is none."""
+    rows = [record.get(name) for record in steps]
+    rows = [row if isinstance(row, list) else [row] for row in rows]
+    layers = max(map(len, rows))
+    return np.array([[_number(x) for x in (row + [None] * layers)[:layers]] for row in rows])
 
 
 def _number(value: Any) -> float:

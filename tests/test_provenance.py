@@ -1,0 +1,119 @@
+"""What source made a run: kept, and compared as programs where the text differs."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import pytest
+import tiny
+from test_changing import SOURCE, changed, module_of
+
+import train
+from cluster.devices import make_mesh
+from modeling.model import load_model
+from training_io import provenance
+from training_io.pipeline_config import PipelineConfig
+
+
+def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training) -> dict[str, str]:
+    """Hashes of the programs of a source of train.py."""
+    c = tiny.config(tiny.model(module="changed_train", **dict(model)), **training)
+    c.optimizer = tiny.optimizer(**dict(optimizer))
+    p, r, d, t = mesh
+    with module_of(source) as module, jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
+        return provenance.programs_of(module.programs, c, load_model(c.model))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, str]:
+    return programs(SOURCE)
+
+
+SAME = {  # text of train.py and what stands there instead
+    "a comment": ("        w_gate = gather(", "        # the gate\n        w_gate = gather("),
+    "a name": ("unit_rms", "over_rms"),
+    "the order of lines": (
+        '        w_q = gather("M/d K/t Q D -> M K/t Q D", w.w_q.astype(dtype))\n'
+        '        w_k = gather("M/d K/t D -> M K/t D", w.w_k.astype(dtype))\n',
+        '        w_k = gather("M/d K/t D -> M K/t D", w.w_k.astype(dtype))\n'
+        '        w_q = gather("M/d K/t Q D -> M K/t Q D", w.w_q.astype(dtype))\n',
+    ),
+}
+BOTH, TRAINING = {"training", "evaluation"}, {"training"}
+OTHER = {
+    "the activation": (changed("An activation"), BOTH),
+    "the rule": (changed("Who attends to whom"), BOTH),
+    "label smoothing": (changed("A loss that leaves validation alone"), TRAINING),
+    "Adam's epsilon": (
+        SOURCE.replace("jnp.sqrt(unbiased_nu) + c.adam_epsilon", "jnp.sqrt(unbiased_nu + c.adam_epsilon)"),
+        TRAINING,
+    ),
+    "the clipped norm": (SOURCE.replace("scale = limit / jnp.maximum(norm, limit)", "scale = limit / norm"), TRAINING),
+}
+FREE = {
+    "the mesh": {"mesh": (1, 2, 2, 2)},
+    "stages": {"mesh": (2, 1, 2, 2), "microbatches": 2},
+    "how it is computed": {"attention": "blockwise", "save": "nothing", "loss_chunk": 8, "gather_weights": "step"},
+    "an average": {"ema_decay": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_computes_the_same_has_the_same_hash(plain, name):
+    text, instead = SAME[name]
+    assert text in SOURCE
+    assert programs(SOURCE.replace(text, instead)) == plain
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_what_a_run_may_change_makes_no_difference(plain, name):
+    assert programs(SOURCE, **FREE[name]) == plain
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_computes_something_else_has_another(plain, name):
+    source, differs = OTHER[name]
+    assert source != SOURCE
+    found = programs(source)
+    assert {which for which in plain if found[which] != plain[which]} == differs
+
+
+def test_other_source_is_said_or_refused(monkeypatch):
+    c = tiny.config()
+    c.pipeline = PipelineConfig()
+    with jax.set_mesh(tiny.mesh("one device")):
+        model = load_model(c.model)
+        saved = provenance.provenance_of(train.programs, c, model)
+        compared = lambda saved, allow="other_source=true": provenance.compare_source(
+            saved, train.programs, c, model, ("evaluation",), allow
+        )
+        assert compared(saved) is None
+        assert compared(None) is None, "a checkpoint of before"
+        source = saved["source"] | {"train.py": "other"}
+        assert compared(saved | {"source": source}) == (
+            "train.py: other source than the checkpoint was made with; it computes the same in evaluation"
+        )
+        other = saved | {"source": source, "programs": saved["programs"] | {"training": "other"}}
+        assert "it computes the same in evaluation" in compared(other), "what is not asked for does not matter"
+        other = saved | {"source": source, "programs": {"training": "other", "evaluation": "other"}}
+        with pytest.raises(ValueError, match=r"something else in evaluation\. Take .* or give other_source=true"):
+            compared(other)
+        assert "something else in evaluation" in compared(other, allow=None)
+        assert "is not known, as that was traced by jax 0.1" in compared(other | {"traced_by": "jax 0.1 on gpu"})
+
+
+def test_a_run_keeps_its_source(tmp_path, monkeypatch):
+    c = tiny.config()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.setenv("A_SECRET", "key")
+    model = load_model(dataclasses.replace(c.model))
+    provenance.keep_source(tmp_path, 12, model, {"programs": {"training": "hash"}})
+    kept = tmp_path / "source" / "0000000012"
+    assert (kept / "train.py").read_text() == (provenance.ROOT / "train.py").read_text()
+    about = json.loads((kept / "provenance.json").read_text())
+    assert about["packages"]["jax"] == jax.__version__
+    assert about["environment"]["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert "key" not in about["environment"].values()
+    assert about["programs"] == {"training": "hash"}
+    assert about["command"] == sys.orig_argv
