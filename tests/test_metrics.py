@@ -2,6 +2,7 @@ import io
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from shardlib.layers import LayerMetrics
 from training_io import ModelFlops, PeakFlops, RunLog
+from training_io.metrics import check_metrics
 
 FLOPS = ModelFlops(1000, 1500, "c", "f")
 PEAK = PeakFlops(1e9, "test")
@@ -59,6 +62,33 @@ def test_a_line_a_step(tmp_path):
         assert line["mfu"] == pytest.approx(64 / line["seconds"] * 1000 / 1e9)
         assert line["mfu_full_attention"] == pytest.approx(1.5 * line["mfu"])
     assert all(line["seconds"] >= 0.01 for line in lines[1:4])
+
+
+def test_vectors_are_lists_and_layers_have_their_names(tmp_path):
+    console = Console(file=io.StringIO())
+    layers = LayerMetrics(jnp.float32([[1, 2, 3], [4, jnp.nan, 6]]), ("size", "slope"))
+    with run_log(tmp_path, console, total_steps=1) as log:
+        log.log(0, metrics(2.0) | {"each": jnp.float32([0.5, 1.5]), "layers": layers, "nothing": None})
+    (line,) = read(tmp_path)
+    assert [line[name] for name in ("each", "size", "slope")] == [[0.5, 1.5], [1, 2, 3], [4, "NaN", 6]]
+    assert not {"layers", "nothing"} & line.keys()
+    shown = console.file.getvalue()
+    assert all(text in shown for text in ("each 1 ", "size 2 ", "slope NaN", "WARNING: the training slope"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mfu": jnp.float32(1)}, "the step's Metrics have a field 'mfu', which the log has itself"),
+        ({"table": jnp.zeros((2, 3))}, r"the step's Metrics have table of shape \(2, 3\); the log takes scalars and"),
+        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("loss",))}, "a layer gives a metric 'loss' in its Extras, a name"),
+        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("step",))}, "a layer gives a metric 'step' in its Extras, a name"),
+    ],
+)
+def test_what_the_log_cannot_write_is_refused(given, message):
+    check_metrics(SimpleNamespace(**metrics(1.0), layers=None))
+    with pytest.raises(ValueError, match=message):
+        check_metrics(SimpleNamespace(**metrics(1.0) | {"layers": None} | given))
 
 
 def test_metrics_are_read_one_step_late(tmp_path):

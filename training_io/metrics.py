@@ -20,6 +20,8 @@ from .flops import ModelFlops, PeakFlops
 
 # Steps over which the speed on the terminal is averaged.
 _SPEED_WINDOW = 20
+OF_A_STEP = ("step", "tokens", "source_tokens", "seconds", "tokens_per_second", "mfu", "mfu_full_attention")
+"""What RunLog adds to the metrics of each step."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -113,8 +115,8 @@ class RunLog:
         last step of the run has none after it, and is written at once.
 
         Args:
-            metrics: by name, scalars, the same on all devices, of which "loss" comes first on the terminal; or
-                LayerMetrics, vectors over the layers, of which the terminal shows the mean; or None.
+            metrics: by name, scalars, the same on all devices, of which "loss" comes first on the terminal; vectors
+                and LayerMetrics, of which the terminal shows the mean; or None.
             source_tokens: tokens of each of the data's sources in the step's batch, if there are several; they go into
                 the file as `source_tokens`.
         """
@@ -278,8 +280,31 @@ def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def check_metrics(metrics: Any) -> None:
+    """Raises ValueError for metrics of a step, their shapes enough, that RunLog cannot write under their names."""
+    for name, value in vars(metrics).items():
+        if name in OF_A_STEP:
+            raise ValueError(
+                f"the step's Metrics have a field {name!r}, which the log has itself; choose another name."
+            )
+        if isinstance(value, LayerMetrics):
+            taken = {*OF_A_STEP, *vars(metrics)} & set(value.names)
+            if taken:
+                raise ValueError(
+                    f"a layer gives a metric {sorted(taken)[0]!r} in its Extras, a name that the step has already; "
+                    "choose another."
+                )
+        elif value is not None and len(value.shape) > 1:
+            raise ValueError(
+                f"the step's Metrics have {name} of shape {value.shape}; the log takes scalars and vectors. Reduce it, "
+                "or make it several fields."
+            )
+
+
 def _plain(value: Any) -> Any:
-    """A value as JSON holds it: Python numbers at full precision, strings for what is not finite."""
+    """A value as JSON holds it: Python numbers at full precision, strings for what is not finite, lists for vectors."""
+    if getattr(value, "ndim", 0) == 1:
+        return [_plain(x) for x in value]
     value = value.item() if hasattr(value, "item") else value
     if isinstance(value, float) and not math.isfinite(value):
         nan, infinity, minus_infinity = _NOT_FINITE

@@ -27,7 +27,7 @@ from training_io.flops import flops_of_model, peak_flops
 from training_io.hlo import compile_with_hlo_dump, start_rendering
 from training_io.initial_weights import read_weights
 from training_io.memory import peak_memory
-from training_io.metrics import RunLog, has_event
+from training_io.metrics import RunLog, check_metrics, has_event
 from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
 from training_io.report import save_config, say_end, say_start
@@ -180,6 +180,7 @@ class Run:
         check_paths(self.forward, t.seq_len, kept_programs("attention"))
         shapes = batch_shapes(t.batch_size, t.seq_len, len(self._inputs))
         lowered = training_step.lower(state, shapes, np.int32(self.start))
+        check_metrics(lowered.out_info[1])
         self._program, self._graph = compile_with_hlo_dump(lowered, self.directory, self.options)
         if self._graph is None:
             self.say(

@@ -14,15 +14,12 @@ import numpy as np
 from jaxtyping import Float64
 from omegaconf import OmegaConf
 
-from training_io.metrics import duration
+from training_io.metrics import OF_A_STEP, duration
 from training_io.resuming import with_defaults
 
 Curve = Float64[np.ndarray, "steps"]
 
-OF_EVERY_RUN = {
-    "step", "loss", "grad_norm", "learning_rate", "tokens", "source_tokens", "seconds", "tokens_per_second", "mfu",
-    "mfu_full_attention",
-}  # fmt: skip
+OF_EVERY_RUN = {"loss", "grad_norm", "learning_rate", *OF_A_STEP}
 """What the lines of metrics.jsonl have of every step."""
 
 
