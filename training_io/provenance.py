@@ -57,7 +57,7 @@ def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
     plain = {"batch_size": 1, "microbatches": 1, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
     plain |= {"save": "marked", "unroll": 1, "ema_decay": None, "eval_weights": "weights"}
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
-    with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1])):
+    with jax.set_mesh(make_mesh(1, 1, 1, jax.local_devices()[:1])):
         batch = batch_shapes(c.training.batch_size, c.training.seq_len, len(inputs_of(model)))
         return {name: hash_of(traced) for name, traced in programs(c, model, batch).items()}
 
