@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from modeling.settings import ModelConfig, RopeScaling
+from models.huggingface_tensors import check_names
 from train import Transformer, TransformerLayer
 
 KNOWN_FIELDS = {
@@ -81,8 +82,10 @@ def to_huggingface(weights: Any, c: ModelConfig) -> tuple[dict, dict[str, Callab
     """config.json and tensors of a Llama, or of a Qwen3 where `c` has qk_norm.
 
     Raises:
-        ValueError: a setting that neither can express.
+        ValueError: a setting or a weight that neither can express.
     """
+    whole = [name for name in _WHOLE if name != "unembed" or not c.tied_embeddings]
+    check_names(weights, {*whole, *(f"layers/{name}" for name, _ in _layer_weights(c))}, "Llama and Qwen3")
     if c.logit_softcap is not None:
         raise ValueError(
             f"model.logit_softcap is {c.logit_softcap}, which neither Llama nor Qwen3 in transformers has: the "
