@@ -15,16 +15,16 @@ def check_names(weights: Any, known: set[str], formats: str) -> None:
 
     Args:
         weights: of a run, or their table.
-        known: names of all weights that become tensors, such as `layers/w_q`.
-        formats: what they are to become, in words.
+        known: names of all weights that have a place in the formats, such as `layers/w_q`.
+        formats: transformers' models, in words.
     """
     found = set(named_leaves(weights))
     for what, names in (("has", found - known), ("lacks", known - found)):
         if names:
             raise ValueError(
                 f"the model {what} {', '.join(f'weights/{name}' for name in sorted(names))}, and {formats} in "
-                f"transformers {'have no place for it' if what == 'has' else 'need it'}: the exported model would "
-                "give other logits. A module of its own with to_huggingface can export it (docs/huggingface.md)."
+                f"transformers {'have no place for it' if what == 'has' else 'need it'}: they give other logits. A "
+                "module with functions of its own can exchange such a model (docs/huggingface.md)."
             )
 
 

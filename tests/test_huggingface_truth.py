@@ -297,6 +297,14 @@ def test_an_import_with_other_logits_leaves_no_checkpoint(tmp_path):
     assert list((tmp_path / "imported/checkpoints").iterdir()) == []
 
 
+def test_an_import_into_a_model_with_other_weights_is_refused(tmp_path, monkeypatch):
+    export(saved(tmp_path, models.model("grouped")), tmp_path / "exported")
+    table = huggingface_llama.weight_table
+    monkeypatch.setattr(huggingface_llama, "weight_table", lambda c: {**vars(table(c)), "scale": 0})
+    with pytest.raises(ValueError, match=r"the model has weights/scale, and Llama and Qwen3 in transformers have no"):
+        to_run(tmp_path / "exported", tmp_path / "imported")
+
+
 def test_a_transposed_import_is_found(tmp_path, monkeypatch):
     export(saved(tmp_path, models.model("grouped", d_head=2)), tmp_path / "exported")
     ours = huggingface_llama._ours
