@@ -62,8 +62,8 @@ def check_rules(c: Any, model_type: str) -> None:
         if not plain or call.sinks is not None:
             raise ValueError(
                 f"layer {call.turn} has attention by the rule `{rule}`{' with sinks' * (call.sinks is not None)}; "
-                f"{model_type} in transformers has `{Rule()}` only, of scale 1/√d_head: the exported model would give "
-                "other logits. A module of its own with to_huggingface can export it to another model_type."
+                f"{model_type} in transformers has `{Rule()}` only, of scale 1/√d_head: it gives other logits. A "
+                "module with functions of its own can exchange such a model as another model_type."
             )
 
 
@@ -141,8 +141,8 @@ def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> 
 
     On the mesh in force.
     """
-    forward, model = forward_of(c), load_model(c)
-    period = period_of(model)
+    forward = forward_of(c)
+    model, period = forward.model, period_of(forward.model)
     starts = np.zeros(targets.shape, bool)
     starts[:, 0] = True
     batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=~starts)

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import tiny
 
+import train
 import training_io
+from modeling import rules
 from modeling.model import module_of
 from models import gpt2, huggingface_check
 from models import llama_huggingface as huggingface_llama
@@ -302,6 +304,16 @@ def test_an_import_into_a_model_with_other_weights_is_refused(tmp_path, monkeypa
     table = huggingface_llama.weight_table
     monkeypatch.setattr(huggingface_llama, "weight_table", lambda c: {**vars(table(c)), "scale": 0})
     with pytest.raises(ValueError, match=r"the model has weights/scale, and Llama and Qwen3 in transformers have no"):
+        to_run(tmp_path / "exported", tmp_path / "imported")
+
+
+def test_an_import_into_a_model_with_a_window_is_refused(tmp_path, monkeypatch):
+    """Which the few tokens that are compared would not show."""
+    export(saved(tmp_path, models.model("grouped")), tmp_path / "exported")
+    monkeypatch.setattr(train.Llama, "rule", rules.Rule(visible=(*rules.CAUSAL.visible, rules.Window(64))))
+    with pytest.raises(
+        ValueError, match=r"^layer 0 has attention by the rule `causal, same_document, Window\(size=64\)`"
+    ):
         to_run(tmp_path / "exported", tmp_path / "imported")
 
 

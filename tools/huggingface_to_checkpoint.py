@@ -33,7 +33,7 @@ from configuration.program import run_program
 from modeling.model import load_model
 from modeling.weights import shapes_of
 from models.huggingface import mapping_of
-from models.huggingface_check import compare
+from models.huggingface_check import check_rules, compare
 from models.huggingface_tensors import Tensors
 from models.llama_huggingface import ARCHITECTURES
 from training_io.checkpoint import Checkpointer
@@ -143,6 +143,7 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     c.module = name
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
+    check_rules(c, kind)
 
     table = load_model(c).table
     model = dataclasses.asdict(c)
