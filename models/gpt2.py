@@ -23,6 +23,7 @@ from jax_extra import save_for_backward
 from modeling.model import Tokens
 from modeling.rules import CAUSAL
 from modeling.weights import Weight, matrix, vector
+from models.huggingface_tensors import check_names
 from shardlib import shardops
 from shardlib.shardtypes import Array, dtype_name, f32, pytree_dataclass, typed
 
@@ -289,7 +290,8 @@ _FIXED = {  # what our math does, under transformers' names
 
 
 def to_huggingface(weights: GPT2, c: ModelConfig) -> tuple[dict, dict[str, Callable[[], np.ndarray]]]:
-    """config.json and tensors of a GPT2LMHeadModel."""
+    """config.json and tensors of a GPT2LMHeadModel. Raises ValueError for weights that it does not have."""
+    check_names(weights, {*_WHOLE.values(), *(f"layers/{name}" for ours in _LAYER.values() for name in ours)}, "GPT-2")
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from modeling.settings import ModelConfig, RopeScaling
-from train import Transformer, TransformerLayer
+from models.huggingface_tensors import check_names
+from train import Transformer, TransformerLayer, weight_table
 
 KNOWN_FIELDS = {
     "module", "vocab", "d_model", "layers", "n_kv", "n_q_per_kv", "d_head", "d_ff", "rope_base", "rope_scaling",
@@ -74,6 +75,12 @@ def _layer_weights(c: ModelConfig) -> Iterator[tuple[str, str]]:
             yield name, theirs
 
 
+def _names(c: ModelConfig) -> set[str]:
+    """Of our weights that become tensors."""
+    whole = {name for name in _WHOLE if name != "unembed" or not c.tied_embeddings}
+    return whole | {f"layers/{name}" for name, _ in _layer_weights(c)}
+
+
 # ---- to transformers ----------------------------------------------------------------------------------------------
 
 
@@ -81,8 +88,9 @@ def to_huggingface(weights: Any, c: ModelConfig) -> tuple[dict, dict[str, Callab
     """config.json and tensors of a Llama, or of a Qwen3 where `c` has qk_norm.
 
     Raises:
-        ValueError: a setting that neither can express.
+        ValueError: a setting or a weight that neither can express.
     """
+    check_names(weights, _names(c), "Llama and Qwen3")
     if c.logit_softcap is not None:
         raise ValueError(
             f"model.logit_softcap is {c.logit_softcap}, which neither Llama nor Qwen3 in transformers has: the "
@@ -171,8 +179,8 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[M
     """The model section and the weights of a Llama, Mistral or Qwen3.
 
     Raises:
-        ValueError: config.json asks for other math than that of train.py; or a tensor is missing, of another shape, or
-            one that this model has no place for.
+        ValueError: config.json asks for other math than that of train.py; a tensor is missing, of another shape, or
+            one that this model has no place for; or train.py has other weights.
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
@@ -201,6 +209,7 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[M
         qk_norm=kind == "qwen3",
         bos_id=given["bos_token_id"],
     )
+    check_names(weight_table(c), _names(c), "Llama and Qwen3")
     _check_names(c, tensors)
     return c, _weights(c, tensors)
 

@@ -7,9 +7,13 @@
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
 
 A model of train.py becomes a Llama; with QK-norm, a Qwen3. The module of another model (model.module) says itself what
-it becomes, with `to_huggingface`; docs/huggingface.md describes that function. Needs no device, and memory for two
-files of `file_bytes`, whatever the model's size; where a checkpoint's chunks hold all layers of a weight, as those of a
-run do, up to 8 GiB of them too, or the largest weight. The output is there as a whole or not at all.
+it becomes, with `to_huggingface`: docs/huggingface.md describes that function. What a format cannot hold is refused by
+name: a weight, attention that is not plain causal. Then the logits of a text are computed twice, from the files and as
+the run does. If they differ, the layer is named. The output is there as a whole or not at all.
+
+Runs on the CPU. Memory is bounded, whatever the model's size: two files of `file_bytes`; where a checkpoint's chunks
+hold all layers of a weight, as those of a run do, 8 GiB of them, or the largest weight; and for the logits four times
+the embedding table, and twice 8 GiB of layers, or of the model where it is smaller.
 """
 
 import json
@@ -30,6 +34,7 @@ from configuration.checks import check_choice
 from configuration.program import run_program
 from modeling.model import load_model, module_of
 from models.huggingface import mapping_of
+from models.huggingface_check import check_rules, compare
 from text.huggingface import find_tokenizer, tokenizer_files
 from training_io.checkpoint_arrays import named_leaves
 from training_io.host_checkpoint import StoredArray, open_checkpoint
@@ -120,8 +125,8 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     """Writes the directory that `config` asks for.
 
     Raises:
-        ValueError: a setting out of range, no such checkpoint, an output that is there already, or a model that
-            transformers cannot express.
+        ValueError: a setting out of range, no such checkpoint, an output that is there already, a model that
+            transformers cannot express, or one whose logits are not those of what was written.
     """
     check_choice("dtype", config.dtype, tuple(DTYPES))
     if config.file_bytes < 1:
@@ -131,6 +136,7 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
         raise ValueError(f"output is {config.output}, which is there already. Move it away, or give another path.")
     step, c, weights, settings = read_model(config.run, config.step)
     content, tensors = mapping_of(c.module).to_huggingface(weights, c)
+    check_rules(c, content.get("model_type"))
     if content.get("max_position_embeddings", 0) is None:
         content["max_position_embeddings"] = settings["training"].get("seq_len")
 
@@ -155,6 +161,7 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
         for name, file in files.items():
             _write_json(temporary / name, file)
         total = write_tensors(temporary, tensors, dtype, config.file_bytes)
+        compared = compare(c, weights, json.loads((temporary / "config.json").read_text()), temporary, dtype)
         temporary.rename(output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -162,11 +169,13 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
     say(f"model      {content['architectures'][0]}: {parameters:,} parameters after {step} steps")
     say(f"weights    {total:,} bytes, {config.dtype}")
+    say(f"compared   {compared}")
     say(f"tokenizer  {about}")
     say(f'written    {output}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
 
 
 def main() -> None:
+    jax.config.update("jax_platforms", "cpu")  # other devices would be started, and their memory taken, for nothing
     run_program("checkpoint_to_huggingface", Config, run)
 
 

@@ -5,7 +5,9 @@
 Llama, models with its math (TinyLlama, SmolLM, Mistral without a sliding window …) and Qwen3 become models of train.py.
 For another model_type, the module of that name, or the one that `module` names, says itself how, with
 `from_huggingface`; docs/huggingface.md describes that function. What would change the math and is not supported here is
-refused by name. Needs no device, and memory for the largest tensor. In `output` it leaves
+refused by name. Then the logits of a text are computed twice, from the model's files and as a run does. If they differ,
+the layer is named, and there is no checkpoint. Runs on the CPU, in memory for four times the embedding table, and twice
+8 GiB of layers, or of the model where it is smaller. In `output` it leaves
 
     checkpoints/0000000000/    the weights, in f32; there as a whole or not at all
     model/imported.yaml        the model section, as a config group
@@ -18,7 +20,7 @@ import dataclasses
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,12 @@ from configuration.program import run_program
 from modeling.model import load_model
 from modeling.weights import shapes_of
 from models.huggingface import mapping_of
+from models.huggingface_check import check_rules, compare
+from models.huggingface_tensors import Tensors
 from models.llama_huggingface import ARCHITECTURES
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import named_leaves
-from training_io.host_checkpoint import write_checkpoint
+from training_io.host_checkpoint import StoredArray, write_checkpoint
 
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
 """What is downloaded of a model on the hub; some have their weights a second time, in other formats."""
@@ -52,63 +56,6 @@ class Config:
     """The id that stands before the first token of each document. Null: the config's bos_token_id."""
     ignore: list[str] = field(default_factory=list)
     """Fields of config.json to pass over, because they do not change the logits."""
-
-
-class Tensors(Mapping):
-    """The tensors of a model's safetensors, read one at a time, as f32 arrays.
-
-    Args:
-        directory: has model.safetensors, or several files and model.safetensors.index.json.
-
-    Raises:
-        ValueError: there are none; later, if a file or a tensor in it cannot be read.
-    """
-
-    def __init__(self, directory: Path):
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            self._files = dict(json.loads(index.read_text())["weight_map"])
-        elif (directory / "model.safetensors").exists():
-            self._files = None
-        else:
-            raise ValueError(
-                f"{directory} has no model.safetensors, and no model.safetensors.index.json. Weights in other formats "
-                "can be saved as safetensors by transformers: from_pretrained(…).save_pretrained(…)."
-            )
-        self._directory = directory
-        self._open: dict[str, Any] = {}
-        if self._files is None:
-            self._files = dict.fromkeys(self._file("model.safetensors").keys(), "model.safetensors")
-
-    def _file(self, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        if name not in self._open:
-            try:
-                self._open[name] = safe_open(self._directory / name, framework="numpy")
-            except (OSError, SafetensorError) as error:
-                raise ValueError(
-                    f"cannot read {self._directory / name}: {error}. Copy or download it again."
-                ) from error
-        return self._open[name]
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        from safetensors import SafetensorError
-
-        file = self._file(self._files[name])
-        try:
-            tensor = file.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"cannot read {name} in {self._directory / self._files[name]}: {error}.") from error
-        if str(tensor.dtype) not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"{name} is {tensor.dtype}; only f32, f16 and bf16 become f32 without a change.")
-        return tensor.astype(np.float32, copy=False)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 def find_model(name: str) -> Path:
@@ -174,14 +121,14 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     """Writes the checkpoint that `config` asks for.
 
     Raises:
-        ValueError: a setting out of range, no such model, or one with other math than the module's.
+        ValueError: a setting out of range, no such model, or one with other math than the module's, or other logits.
         OSError: the checkpoint could not be written.
     """
     directory, output = find_model(config.model), Path(config.output)
     if Checkpointer(output / "checkpoints").steps():
         raise ValueError(f"output is {config.output}, which has checkpoints already. Give another directory.")
-    content = json.loads((directory / "config.json").read_text())
-    content = {key: value for key, value in content.items() if key not in config.ignore}
+    whole = json.loads((directory / "config.json").read_text())
+    content = {key: value for key, value in whole.items() if key not in config.ignore}
     bos = content.get("bos_token_id") if config.bos_id is None else config.bos_id
     if not isinstance(bos, int):
         raise ValueError(f"config.json: bos_token_id is {bos!r}; give bos_id=<the id that begins each document>.")
@@ -196,6 +143,7 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     c.module = name
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
+    check_rules(c, kind)
 
     table = load_model(c).table
     model = dataclasses.asdict(c)
@@ -208,10 +156,18 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     arrays = named_leaves({"weights": shapes_of(table)})
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
     metadata = {"config": {"model": model} | _untrained(length), "loader": {}}
-    checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata)
+
+    def check(stored: dict[str, StoredArray]) -> None:
+        nonlocal compared
+        leaves = [stored[name] for name in arrays]
+        compared = compare(c, jax.tree.unflatten(jax.tree.structure(table), leaves), whole, directory)
+
+    compared = ""
+    checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
 
     parameters = sum(array.size for array in arrays.values())
     say(f"model      {kind}: {parameters:,} parameters, as model.module={name}")
+    say(f"compared   {compared}")
     say(f"checkpoint {checkpoint}")
     if has_tokenizer:
         say(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")
@@ -229,6 +185,7 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
 
 
 def main() -> None:
+    jax.config.update("jax_platforms", "cpu")  # other devices would be started, and their memory taken, for nothing
     run_program("huggingface_to_checkpoint", Config, run)
 
 

@@ -36,6 +36,7 @@ FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 1
 # The root group's metadata: zarr readers need the file in any case, and complain of any other beside the arrays.
 MANIFEST = "zarr.json"
+REMEDY = "Run with the model and optimizer that wrote it, or start a new run in another directory."
 
 
 class Checkpointer:
@@ -166,7 +167,7 @@ class Checkpointer:
         finally:
             self._executor.shutdown()
 
-    def restore(self, step: int, like: Any, *, part: str = "", orders: Orders = NO_ORDERS) -> Any:
+    def restore(self, step: int, like: Any, *, part: str = "", orders: Orders = NO_ORDERS, remedy: str = REMEDY) -> Any:
         """The saved state of `step`, placed as `like` says.
 
         Each device receives its own region, read from disk by the process it belongs to, leaf after leaf. While it is
@@ -177,9 +178,10 @@ class Checkpointer:
             like: a pytree of jax.ShapeDtypeStruct with shardings (or of arrays like those wanted), on any mesh.
             part: read only the arrays whose names begin so, such as `weights/`, which `like` then holds.
             orders: as for `save`; padding is 0.
+            remedy: what to do where the arrays are others; for the message.
 
         Raises:
-            ValueError: the checkpoint's arrays are not those of `like`.
+            ValueError: the checkpoint's arrays are not those of `like`; with their names.
             OSError: an array is missing, truncated, corrupt, or not as the manifest says.
         """
         mark(f"restoring the checkpoint of step {step}", paused=True)
@@ -189,7 +191,7 @@ class Checkpointer:
         unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
         if unplaced:
             raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
-        _check_same_arrays(path, saved, as_stored(expected, orders))
+        _check_same_arrays(path, saved, as_stored(expected, orders), remedy)
         restored = [read_array(path, name, leaf, orders.get(name)) for name, leaf in expected.items()]
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
@@ -313,7 +315,9 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_same_arrays(path: Path, saved: dict[str, dict], expected: dict[str, jax.ShapeDtypeStruct]) -> None:
+def _check_same_arrays(
+    path: Path, saved: dict[str, dict], expected: dict[str, jax.ShapeDtypeStruct], remedy: str
+) -> None:
     problems = []
     for name, leaf in expected.items():
         wanted = f"{leaf.dtype}{list(leaf.shape)}"
@@ -329,6 +333,5 @@ def _check_same_arrays(path: Path, saved: dict[str, dict], expected: dict[str, j
     if problems:
         more = f"\n  … and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise ValueError(
-            f"the checkpoint {path} does not fit this run:\n  " + "\n  ".join(problems[:10]) + more + "\n"
-            "Run with the model and optimizer that wrote it, or start a new run in another directory."
+            f"the checkpoint {path} does not fit this run:\n  " + "\n  ".join(problems[:10]) + more + "\n" + remedy
         )

@@ -110,6 +110,7 @@ def write_checkpoint(
     arrays: Mapping[str, jax.ShapeDtypeStruct],
     parts: Iterable[tuple[str, Any, np.ndarray]],
     metadata: dict,
+    check: Callable[[dict[str, StoredArray]], None] = lambda arrays: None,
 ) -> Path:
     """Writes a checkpoint part by part, with no more than one of them in memory. Returns its directory.
 
@@ -119,6 +120,7 @@ def write_checkpoint(
         arrays: all arrays by name.
         parts: name, index, and the values there; together they cover each array once.
         metadata: what json can write, without NaN or infinity.
+        check: is called with what was written, by name, before it is a checkpoint. What it raises leaves nothing.
 
     Raises:
         ValueError: the step is there already.
@@ -145,6 +147,13 @@ def write_checkpoint(
             stores[name][index].write(values).result()
         except STORE_ERRORS as error:
             raise OSError(f"writing the array {name!r} in {temporary} failed: {error}.") from error
+    stores.clear()
+    blocks = Blocks()
+    try:
+        check({name: StoredArray(temporary, name, blocks) for name in arrays})
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     commit(temporary, final, list(arrays), manifest)
     return final
 

@@ -13,6 +13,11 @@ from configuration.differences import config_differences
 from .checkpoint import Checkpointer
 from .checkpoint_arrays import NO_ORDERS, Orders
 
+REMEDY = (
+    "training.init_from takes all weights of a model, and no others. Set it to a run whose model has these weights, or "
+    "give this model those of the checkpoint."
+)
+
 
 def find_checkpoint(
     path: str | os.PathLike,
@@ -76,7 +81,8 @@ def read_weights(
                 + "\n  ".join(differences)
                 + "\nChange these to what the checkpoint has, or start from another one."
             )
-        weights = checkpoints.restore(step, {"weights": like}, part="weights/", orders=orders)["weights"]
+        options = {"part": "weights/", "orders": orders, "remedy": REMEDY}
+        weights = checkpoints.restore(step, {"weights": like}, **options)["weights"]
     if jax.process_index() == 0:
         print(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
         for line in config_differences(saved, config, ("model",)):
