@@ -5,14 +5,18 @@ import json
 import sys
 
 import jax
+import numpy as np
 import pytest
 import tiny
+from huggingface_models import settings
 from test_changing import SOURCE, changed, module_of
 
 import train
 from cluster.devices import make_mesh
 from modeling.model import load_model
-from training_io import provenance
+from tools import checkpoint_to_huggingface
+from tools.generate import Config, generate
+from training_io import Checkpointer, provenance
 from training_io.pipeline_config import PipelineConfig
 
 
@@ -117,3 +121,41 @@ def test_a_run_keeps_its_source(tmp_path, monkeypatch):
     assert "key" not in about["environment"].values()
     assert about["programs"] == {"training": "hash"}
     assert about["command"] == sys.orig_argv
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory):
+    """A run whose checkpoint has an average of the weights, and was made by other source."""
+    c, directory = settings(tiny.model(), "unused", ema_decay=0.9), tmp_path_factory.mktemp("run")
+    with jax.set_mesh(tiny.mesh("one device")), Checkpointer(directory / "checkpoints") as checkpoints:
+        model, state = load_model(c.model), tiny.state(c)
+        state.ema = jax.tree.map(lambda x: 2 * x, state.weights)
+        made_by = provenance.provenance_of(train.programs, c, model)
+        made_by = made_by | {"source": {"train.py": "other"}, "programs": {"training": "other", "evaluation": "other"}}
+        checkpoints.save(3, state, {"config": dataclasses.asdict(c), "loader": {}, "provenance": made_by})
+    return directory, jax.tree.map(np.asarray, state.ema)
+
+
+def test_an_export_is_refused_by_other_source_or_is_of_the_average(run_directory, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    directory, average = run_directory
+    config = {"run": str(directory), "output": str(tmp_path / "exported"), "weights": "ema"}
+    with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
+        checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(**config))
+    assert not (tmp_path / "exported").exists()
+    said = []
+    checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(**config, other_source=True), said.append)
+    assert any(line.startswith("source     ") for line in said)
+    tensors = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
+    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], average.embed)
+
+
+def test_drawing_is_refused_by_other_source_or_is_of_the_average(run_directory):
+    directory, _ = run_directory
+    config = {"run": str(directory), "prompt_ids": [5], "max_tokens": 4, "temperature": 0.0}
+    with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
+        generate(Config(**config))
+    drawn = {which: generate(Config(**config, weights=which, other_source=True)) for which in ("weights", "ema")}
+    assert drawn["weights"][0].ids != drawn["ema"][0].ids
+    with pytest.raises(ValueError, match="weights is 'average'; choose one of weights, ema"):
+        generate(Config(**config, weights="average"))

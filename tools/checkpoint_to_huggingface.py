@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
+import train
 from configuration.checks import check_choice
 from configuration.program import run_program
 from modeling.model import load_model, module_of
@@ -37,8 +38,10 @@ from models.huggingface import mapping_of
 from models.huggingface_check import check_rules, compare
 from text.huggingface import find_tokenizer, tokenizer_files
 from training_io.checkpoint_arrays import named_leaves
+from training_io.config import check_weights
 from training_io.host_checkpoint import StoredArray, open_checkpoint
-from training_io.resuming import with_defaults
+from training_io.provenance import compare_source
+from training_io.resuming import config_of, with_defaults
 
 DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(jnp.bfloat16))}
 """What torch and numpy call them."""
@@ -52,6 +55,10 @@ class Config:
     """The directory to write, which must not be there yet."""
     step: int | None = None
     """Which checkpoint of the run. Null: the last."""
+    weights: str = "weights"
+    """weights: those that are trained; ema: their moving average (training.ema_decay)."""
+    other_source: bool = False
+    """Whether source may compare the logits that computes something else than what made the checkpoint."""
     dtype: str = "f32"
     """Of the weights: f32, as trained, or bf16, rounded to nearest."""
     dataset: str | None = None
@@ -60,24 +67,27 @@ class Config:
     """Weights in a file at most, in bytes, where a single tensor is not larger; at least 1."""
 
 
-def read_model(run: str, step: int | None) -> tuple[int, Any, Any, dict]:
-    """The step of a checkpoint, its ModelConfig, its weights, to be read when they are indexed, and its configuration.
+def read_model(run: str, step: int | None, which: str = "weights") -> tuple[int, Any, Any, dict]:
+    """The step of a checkpoint, its ModelConfig, its weights, to be read when they are indexed, and its metadata.
+
+    `which`: weights, or ema, their average.
 
     Raises:
         ValueError: there is no such checkpoint, or its weights are not those of its model.
     """
     found, arrays, metadata = open_checkpoint(run, step)
     config = with_defaults(metadata["config"])
+    check_weights("weights", which, config["training"]["ema_decay"])
     kind = module_of(config["model"]["module"]).ModelConfig
     c = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config["model"]))
     table = load_model(c).table
     leaves = []
-    for name, weight in named_leaves({"weights": table}).items():
+    for name, weight in named_leaves({which: table}).items():
         if name not in arrays or arrays[name].shape != weight.shape:
             has = f"of shape {list(arrays[name].shape)}" if name in arrays else "missing"
             raise ValueError(f"{name} is {has} in the checkpoint; its model has it as {list(weight.shape)}.")
         leaves.append(arrays[name])
-    return found, c, jax.tree.unflatten(jax.tree.structure(table), leaves), config
+    return found, c, jax.tree.unflatten(jax.tree.structure(table), leaves), metadata | {"config": config}
 
 
 def write_tensors(
@@ -134,7 +144,12 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output is {config.output}, which is there already. Move it away, or give another path.")
-    step, c, weights, settings = read_model(config.run, config.step)
+    step, c, weights, metadata = read_model(config.run, config.step, config.weights)
+    settings, allow = metadata["config"], None if config.other_source else "other_source=true"
+    if saved := metadata.get("provenance"):
+        of = train.programs, config_of(metadata["config"]), load_model(c), ("evaluation",), allow
+        if differs := compare_source(saved, *of):
+            say(f"source     {differs}")
     content, tensors = mapping_of(c.module).to_huggingface(weights, c)
     check_rules(c, content.get("model_type"))
     if content.get("max_position_embeddings", 0) is None:

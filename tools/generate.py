@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 from rich.console import Console
 from rich.text import Text
 
@@ -35,7 +34,7 @@ from text.codec import TextCodec, codec_by_name, codec_of_dataset
 from training_io import Checkpointer, find_checkpoint
 from training_io import config as run_config
 from training_io.provenance import compare_source
-from training_io.resuming import with_defaults
+from training_io.resuming import config_of
 
 
 @dataclass
@@ -99,13 +98,6 @@ class Config:
 
 
 # ---- what to run --------------------------------------------------------------------------------------------------
-
-
-def config_of(saved: dict[str, Any]) -> run_config.Config:
-    """The configuration in a checkpoint, typed."""
-    run_config.register_schema()
-    schema = ConfigStore.instance().load("config_schema.yaml").node
-    return run_config.to_config(OmegaConf.merge(schema, with_defaults(saved)))
 
 
 def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:

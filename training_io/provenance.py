@@ -57,14 +57,22 @@ def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
     plain = {"batch_size": 1, "microbatches": 1, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
     plain |= {"save": "marked", "unroll": 1, "ema_decay": None, "eval_weights": "weights"}
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
-    with jax.set_mesh(make_mesh(1, 1, 1, jax.local_devices()[:1])):
+    with jax.set_mesh(make_mesh(1, 1, 1, [_device()])):
         batch = batch_shapes(c.training.batch_size, c.training.seq_len, len(inputs_of(model)))
         return {name: hash_of(traced) for name, traced in programs(c, model, batch).items()}
 
 
+def _device() -> jax.Device:
+    """What programs are traced for: a CPU, wherever JAX has one, as a run may go on or be sampled on other devices."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return jax.local_devices()[0]
+
+
 def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
     """What is kept in a checkpoint: hashes of source and programs, and what traced these."""
-    traced_by = f"jax {jax.__version__} on {jax.devices()[0].platform}"
+    traced_by = f"jax {jax.__version__} for {_device().platform}"
     return {"source": source_of(model), "programs": programs_of(programs, c, model), "traced_by": traced_by}
 
 

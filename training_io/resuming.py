@@ -3,10 +3,13 @@
 import dataclasses
 from pathlib import Path
 
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
 from configuration.differences import config_differences
 from input_loader import fixed_settings as fixed_data_settings
 from modeling.model import module_of
-from training_io.config import Config
+from training_io.config import Config, register_schema, to_config
 
 RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host")}
 """Settings that there were once. None of them says what a run computes."""
@@ -23,6 +26,13 @@ def with_defaults(saved: dict) -> dict:
         kept = {name: value for name, value in given.items() if name not in RETIRED.get(section.name, ())}
         filled[section.name] = defaults | made | kept
     return saved | filled
+
+
+def config_of(saved: dict) -> Config:
+    """A checkpoint's configuration, typed and checked."""
+    register_schema()
+    schema = ConfigStore.instance().load("config_schema.yaml").node
+    return to_config(OmegaConf.merge(schema, with_defaults(saved)))
 
 
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
