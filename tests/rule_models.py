@@ -143,7 +143,8 @@ def dense_mask(name: str, layer: int, document: np.ndarray) -> np.ndarray:
                 begin = max(begin, q - WINDOW + 1)
             seen[row, q, begin : q + 1] = True
             if name == "prefix" and q < first[q] + PREFIX:
-                seen[row, q, first[q] : first[q] + PREFIX] = document[row, first[q] : first[q] + PREFIX] == document[row, q]
+                together = slice(first[q], first[q] + PREFIX)
+                seen[row, q, together] = document[row, together] == document[row, q]
     return seen
 
 
@@ -174,7 +175,7 @@ def dense_logits(name: str, w, ids, positions, masks) -> jax.Array:
         scores = scores * (0.3 if name == "alternating" and i % 2 == 1 else SIZES.d_head**-0.5)
         scores = scores - slopes * distance if name == "alibi" else scores
         scores = CAP * jnp.tanh(scores / CAP) if name == "soft-cap" else scores
-        weights = jnp.where(mask[:, None, None], jnp.exp(scores), 0.0)
+        weights = jnp.exp(jnp.where(mask[:, None, None], scores, -jnp.inf))
         total = jnp.sum(weights, axis=-1, keepdims=True)
         total = total + jnp.exp(layer.sinks)[..., None, None] if name == "sinks" else total
         read = jnp.einsum("bkqls,bskd->blkqd", weights / total, v)

@@ -59,8 +59,8 @@ def expected(name: str, length: int) -> tuple:
 
     def loss(w):
         logits = models.dense_logits(name, w, ids, positions, masks)
-        at_target = logits[rows, np.arange(length), given.targets]
-        return jnp.sum((jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - at_target) * given.loss_mask) / given.loss_mask.sum()
+        losses = jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - logits[rows, np.arange(length), given.targets]
+        return jnp.sum(losses * given.loss_mask) / given.loss_mask.sum()
 
     with jax.set_mesh(tiny.mesh("one device")):
         return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(models.host_weights(name)))
@@ -86,7 +86,7 @@ def check_steps(name: str, place: str, path: str) -> None:
     assert float(nats / targets) == pytest.approx(float(loss), rel=5e-6)
     for (where, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(gradients), strict=True):
         assert np.abs(b).max() > 0, where
-        np.testing.assert_allclose(a, b, atol=5e-5 * np.abs(b).max(), rtol=0, err_msg=jax.tree_util.keystr(where))
+        np.testing.assert_allclose(a, b, atol=2e-4 * np.abs(b).max(), rtol=0, err_msg=jax.tree_util.keystr(where))
 
 
 @pytest.mark.parametrize(("name", "place", "path"), [case for case in ALL if case in QUICK])
