@@ -41,7 +41,8 @@ class Verdict(NamedTuple):
 def verdict(forward: Any, weights: Any, context: int) -> Verdict:
     """How texts of this model are decoded: with a cache, if that is right.
 
-    What the trials compute is small: the parts of the model on 4·t positions, and attention for PAIRS scores.
+    What the trials hold in memory is small: the parts of the model on 4·t positions, and PAIRS scores of attention, of
+    one text on each device.
 
     Args:
         forward: train.Forward of the model.
@@ -87,7 +88,8 @@ def _sees_later(rule: Any, context: int) -> bool:
 def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str]:
     """The parts of the model in which positions learn from earlier ones outside of `attend`, and from later ones.
 
-    Tried on `length` positions: one is changed at a time, also to NaN, which weights of 0 do not hide.
+    Tried on `length` positions: one is changed at a time, also to NaN, which weights of 0 do not hide. What skips all
+    nearer positions than that is not seen.
     """
     model, parts = forward.model, []
     place = np.arange(length, dtype=np.int32)[None]
@@ -137,7 +139,11 @@ def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str]:
 
 
 def _check_cached_attention(forward: Any, call: Call, context: int) -> None:
-    """Raises ValueError where cached attention and train.attention differ, at some positions of one text."""
+    """Raises ValueError where cached attention and train.attention differ, at some positions of one text.
+
+    The text is no longer than PAIRS allows, for memory. Both ways read the same rule, and what can differ are the
+    places, head numbers and weights that they give it, which shows at any length. So it may be shorter than a window.
+    """
     dense = dataclasses.replace(forward, training=dataclasses.replace(forward.training, attention="einsum"))
     axes, heads = tuple(mesh_axes()), call.q.shape[2] * call.q.shape[3]
     context = min(context, max(64, int((PAIRS / heads) ** 0.5)))
