@@ -4,6 +4,7 @@ The residual stream is sharded along L over t, and the next token of a text, a s
 decoding L counts texts: N of them, sharded over r and d, are B = r·d sequences of L = N/(r·d) positions.
 """
 
+import dataclasses
 import functools
 from typing import Any, TypeVar
 
@@ -110,8 +111,9 @@ def next_logits_without_cache(
     rows = jnp.arange(len(ids))
     ids = ids.at[rows, texts.place].set(texts.token, mode="drop")
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    # What comes after a text is another document, for rules that see ahead.
+    # What comes after a text is another document, for rules that see ahead; also where training has one in a sequence.
     tokens = Tokens(ids, positions, (positions > texts.place[:, None]).astype(jnp.int32))
+    forward = dataclasses.replace(forward, training=dataclasses.replace(forward.training, document_mask=True))
     attend_in_window = forward.attend(tokens)
 
     def attend(cache, q, k, v, rule, *options, **more):

@@ -6,11 +6,12 @@ With the cache each position of a forward pass is another text. That is right if
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from modeling.attention_calls import TOLERANCE, Call, calls_of
 from modeling.model import Tokens, compute_scope, period_of
@@ -28,8 +29,20 @@ PAIRS = 2**24
 """Pairs of positions that are looked at, at a time."""
 
 
-def why_no_cache(forward: Any, weights: Any, context: int) -> str | None:
-    """Why texts of this model are decoded without a cache, if they are.
+class Verdict(NamedTuple):
+    """How texts of a model are decoded."""
+
+    why_no_cache: str = ""
+    """Why without a cache, if they are; empty: with it."""
+    sees_later: bool = False
+    """Whether a position of a text sees later ones."""
+
+
+def verdict(forward: Any, weights: Any, context: int) -> Verdict:
+    """How texts of this model are decoded: with a cache, if that is right.
+
+    What the trials hold in memory is small: the parts of the model on 4·t positions, and PAIRS scores of attention, of
+    one text on each device.
 
     Args:
         forward: train.Forward of the model.
@@ -41,26 +54,26 @@ def why_no_cache(forward: Any, weights: Any, context: int) -> str | None:
             cached attention is not what train.attention computes.
     """
     t = jax.sharding.get_mesh().shape["t"]
-    later, earlier = _mixed(forward, weights, 4 * t)
-    if earlier:
+    by_earlier, by_later = _mixed(forward, weights, 4 * t)
+    if by_later:
         raise ValueError(
-            f"{earlier} of model.module {forward.model.c.module!r} lets a position learn from later ones outside of "
+            f"{by_later} of model.module {forward.model.c.module!r} lets a position learn from later ones outside of "
             "attend, so that its texts cannot be continued. Let it go through attend, or from earlier positions alone."
         )
-    if later:
-        return f"{later} lets a position learn from others outside of attend"
     calls = dict.fromkeys(call._replace(turn=0) for call in calls_of(forward, -(-context // t) * t))
     for call in calls:
         if _sees_later(forward.rule(call.rule), context):
-            return f"a position sees later ones: {call.rule}"
+            return Verdict(f"a position sees later ones: {call.rule}", sees_later=True)
+    if by_earlier:
+        return Verdict(f"{by_earlier} lets a position learn from others outside of attend")
     for call in calls:
         _check_cached_attention(forward, call, context)
-    return None
+    return Verdict()
 
 
 def _sees_later(rule: Any, context: int) -> bool:
     """Whether some position of a text sees one that comes after it."""
-    rows = max(1, PAIRS // context)
+    rows = min(context, max(1, PAIRS // context))
 
     @jax.jit
     def seen(first: jax.Array) -> jax.Array:
@@ -75,7 +88,8 @@ def _sees_later(rule: Any, context: int) -> bool:
 def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str]:
     """The parts of the model in which positions learn from earlier ones outside of `attend`, and from later ones.
 
-    Tried on `length` positions: one is changed at a time, also to NaN, which weights of 0 do not hide.
+    Tried on `length` positions: one is changed at a time, also to NaN, which weights of 0 do not hide. What skips all
+    nearer positions than that is not seen.
     """
     model, parts = forward.model, []
     place = np.arange(length, dtype=np.int32)[None]
@@ -100,21 +114,22 @@ def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str]:
             of_layer = jax.tree.map(lambda stack: stack[turn], w.layers)
             return parts_of(model.layer(x, of_layer, tokens.in_layer(jnp.int32(turn), turn), alone, forward.einsum))[0]
 
-        for changed in (0, length - 1):
-            other_ids = jnp.where(place == changed, (ids + 1) % jnp.uint32(model.c.vocab), ids)
-            others = [jnp.where((own == changed)[..., None], value, x) for value in (jnp.nan, -3 * x)]
-            tried = [("embed", embed, ids, [other_ids])]
-            tried += [("layer", functools.partial(layer, turn), x, others) for turn in range(period_of(model))]
-            tried += [("logits", lambda x: model.logits(w, x), x, others)]
-            for name, run, given, changes in tried:
-                plain = run(given)
-                at = place if plain.shape[1] == length else own
-                for change in changes:
-                    new = run(change)
-                    same = (plain == new) | (jnp.isnan(plain) & jnp.isnan(new))
-                    moved = ~jnp.all(same, axis=tuple(range(2, plain.ndim)))
-                    parts.append(name)
-                    found.append(jnp.stack([jnp.any(moved & (at > changed)), jnp.any(moved & (at < changed))]))
+        at_ends = [(end, value) for end in (0, length - 1) for value in ("NaN", "other")]
+        changed = jnp.array([end for end, _ in at_ends])[:, None, None]
+        other_ids = [jnp.where(place == end, (ids + 1) % jnp.uint32(model.c.vocab), ids) for end, _ in at_ends]
+        values = {"NaN": jnp.nan, "other": -3 * x}
+        others = [jnp.where((own == end)[..., None], values[value], x) for end, value in at_ends]
+        tried = [("embed", embed, ids, other_ids)]
+        tried += [("layer", functools.partial(layer, turn), x, others) for turn in range(period_of(model))]
+        tried += [("logits", lambda x: model.logits(w, x), x, others)]
+        for name, run, given, changes in tried:
+            # One after the other, by one compiled copy: the same in, the same out, bit by bit.
+            plain, *new = lax.map(run, jnp.stack([given, *changes]))
+            same = (plain == jnp.stack(new)) | (jnp.isnan(plain) & jnp.isnan(jnp.stack(new)))
+            moved = ~jnp.all(same, axis=tuple(range(3, same.ndim)))
+            at = place if plain.shape[1] == length else own
+            parts.append(name)
+            found.append(jnp.stack([jnp.any(moved & (at > changed)), jnp.any(moved & (at < changed))]))
         return jax.lax.pmax(varying(jnp.float32(jnp.concatenate(found)), axes), axes)
 
     with compute_scope(forward.training.compute_dtype):
@@ -124,7 +139,11 @@ def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str]:
 
 
 def _check_cached_attention(forward: Any, call: Call, context: int) -> None:
-    """Raises ValueError where cached attention and train.attention differ, at some positions of one text."""
+    """Raises ValueError where cached attention and train.attention differ, at some positions of one text.
+
+    The text is no longer than PAIRS allows, for memory. Both ways read the same rule, and what can differ are the
+    places, head numbers and weights that they give it, which shows at any length. So it may be shorter than a window.
+    """
     dense = dataclasses.replace(forward, training=dataclasses.replace(forward.training, attention="einsum"))
     axes, heads = tuple(mesh_axes()), call.q.shape[2] * call.q.shape[3]
     context = min(context, max(64, int((PAIRS / heads) ** 0.5)))

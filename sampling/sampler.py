@@ -23,7 +23,7 @@ from input_loader import TokenBatch
 from modeling.model import compute_scope, inputs_of
 from sampling.cache import KeyValues, Texts, next_logits, next_logits_without_cache, window_cache, window_start
 from sampling.drawing import ROUNDING, Settings, check_ids, choose, compare
-from sampling.probes import why_no_cache
+from sampling.probes import verdict
 from shardlib.shardtypes import Array, bool_, f32, i32, typed_shard_map, u32
 
 CHUNK = 32
@@ -58,6 +58,7 @@ class Sampler:
         decode: the one that draws up to CHUNK tokens of each text.
         decode_windows: the same without a cache.
         why_no_cache: why texts are drawn without a cache, if they are; empty: they are not. None before the first.
+        sees_later: whether a position of a text sees later ones, so that `check` has nothing to compare.
         compare: the one that draws tokens without the cache, for `check`.
 
     Raises:
@@ -84,6 +85,7 @@ class Sampler:
         self._compiled: dict[Any, Any] = {}
         self._chunk = min(CHUNK, settings.max_tokens)
         self.why_no_cache: str | None = None
+        self.sees_later = False
         self.prefill, self.decode, self.decode_windows, self.compare = self._programs()
 
     def _programs(self):
@@ -189,14 +191,18 @@ class Sampler:
         """
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.c.vocab)
-        if self.why_no_cache is None:
-            start = time.perf_counter()
-            self.why_no_cache = why_no_cache(self.forward, weights, self.context) or ""
-            self.speed.compile_seconds += time.perf_counter() - start
+        self._decide(weights)
         rows, result = self.rows(len(prompts)), []
         for i in range(0, len(prompts), rows):
             result += self._generate(weights, prompts[i : i + rows], first_number + i, rows)
         return result
+
+    def _decide(self, weights: Any) -> None:
+        """Finds once whether texts are drawn with a cache."""
+        if self.why_no_cache is None:
+            start = time.perf_counter()
+            self.why_no_cache, self.sees_later = verdict(self.forward, weights, self.context)
+            self.speed.compile_seconds += time.perf_counter() - start
 
     def rows(self, texts: int) -> int:
         """Rows of each pass for so many texts."""
@@ -250,6 +256,9 @@ class Sampler:
     ) -> "Checked":
         """Draws each token again from training's forward pass over its window, without a cache, with the same noise.
 
+        Where positions see later ones nothing is compared: a pass over a whole window then shows each position tokens
+        that were not there when the next was drawn.
+
         Args:
             weights, prompts, first_number: as `generate` had them.
             drawn: what it gave.
@@ -258,6 +267,10 @@ class Sampler:
             ValueError: another token is drawn, and that is not for rounding.
         """
         checked, dtype = Checked(), self.forward.training.compute_dtype
+        self._decide(weights)
+        if self.sees_later:
+            return checked
+        cached = not self.why_no_cache
         rows = list(self._windows(prompts, drawn))
         per_batch = self.rows(len(prompts))
         for first in range(0, len(rows), per_batch):
@@ -281,10 +294,11 @@ class Sampler:
                         continue
                     if not excess[i, j] <= allowed[i, j]:
                         raise ValueError(
-                            f"text {first_number + text}, token {start + j}: {tokens[j]} was drawn with the cache, "
-                            f"{expected[i, j]} is without it. Their logits with noise differ by {excess[i, j]:.3g}, "
-                            f"where rounding in {dtype} explains {allowed[i, j]:.3g}. It is an "
-                            "error of the program: the model reads from its cache what is not in the text."
+                            f"text {first_number + text}, token {start + j}: {tokens[j]} was drawn "
+                            f"{'with the' if cached else 'without a'} cache, {expected[i, j]} is by training's forward "
+                            f"pass. Their logits with noise differ by {excess[i, j]:.3g}, where rounding in {dtype} "
+                            f"explains {allowed[i, j]:.3g}. It is an error of the program: the model reads "
+                            f"{'from its cache ' if cached else ''}what is not in the text."
                         )
                     checked.ties += 1
                     checked.largest = max(checked.largest, float(excess[i, j] / allowed[i, j]))

@@ -61,7 +61,10 @@ class TrainingSamples:
         done = self._run.done
         weights = without_stages(weights, self._placement, self._mesh)
         with pause("sampling texts"), jax.set_mesh(self._mesh):
+            first = self._sampler.why_no_cache is None
             drawn = self._sampler.generate(weights, self._prompts)
+        if first and self._sampler.why_no_cache:
+            self._run.say(f"sampling   without a cache, which is slower: {self._sampler.why_no_cache}")
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
             ended = ids[-1] in self._stop

@@ -1,48 +1,110 @@
-"""Decoding with the cache, by each rule; and what is decoded without it, or not at all."""
+"""Decoding by each rule, with the cache and without; and what is not decoded at all."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rule_models as models
 import tiny
-from test_rules import MASKS, Alternating, alibi
 
 import train
-from modeling.rules import Rule, Window
+from cluster.devices import make_mesh
 from sampling import cache, probes
+from sampling.cache import window_start
 from sampling.drawing import Settings
 from sampling.sampler import Sampler
 from shardlib import shardops
 
-PROMPTS, CONTEXT = [[5, 8], [9, 3, 1, 2], []], 48
+CONTEXT = 16
+LONG = np.random.default_rng(1).integers(0, models.SIZES.vocab, 29).tolist()
+PROMPTS = [[5, 8], LONG[: models.WINDOW + 3], [], LONG]  # the last is longer than the context
+PROMPTS += [[i] for i in range(1, 13)]  # short ones, whose next token is behind them in a prefix
+MESHES = {"one device": (1, 1), "d=2 t=2": (2, 2)}
+GREEDY, DRAWN = Settings(max_tokens=20, temperature=0.0), Settings(max_tokens=20, temperature=1.5)
 
 
-def of_rule(rule: Rule) -> type:
-    return type("OfRule", (train.Llama,), {"rule": rule})
+def mesh(name: str) -> jax.sharding.Mesh:
+    d, t = MESHES[name]
+    return make_mesh(1, d, t, jax.devices()[: d * t])
 
 
-class NoPositions(train.Llama):
-    """Every second layer without RoPE."""
-
-    period = 2
-
-    def layer(self, x, w, tokens, attend, einsum):
-        if tokens.turn == 1:
-            cos, sin = tokens.shared
-            tokens = dataclasses.replace(tokens, shared=(jnp.ones_like(cos), jnp.zeros_like(sin)))
-        return super().layer(x, w, tokens, attend, einsum)
+def sampler(kind: type, settings: Settings = DRAWN, **training) -> Sampler:
+    c = tiny.config(models.SIZES, **training)
+    return Sampler(train.Forward(kind(c.model), c.training), settings, CONTEXT)
 
 
-class Sinks(train.Llama):
-    """Each head may attend to nothing."""
+# ---- rules --------------------------------------------------------------------------------------------------------
 
-    def layer(self, x, w, tokens, attend, einsum):
-        def with_sinks(q, k, v, rule):
-            return attend(q, k, v, rule, sinks=0.7 + 0 * jnp.float32(q[:, 0, :, :, 0]))
+CASES = [(name, place, True) for name in models.KINDS for place in MESHES]
+CASES += [("prefix", place, False) for place in MESHES]
+QUICK = {
+    ("window", "one device", True),
+    ("alibi", "d=2 t=2", True),
+    ("alternating", "d=2 t=2", True),
+    ("sinks", "d=2 t=2", True),
+    ("prefix", "one device", False),
+    ("no positions", "one device", True),
+}
 
-        return super().layer(x, w, tokens, with_sinks, einsum)
+
+@functools.cache
+def dense_program(name: str):
+    """The dense logits after the last of each row's tokens, jitted."""
+
+    def run(w, ids, last, masks):
+        positions = jnp.broadcast_to(jnp.arange(CONTEXT), ids.shape)
+        return models.dense_logits(name, w, ids, positions, masks)[jnp.arange(len(ids)), last]
+
+    return jax.jit(run)
+
+
+def dense_next(name: str, texts: list[list[int]]) -> np.ndarray:
+    """Dense logits f32[texts, V] of the next token, each from what its window shows then; padding stands apart."""
+    windows = [[models.SIZES.bos_id, *text[window_start(len(text), CONTEXT) :]] for text in texts]
+    ids = np.array([window + [0] * (CONTEXT - len(window)) for window in windows])
+    last = np.array([len(window) - 1 for window in windows])
+    document = (np.arange(CONTEXT) > last[:, None]).astype(int)
+    with jax.set_mesh(mesh("one device")):
+        return np.asarray(dense_program(name)(models.host_weights(name), ids, last, models.dense_masks(name, document)))
+
+
+def check_texts(name: str, place: str, document_mask: bool) -> None:
+    """Greedy tokens are those of dense logits; drawn ones are the same without the cache and in training."""
+    kind = models.KINDS[name]
+    with jax.set_mesh(mesh(place)):
+        w = models.placed_weights(name)
+        drawing = sampler(kind, document_mask=document_mask)
+        drawn = drawing.generate(w, PROMPTS)
+        assert drawing.sees_later == bool(drawing.why_no_cache) == (name == "prefix"), drawing.why_no_cache
+        checked = drawing.check(w, PROMPTS, drawn)
+        assert (checked.tokens, checked.ties) == ((0 if name == "prefix" else 20 * len(PROMPTS)), 0)
+        greedy = sampler(kind, GREEDY, document_mask=document_mask)
+        greedy.why_no_cache, greedy.sees_later = drawing.why_no_cache, drawing.sees_later
+        likeliest = greedy.generate(w, PROMPTS)
+        if not drawing.why_no_cache:
+            drawing.why_no_cache = "to compare"
+            assert drawing.generate(w, PROMPTS) == drawn
+    assert len({tuple(text) for text in drawn}) == len(PROMPTS)
+    before = [prompt + new[:i] for prompt, new in zip(PROMPTS, likeliest, strict=True) for i in range(20)]
+    logits = dense_next(name, before)
+    taken = logits[np.arange(len(before)), np.concatenate(likeliest)]
+    np.testing.assert_allclose(taken, logits.max(axis=1), rtol=0, atol=1e-4 * np.abs(logits).max())
+
+
+@pytest.mark.parametrize(("name", "place", "document_mask"), [case for case in CASES if case in QUICK])
+def test_texts_are_dense(name, place, document_mask):
+    check_texts(name, place, document_mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "place", "document_mask"), [case for case in CASES if case not in QUICK])
+def test_texts_are_dense_on_every_mesh(name, place, document_mask):
+    check_texts(name, place, document_mask)
+
+
+# ---- what a position learns outside of attention ------------------------------------------------------------------
 
 
 def shifted(x: jax.Array) -> jax.Array:
@@ -76,73 +138,23 @@ class EmbedsPairs(train.Llama):
         return x + shifted(x)
 
 
-PREFIX = Rule((lambda q, k: (q.index >= k.index) | (k.index < 4),))
-CACHED = {
-    "causal": train.Llama,
-    "window": of_rule(Rule((*MASKS, Window(5)))),
-    "alibi": of_rule(Rule(score=alibi)),
-    "soft-cap": of_rule(Rule(score=lambda scores, q, k, heads: 5 * jnp.tanh(scores / 5))),
-    "alternating": Alternating,
-    "no positions": NoPositions,
-    "sinks": Sinks,
-}
-UNCACHED = {"prefix": of_rule(PREFIX), "token shift": TokenShift, "a shift of weight 0": HiddenShift}
-UNCACHED |= {"embeds pairs": EmbedsPairs}
-
-
-def sampler(kind: type, **settings) -> Sampler:
-    c = tiny.config(tiny.model(layers=2))
-    c.training.seq_len = CONTEXT
-    forward = train.Forward(kind(c.model), c.training)
-    return Sampler(forward, Settings(max_tokens=20, **settings), CONTEXT)
-
-
-@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
-@pytest.mark.parametrize("name", [*CACHED, *UNCACHED])
-def test_texts_are_those_of_the_whole_forward_pass(name, mesh):
-    kind = (CACHED | UNCACHED)[name]
-    with jax.set_mesh(tiny.mesh(mesh)):
-        w = tiny.weights(tiny.model(layers=2))
-        with_cache, without = sampler(kind), sampler(kind)
-        drawn = with_cache.generate(w, PROMPTS)
-        assert bool(with_cache.why_no_cache) == (name in UNCACHED), with_cache.why_no_cache
-        without.why_no_cache = "to compare"
-        if name in CACHED:
-            assert without.generate(w, PROMPTS) == drawn
-            assert with_cache.check(w, PROMPTS, drawn).tokens == sum(map(len, drawn))
-        # Changing one text changes no other.
-        others = with_cache.generate(w, [PROMPTS[0], [9, 3, 7, 2, 2, 2], PROMPTS[2]])
-        assert (others[0], others[2]) == (drawn[0], drawn[2])
-        # Each token is that of a plain forward pass over what stands before it.
-        forward = with_cache.forward
-        logits = whole_logits(forward, w, [forward.model.c.bos_id, *PROMPTS[0], *drawn[0]])
-        greedy = sampler(kind, temperature=0.0)
-        first = greedy.generate(w, [PROMPTS[0]])[0][0]
-        assert first == int(np.argmax(whole_logits(forward, w, [forward.model.c.bos_id, *PROMPTS[0]])[-1]))
-        assert logits.shape[1] == 64
-
-
-def whole_logits(forward, w, ids: list[int]) -> np.ndarray:
-    """Logits of one text, without padding, on one device's mesh or with copies of it as the other rows."""
-    from shardlib.shardtypes import f32, u32
-
-    mesh = jax.sharding.get_mesh().shape
-    rows, extra = mesh["r"] * mesh["d"], -len(ids) % mesh["t"]
-    table = np.array([ids + [0] * extra] * rows, np.uint32)
-
-    def run(w: train.Transformer, ids: u32["B/r/d L"]) -> f32["B/r/d L V/t"]:
-        place = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-        document = (place >= ids.shape[1] - extra).astype(jnp.int32)
-        from modeling.model import Tokens
-
-        return forward(forward.copies(w), Tokens(ids, place, document), forward.model.logits)[0]
-
-    return np.asarray(tiny.per_device(run)(w, table))[0, : len(ids)]
+@pytest.mark.parametrize(("kind", "part"), [(TokenShift, "layer"), (HiddenShift, "layer"), (EmbedsPairs, "embed")])
+def test_where_positions_learn_outside_of_attend_there_is_no_cache(kind, part):
+    """And each token is that of training's forward pass."""
+    with jax.set_mesh(mesh("d=2 t=2")):
+        w, s = models.placed_weights("window"), sampler(kind)
+        drawn = s.generate(w, PROMPTS)
+        assert s.why_no_cache == f"{part} lets a position learn from others outside of attend"
+        checked = s.check(w, PROMPTS, drawn)
+        assert (checked.tokens, checked.ties) == (20 * len(PROMPTS), 0)
+        drawn[1][3] = (drawn[1][3] + 1) % models.SIZES.vocab
+        with pytest.raises(ValueError, match=r"text 1, token 10: \d+ was drawn without a cache, \d+ is by training's"):
+            s.check(w, PROMPTS, drawn)
 
 
 def test_what_sees_ahead_outside_of_attention_is_refused():
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        w = tiny.weights(tiny.model(layers=2))
+    with jax.set_mesh(mesh("d=2 t=2")):
+        w = models.placed_weights("window")
         with pytest.raises(ValueError, match=r"layer of model.module 'train' lets a position learn from later ones"):
             sampler(Statistics).generate(w, PROMPTS)
 
@@ -150,5 +162,5 @@ def test_what_sees_ahead_outside_of_attention_is_refused():
 def test_cached_attention_that_differs_is_named(monkeypatch):
     plain = cache.cached_attention
     monkeypatch.setattr(probes, "cached_attention", lambda q, k, *more: plain(q, 2 * k, *more))
-    with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match="attention with a cache is not what"):
-        sampler(train.Llama).generate(tiny.weights(tiny.model(layers=2)), PROMPTS)
+    with jax.set_mesh(mesh("d=2 t=2")), pytest.raises(ValueError, match="attention with a cache is not what"):
+        sampler(train.Llama).generate(models.placed_weights("window"), PROMPTS)

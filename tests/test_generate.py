@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+import rule_models
 import tiny
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from rich.console import Console
+from test_decoding import TokenShift
 
 import train
 from input_loader import DataConfig, StreamConfig
@@ -24,6 +26,7 @@ from sampling.samples import TrainingSamples
 from text import definitions as tokenizer_definitions
 from text.codec import TextCodec, codec_by_name, codec_of_dataset
 from tools.generate import Config, MeshChoice, generate, quote_text
+from training_io.stages import placement_of
 
 ROOT = Path(__file__).parent.parent
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"
@@ -79,6 +82,29 @@ def test_the_last_texts_are_those_of_the_checkpoint(run):
         assert [(text.text, text.ended) for text in found] == [(line["text"], line["ended"]) for line in expected]
 
 
+@pytest.mark.parametrize(
+    ("kind", "checked"),
+    [
+        (TokenShift, "checked: by training's forward pass, 16 tokens are the same, but for 0 near ties"),
+        (rule_models.KINDS["prefix"], "not checked: training's forward pass shows each token later ones"),
+    ],
+)
+def test_what_is_drawn_without_a_cache_is_said_with_the_reason(kind, checked, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "Model", kind)
+    console = Console(file=io.StringIO())
+    config = Config(run=str(run), prompts=PROMPTS, max_tokens=8, stop=[], mesh=MeshChoice(d=4, t=2), check=True)
+    generate(config, console)
+    said, lines, c = console.file.getvalue(), [], settings(tmp_path)
+    with jax.set_mesh(tiny.mesh("one device")):
+        samples = samples_of(c, tmp_path, placement_of(c, load_model(c.model)), lines.append)
+        for _ in range(2):
+            samples.write(tiny.state(c).weights)
+    (line,) = (line for line in said.splitlines() if line.startswith("drawn without a cache, which is slower: "))
+    assert "a position" in line
+    assert checked in said
+    assert lines == [line.replace("drawn", "sampling  ")]
+
+
 def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
     """From the checkpoint of step 3 to step 4, and from there, where texts are due, to 9."""
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)
@@ -97,8 +123,9 @@ def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
         assert lines[: len(before)] == before
 
 
-def samples_of(c, directory):
-    run = SimpleNamespace(directory=directory, start=0, placement=None)
+def samples_of(c, directory, placement=None, say=None):
+    log_event = lambda *_: None
+    run = SimpleNamespace(directory=directory, start=0, done=0, placement=placement, say=say, log_event=log_event)
     return TrainingSamples(c, tiny.forward(c), run)
 
 

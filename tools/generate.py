@@ -87,7 +87,8 @@ class Config:
     """layer: each token gathers each layer's weights where they are used. step: all of them stay gathered for a while,
     which is faster where they fit on a device. Null: as in training."""
     check: bool = False
-    """Draw all tokens again from training's forward pass, without a cache, and compare."""
+    """Draw all tokens again from training's forward pass, without a cache, and compare. Not where tokens see later
+    ones."""
     output: str | None = None
     """A file for the texts, one JSON object in a line."""
     data: str | None = None
@@ -236,13 +237,17 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
                 f"{speed.tokens / speed.seconds:,.0f} tokens/s, after {speed.compile_seconds:.1f} s of compilation; "
                 f"step {step}, mesh {mesh}, {c.training.compute_dtype}"
             )
+            if sampler.why_no_cache:
+                say(f"drawn without a cache, which is slower: {sampler.why_no_cache}")
             if config.output is not None:
                 _write(config.output, results)
-            if config.check:
+            if config.check and sampler.sees_later:
+                say("not checked: training's forward pass shows each token later ones, which were not drawn yet")
+            elif config.check:
                 found = sampler.check(weights, repeated, drawn)
                 say(
-                    f"checked: without a cache, {found.tokens:,} tokens are the same, but for {found.ties} near ties "
-                    f"(at most {found.largest:.2f} of what rounding explains)"
+                    f"checked: by training's forward pass, {found.tokens:,} tokens are the same, but for {found.ties} "
+                    f"near ties (at most {found.largest:.2f} of what rounding explains)"
                 )
     return results
 

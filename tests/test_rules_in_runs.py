@@ -1,0 +1,100 @@
+"""Whole training and evaluation steps of models with other rules of attention, against a dense computation.
+
+Short sequences take the path einsum, long ones blockwise: each rule on either side of the threshold of `choose`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rule_models as models
+import tiny
+
+import train
+from cluster.devices import make_mesh
+from input_loader import TokenBatch
+from modeling.attention_calls import describe_attention
+from modeling.blockwise import BLOCKS
+
+ROWS = 4
+LENGTHS = {"einsum": 16, "blockwise": BLOCKS["cpu"] + 32}
+PLACES = {"one device": (1, 1, 1), "d=2 t=2": (1, 2, 2), "p=2 d=2": (2, 2, 1)}  # name: p, d, t
+# A rule on one mesh and one path where that is enough of a look; the others are slow.
+QUICK = {
+    ("window", "d=2 t=2", "einsum"),
+    ("alibi", "d=2 t=2", "blockwise"),
+    ("soft-cap", "one device", "blockwise"),
+    ("alternating", "p=2 d=2", "blockwise"),
+    ("sinks", "d=2 t=2", "blockwise"),
+    ("prefix", "one device", "einsum"),
+    ("no positions", "p=2 d=2", "einsum"),
+}
+ALL = [(name, place, path) for name in models.KINDS for place in PLACES for path in LENGTHS]
+
+
+def batch(length: int) -> TokenBatch:
+    """Some four documents in a sequence."""
+    rng = np.random.default_rng(0)
+    return TokenBatch(
+        targets=rng.integers(0, models.SIZES.vocab, (ROWS, length)).astype(np.uint32),
+        is_seq_start=rng.random((ROWS, length)) < 3 / length,
+        loss_mask=rng.random((ROWS, length)) < 0.9,
+    )
+
+
+def config(length: int, **training):
+    c = tiny.config(models.SIZES, microbatches=2, **training)
+    c.training.batch_size, c.training.seq_len = ROWS, length
+    return c
+
+
+@functools.cache
+def expected(name: str, length: int) -> tuple:
+    """The loss and its gradients, densely."""
+    given = batch(length)
+    ids, positions, document = models.dense_inputs(given.targets, given.is_seq_start)
+    masks, rows = models.dense_masks(name, document), np.arange(ROWS)[:, None]
+
+    def loss(w):
+        logits = models.dense_logits(name, w, ids, positions, masks)
+        losses = jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - logits[rows, np.arange(length), given.targets]
+        return jnp.sum(losses * given.loss_mask) / given.loss_mask.sum()
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(models.host_weights(name)))
+
+
+def check_steps(name: str, place: str, path: str) -> None:
+    """A training step and an evaluation, from the same weights, are what the dense computation says."""
+    (p, d, t), length = PLACES[place], LENGTHS[path]
+    c = config(length)
+    model = models.KINDS[name](c.model)
+    loss, gradients = expected(name, length)
+    with jax.set_mesh(make_mesh(1, d, t, jax.devices()[: p * d * t], p)):
+        w, data = models.placed_weights(name), tiny.place(batch(length), TokenBatch)
+        forward = train.Forward(model, c.training)
+        assert all(line.startswith(path) for line in describe_attention(forward, length, jax.devices()[0]))
+        nats, targets = train.make_evaluation_step(c, model)(w, data)
+        zeros = lambda: jax.tree.map(jnp.zeros_like, w)
+        state = train.State(w, zeros(), zeros())
+        state, metrics = train.make_training_step(c, model)(state, data, np.int32(0))
+        clipped = min(1, c.optimizer.clip_norm / float(metrics.grad_norm))
+        found = jax.tree.map(lambda mu: np.asarray(mu) / (1 - c.optimizer.adam_b1) / clipped, state.adam_mu)
+    assert float(metrics.loss) == pytest.approx(float(loss), rel=5e-6)
+    assert float(nats / targets) == pytest.approx(float(loss), rel=5e-6)
+    for (where, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(gradients), strict=True):
+        assert np.abs(b).max() > 0, where
+        np.testing.assert_allclose(a, b, atol=2e-4 * np.abs(b).max(), rtol=0, err_msg=jax.tree_util.keystr(where))
+
+
+@pytest.mark.parametrize(("name", "place", "path"), [case for case in ALL if case in QUICK])
+def test_steps_are_dense(name, place, path):
+    check_steps(name, place, path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "place", "path"), [case for case in ALL if case not in QUICK])
+def test_steps_are_dense_on_every_mesh(name, place, path):
+    check_steps(name, place, path)
