@@ -15,11 +15,12 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from jax.sharding import AbstractMesh, AxisType
 from test_verify import verify
 
 from cluster.devices import make_mesh
-from input_loader import TokenBatch
-from modeling.model import load_model
+from input_loader import TokenBatch, batch_shapes
+from modeling.model import inputs_of, load_model
 from optimizers.config import GroupConfig
 from training_io.pipeline_config import PipelineConfig
 
@@ -141,8 +142,31 @@ DENSE = {  # recipe: how dense.logits is told of it
 OTHERS_SLOW = [mesh if mesh == "d=2 t=2" else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
 
 
+@pytest.mark.parametrize("recipe", [name for name, diffs in RECIPES.items() if diffs])
+def test_the_types_of_each_recipe_hold(recipe):
+    c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=2)
+    mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+    with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
+        model = load_model(c.model)
+        batch = batch_shapes(tiny.BATCH, tiny.LENGTH, len(inputs_of(model)))
+        assert train.programs(c, model, batch).keys() == {"training", "evaluation"}
+
+
+def test_gradients_of_microbatches_are_refused_with_stages():
+    c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=2)
+    mesh = AbstractMesh((2, 1, 2, 1), ("p", "r", "d", "t"), axis_types=(AxisType.Explicit,) * 4)
+    with module_of(changed("Gradients of each microbatch")) as train, jax.sharding.use_abstract_mesh(mesh):
+        with pytest.raises(ValueError, match=r"are to be seen, but mesh\.p is 2: .* set mesh\.p=1"):
+            train.programs(c, load_model(c.model), batch_shapes(tiny.BATCH, tiny.LENGTH))
+
+
+QUICK = ("An activation", "A second input beside tokens")  # the others' dense tests are slow: rules have quick ones
+
+
 @pytest.mark.parametrize("mesh", OTHERS_SLOW)
-@pytest.mark.parametrize("recipe", DENSE)
+@pytest.mark.parametrize(
+    "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DENSE]
+)
 def test_a_model_is_the_dense_one(recipe, mesh):
     c = tiny.model(layers=4)
     batch = WITH_KIND if "second" in recipe else BATCH
@@ -155,7 +179,9 @@ def test_a_model_is_the_dense_one(recipe, mesh):
     assert abs(loss(found.before[0], **plain) - found.validation) > 1e-4, "the change is felt"
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [mesh if mesh.startswith("p") else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
+)
 def test_a_loss_and_a_metric_from_a_layer(mesh):
     c, found = tiny.model(layers=4), trained("A loss or a metric from a layer", mesh)
 
@@ -299,7 +325,7 @@ def test_an_average_of_the_weights(mesh):
 
 
 @pytest.mark.parametrize("mesh", OTHERS_SLOW[:2])
-@pytest.mark.parametrize("gather", ["layer", "step"])
+@pytest.mark.parametrize("gather", ["step", pytest.param("layer", marks=pytest.mark.slow)])
 def test_the_noise_scale_is_that_of_each_microbatch(mesh, gather):
     c, n = tiny.model(layers=4), 2
     batch = dataclasses.replace(BATCH, loss_mask=np.ones_like(BATCH.loss_mask))
@@ -316,12 +342,6 @@ def test_the_noise_scale_is_that_of_each_microbatch(mesh, gather):
     signal = (tiny.BATCH * big - rows * small) / (tiny.BATCH - rows)
     noise = (small - big) / (1 / rows - 1 / tiny.BATCH)
     np.testing.assert_allclose(found.metrics[0].noise_scale, noise / signal, rtol=1e-3)
-
-
-def test_the_noise_scale_is_refused_with_stages():
-    message = "the gradients of each microbatch are to be seen, but mesh.p is 2"
-    with pytest.raises(ValueError, match=message):
-        trained("Gradients of each microbatch", "p=2 d=2 t=2")
 
 
 @pytest.mark.quick
