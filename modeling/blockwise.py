@@ -4,7 +4,10 @@ Online softmax (arXiv 2205.14135); the order of the loops is that of arXiv 2307.
 code under `typed_shard_map`: each device has whole sequences of its own rows and heads.
 """
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -23,6 +26,18 @@ BLOCKS = {"cpu": 128}
 """Positions in a block, at most, by platform: docs/performance.md has the measurements."""
 BLOCK = 512
 """The same where BLOCKS names none. Of other platforms none was measured: blocks that fill a large device."""
+
+_SMALL_BLOCKS: contextvars.ContextVar[int | None] = contextvars.ContextVar("small_blocks", default=None)
+
+
+@contextlib.contextmanager
+def small_blocks(size: int) -> Iterator[None]:
+    """Inside, what is traced has blocks of so many positions: several of them in a short sequence."""
+    token = _SMALL_BLOCKS.set(size)
+    try:
+        yield
+    finally:
+        _SMALL_BLOCKS.reset(token)
 
 
 class _Task(NamedTuple):
@@ -53,7 +68,8 @@ def blockwise(
     axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
     alike = lambda tree: jax.tree.map(lambda x: varying(x, axes | set(stage_axes())), tree)
     length = q.shape[1]
-    blocks = -(-length // (block or BLOCKS.get(target_device().platform, BLOCK)))
+    block = block or _SMALL_BLOCKS.get() or BLOCKS.get(target_device().platform, BLOCK)
+    blocks = -(-length // block)
     pad = lambda x: jnp.pad(x, [(0, 0), (0, -length % blocks)] + [(0, 0)] * (x.ndim - 2))
     places = Places(*(jnp.broadcast_to(x, (len(x), length)) for x in places))
     index = jnp.arange(length + -length % blocks, dtype=jnp.int32)[None]

@@ -8,8 +8,10 @@ of keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, q
 """
 
 import dataclasses
+import inspect
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +74,17 @@ class Rule:
     scale: float | None = None
     """Factor on the products of queries and keys. None: 1/√(entries of a head)."""
 
+    def __post_init__(self):
+        visible, score, scale = self.visible, self.score, self.scale
+        if not isinstance(visible, tuple) or not all(map(callable, visible)):
+            raise ValueError(f"Rule(visible={visible!r}); it must be a tuple of functions, such as (causal,).")
+        if wrong := [f for f in visible if not _takes(f, 2)]:
+            raise ValueError(f"Rule(visible=…) has {_name(wrong[0])}, which does not take (q, k).")
+        if score is not None and not any(_takes(score, count) for count in range(4, 20)):
+            raise ValueError(f"Rule(score={_name(score)}), which does not take (scores, q, k, heads, *learned).")
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"Rule(scale={scale}); it must be a finite number.")
+
     def sees(self, q: Places, k: Places) -> jax.Array:
         """Whether each query sees each key, broadcast to [B, 1, 1, L, S] where the conditions depend on them."""
         seen = jnp.ones((1,) * 5, bool)
@@ -110,11 +123,25 @@ class Rule:
         )
 
     def __str__(self) -> str:
-        name = lambda f: getattr(f, "__name__", None) or str(f)
-        parts = [name(condition) for condition in self.visible] or ["all"]
-        parts += [f"score {name(self.score)}"] if self.score else []
+        parts = [_name(condition) for condition in self.visible] or ["all"]
+        parts += [f"score {_name(self.score)}"] if self.score else []
         parts += [f"scale {self.scale:g}"] if self.scale is not None else []
         return ", ".join(parts)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", None) or str(function)
+
+
+def _takes(function: Callable, count: int) -> bool:
+    """Whether it can be called with so many arguments; True where Python cannot tell."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 CAUSAL = Rule()

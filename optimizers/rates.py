@@ -72,6 +72,11 @@ def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> A
             if fnmatch.fnmatchcase(names[-1], group.match):
                 changed = {"algorithm": group.algorithm, "rate": group.rate, "decay": group.weight_decay}
                 found = dataclasses.replace(found, **{k: v for k, v in changed.items() if v is not None})
+        if found.algorithm == "muon" and not (weight.inputs and weight.outputs):
+            raise ValueError(
+                f"optimizer.groups gives {names[-1]} to muon, which is for matrices, and this is a {weight.kind}; give "
+                "it another algorithm, or make its Weight with weights.matrix."
+            )
         return found
 
     updates = jax.tree_util.tree_map_with_path(update, table)
@@ -86,4 +91,6 @@ def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> A
                 f"optimizer.groups[{i}].match is {group.match!r}, which matches no weight; there are "
                 f"{', '.join(names)}."
             )
+    if all(update.algorithm == FROZEN for update in jax.tree.leaves(updates)):
+        raise ValueError("optimizer.groups freezes every weight, so that nothing is trained; let a group match fewer.")
     return updates

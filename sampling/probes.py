@@ -15,11 +15,12 @@ from jax import lax
 
 from modeling.attention_calls import TOLERANCE, Call, calls_of
 from modeling.model import Tokens, compute_scope, period_of
-from modeling.rules import Places
+from modeling.rules import Places, Rule
 from sampling.cache import cached_attention
 from shardlib import shardops
 from shardlib.layers import parts_of
 from shardlib.op_checks import varying
+from shardlib.program_hash import hash_of
 from shardlib.shardtypes import f32, typed_shard_map
 from shardlib.values import mesh_axes
 
@@ -50,25 +51,55 @@ def verdict(forward: Any, weights: Any, context: int) -> Verdict:
         context: tokens that the next one can see.
 
     Raises:
-        ValueError: a layer lets positions see later ones outside of `attend`, so that no text can be continued; or
-            cached attention is not what train.attention computes.
+        ValueError: a layer lets positions see later ones outside of `attend`, or other texts, so that no text can be
+            continued; a rule depends on the length; or cached attention is not what train.attention computes.
     """
     t = jax.sharding.get_mesh().shape["t"]
-    by_earlier, by_later = _mixed(forward, weights, 4 * t)
+    by_earlier, by_later, by_others = _mixed(forward, weights, 4 * t)
+    if by_others:
+        raise ValueError(
+            f"{by_others} of model.module {forward.model.c.module!r} lets a text learn from the others of its batch, "
+            "so that a text would depend on those that are drawn beside it. Let it compute each sequence by itself."
+        )
     if by_later:
         raise ValueError(
             f"{by_later} of model.module {forward.model.c.module!r} lets a position learn from later ones outside of "
             "attend, so that its texts cannot be continued. Let it go through attend, or from earlier positions alone."
         )
-    calls = dict.fromkeys(call._replace(turn=0) for call in calls_of(forward, -(-context // t) * t))
+    calls = calls_of(forward, -(-context // t) * t)
+    _check_rules_of_any_length(calls, calls_of(forward, 4 * t))
+    turns = [call.turn for call in calls]
+    several = [turn for turn in range(period_of(forward.model)) if turns.count(turn) != 1]
+    calls = dict.fromkeys(call._replace(turn=0) for call in calls)
     for call in calls:
         if _sees_later(forward.rule(call.rule), context):
             return Verdict(f"a position sees later ones: {call.rule}", sees_later=True)
+    if several:
+        return Verdict(f"layer {several[0]} of a period calls attend {turns.count(several[0])} times, not once")
     if by_earlier:
         return Verdict(f"{by_earlier} lets a position learn from others outside of attend")
     for call in calls:
         _check_cached_attention(forward, call, context)
     return Verdict()
+
+
+def _check_rules_of_any_length(calls: list[Call], shorter: list[Call]) -> None:
+    """Raises ValueError where the rule of a layer is another one in a shorter sequence, as in decoding each is."""
+    for call, other in zip(calls, shorter, strict=True):
+        if len({_program_of(rule, call) for rule in (call.rule, other.rule)}) > 1:
+            raise ValueError(
+                f"the rule `{call.rule}` of layer {call.turn} depends on the shapes that the layer is given, which in "
+                "decoding are others. Compute what it needs from the places of query and key."
+            )
+
+
+def _program_of(rule: Rule, call: Call) -> str:
+    """Hash of what a rule computes of a few pairs."""
+    places = Places(*[jax.ShapeDtypeStruct((1, 2), jnp.int32)] * 3)
+    scores = jax.ShapeDtypeStruct((1, *call.q.shape[2:4], 2, 2), jnp.float32)
+    heads = jax.ShapeDtypeStruct((*call.q.shape[2:4], 1, 1), jnp.int32)
+    run = lambda scores, q, k, heads, learned: rule.scores(scores, 1, q.as_queries(), k.as_keys(), heads, learned)
+    return hash_of(jax.jit(run).trace(scores, places, places, heads, call.learned))
 
 
 def _sees_later(rule: Any, context: int) -> bool:
@@ -85,11 +116,12 @@ def _sees_later(rule: Any, context: int) -> bool:
     return any(bool(seen(np.int32(first))) for first in range(0, context, rows))
 
 
-def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str]:
-    """The parts of the model in which positions learn from earlier ones outside of `attend`, and from later ones.
+def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str, str]:
+    """The parts of the model in which positions learn from earlier ones outside of `attend`, from later ones, and from
+    other texts.
 
-    Tried on `length` positions: one is changed at a time, also to NaN, which weights of 0 do not hide. What skips all
-    nearer positions than that is not seen.
+    Tried on two texts of `length` positions: one position of the first is changed at a time, its token and what a layer
+    is given, also to NaN, which weights of 0 do not hide. What skips all nearer positions than that is not seen.
     """
     model, parts = forward.model, []
     place = np.arange(length, dtype=np.int32)[None]
@@ -104,38 +136,43 @@ def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str]:
     def per_device(w: model.Weights) -> f32["N"]:
         w, axes, t = forward.copies(w), tuple(mesh_axes()), shardops.axis_size("t")
         own = shardops.axis_index("t") * (length // t) + jnp.arange(length // t)[None]
-        of_rows = lambda x: varying(jnp.asarray(x), ("r", "d"))
+        first = jnp.array([True, False])[:, None]  # of the two texts
+        of_rows = lambda x: varying(jnp.broadcast_to(x, (2, length)), ("r", "d"))
         tokens_of = lambda ids: Tokens(of_rows(ids), of_rows(place), of_rows(0 * place)).prepared(model)
         embed = lambda ids: model.embed(w, tokens_of(ids))
-        ids = jax.random.randint(jax.random.key(0), (1, length), 0, model.c.vocab).astype(jnp.uint32)
-        tokens, x, found = tokens_of(ids), embed(ids), []
+        ids = jax.random.randint(jax.random.key(0), (2, length), 0, model.c.vocab).astype(jnp.uint32)
+        x, found = embed(ids), []
 
-        def layer(turn: int, x: jax.Array) -> jax.Array:
-            of_layer = jax.tree.map(lambda stack: stack[turn], w.layers)
+        def layer(turn: int, x: jax.Array, ids: jax.Array) -> jax.Array:
+            of_layer, tokens = jax.tree.map(lambda stack: stack[turn], w.layers), tokens_of(ids)
             return parts_of(model.layer(x, of_layer, tokens.in_layer(jnp.int32(turn), turn), alone, forward.einsum))[0]
 
         at_ends = [(end, value) for end in (0, length - 1) for value in ("NaN", "other")]
         changed = jnp.array([end for end, _ in at_ends])[:, None, None]
-        other_ids = [jnp.where(place == end, (ids + 1) % jnp.uint32(model.c.vocab), ids) for end, _ in at_ends]
+        next_ids = (ids + 1) % jnp.uint32(model.c.vocab)
+        other_ids = [jnp.where(first & (place == end), next_ids, ids) for end, _ in at_ends]
         values = {"NaN": jnp.nan, "other": -3 * x}
-        others = [jnp.where((own == end)[..., None], values[value], x) for end, value in at_ends]
-        tried = [("embed", embed, ids, other_ids)]
-        tried += [("layer", functools.partial(layer, turn), x, others) for turn in range(period_of(model))]
-        tried += [("logits", lambda x: model.logits(w, x), x, others)]
-        for name, run, given, changes in tried:
+        others = [jnp.where((first & (own == end))[..., None], values[value], x) for end, value in at_ends]
+        tried = [("embed", lambda x, ids: embed(ids))]
+        tried += [("layer", functools.partial(layer, turn)) for turn in range(period_of(model))]
+        tried += [("logits", lambda x, ids: model.logits(w, x))]
+        given = jnp.stack([x, *others]), jnp.stack([ids, *other_ids])
+        for name, run in tried:
             # One after the other, by one compiled copy: the same in, the same out, bit by bit.
-            plain, *new = lax.map(run, jnp.stack([given, *changes]))
+            plain, *new = lax.map(lambda given, run=run: run(*given), given)
             same = (plain == jnp.stack(new)) | (jnp.isnan(plain) & jnp.isnan(jnp.stack(new)))
             moved = ~jnp.all(same, axis=tuple(range(3, same.ndim)))
             at = place if plain.shape[1] == length else own
+            own_text, other_text = moved[:, :1], moved[:, 1:]
             parts.append(name)
-            found.append(jnp.stack([jnp.any(moved & (at > changed)), jnp.any(moved & (at < changed))]))
+            later, earlier = own_text & (at > changed), own_text & (at < changed)
+            found.append(jnp.stack([jnp.any(later), jnp.any(earlier), jnp.any(other_text)]))
         return jax.lax.pmax(varying(jnp.float32(jnp.concatenate(found)), axes), axes)
 
     with compute_scope(forward.training.compute_dtype):
-        moved = np.asarray(jax.jit(per_device)(weights)).reshape(-1, 2)
+        moved = np.asarray(jax.jit(per_device)(weights)).reshape(-1, 3)
     names = lambda column: ", ".join(dict.fromkeys(np.array(parts)[moved[:, column] > 0].tolist()))
-    return names(0), names(1)
+    return names(0), names(1), names(2)
 
 
 def _check_cached_attention(forward: Any, call: Call, context: int) -> None:

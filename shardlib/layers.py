@@ -164,7 +164,26 @@ def run_layers(
         for turn in range(period):
             x, row = in_turn[turn](x, jax.tree.map(lambda stack, turn=turn: stack[turn], of_period))
             found.append(row)
-        return x, jax.tree.map(lambda *rows: jnp.stack(rows), *found)
+        return x, jax.tree.map(lambda *rows: jnp.stack(rows), *_of_one_structure(found))
 
     x, found = scan(run_period, x, jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack), unroll=turn)
     return x, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+
+
+def _of_one_structure(rows: list[tuple[Any, Extras]]) -> list[tuple[Any, Extras]]:
+    """Caches and Extras of the layers of a period, where some add nothing to the loss: 0.
+
+    Raises ShardError for layers that give other metrics than the first.
+    """
+    names = [sorted(extras.metrics) for _, extras in rows]
+    if different := [turn for turn, found in enumerate(names) if found != names[0]]:
+        raise ShardError(
+            f"layer {different[0]} of a period gives the metrics {', '.join(names[different[0]]) or 'none'}, and layer "
+            f"0 gives {', '.join(names[0]) or 'none'}",
+            "give the same from each layer, 0 where there is nothing to tell",
+        )
+    if all(extras.loss is None for _, extras in rows):
+        return rows
+    loss = next(extras.loss for _, extras in rows if extras.loss is not None)
+    zero = zeros_like_traced(jax.typeof(loss))
+    return [(cache, dataclasses.replace(e, loss=zero if e.loss is None else e.loss)) for cache, e in rows]

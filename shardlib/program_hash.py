@@ -30,14 +30,15 @@ def _hash(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 
-def _run(jaxpr: Any, arguments: list[str], constants: tuple = ()) -> list[str]:
-    """Hashes of the results of a jaxpr, closed or open, for those of its arguments."""
+def _run(jaxpr: Any, arguments: list[str], depth: int = 0, constants: tuple = ()) -> list[str]:
+    """Hashes of the results of a jaxpr, closed or open, for those of its arguments, within `depth` loops."""
     if hasattr(jaxpr, "consts"):
-        return _run(jaxpr.jaxpr, arguments, tuple(map(_constant, jaxpr.consts)))
+        return _run(jaxpr.jaxpr, arguments, depth, tuple(map(_constant, jaxpr.consts)))
     known = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
     read = lambda v: _hash("literal", str(v.aval), str(v.val)) if isinstance(v, Literal) else known[v]
     for equation in jaxpr.eqns:
-        known |= zip(equation.outvars, _results(equation, [read(v) for v in equation.invars]), strict=True)
+        results = _results(equation, [read(v) for v in equation.invars], depth)
+        known |= zip(equation.outvars, results, strict=True)
     return [read(v) for v in jaxpr.outvars]
 
 
@@ -46,37 +47,37 @@ def _constant(x: Any) -> str:
     return _hash("constant", str(array.dtype), array.shape, array.tobytes())
 
 
-def _results(equation: Any, inputs: list[str]) -> list[str]:
+def _results(equation: Any, inputs: list[str], depth: int) -> list[str]:
     name, p, count = equation.primitive.name, equation.params, len(equation.outvars)
     numbered = lambda base: [_hash(base, i) for i in range(count)]
     if name == "name":
         return inputs
     if name in CALLS and (jaxpr := p.get("jaxpr") or p.get("call_jaxpr")) is not None:
-        return _run(jaxpr, inputs)
+        return _run(jaxpr, inputs, depth)
     if name == "shard_map":
         blocks = [_hash("block", str(spec), x) for spec, x in zip(p["in_specs"], inputs, strict=True)]
-        whole = zip(p["out_specs"], _run(p["jaxpr"], blocks), strict=True)
+        whole = zip(p["out_specs"], _run(p["jaxpr"], blocks, depth), strict=True)
         return [_hash("whole", str(p["mesh"].shape), str(spec), x) for spec, x in whole]
     if name in ("remat", "remat2", "checkpoint"):
-        return [_hash("checkpoint", p["prevent_cse"], p["differentiated"], x) for x in _run(p["jaxpr"], inputs)]
+        return [_hash("checkpoint", p["prevent_cse"], p["differentiated"], x) for x in _run(p["jaxpr"], inputs, depth)]
     if name == "scan":
         constants, carries = _counts(p)
-        carried = [_hash("carry", i, str(v.aval)) for i, v in enumerate(equation.invars[constants:][:carries])]
-        turns = [_hash("turn", x) for x in inputs[constants + carries :]]
-        results = _run(p["jaxpr"], inputs[:constants] + carried + turns)
+        # By depth, so that what an inner loop carries is not taken for what the outer one does.
+        carried = [_hash("carry", depth, i, str(v.aval)) for i, v in enumerate(equation.invars[constants:][:carries])]
+        turns = [_hash("turn", depth, x) for x in inputs[constants + carries :]]
+        results = _run(p["jaxpr"], inputs[:constants] + carried + turns, depth + 1)
         settings = p["length"], p["reverse"], p["unroll"]
         base = _hash("scan", settings, inputs[constants:][:carries], results[:carries])
         return [_hash(base, i) for i in range(carries)] + [_hash(base, "stacked", y) for y in results[carries:]]
     if name == "while":
         of_condition, of_body = p["cond_nconsts"], p["body_nconsts"]
         begin = inputs[of_condition + of_body :]
-        carried = [_hash("carry", i) for i in range(len(begin))]
-        condition = _run(p["cond_jaxpr"], inputs[:of_condition] + carried)
-        return numbered(
-            _hash("while", begin, condition, _run(p["body_jaxpr"], inputs[of_condition:][:of_body] + carried))
-        )
+        carried = [_hash("carry", depth, i) for i in range(len(begin))]
+        condition = _run(p["cond_jaxpr"], inputs[:of_condition] + carried, depth + 1)
+        body = _run(p["body_jaxpr"], inputs[of_condition:][:of_body] + carried, depth + 1)
+        return numbered(_hash("while", begin, condition, body))
     if name == "cond":
-        branches = [_run(branch, inputs[1:]) for branch in p["branches"]]
+        branches = [_run(branch, inputs[1:], depth) for branch in p["branches"]]
         return [_hash("cond", inputs[0], [branch[i] for branch in branches]) for i in range(count)]
     parameters = [(key, _parameter(value)) for key, value in sorted(p.items()) if key not in WITHOUT_EFFECT]
     return numbered(_hash(name, parameters, inputs, [str(v.aval) for v in equation.outvars]))

@@ -1,6 +1,8 @@
 """Decoding by each rule, with the cache and without; and what is not decoded at all."""
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +10,11 @@ import numpy as np
 import pytest
 import rule_models as models
 import tiny
+from jax import lax
 
 import train
 from cluster.devices import make_mesh
+from modeling.rules import Rule
 from sampling import cache, probes
 from sampling.cache import window_start
 from sampling.drawing import Settings
@@ -164,3 +168,84 @@ def test_cached_attention_that_differs_is_named(monkeypatch):
     monkeypatch.setattr(probes, "cached_attention", lambda q, k, *more: plain(q, 2 * k, *more))
     with jax.set_mesh(mesh("d=2 t=2")), pytest.raises(ValueError, match="attention with a cache is not what"):
         sampler(train.Llama).generate(models.placed_weights("window"), PROMPTS)
+
+
+class ShiftedIds(train.Llama):
+    """Each layer reads the token before, by `tokens` and not by x."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        before = jnp.pad(tokens.ids[:, :-1], ((0, 0), (1, 0)))
+        own = shardops.axis_index("t") * x.shape[1]
+        part = lax.dynamic_slice_in_dim(before, own, x.shape[1], 1)
+        return super().layer(x + jnp.sin(part.astype(x.dtype))[..., None], w, tokens, attend, einsum)
+
+
+class ShiftedOnce(ShiftedIds):
+    """The same by what `prepare` made."""
+
+    def prepare(self, tokens):
+        tokens = super().prepare(tokens)
+        before = jnp.pad(tokens.ids[:, :-1], ((0, 0), (1, 0)))
+        return dataclasses.replace(tokens, shared=(tokens.shared, before))
+
+    def layer(self, x, w, tokens, attend, einsum):
+        shared, before = tokens.shared
+        own = shardops.axis_index("t") * x.shape[1]
+        part = lax.dynamic_slice_in_dim(before, own, x.shape[1], 1)
+        tokens = dataclasses.replace(tokens, shared=shared)
+        return train.Llama.layer(self, x + jnp.sin(part.astype(x.dtype))[..., None], w, tokens, attend, einsum)
+
+
+class Twice(train.Llama):
+    """A layer that attends twice."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        both = lambda q, k, v, rule: attend(q, k, v, rule) + attend(q, k, v, Rule(scale=0.5))
+        return super().layer(x, w, tokens, both, einsum)
+
+
+class OfTheBatch(train.Llama):
+    """A layer that learns from the other texts."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        return super().layer(x - jnp.mean(x, axis=0, keepdims=True), w, tokens, attend, einsum)
+
+
+class OfTheLength(train.Llama):
+    """A rule that is made of a shape."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        of_length = lambda q, k, v, _: attend(q, k, v, Rule(scale=math.log(q.shape[1] + 1) / 4))
+        return super().layer(x, w, tokens, of_length, einsum)
+
+
+def verdict_of(kind: type, mesh: str):
+    c = tiny.config(tiny.model(layers=2))
+    with jax.set_mesh(tiny.mesh(mesh)):
+        return probes.verdict(train.Forward(kind(c.model), c.training), tiny.weights(c.model), 16)
+
+
+@pytest.mark.parametrize("mesh", ["one device", pytest.param("d=4 t=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (train.Llama, ""),
+        (ShiftedIds, "layer lets a position learn from others outside of attend"),
+        (ShiftedOnce, "layer lets a position learn from others outside of attend"),
+        (Twice, "layer 0 of a period calls attend 2 times, not once"),
+    ],
+)
+def test_why_there_is_no_cache(kind, why, mesh):
+    assert verdict_of(kind, mesh) == probes.Verdict(why)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (OfTheBatch, "layer of model.module 'train' lets a text learn from the others of its batch"),
+        (OfTheLength, r"the rule `.*` of layer 0 depends on the shapes that the layer is given"),
+    ],
+)
+def test_what_makes_texts_depend_on_their_neighbours_is_refused(kind, message):
+    with pytest.raises(ValueError, match=message):
+        verdict_of(kind, "one device")

@@ -10,6 +10,8 @@ import pytest
 import tiny
 
 import train
+from modeling import attention as attention_module
+from modeling import blockwise as blockwise_module
 from modeling.attention_calls import calls_of, check_paths
 from modeling.blockwise import blockwise
 from modeling.rules import CAUSAL, Places, Rule, Window, causal, same_document
@@ -189,3 +191,55 @@ def test_a_run_does_not_start_with_a_path_that_differs(monkeypatch):
     monkeypatch.setattr(train, "attention", lambda q, k, *more: plain(q, 2 * k, *more))
     with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match="attention by blockwise is not what"):
         check_paths(forward_of(train.Llama, attention="blockwise"), 16)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"visible": [causal]}, r"it must be a tuple of functions, such as \(causal,\)"),
+        ({"visible": causal}, r"it must be a tuple of functions"),
+        ({"visible": (lambda q: q,)}, r"which does not take \(q, k\)"),
+        ({"score": lambda s, q, k: s}, r"which does not take \(scores, q, k, heads, \*learned\)"),
+        ({"scale": float("nan")}, r"Rule\(scale=nan\); it must be a finite number"),
+    ],
+)
+def test_rules_that_are_none_are_refused(given, message):
+    Rule(score=lambda s, q, k, heads, one, two: s)
+    with pytest.raises(ValueError, match=message):
+        Rule(**given)
+
+
+def test_a_rule_by_which_a_position_sees_nothing_is_refused_before_the_first_step():
+    class Blind(train.Llama):
+        rule = Rule(visible=(lambda q, k: q.index > k.index,))
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        check_paths(forward_of(train.Llama, attention="einsum"), 16)
+        with pytest.raises(
+            ValueError, match="of layer 0 position 0 of a document sees no key, so that its attention is"
+        ):
+            check_paths(forward_of(Blind, attention="einsum"), 16)
+
+
+@pytest.mark.parametrize("dropped", ["the last blocks", "all but the last blocks", "later documents"])
+def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
+    """Blocks are small in the comparison, however large they are in the run."""
+    seen = blockwise_module._seen_blocks
+
+    def wrong(*args):
+        first, last = seen(*args)
+        if dropped == "the last blocks":
+            return first, jnp.minimum(last, first + 1)
+        return jnp.maximum(first, last - 1), last
+
+    if dropped == "later documents":
+        plain = blockwise_module.blockwise
+        few = lambda q, k, v, places, *more: plain(
+            q, k, v, places._replace(document=jnp.minimum(places.document, 2)), *more
+        )
+        monkeypatch.setattr(attention_module, "blockwise", few)
+    else:
+        monkeypatch.setattr(blockwise_module, "_seen_blocks", wrong)
+    monkeypatch.setitem(blockwise_module.BLOCKS, "cpu", 512)
+    with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match="attention by blockwise is not what"):
+        check_paths(forward_of(train.Llama, "bf16", attention="blockwise"), 256)

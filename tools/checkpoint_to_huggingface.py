@@ -40,7 +40,7 @@ from text.huggingface import find_tokenizer, tokenizer_files
 from training_io.checkpoint_arrays import named_leaves
 from training_io.config import check_weights
 from training_io.host_checkpoint import StoredArray, open_checkpoint
-from training_io.provenance import compare_source
+from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of, with_defaults
 
 DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(jnp.bfloat16))}
@@ -147,8 +147,8 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     step, c, weights, metadata = read_model(config.run, config.step, config.weights)
     settings, allow = metadata["config"], None if config.other_source else "other_source=true"
     if saved := metadata.get("provenance"):
-        of = train.programs, config_of(metadata["config"]), load_model(c), ("evaluation",), allow
-        if differs := compare_source(saved, *of):
+        now = provenance_of(train.programs, config_of(metadata["config"]), load_model(c))
+        if differs := compare_source(saved, now, ("evaluation",), allow):
             say(f"source     {differs}")
     content, tensors = mapping_of(c.module).to_huggingface(weights, c)
     check_rules(c, content.get("model_type"))

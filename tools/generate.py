@@ -33,7 +33,7 @@ from shardlib.shardtypes import make_shardings
 from text.codec import TextCodec, codec_by_name, codec_of_dataset
 from training_io import Checkpointer, find_checkpoint
 from training_io import config as run_config
-from training_io.provenance import compare_source
+from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
 
 
@@ -216,8 +216,8 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
             context = c.training.seq_len if config.context is None else config.context
             model = load_model(c.model)
             allow = None if config.other_source else "other_source=true"
-            of = metadata.get("provenance"), train.programs, c, model, ("evaluation",), allow
-            if differs := compare_source(*of):
+            now = provenance_of(train.programs, c, model)
+            if differs := compare_source(metadata.get("provenance"), now, ("evaluation",), allow):
                 console.print(f"source: {differs}", style="dim", highlight=False, soft_wrap=True)
             sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch)
             weights = restore_weights(checkpoints, step, model, config.weights)

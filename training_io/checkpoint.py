@@ -167,7 +167,16 @@ class Checkpointer:
         finally:
             self._executor.shutdown()
 
-    def restore(self, step: int, like: Any, *, part: str = "", orders: Orders = NO_ORDERS, remedy: str = REMEDY) -> Any:
+    def restore(
+        self,
+        step: int,
+        like: Any,
+        *,
+        part: str = "",
+        leave: tuple[str, ...] = (),
+        orders: Orders = NO_ORDERS,
+        remedy: str = REMEDY,
+    ) -> Any:
         """The saved state of `step`, placed as `like` says.
 
         Each device receives its own region, read from disk by the process it belongs to, leaf after leaf. While it is
@@ -177,6 +186,7 @@ class Checkpointer:
             step: a complete checkpoint's step.
             like: a pytree of jax.ShapeDtypeStruct with shardings (or of arrays like those wanted), on any mesh.
             part: read only the arrays whose names begin so, such as `weights/`, which `like` then holds.
+            leave: beginnings of the names of arrays that are not read.
             orders: as for `save`; padding is 0.
             remedy: what to do where the arrays are others; for the message.
 
@@ -186,7 +196,8 @@ class Checkpointer:
         """
         mark(f"restoring the checkpoint of step {step}", paused=True)
         path = self._path(step)
-        saved = {name: array for name, array in self.manifest(step)["arrays"].items() if name.startswith(part)}
+        arrays = self.manifest(step)["arrays"].items()
+        saved = {name: array for name, array in arrays if name.startswith(part) and not name.startswith(leave)}
         expected = named_leaves(like)
         unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
         if unplaced:

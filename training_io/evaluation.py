@@ -35,8 +35,9 @@ def check_finite(loss: Any, step: int, saved: Callable[[], int | None]) -> None:
     """
     loss = float(loss)
     if not math.isfinite(loss):
+        last = saved()
+        there_is = "there is no checkpoint yet" if last is None else f"the last checkpoint is of step {last}"
         raise FloatingPointError(
-            f"the loss is {loss} after step {step}, so this state is not saved; the last checkpoint is of step "
-            f"{saved() or 0}. Look in metrics.jsonl for where it began; a lower learning rate or a longer warmup is "
-            "the usual remedy."
+            f"the loss is {loss} after step {step}, so this state is not saved; {there_is}. Look in metrics.jsonl for "
+            "where it began; a lower learning rate or a longer warmup is the usual remedy."
         )

@@ -20,7 +20,7 @@ from .flops import ModelFlops, PeakFlops
 
 # Steps over which the speed on the terminal is averaged.
 _SPEED_WINDOW = 20
-OF_A_STEP = ("step", "tokens", "source_tokens", "seconds", "tokens_per_second", "mfu", "mfu_full_attention")
+OF_A_STEP = ("step", "event", "tokens", "source_tokens", "seconds", "tokens_per_second", "mfu", "mfu_full_attention")
 """What RunLog adds to the metrics of each step."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 

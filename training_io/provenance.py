@@ -1,12 +1,13 @@
 """What source made a run: kept in its directory and its checkpoints, and compared where the run is used again.
 
     <run>/source/<step>/    of each start of the run, by the steps that were done then
-        train.py, <module>.py   as they ran
-        changes.patch           what differs from the commit, as git tells
+        train.py, <module>.py   as they ran, and other modules of one's own
+        changes.patch           what differs from the commit in files that git knows
+        untracked/              Python files of this project that it does not know
         provenance.json         commit, versions of all packages, command line, environment, hashes
 
-Source is compared by its text first. Where that differs, the programs are: the training step and the evaluation step,
-traced on one device and hashed as graphs of values, so that names, comments and the order of lines do not count.
+What is compared are the programs: the training step and the evaluation step, traced on one device and hashed as graphs
+of values, so that names, comments and the order of lines do not count.
 """
 
 import dataclasses
@@ -17,8 +18,10 @@ import json
 import os
 import platform
 import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,18 +36,24 @@ from training_io.config import Config
 from training_io.pipeline_config import PipelineConfig
 
 ROOT = Path(__file__).parent.parent
-COMPUTING = ("train.py", "jax_extra.py", "modeling", "models", "optimizers", "shardlib", "training_io/stages.py")
-"""What a step's program comes from, beside the model's own module."""
+PROJECT = ("train.py", "jax_extra.py", "modeling", "models", "optimizers", "shardlib", "input_loader", "training_io")
+PROJECT += ("sampling", "flat_tokens", "text", "cluster", "configuration")
+"""The project's source, without its programs beside train.py."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 """Beginnings of the names of variables that are kept: no others, which may be secrets."""
 
 
-def source_of(model: Any) -> dict[str, str]:
-    """Hash of each part of the source that computes, by its name."""
-    files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in COMPUTING}
-    own = Path(inspect.getsourcefile(type(model)))
-    if ROOT not in own.resolve().parents:
-        files[own.name] = [own]
+def own_modules() -> list[Path]:
+    """Files of the modules that Python has loaded from neither its own directories, nor packages, nor this project."""
+    installed = [Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages(), ROOT)]
+    files = {Path(module.__file__) for module in [*sys.modules.values()] if getattr(module, "__file__", None)}
+    return sorted(file for file in files if file.is_file() and not set(installed) & set(file.parents))
+
+
+def source_of() -> dict[str, str]:
+    """Hash of each part of the source, by its name."""
+    files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in PROJECT}
+    files |= {path.name: [path] for path in own_modules()}
     digest = lambda paths: hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:20]
     return {name: digest(paths) for name, paths in files.items()}
 
@@ -52,10 +61,11 @@ def source_of(model: Any) -> dict[str, str]:
 def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
     """Hash of each program that train.programs traces, on one device and with plain settings.
 
-    What a run may change where it is resumed, mesh, microbatches, paths of attention, makes no difference.
+    What a run may change where it is resumed, mesh, number of microbatches, paths of attention, makes no difference;
+    two microbatches and an average of the weights are part of the programs in any case.
     """
-    plain = {"batch_size": 1, "microbatches": 1, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
-    plain |= {"save": "marked", "unroll": 1, "ema_decay": None, "eval_weights": "weights"}
+    plain = {"batch_size": 2, "microbatches": 2, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
+    plain |= {"save": "marked", "unroll": 1, "ema_decay": 0.5, "eval_weights": "weights"}
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
     with jax.set_mesh(make_mesh(1, 1, 1, [_device()])):
         batch = batch_shapes(c.training.batch_size, c.training.seq_len, len(inputs_of(model)))
@@ -71,36 +81,42 @@ def _device() -> jax.Device:
 
 
 def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
-    """What is kept in a checkpoint: hashes of source and programs, and what traced these."""
-    traced_by = f"jax {jax.__version__} for {_device().platform}"
-    return {"source": source_of(model), "programs": programs_of(programs, c, model), "traced_by": traced_by}
+    """What is kept in a checkpoint: hashes of source and programs, and what traced these.
+
+    Where they cannot be traced on one device there are none, and `untraced` says why.
+    """
+    found = {"source": source_of(), "traced_by": f"jax {jax.__version__} for {_device().platform}"}
+    try:
+        return {"programs": programs_of(programs, c, model), **found}
+    except Exception as error:  # of a model that wants more devices, rows or microbatches than these
+        why = str(error).splitlines()
+        return {"programs": {}, "untraced": f"{type(error).__name__}: {why[0] if why else ''}", **found}
 
 
-def compare_source(
-    saved: dict[str, Any] | None, programs: Callable, c: Config, model: Any, which: tuple[str, ...], allow: str | None
-) -> str | None:
+def compare_source(saved: dict[str, Any] | None, now: dict[str, Any], which: tuple[str, ...], allow: str | None):
     """A line on how the source differs from the one that made a checkpoint; None where it does not, or nobody knows.
 
     Args:
         saved: what provenance_of gave then; None in checkpoints older than that.
-        programs: train.programs.
+        now: what it gives now.
         which: the programs that have to be the same.
         allow: the setting that allows others; None: it is set.
 
     Raises:
         ValueError: it computes something else.
     """
-    source = source_of(model)
-    if saved is None or saved["source"] == source:
+    if saved is None:
         return None
-    names = sorted(name for name, _ in set(saved["source"].items()) ^ set(source.items()))
-    differs = f"{', '.join(dict.fromkeys(names))}: other source than the checkpoint was made with"
-    now = provenance_of(programs, c, model)
-    if saved["traced_by"] != now["traced_by"]:
-        return f"{differs}; whether it computes the same is not known, as that was traced by {saved['traced_by']}"
-    others = [name for name in which if saved["programs"].get(name) != now["programs"][name]]
+    names = sorted({name for name, _ in set(saved["source"].items()) ^ set(now["source"].items())})
+    differs = f"{', '.join(names)}: other source than the checkpoint was made with"
+    known = saved["traced_by"] == now["traced_by"] and {*which} <= {*saved["programs"]} & {*now["programs"]}
+    if not known:
+        why = now.get("untraced") or saved.get("untraced") or f"that was traced by {saved['traced_by']}"
+        return f"{differs}; whether it computes the same is not known: {why}" if names else None
+    others = [name for name in which if saved["programs"][name] != now["programs"][name]]
     if not others:
-        return f"{differs}; it computes the same in {' and '.join(which)}"
+        return f"{differs}; it computes the same in {' and '.join(which)}" if names else None
+    differs = differs if names else "by settings, packages or modules that are not compared, this is another program"
     found = f"{differs}, and it computes something else in {' and '.join(others)}"
     if allow is not None:
         raise ValueError(
@@ -115,11 +131,14 @@ def keep_source(directory: Path, step: int, model: Any, provenance: dict[str, An
         return
     kept = directory / "source" / f"{step:010}"
     kept.mkdir(parents=True, exist_ok=True)
-    for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model)))}:
+    for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()}:
         shutil.copyfile(path, kept / path.name)
-    commit, changes = _git("rev-parse", "HEAD"), _git("diff", "HEAD", "--binary")
-    if changes:
+    commit = _git("rev-parse", "HEAD")
+    if changes := _git("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv"):
         (kept / "changes.patch").write_text(changes)
+    for name in (_git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py") or "").split("\0")[:-1]:
+        (kept / "untracked" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, kept / "untracked" / name)
     versions = {found.name: found.version for found in importlib.metadata.distributions()}
     about = {
         "commit": commit and commit.strip(),

@@ -92,7 +92,7 @@ class Run:
         self.placement = placement_of(c, self.model)
         self.checkpoints = Checkpointer(self.directory / "checkpoints", keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
-        self._source_differs = None
+        self._source_differs, self.provenance = None, provenance_of(self.programs, c, self.model)
         self.start, loader_state = self._last_checkpoint()
         self.done = self.start
         sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "vocab_size": c.model.vocab}
@@ -100,7 +100,6 @@ class Run:
         self.loader = loader("train", state=loader_state)
         self.validation = loader("validation") if t.eval_batches else None
         self.total = steps_for(self.loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
-        self.provenance = provenance_of(self.programs, c, self.model)
         self._graph = self._rendering = self._loss = None
         self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
@@ -112,8 +111,8 @@ class Run:
         metadata = self.checkpoints.metadata(done)
         check_resumes(metadata["config"], self.c, self.directory)
         allow = None if self.c.training.other_source else "training.other_source=true"
-        of = metadata.get("provenance"), self.programs, self.c, self.model, ("training", "evaluation")
-        self._source_differs = compare_source(*of, allow)
+        saved, which = metadata.get("provenance"), ("training", "evaluation")
+        self._source_differs = compare_source(saved, self.provenance, which, allow)
         return done, metadata["loader"]
 
     # ---- before the first step ----------------------------------------------------------------------------------
@@ -135,14 +134,19 @@ class Run:
     def _restored(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
         shapes = jax.eval_shape(init, jax.random.key(self.c.training.seed))
         saved = self.checkpoints.manifest(self.start)["arrays"]
-        begins_average = bool(jax.tree.leaves(shapes.ema)) and not any(name.startswith("ema/") for name in saved)
+        has_average, wants_average = any(x.startswith("ema/") for x in saved), bool(jax.tree.leaves(shapes.ema))
+        begins_average = wants_average and not has_average
         if begins_average:
             shapes = dataclasses.replace(shapes, ema=jax.tree.map(lambda _: None, shapes.ema))
             self.say(f"average    of the weights: begins with those of step {self.start}")
+        if has_average and not wants_average:
+            self.say(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
         shardings = make_shardings(State[self.model.Weights], like=shapes)
         placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         orders = stack_orders(self.placement, State, shapes)
-        state = self.checkpoints.restore(self.start, jax.tree.map(placed, shapes, shardings), orders=orders)
+        state = self.checkpoints.restore(
+            self.start, jax.tree.map(placed, shapes, shardings), orders=orders, leave=() if wants_average else ("ema/",)
+        )
         return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state
 
     def _introduce(self) -> None:
