@@ -33,7 +33,7 @@ from omegaconf import MISSING, OmegaConf
 import train
 from configuration.checks import check_choice
 from configuration.program import run_program
-from modeling.model import load_model, module_of
+from modeling.model import inputs_of, load_model, module_of
 from models.huggingface import mapping_of
 from models.huggingface_check import check_rules, compare
 from text.huggingface import find_tokenizer, tokenizer_files
@@ -150,6 +150,11 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
         now = provenance_of(train.programs, config_of(metadata["config"]), load_model(c))
         if differs := compare_source(saved, now, ("evaluation",), allow):
             say(f"source     {differs}")
+    if inputs := inputs_of(load_model(c)):
+        raise ValueError(
+            f"model.module {c.module!r} reads {', '.join(inputs)} beside the tokens; no model in transformers does: "
+            "this model cannot be exported."
+        )
     content, tensors = mapping_of(c.module).to_huggingface(weights, c)
     check_rules(c, content.get("model_type"))
     if content.get("max_position_embeddings", 0) is None:
