@@ -281,7 +281,7 @@ def meshes(name: str):
 @pytest.mark.parametrize(
     ("mesh", "module"),
     [
-        ("p=2 d=2 t=2", "train"),
+        pytest.param("p=2 d=2 t=2", "train", marks=pytest.mark.slow),  # quick: rules on stages, in test_rules_in_runs
         pytest.param("d=4 t=2", "train", marks=pytest.mark.slow),
         pytest.param("r=2 d=2 t=2", "gpt2", marks=pytest.mark.slow),
     ],

@@ -44,12 +44,9 @@ def sampler(kind: type, settings: Settings = DRAWN, **training) -> Sampler:
 CASES = [(name, place, True) for name in models.KINDS for place in MESHES]
 CASES += [("prefix", place, False) for place in MESHES]
 QUICK = {
-    ("window", "one device", True),
-    ("alibi", "d=2 t=2", True),
     ("alternating", "d=2 t=2", True),
     ("sinks", "d=2 t=2", True),
     ("prefix", "one device", False),
-    ("no positions", "one device", True),
 }
 
 

@@ -15,11 +15,11 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from cluster.config import HardwareConfig, MeshConfig
-from input_loader import DataConfig, TokenBatch
+from input_loader import DataConfig, batch_shapes
 from modeling.model import load_model
 from modeling.settings import ModelConfig
 from optimizers.config import OptimizerConfig
-from shardlib.shardtypes import ShardError, make_shardings
+from shardlib.shardtypes import ShardError
 from training_io.config import Config, PathsConfig, TrainingConfig
 
 pytestmark = pytest.mark.quick
@@ -345,9 +345,7 @@ def trace_step():
         with jax.sharding.use_abstract_mesh(mesh):
             model = load_model(config.model)
             state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), config, model))
-            array = lambda dtype, sharding: jax.ShapeDtypeStruct((8, 4), dtype, sharding=sharding)
-            dtypes = TokenBatch(targets=jnp.uint32, is_seq_start=jnp.bool_, loss_mask=jnp.bool_)
-            batch = jax.tree.map(array, dtypes, make_shardings(TokenBatch))
+            batch = batch_shapes(8, 4)
             module.make_training_step(config, model).eval_shape(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
             module.make_evaluation_step(config, model).eval_shape(state.weights, batch)
 

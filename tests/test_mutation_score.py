@@ -29,13 +29,12 @@ from jax.sharding import AbstractMesh, AxisType
 from mutants import Mutant, mutants, spec_changes
 
 from cluster.config import HardwareConfig, MeshConfig
-from input_loader import DataConfig, TokenBatch
+from input_loader import DataConfig, batch_shapes
 from modeling.model import load_model
 from modeling.settings import ModelConfig
 from models import gpt2
 from optimizers.config import OptimizerConfig
 from shardlib.parsing import PIPELINE_AXIS, OpSpec, ShardError, parse_op, parse_shape
-from shardlib.shardtypes import make_shardings
 from training_io.config import Config, PathsConfig, TrainingConfig
 from training_io.pipeline_config import PipelineConfig
 
@@ -130,9 +129,7 @@ def program(source: str, name: str) -> Program:
         with jax.sharding.use_abstract_mesh(MESHES[stages]):
             model = load_model(c.model)
             state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), c, model))
-            array = lambda dtype, sharding: jax.ShapeDtypeStruct((16, 4), dtype, sharding=sharding)
-            dtypes = TokenBatch(targets=jnp.uint32, is_seq_start=jnp.bool_, loss_mask=jnp.bool_)
-            batch = jax.tree.map(array, dtypes, make_shardings(TokenBatch))
+            batch = batch_shapes(16, 4)
             # First what is traced sooner, and refuses most mutants.
             evaluation = module.make_evaluation_step(c, model).trace(state.weights, batch)
             step = module.make_training_step(c, model).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))

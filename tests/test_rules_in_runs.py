@@ -78,7 +78,7 @@ def check_steps(name: str, place: str, path: str) -> None:
         assert all(line.startswith(path) for line in describe_attention(forward, length, jax.devices()[0]))
         nats, targets = train.make_evaluation_step(c, model)(w, data)
         zeros = lambda: jax.tree.map(jnp.zeros_like, w)
-        state = train.State(w, zeros(), zeros())
+        state = train.State(w, zeros(), zeros(), tiny.none_of(w))
         state, metrics = train.make_training_step(c, model)(state, data, np.int32(0))
         clipped = min(1, c.optimizer.clip_norm / float(metrics.grad_norm))
         found = jax.tree.map(lambda mu: np.asarray(mu) / (1 - c.optimizer.adam_b1) / clipped, state.adam_mu)

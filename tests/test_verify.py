@@ -304,7 +304,15 @@ def verify(directory: Path, *overrides: str, name: str = "local_test_synthetic")
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("meshes", [["2x1x2x2"], pytest.param(["2x2x2", "2x1x2x2"], marks=pytest.mark.slow)])
+def test_train_py_is_the_same_in_f64_with_stages(tmp_path):
+    done = verify(tmp_path, "verify.meshes=[2x1x2x2]", "verify.precisions=[f64]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "In f64, all 1 meshes agree with one device." in done.stdout
+    assert "not all is f64" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meshes", [["2x1x2x2"], ["2x2x2", "2x1x2x2"]])
 def test_train_py_is_the_same_on_meshes_of_all_axes(tmp_path, meshes):
     """In f64 and in bf16."""
     done = verify(tmp_path, f"verify.meshes=[{','.join(meshes)}]")
