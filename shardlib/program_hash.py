@@ -30,10 +30,10 @@ def _hash(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 
-def _run(jaxpr: Any, arguments: list[str], depth: int = 0, constants: tuple = ()) -> list[str]:
+def _run(jaxpr: Any, arguments: list[str], depth: int = 0) -> list[str]:
     """Hashes of the results of a jaxpr, closed or open, for those of its arguments, within `depth` loops."""
-    if hasattr(jaxpr, "consts"):
-        return _run(jaxpr.jaxpr, arguments, depth, tuple(map(_constant, jaxpr.consts)))
+    constants = map(_constant, getattr(jaxpr, "consts", ()))
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one; from jax 0.12 on they are one class
     known = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
     read = lambda v: _hash("literal", str(v.aval), str(v.val)) if isinstance(v, Literal) else known[v]
     for equation in jaxpr.eqns:
@@ -61,7 +61,7 @@ def _results(equation: Any, inputs: list[str], depth: int) -> list[str]:
     if name in ("remat", "remat2", "checkpoint"):
         return [_hash("checkpoint", p["prevent_cse"], p["differentiated"], x) for x in _run(p["jaxpr"], inputs, depth)]
     if name == "scan":
-        constants, carries = _counts(p)
+        constants, carries = _counts(equation)
         # By depth, so that what an inner loop carries is not taken for what the outer one does.
         carried = [_hash("carry", depth, i, str(v.aval)) for i, v in enumerate(equation.invars[constants:][:carries])]
         turns = [_hash("turn", depth, x) for x in inputs[constants + carries :]]
@@ -83,20 +83,16 @@ def _results(equation: Any, inputs: list[str], depth: int) -> list[str]:
     return numbered(_hash(name, parameters, inputs, [str(v.aval) for v in equation.outvars]))
 
 
-def _counts(p: dict) -> tuple[int, int]:
-    """Numbers of constants and of carried values of a scan."""
-    if "num_consts" in p:
-        return p["num_consts"], p["num_carry"]
-    # jax 0.12 has the trees of (constants, carried, per turn) instead, with an entry for each array.
-    depth, groups = 0, []
-    for letter in str(p["ft_in"]):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter in "([{" and depth == 2:
-            groups.append("")
-        elif groups:
-            groups[-1] += letter
-    found = [len(re.findall(r"None|\*", group)) for group in groups]
-    return found[0], found[1]
+def _counts(scan: Any) -> tuple[int, int]:
+    """Numbers of constants and of carried values of a scan: what comes or goes turn by turn has one dim more outside.
+
+    Told by shapes, as the parameters that say it differ between versions of JAX.
+    """
+    body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
+    pairs = lambda outside, inside: zip(outside, inside, strict=True)
+    by_turn = lambda *sides: sum(len(a.aval.shape) != len(b.aval.shape) for a, b in pairs(*sides))
+    carries = len(scan.outvars) - by_turn(scan.outvars, body.outvars)
+    return len(scan.invars) - carries - by_turn(scan.invars, body.invars), carries
 
 
 @functools.singledispatch

@@ -91,6 +91,7 @@ FREE = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", SAME)
 def test_what_computes_the_same_has_the_same_hash(plain, name):
     text, instead = SAME[name]
@@ -192,6 +193,7 @@ def test_drawing_is_refused_by_other_source_or_is_of_the_average(run_directory):
         generate(Config(**config, weights="average"))
 
 
+@pytest.mark.quick
 def test_what_loops_carry_is_told_apart():
     """By their depth: a loop within a loop is not the expression of the outer one's value."""
 
