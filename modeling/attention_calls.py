@@ -7,6 +7,7 @@ step such a path is compared with it, on random tokens in several documents, for
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from modeling.attention import choose
@@ -136,7 +136,12 @@ def check_paths(forward: Any, length: int, cache: Path | None = None) -> None:
         dtype = forward.training.compute_dtype if path == "cudnn" else "f32"
         with compute_scope(dtype), small_blocks(-(-shorter // BLOCKS)):
             compared = jax.jit(program).trace()
-            made_by = jax.__version__, jaxlib.__version__, jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS")
+            made_by = (
+                jax.__version__,
+                importlib.metadata.version("jaxlib"),
+                jax.devices()[0].device_kind,
+                os.environ.get("XLA_FLAGS"),
+            )
             key = hashlib.sha256(repr((hash_of(compared), made_by)).encode())
             known = cache and cache / f"{path}-{key.hexdigest()[:32]}"
             if known and known.exists():

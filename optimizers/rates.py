@@ -74,8 +74,9 @@ def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> A
                 found = dataclasses.replace(found, **{k: v for k, v in changed.items() if v is not None})
         if found.algorithm == "muon" and not (weight.inputs and weight.outputs):
             raise ValueError(
-                f"optimizer.groups gives {names[-1]} to muon, which is for matrices, and this is a {weight.kind}; give "
-                "it another algorithm, or make its Weight with weights.matrix."
+                f"{names[-1]} is to be updated by muon, which is for matrices, but its Weight counts {weight.inputs} "
+                f"dims of inputs and {weight.outputs} of outputs; make it with weights.matrix, give it another kind, or "
+                "another algorithm by optimizer.groups."
             )
         return found
 

@@ -93,6 +93,7 @@ def test_what_is_drawn_without_a_cache_is_said_with_the_reason(kind, checked, ru
     monkeypatch.setattr(train, "Model", kind)
     console = Console(file=io.StringIO())
     config = Config(run=str(run), prompts=PROMPTS, max_tokens=8, stop=[], mesh=MeshChoice(d=4, t=2), check=True)
+    config.other_source = True
     generate(config, console)
     said, lines, c = console.file.getvalue(), [], settings(tmp_path)
     with jax.set_mesh(tiny.mesh("one device")):

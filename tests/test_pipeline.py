@@ -392,9 +392,9 @@ def training_plan_of(case: Case):
 
 def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
     text = "from shardlib.schedules import gpipe\ndef waves(p, m, v):\n    return gpipe(p, m, v)\n"
-    (tmp_path / "my_schedules.py").write_text(text)
+    (tmp_path / "waves_of_ones_own.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    case = dataclasses.replace(SMALL, schedule="my_schedules:waves")
+    case = dataclasses.replace(SMALL, schedule="waves_of_ones_own:waves")
     assert training_plan_of(case).table.residuals == case.m
 
 

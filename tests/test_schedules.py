@@ -641,8 +641,11 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "my_schedules.py").write_text(MINE)
     (tmp_path / "broken_schedules.py").write_text("import nothing_of_this_name\n")
     monkeypatch.syspath_prepend(tmp_path)
+    names = "my_schedules", "broken_schedules"
+    for name in names:  # of another test
+        sys.modules.pop(name, None)
     yield
-    for name in ("my_schedules", "broken_schedules"):
+    for name in names:
         sys.modules.pop(name, None)
 
 
