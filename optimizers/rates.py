@@ -75,7 +75,7 @@ def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> A
         if found.algorithm == "muon" and not (weight.inputs and weight.outputs):
             raise ValueError(
                 f"{names[-1]} is to be updated by muon, which is for matrices, but its Weight counts {weight.inputs} "
-                f"dims of inputs and {weight.outputs} of outputs; make it with weights.matrix, give it another kind, or "
+                f"dims of inputs and {weight.outputs} of outputs; make it with weights.matrix, another kind, or "
                 "another algorithm by optimizer.groups."
             )
         return found

@@ -71,7 +71,8 @@ class Contestant:
     def about(self) -> dict:
         c = self.config
         forward = train.Forward(self.model, c.training)
-        lines = describe_attention(forward, c.training.seq_len, self.mesh.devices.flat[0])
+        with jax.set_mesh(self.mesh):
+            lines = describe_attention(forward, c.training.seq_len, self.mesh.devices.flat[0])
         return {"attention": "; ".join(lines)}
 
     def device_peak(self) -> int | None:
