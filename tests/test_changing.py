@@ -263,6 +263,7 @@ def test_lion_is_optaxs(mesh):
         assert same.mean() > 0.999, same.mean()
 
 
+@pytest.mark.slow
 def test_groups_are_optaxs():
     settings = {
         "groups": [

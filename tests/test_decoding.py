@@ -45,7 +45,6 @@ CASES = [(name, place, True) for name in models.KINDS for place in MESHES]
 CASES += [("prefix", place, False) for place in MESHES]
 QUICK = {
     ("alternating", "d=2 t=2", True),
-    ("sinks", "d=2 t=2", True),
     ("prefix", "one device", False),
 }
 

@@ -179,6 +179,7 @@ def interrupt_after(monkeypatch, last: int) -> None:
     monkeypatch.setattr(run_files.RunLog, "log", log_and_interrupt)
 
 
+@pytest.mark.slow
 def test_from_8_devices_to_4_to_1(unbroken, broken, monkeypatch, capsys):
     """Ended after 4 steps, stopped by SIGTERM after 7."""
     interrupt_after(monkeypatch, 7)
@@ -188,6 +189,7 @@ def test_from_8_devices_to_4_to_1(unbroken, broken, monkeypatch, capsys):
     check(broken, unbroken)
 
 
+@pytest.mark.slow
 def test_d_and_t_exchanged(unbroken, broken):
     run(broken, EXCHANGED)
     check(broken, unbroken)

@@ -101,6 +101,7 @@ def test_the_step_has_its_products_with_weights_in_fp8(model, products):
     assert casts(with_fp8, "f8E4M3FN") >= 2 * products
 
 
+@pytest.mark.slow
 def test_losses_stay_close_to_those_in_bf16():
     curves = {}
     for on in (False, True):

@@ -106,6 +106,7 @@ def test_what_is_drawn_without_a_cache_is_said_with_the_reason(kind, checked, ru
     assert lines == [line.replace("drawn", "sampling  ")]
 
 
+@pytest.mark.slow
 def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
     """From the checkpoint of step 3 to step 4, and from there, where texts are due, to 9."""
     shutil.copytree(run, tmp_path, dirs_exist_ok=True)

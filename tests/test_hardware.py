@@ -50,6 +50,7 @@ def start(hardware: str, *lines: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_second_run_finds_the_compiled_step(tmp_path):
     first = train(tmp_path, "paths.model_name=first")
     cache = tmp_path / ".cache/shardwright/compiled"

@@ -355,7 +355,9 @@ def test_bpe_is_trained_on_the_training_split(tmp_path):
 # ---- the examples -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["austen_bytes", "austen_bpe32k", "austen_mistral"])
+@pytest.mark.parametrize(
+    "name", ["austen_bytes", "austen_bpe32k", pytest.param("austen_mistral", marks=pytest.mark.slow)]
+)
 def test_local_examples(tmp_path, name):
     if name == "austen_mistral":
         pytest.importorskip("mistral_common")

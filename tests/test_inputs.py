@@ -345,7 +345,8 @@ def unbroken(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "microbatches", "gather"), [("d=2 t=2", 2, "layer"), ("r=2 d=2", 1, "step"), ("p=2 d=2", 2, "layer")]
+    ("mesh", "microbatches", "gather"),
+    [("d=2 t=2", 2, "layer"), pytest.param("r=2 d=2", 1, "step", marks=pytest.mark.slow), ("p=2 d=2", 2, "layer")],
 )
 def test_it_trains_the_same_on_every_mesh(data, unbroken, tmp_path, mesh, microbatches, gather):
     c = config(str(data), microbatches=microbatches, gather_weights=gather)

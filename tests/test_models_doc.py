@@ -53,6 +53,7 @@ def losses(directory: Path, *overrides: str) -> list[float]:
     return [line["loss"] for line in lines if "event" not in line]
 
 
+@pytest.mark.slow
 def test_its_model_is_the_same_on_a_mesh_and_as_a_pipeline(tmp_path):
     found = []
     stages = ["mesh.p=2", "training.microbatches=2", "pipeline.layers_per_stage=[1,3]", "training.gather_weights=step"]

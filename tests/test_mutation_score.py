@@ -237,6 +237,7 @@ def test_the_program_as_it_stands_traces(name):
     assert own_program(name).is_same(program(SOURCE, name))
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_gathered_ahead_are_gathered_at_their_use():
     """But for those that a stage could not gather."""
     ahead = [m for m in mutants(SOURCE) if m.before.startswith("gather_ahead(") and m.kind == "call removed"]

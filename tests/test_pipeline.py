@@ -442,7 +442,9 @@ def test_memory_of_gpipe_grows():
     assert many > few + 20 * 4096
 
 
-@pytest.mark.parametrize("part", [pytest.param("embed", marks=pytest.mark.slow), "attend", "tokens"])
+@pytest.mark.parametrize(
+    "part", [pytest.param("embed", marks=pytest.mark.slow), "attend", pytest.param("tokens", marks=pytest.mark.slow)]
+)
 def test_stages_run_the_one_forward_pass(part, monkeypatch):
     """What is changed in a part of train.Forward changes the loss with stages as it does without."""
     c = tiny.config(tiny.model(layers=2), microbatches=2)

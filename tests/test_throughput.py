@@ -269,6 +269,7 @@ def test_nothing_starts_without_time_left():
     assert found["floor"].error == "not measured: no time was left"
 
 
+@pytest.mark.slow
 def test_the_program_and_its_continuation(tmp_path):
     command = [sys.executable, "-m", "benchmarks.throughput", "--platform", "cpu", "--sizes", "tiny"]
     command += ["--rounds", "2", "--seconds", "0.1", "--json", str(tmp_path / "out.json")]

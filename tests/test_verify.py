@@ -332,10 +332,11 @@ def test_train_py_is_the_same_on_meshes_of_all_axes(tmp_path, meshes):
             'attended = save_for_backward(jnp.roll(attend(q, k, v, self.rule), shardops.axis_index("t"), 2))',
             "the activation layer.attended, layer 0",
         ),
-        (
+        pytest.param(
             'return shardops.psum("+r +d ->", loss) / targets',
             'return shardops.psum("+r +d ->", loss) / batch.targets.size',
             "the loss summed loss",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "(jnp.sqrt(unbiased_nu)",
