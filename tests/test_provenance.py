@@ -1,6 +1,7 @@
 """What source made a run: kept, and compared as programs where the text differs."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import sys
@@ -21,6 +22,7 @@ from tools import checkpoint_to_huggingface
 from tools.generate import Config, generate
 from training_io import Checkpointer, provenance
 from training_io.pipeline_config import PipelineConfig
+from training_io.run import Run
 
 
 def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training) -> dict[str, str]:
@@ -153,6 +155,20 @@ def test_a_run_keeps_its_source(tmp_path, monkeypatch):
     assert "key" not in about["environment"].values()
     assert about["programs"] == {"training": "hash"}
     assert about["command"] == sys.orig_argv
+
+
+def test_a_run_says_that_its_programs_are_not_kept(tmp_path, capsys):
+    def programs(c, model, batch):
+        raise TypeError("four rows at least\nand more")
+
+    c = settings(tiny.model(vocab=1024), str(provenance.ROOT / "synthetic_dataset.zarr"))
+    with jax.set_mesh(tiny.mesh("one device")):
+        model = load_model(c.model)
+        with Run(c, train.Forward(model, c.training), tmp_path, programs) as run:
+            run.begin(functools.partial(train.init_state, c=c, model=model), train.State)
+            assert run.provenance["programs"] == {}
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("source ")]
+    assert line.endswith("on one device its steps do not trace: TypeError: four rows at least")
 
 
 @pytest.fixture(scope="module")

@@ -158,6 +158,10 @@ class Run:
         say_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
         if self._source_differs:
             self.say(f"source     {self._source_differs}")
+        elif why := self.provenance.get("untraced"):
+            self.say(
+                f"source     a resumed run is not compared with this one: on one device its steps do not trace: {why}"
+            )
         for line in describe_attention(self.forward, t.seq_len, mesh.devices.flat[0]):
             self.say(f"attention  {line}")
         for line in describe_stages(c, self.model):
