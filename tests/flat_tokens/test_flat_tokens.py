@@ -1,0 +1,351 @@
+"""The dataset format, against zarr-python and numpy."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from numpy_checks import check_modules
+
+import flat_tokens
+from flat_tokens import Reader, Writer
+
+check_modules(flat_tokens)
+
+pytestmark = pytest.mark.quick
+
+SEQAX = Path(__file__).parents[1] / "data/seqax_synthetic_dataset.zarr"
+
+
+def random_documents(rng, num_documents, max_length=60, vocab=1000):
+    lengths = rng.integers(1, max_length, num_documents)
+    return rng.integers(0, vocab, lengths.sum()), lengths
+
+
+def write(path, parts, split="train"):
+    with Writer(str(path), split) as writer:
+        for ids, lengths in parts:
+            writer.append(ids, lengths)
+    return np.concatenate([ids for ids, _ in parts]), np.concatenate([lengths for _, lengths in parts])
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(flat_tokens.writer, "INNER_CHUNK", 64)
+    monkeypatch.setattr(flat_tokens.writer, "TOKENS_SHARD", 256)
+    monkeypatch.setattr(flat_tokens.writer, "STARTS_SHARD", 128)
+
+
+@pytest.mark.parametrize("num_parts", [1, 7])
+@pytest.mark.parametrize("num_documents", [1, 5, 300])
+def test_zarr_python_reads_what_was_written(tmp_path, small_chunks, num_parts, num_documents):
+    rng = np.random.default_rng(num_documents)
+    ids, lengths = write(tmp_path / "d", [random_documents(rng, num_documents) for _ in range(num_parts)])
+
+    group = zarr.open_group(str(tmp_path / "d"), mode="r")["train"]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    expected = ids * 2
+    expected[starts[:-1]] += 1
+    np.testing.assert_array_equal(group["encoded_tokens"][:], expected)
+    np.testing.assert_array_equal(group["seq_starts"][:], starts)
+    assert group["encoded_tokens"].dtype == np.uint32
+    assert group["seq_starts"].dtype == np.uint64
+    assert group.metadata.zarr_format == 3
+    assert group.attrs.asdict() == {
+        "format": "flat-tokens",
+        "version": 1,
+        "max_token_id": ids.max(),
+        "num_tokens": ids.size,
+        "num_documents": lengths.size,
+    }
+
+
+def test_reads_rows_and_documents(tmp_path, small_chunks):
+    ids, lengths = write(tmp_path / "d", [random_documents(np.random.default_rng(0), 500)])
+    reader = Reader(str(tmp_path / "d"), "train")
+    ends = np.cumsum(lengths)
+    assert (reader.num_tokens, reader.num_documents, reader.max_token_id) == (ids.size, lengths.size, ids.max())
+
+    starts = np.array([0, 63, 200, ids.size - 300])
+    for start, row in zip(starts, reader.read(starts, np.full(4, 300)), strict=True):
+        np.testing.assert_array_equal(flat_tokens.decode(row)[0], ids[start : start + 300])
+        is_start = np.isin(np.arange(start, start + 300), ends - lengths)
+        np.testing.assert_array_equal(flat_tokens.decode(row)[1], is_start)
+
+    documents = np.array([499, 0, 130])
+    spans = reader.document_spans(documents)
+    np.testing.assert_array_equal(spans[0], (ends - lengths)[documents])
+    np.testing.assert_array_equal(spans[1], lengths[documents])
+
+
+def test_sizes_of_shards():
+    # The promise of docs/flat-tokens.md; the other tests make them small.
+    assert (flat_tokens.INNER_CHUNK, flat_tokens.TOKENS_SHARD, flat_tokens.STARTS_SHARD) == (2**13, 2**24, 2**22)
+
+
+def test_shards_are_whole_files(tmp_path, small_chunks):
+    write(tmp_path / "d", [(np.arange(700), np.array([700]))])
+    files = sorted(path.name for path in (tmp_path / "d/train/encoded_tokens/c").iterdir())
+    assert files == ["0", "1", "2"]
+    group = zarr.open_group(str(tmp_path / "d"), mode="r")
+    assert (group["train/encoded_tokens"].shards, group["train/encoded_tokens"].chunks) == ((256,), (64,))
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_reads_datasets_of_seqax(split):
+    reader = Reader(str(SEQAX), split)
+    group = zarr.open_group(str(SEQAX), mode="r")[split]
+    assert group.metadata.zarr_format == 2
+    tokens, starts = group["encoded_tokens"][:], group["seq_starts"][:].astype(np.int64)
+    assert (reader.num_tokens, reader.num_documents) == (tokens.size, starts.size - 1)
+    assert reader.max_token_id == (tokens >> 1).max()
+    np.testing.assert_array_equal(np.concatenate(list(reader.blocks())), tokens)
+    documents = np.array([3, 0, reader.num_documents - 1])
+    spans = reader.document_spans(documents)
+    np.testing.assert_array_equal(spans[0], starts[documents])
+    np.testing.assert_array_equal(spans[1], np.diff(starts)[documents])
+    # The two arrays say the same: what the start bits mark is what seq_starts lists.
+    np.testing.assert_array_equal(np.flatnonzero(flat_tokens.decode(tokens)[1]), starts[:-1])
+
+
+def test_blocks_stop_at_max_tokens(tmp_path):
+    ids, _ = write(tmp_path / "d", [(np.arange(2**20 + 100), np.array([2**20 + 100]))])
+    reader = Reader(str(tmp_path / "d"), "train")
+    for max_tokens in (0, 5, 2**20 + 3, None):
+        blocks = [np.zeros(0, np.uint32), *reader.blocks(max_tokens)]
+        np.testing.assert_array_equal(flat_tokens.decode(np.concatenate(blocks))[0], ids[:max_tokens])
+
+
+def test_zeros_are_data(tmp_path, small_chunks):
+    """A chunk of zeros is stored like another: only so can a missing chunk be an error."""
+    ids, _ = write(tmp_path / "d", [(np.zeros(1000, np.int64), np.array([1000]))])
+    reader = Reader(str(tmp_path / "d"), "train")
+    np.testing.assert_array_equal(flat_tokens.decode(reader.read(np.array([0]), np.array([1000]))[0])[0], ids)
+
+
+def test_largest_id(tmp_path):
+    write(tmp_path / "d", [(np.array([2**31 - 1, 7]), np.array([2]))])
+    reader = Reader(str(tmp_path / "d"), "train")
+    assert reader.max_token_id == 2**31 - 1
+    assert flat_tokens.decode(reader.read(np.array([0]), np.array([2]))[0])[0].tolist() == [2**31 - 1, 7]
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "message"),
+    [
+        ([1, -1], [2], r"token id -1 is outside \[0, 2147483647\]"),
+        ([1, 2**31], [2], r"token id 2147483648 is outside"),
+        ([1, 2], [2, 0], r"a document is empty, and has no token to carry its start"),
+        ([1, 2], [], r"a document is empty"),
+        ([1, 2], [3], r"documents of 3 tokens in all, but 2 tokens given"),
+    ],
+)
+def test_writer_rejects(tmp_path, ids, lengths, message):
+    writer = Writer(str(tmp_path / "d"), "train")
+    with pytest.raises(ValueError, match=message):
+        writer.append(np.array(ids), np.array(lengths, np.int64))
+
+
+def test_interrupted_writer_leaves_no_dataset(tmp_path, small_chunks):
+    path = str(tmp_path / "d")
+    with pytest.raises(KeyboardInterrupt), Writer(path, "train") as writer:  # noqa: PT012
+        writer.append(np.arange(1000), np.array([1000]))
+        raise KeyboardInterrupt
+    assert (tmp_path / "d/train/encoded_tokens/c/0").exists()
+    with pytest.raises(ValueError, match="incomplete: its writer was interrupted"):
+        Reader(path, "train")
+
+    # Its remains do not show in what is written over it.
+    ids, _ = write(path, [(np.arange(300) + 5, np.array([300]))])
+    np.testing.assert_array_equal(flat_tokens.decode(np.concatenate(list(Reader(path, "train").blocks())))[0], ids)
+    assert not (tmp_path / "d/train/encoded_tokens/c/2").exists()
+
+
+def test_failed_write_is_raised(tmp_path, small_chunks):
+    writer = Writer(str(tmp_path / "d"), "train")
+    (tmp_path / "d/train/encoded_tokens").mkdir(parents=True)
+    (tmp_path / "d/train/encoded_tokens/c").write_text("a file where the directory of the shards would be")
+    writer.append(np.arange(300), np.array([300]))
+    with pytest.raises(ValueError, match="encoded_tokens/c"):
+        writer.close()
+    with pytest.raises(ValueError, match="is incomplete"):
+        Reader(str(tmp_path / "d"), "train")
+
+
+def test_writer_keeps_a_complete_split(tmp_path):
+    path = str(tmp_path / "d")
+    write(path, [(np.arange(10), np.array([10]))])
+    with pytest.raises(ValueError, match="is already there"):
+        Writer(path, "train")
+    assert Reader(path, "train").num_tokens == 10
+    with Writer(path, "train", overwrite=True) as writer:
+        with pytest.raises(ValueError, match="No flat-tokens split"):
+            Reader(path, "train")
+        writer.append(np.arange(7), np.array([7]))
+    assert Reader(path, "train").num_tokens == 7
+
+
+def test_attributes_are_kept(tmp_path):
+    writer = Writer(str(tmp_path / "d"), "train")
+    writer.append(np.arange(10), np.array([10]))
+    writer.attributes["utf8_bytes"] = 31
+    writer.close()
+    assert Reader(str(tmp_path / "d"), "train").attributes["utf8_bytes"] == 31
+
+
+def edit_json(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def truncate(path, num_bytes):
+    path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+DAMAGES = {
+    "missing shard": (lambda d: (d / "encoded_tokens/c/2").unlink(), "a file is missing, truncated or corrupt"),
+    "truncated shard": (lambda d: truncate(d / "encoded_tokens/c/2", 90), "a file is missing, truncated or corrupt"),
+    "missing starts": (lambda d: shutil.rmtree(d / "seq_starts"), "array seq_starts is missing"),
+    "missing tokens": (lambda d: shutil.rmtree(d / "encoded_tokens"), "array encoded_tokens is missing"),
+    "missing last start": (lambda d: (d / "seq_starts/c/0").unlink(), "cannot read seq_starts"),
+    "no marker": (lambda d: (d / "zarr.json").unlink(), "is incomplete"),
+    "broken marker": (lambda d: truncate(d / "zarr.json", 20), "is not JSON"),
+    "shorter array": (
+        lambda d: edit_json(d / "encoded_tokens/zarr.json", lambda j: j.update(shape=[600])),
+        "attributes state num_tokens = 700, its arrays hold 600",
+    ),
+    "other dtype": (
+        lambda d: edit_json(d / "encoded_tokens/zarr.json", lambda j: j.update(data_type="int32")),
+        "encoded_tokens has rank 1 and dtype int32; flat-tokens has rank 1 and uint32",
+    ),
+    "other group": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j.update(attributes={"colour": "red"})),
+        r"no attribute max_token_id, only \['colour'\]",
+    ),
+    "bad attribute": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(max_token_id="9")),
+        "max_token_id is '9', not a nonnegative integer",
+    ),
+    "newer version": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(version=2)),
+        "has version 2 of the flat-tokens format",
+    ),
+    "another format": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(format="other")),
+        "is in the format 'other', not flat-tokens",
+    ),
+    "a later zarr": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j.update(zarr_format=4)),
+        "is no group of zarr v3: .* node_type 'group' and zarr_format 4",
+    ),
+    "no group": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j.update(node_type="array")),
+        "is no group of zarr v3: .* node_type 'array' and zarr_format 3",
+    ),
+    "null for attributes": (
+        lambda d: edit_json(d / "zarr.json", lambda j: j.update(attributes=None)),
+        "no attribute max_token_id",
+    ),
+    "no object": (lambda d: (d / "zarr.json").write_text("[1]"), "train/zarr.json is no JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_one_clear_error(tmp_path, small_chunks, name):
+    write(tmp_path / "d", [(np.arange(700), np.array([700]))])
+    damage, message = DAMAGES[name]
+    Reader(str(tmp_path / "d"), "train")
+    damage(tmp_path / "d/train")
+    with pytest.raises(ValueError, match=message):
+        Reader(str(tmp_path / "d"), "train")
+
+
+def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
+    write(tmp_path / "d", [(np.random.default_rng(0).integers(0, 9, 700), np.array([700]))])
+    shard = tmp_path / "d/train/encoded_tokens/c/1"
+    content = shard.read_bytes()
+    for place in range(0, len(content), 7):
+        shard.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        reader = Reader(str(tmp_path / "d"), "train")
+        with pytest.raises(ValueError, match="cannot read tokens 256 to 511; a file is missing, truncated or corrupt"):
+            reader.read(np.array([256]), np.array([256]))
+
+
+def test_truncated_seqax_dataset(tmp_path):
+    shutil.copytree(SEQAX, tmp_path / "d")
+    edit_json(tmp_path / "d/train/encoded_tokens/.zarray", lambda j: j.update(shape=[200000]))
+    with pytest.raises(ValueError, match="seq_starts ends at token 264992, encoded_tokens at 200000"):
+        Reader(str(tmp_path / "d"), "train")
+    (tmp_path / "d/validation/encoded_tokens/0").unlink()
+    with pytest.raises(ValueError, match="a file is missing"):
+        Reader(str(tmp_path / "d"), "validation")
+
+
+def test_truncated_starts_of_a_seqax_dataset(tmp_path):
+    shutil.copytree(SEQAX, tmp_path / "d")
+    starts = tmp_path / "d/train/seq_starts/0"
+    starts.write_bytes(starts.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="cannot read seq_starts; a file is missing, truncated or corrupt"):
+        Reader(str(tmp_path / "d"), "train")
+
+
+def test_fingerprint(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    ids, lengths = rng.integers(0, 999, 5000), np.full(100, 50)
+    write(tmp_path / "a", [(ids, lengths)])
+    shutil.copytree(tmp_path / "a", tmp_path / "moved")
+    monkeypatch.setattr(flat_tokens.writer, "INNER_CHUNK", 64)
+    write(tmp_path / "rewritten", [(ids, lengths)])
+    write(tmp_path / "shuffled", [(np.concatenate([ids[2500:], ids[:2500]]), lengths)])
+    a, moved, rewritten, shuffled = (
+        Reader(str(tmp_path / name), "train").fingerprint for name in ("a", "moved", "rewritten", "shuffled")
+    )
+    assert a == moved == rewritten != shuffled
+    assert a.startswith("5000 tokens, 100 documents, ids to 998, ")
+
+
+def test_fingerprints_of_small_splits(tmp_path):
+    for i, size in enumerate((1, 2, 63, 65)):
+        write(tmp_path / str(i), [(np.arange(size), np.array([size]))])
+        assert Reader(str(tmp_path / str(i)), "train").fingerprint.startswith(f"{size} tokens, 1 documents")
+
+
+def test_missing_dataset_and_split(tmp_path):
+    with pytest.raises(ValueError, match="There is no such directory"):
+        Reader(str(tmp_path / "nowhere"), "train")
+    with pytest.raises(ValueError, match="holds no flat-tokens dataset"):
+        Reader(str(tmp_path), "train")
+    write(tmp_path / "d", [(np.arange(10), np.array([10]))])
+    with pytest.raises(ValueError, match=r"The splits there are \['train'\]"):
+        Reader(str(tmp_path / "d"), "validation")
+
+
+def test_unigram_entropy():
+    assert flat_tokens.unigram_entropy(np.array([3, 5, 5, 3])) == pytest.approx(np.log(2))
+    assert flat_tokens.unigram_entropy(np.array([1000, 2, 2, 2])) == pytest.approx(
+        -0.25 * np.log(0.25) - 0.75 * np.log(0.75)
+    )
+
+
+def test_numpy_annotations_are_checked():
+    with pytest.raises(TypeError, match="UInt32"):
+        flat_tokens.decode(np.zeros(3, np.int64))
+
+
+def test_examples_of_the_documentation(tmp_path, monkeypatch):
+    root = Path(__file__).parents[2]
+    text = (root / "docs/flat-tokens.md").read_text()
+    examples = [block.split("```")[0] for block in text.split("```python\n")[1:]]
+    (tmp_path / "synthetic_dataset.zarr").symlink_to(root / "synthetic_dataset.zarr")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for example in examples:
+        exec(example, names)
+    assert len(examples) == 3
+    assert names["is_start"].tolist() == [True] + [False] * (names["ids"].size - 1)
+    starts = zarr.open_group("data/mine.zarr", mode="r")["train/seq_starts"][:]
+    assert starts.tolist() == [0, 3, 5]
+    assert zarr.open_group("data/mine.zarr", mode="r")["train/input_language"][:].tolist() == [0, 0, 0, 3, 3]

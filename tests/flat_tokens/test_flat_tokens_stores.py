@@ -1,0 +1,285 @@
+"""Datasets behind URLs read as on disk; what is missing or damaged shows when they are opened."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from numpy_checks import check_modules
+
+import flat_tokens
+from flat_tokens import Writer, fsspec_reader, stores
+from flat_tokens.stores import open_reader
+from flat_tokens.unfinished import Unfinished
+from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, flat
+
+check_modules(fsspec_reader, stores)
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+SEQAX = ROOT / "tests/data/seqax_synthetic_dataset.zarr"
+SERVER = ROOT / "benchmarks/slow_http_store.py"
+SEQ_LEN = 10
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch):
+    """Eleven files of tokens, 256 in each but the last, in documents of 7 tokens."""
+    monkeypatch.setattr(flat_tokens.writer, "INNER_CHUNK", 64)
+    monkeypatch.setattr(flat_tokens.writer, "TOKENS_SHARD", 256)
+    path = tmp_path / "d"
+    with Writer(str(path), "train") as writer:
+        writer.append(np.random.default_rng(0).integers(0, 1000, 2702), np.full(386, 7))
+    assert len(list((path / "train/encoded_tokens/c").iterdir())) == 11
+    return path
+
+
+def in_memory(path, name):
+    """The URL of a copy in fsspec's memory."""
+    memory = fsspec.filesystem("memory")
+    if memory.exists(f"/{name}"):
+        memory.rm(f"/{name}", recursive=True)
+    memory.put(str(path), f"/{name}", recursive=True)
+    return f"memory://{name}"
+
+
+# ---- other stores -------------------------------------------------------------------------------------------------
+
+
+def compare(url, path):
+    here, there = open_reader(str(path), "train"), open_reader(url, "train")
+    for name in ("num_tokens", "num_documents", "max_token_id", "zarr_format", "file_tokens"):
+        assert getattr(here, name) == getattr(there, name)
+    assert here.attributes == there.attributes
+    np.testing.assert_array_equal(np.concatenate(list(there.blocks())), np.concatenate(list(here.blocks())))
+    rng = np.random.default_rng(1)
+    documents = rng.integers(0, here.num_documents, 40)
+    for one, other in zip(here.document_spans(documents), there.document_spans(documents), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for packing in (True, False):
+        config = [FlatTokensConfig(filespec, sequence_packing=packing) for filespec in (str(path), url)]
+        local, remote = (FlatTokensLoader(c, "train", 16, SEQ_LEN) for c in config)
+        for step in (0, 3, 10**6):
+            for one, other in zip(local.rows(step, np.arange(16)), remote.rows(step, np.arange(16)), strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+def test_any_fsspec_url(dataset):
+    compare(in_memory(dataset, "ours"), dataset)
+
+
+def test_a_dataset_of_seqax_at_a_fsspec_url():
+    compare(in_memory(SEQAX, "seqax"), SEQAX)
+
+
+@pytest.fixture
+def slow_server(tmp_path):
+    """The URL of `tmp_path`, each file of which takes 30 ms to answer."""
+    command = [sys.executable, str(SERVER), str(tmp_path), "0.03"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        yield f"http://localhost:{int(server.stdout.readline())}"
+        server.terminate()
+
+
+def test_http(dataset, slow_server):
+    compare(f"{slow_server}/d", dataset)
+
+
+def test_slow_answers_overlap(dataset, slow_server):
+    """A hundred batches of 16 requests at 30 ms each take 48 s one after the other."""
+    loader = FlatTokensLoader(FlatTokensConfig(f"{slow_server}/d", cache_bytes=0), "train", 16, SEQ_LEN)
+    local = FlatTokensLoader(FlatTokensConfig(str(dataset)), "train", 16, SEQ_LEN)
+    rows = np.arange(16)
+    with Prefetcher(lambda step: loader.rows(step, rows), 0, 100, depth=8, threads=loader.parallel_loads) as batches:
+        start = time.perf_counter()
+        for step, batch in enumerate(batches):
+            np.testing.assert_array_equal(batch.targets, local.rows(step, rows).targets)
+    assert time.perf_counter() - start < 12
+
+
+def test_indexes_are_read_once(dataset, monkeypatch):
+    reader = open_reader(in_memory(dataset, "ours"), "train")
+    asked = []
+    inner = reader._store._store
+    get = type(inner).get
+
+    async def counting(self, key, prototype, byte_range=None):
+        asked.append(key)
+        return await get(self, key, prototype, byte_range)
+
+    monkeypatch.setattr(type(inner), "get", counting)
+    starts = np.arange(0, 2560, 256)
+    for _ in range(3):
+        reader.begin_read(starts, np.full_like(starts, 5))()
+    assert len(asked) == 3 * starts.size
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("memory://nothing", "No flat-tokens split at memory://nothing/train. Check the address"),
+        ("nonsense://x", "Nothing installed reads nonsense://x: Protocol not known"),
+    ],
+)
+def test_wrong_addresses(url, message):
+    with pytest.raises(ValueError, match=message):
+        open_reader(url, "train")
+
+
+# ---- damage -------------------------------------------------------------------------------------------------------
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def spoil_index(path):
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_a_store_that_does_not_answer(monkeypatch):
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:9/d/train cannot be reached: .* Check the address"):
+        open_reader("http://127.0.0.1:9/d", "train")
+    assert time.monotonic() - begin < 60
+    with pytest.raises(ValueError, match=r"Cannot write to http://127.0.0.1:9/d: "):
+        Unfinished("http://127.0.0.1:9/d")
+
+    async def refuse(*_: object) -> None:
+        raise ConnectionRefusedError("go away")
+
+    monkeypatch.setattr(fsspec_reader._DatasetStore, "get", refuse)
+    with pytest.raises(ValueError, match=r"memory://d/train cannot be reached: go away. Check the address"):
+        open_reader("memory://d", "train")
+
+    def refuse_at_once(*_: object, **__: object) -> None:
+        raise ConnectionRefusedError("go away")
+
+    monkeypatch.setattr(fsspec_reader.FsspecStore, "from_url", refuse_at_once)
+    with pytest.raises(ValueError, match=r"ftp://host/d/train cannot be reached: go away. Check the address"):
+        open_reader("ftp://host/d", "train")
+
+
+DAMAGES = {"missing": Path.unlink, "truncated": truncate, "index": spoil_index}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("file", ["1", "5", "9"])
+def test_damage_in_the_middle_shows_at_opening(dataset, damage, remote, file):
+    open_reader(str(dataset), "train")
+    DAMAGES[damage](dataset / "train/encoded_tokens/c" / file)
+    last = 256 * int(file) + 255
+    url = in_memory(dataset, "damaged") if remote else str(dataset)
+    with pytest.raises(
+        ValueError, match=f"cannot read tokens {last} to {last}; a file is missing, truncated or corrupt"
+    ):
+        open_reader(url, "train")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_damage_within_a_file_shows_when_it_is_read(dataset, remote):
+    path = dataset / "train/encoded_tokens/c/5"
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(bytes(content))
+    reader = open_reader(in_memory(dataset, "damaged") if remote else str(dataset), "train")
+    with pytest.raises(ValueError, match="cannot read tokens 1280 to 1289; a file is missing, truncated or corrupt"):
+        reader.read(np.array([1280]), np.array([10]))
+    reader.read(np.array([1280 + 64]), np.array([10]))
+
+
+def test_a_file_that_vanishes_is_no_zeros(dataset):
+    reader = open_reader(in_memory(dataset, "ours"), "train")
+    reader._store._indexes.clear()
+    fsspec.filesystem("memory").rm("/ours/train/encoded_tokens/c/5")
+    with pytest.raises(ValueError, match="cannot read tokens 1280 to 1289"):
+        reader.read(np.array([1280]), np.array([10]))
+
+
+def test_only_so_many_files_are_looked_at(dataset, monkeypatch):
+    monkeypatch.setattr(stores, "MOST_PROBES_LOCAL", 3)
+    (dataset / "train/encoded_tokens/c/4").unlink()
+    open_reader(str(dataset), "train")
+    (dataset / "train/encoded_tokens/c/5").unlink()
+    with pytest.raises(ValueError, match="cannot read tokens 1535 to 1535"):
+        open_reader(str(dataset), "train")
+
+
+@pytest.fixture
+def old_dataset(tmp_path):
+    """As seqax writes it, but with small chunks."""
+    group = zarr.open_group(str(tmp_path / "old"), mode="w", zarr_format=2)
+    train = group.create_group("train", attributes={"max_token_id": 999})
+    codec = numcodecs.Blosc("lz4", 5, numcodecs.Blosc.BITSHUFFLE)
+    tokens = np.random.default_rng(0).integers(0, 1000, 2000).astype(np.uint32) << 1
+    tokens[0] |= 1
+    for name, values in (("encoded_tokens", tokens), ("seq_starts", np.array([0, 2000], np.uint64))):
+        array = train.create_array(name, shape=values.shape, chunks=(256,), dtype=values.dtype, compressors=codec)
+        array[:] = values
+    return tmp_path / "old"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "encoded_tokens/3 is missing"),
+        (truncate, r"encoded_tokens/3 is truncated: it has \d+ bytes of \d+"),
+        (lambda path: path.write_bytes(b"12345"), "encoded_tokens/3 is truncated: it has 5 bytes"),
+    ],
+)
+def test_damage_of_a_zarr_v2_dataset_shows_at_opening(old_dataset, damage, message):
+    assert open_reader(str(old_dataset), "train").num_tokens == 2000
+    damage(old_dataset / "train/encoded_tokens/3")
+    with pytest.raises(ValueError, match=message):
+        open_reader(str(old_dataset), "train")
+
+
+def set_attribute(path, **values):
+    content = json.loads((path / "train/zarr.json").read_text())
+    content["attributes"] |= values
+    (path / "train/zarr.json").write_text(json.dumps(content))
+
+
+def test_ids_beyond_what_the_dataset_states(dataset):
+    set_attribute(dataset, max_token_id=500)
+    loader = FlatTokensLoader(FlatTokensConfig(str(dataset)), "train", 32, SEQ_LEN, vocab_size=501)
+    with pytest.raises(ValueError, match=r"holds the token id 9.., but its attribute max_token_id is 500"):
+        loader.rows(0, np.arange(32))
+
+
+def test_an_empty_document(tmp_path, monkeypatch):
+    """The writer refuses it; another program may write it. Packed, it makes no difference."""
+    path = str(tmp_path / "d")
+    with Writer(path, "train") as writer:
+        writer.append(np.arange(12), np.array([4, 5, 3]))
+    starts = zarr.open_array(path, path="train/seq_starts", mode="r+")
+    starts[1] = 9
+    starts[2] = 9
+    with pytest.raises(
+        ValueError, match=r"document 1 is empty. Write the dataset again without it, or set sequence_pack"
+    ):
+        FlatTokensLoader(FlatTokensConfig(path, sequence_packing=False), "train", 3, 4)
+    FlatTokensLoader(FlatTokensConfig(path), "train", 3, 4).rows(0, np.arange(3))
+
+
+def test_an_empty_document_in_the_middle(tmp_path, monkeypatch):
+    """Beyond what is looked at when the dataset is opened, it shows when its row is read."""
+    monkeypatch.setattr(flat, "CHECKED_DOCUMENTS", 1)
+    path = str(tmp_path / "d")
+    with Writer(path, "train") as writer:
+        writer.append(np.arange(12), np.array([4, 2, 3, 3]))
+    zarr.open_array(path, path="train/seq_starts", mode="r+")[2] = 4
+    loader = FlatTokensLoader(FlatTokensConfig(path, sequence_packing=False, shuffle=False), "train", 1, 4)
+    loader.rows(0, np.arange(1))
+    with pytest.raises(ValueError, match="document 1 is empty"):
+        loader.rows(1, np.arange(1))

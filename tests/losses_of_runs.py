@@ -1,0 +1,11 @@
+"""Losses of a run, from its metrics.jsonl."""
+
+import json
+from pathlib import Path
+
+
+def losses(directory: Path) -> list[float]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "event" not in line]
+    assert [line["step"] for line in steps] == list(range(len(steps)))
+    return [line["loss"] for line in steps]

@@ -1,0 +1,338 @@
+"""Attention by blocks, and cuDNN's, against a dense computation in NumPy; the choice between them; memory."""
+
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from gradients import assert_same, loss_and_gradients, meshes
+
+import train
+from input_loader import TokenBatch, batch_shapes
+from modeling import attention
+from modeling.attention_calls import describe_attention
+from modeling.blockwise import blockwise
+from modeling.model import Tokens
+from modeling.rules import CAUSAL, Places, Rule, Window, causal, same_document
+from models import gpt2
+from shardlib.shardtypes import dtype_name, i32
+from training_io.config import Config, check_config
+
+act = dtype_name("act")
+ROWS, HEADS, WIDTH = 8, 2, 4
+GPU = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
+
+
+def dense(q, k, v, document, g):
+    """The result and, given its gradient g, those of q, k and v; in f64, all scores at once."""
+    q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
+    scores = np.einsum("blkqd,bskd->bkqls", q, k) * q.shape[-1] ** -0.5
+    visible = np.tri(q.shape[1], dtype=bool) & (document[:, :, None] == document[:, None, :])
+    weights = np.exp(np.where(visible[:, None, None], scores - scores.max(-1, keepdims=True), -np.inf))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("bkqls,bskd->blkqd", weights, v)
+    d_weights = np.einsum("blkqd,bskd->bkqls", g, v)
+    d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True)) * q.shape[-1] ** -0.5
+    dq, dk = np.einsum("bkqls,bskd->blkqd", d_scores, k), np.einsum("bkqls,blkqd->bskd", d_scores, q)
+    return out, dq, dk, np.einsum("bkqls,blkqd->bskd", weights, g)
+
+
+def documents(length: int, seed: int = 0) -> np.ndarray:
+    """i32[ROWS, length]: of few and of many documents; in row 0 one, in row 1 a second at its very end."""
+    rng = np.random.default_rng(seed)
+    starts = rng.random((ROWS, length)) < rng.choice([0.05, 0.3], (ROWS, 1))
+    starts[0], starts[1] = False, np.arange(length) == length - 1
+    return np.cumsum(starts, axis=1, dtype=np.int32)
+
+
+def operands(length: int, queries: int, seed: int = 0) -> list[np.ndarray]:
+    """q, k, v and a gradient of the result, large enough for some weights to be near 1."""
+    rng = np.random.default_rng(seed)
+    shapes = (queries, WIDTH), (WIDTH,), (WIDTH,), (queries, WIDTH)
+    return [2 * rng.standard_normal((ROWS, length, HEADS, *shape)).astype(np.float32) for shape in shapes]
+
+
+def with_gradients(path, q, k, v, document, g, dtype="float32", rule=CAUSAL):
+    """What `dense` gives, of `path` on the mesh in force."""
+
+    def everything(
+        q: act["B/r/d L K/t Q D"],
+        k: act["B/r/d L K/t D"],
+        v: act["B/r/d L K/t D"],
+        document: i32["B/r/d L"],
+        g: act["B/r/d L K/t Q D"],
+    ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
+        index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Places(index, index, document), rule), q, k, v)
+        return out, *vjp(g)
+
+    cast = lambda x: jnp.asarray(x, dtype)
+    found = tiny.per_device(everything, act=dtype)(cast(q), cast(k), cast(v), document, cast(g))
+    return [np.asarray(x, np.float64) for x in found]
+
+
+def assert_close(found, expected, tolerance):
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
+
+
+CASES = [  # mesh, length, block, queries of a head, dtype
+    ("one device", 23, 5, 2, "float32"),
+    ("one device", 24, 8, 1, "float32"),
+    ("one device", 7, 1, 3, "float32"),
+    ("one device", 9, 64, 2, "float32"),
+    ("one device", 40, 16, 2, "bfloat16"),
+    ("d=4 t=2", 23, 5, 2, "float32"),
+    ("r=2 d=2 t=2", 11, 4, 1, "bfloat16"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("mesh", "length", "block", "queries", "dtype"), CASES)
+def test_by_blocks_it_is_the_dense_result(mesh, length, block, queries, dtype):
+    values, document = operands(length, queries), documents(length)
+    if dtype == "bfloat16":
+        values = [np.asarray(jnp.asarray(x, dtype), np.float32) for x in values]
+    q, k, v, g = values
+    with jax.set_mesh(tiny.mesh(mesh)):
+        path = functools.partial(blockwise, block=block)
+        found = with_gradients(path, q, k, v, document, g, dtype)
+        # The path that readers see, too: the oracle is right about what attention is.
+        plain = with_gradients(train.attention, q, k, v, document, g, dtype)
+    expected = dense(q, k, v, document, g)
+    assert_close(found, expected, 1e-6 if dtype == "float32" else 2**-6)
+    assert_close(plain, expected, 1e-6 if dtype == "float32" else 2**-6)
+
+
+def test_blocks_that_nobody_sees_are_not_computed():
+    """What is in them would be NaN even with weight 0."""
+    length, block = 12, 4
+    q, k, v, g = operands(length, 1)
+    document = np.repeat(np.arange(2, dtype=np.int32), [9, 3])[None].repeat(ROWS, 0)
+    clean, alone = slice(8, 12), np.arange(length) >= 9
+    k[:, :4], v[:, :4] = np.nan, np.nan
+    with jax.set_mesh(tiny.mesh("one device")):
+        path = functools.partial(blockwise, block=block)
+        early = with_gradients(path, q[:, ::-1], k[:, ::-1], v[:, ::-1], np.zeros_like(document), g)
+        assert np.isfinite(early[0][:, :8]).all(), "keys behind a block of queries"
+        assert np.isnan(early[0][:, 8:]).all(), "and those that it sees"
+        late = with_gradients(path, q, k, v, np.where(alone, document, 0), g)
+        assert np.isnan(late[0][:, clean][:, 0]).all(), "document 0 is seen from position 8"
+        document = np.repeat(np.arange(2, dtype=np.int32), [8, 4])[None].repeat(ROWS, 0)
+        late = with_gradients(path, q, k, v, document, g)
+    assert all(np.isfinite(x[:, clean]).all() for x in late), "keys of documents before those of a block of queries"
+
+
+def test_cudnn_is_asked_for_the_same(monkeypatch):
+    """JAX's own implementation in the place of cuDNN's kernel: heads, mask and scale. The kernel is not run."""
+    real, asked = jax.nn.dot_product_attention, []
+
+    def instead(*args, implementation, **options):
+        asked.append((implementation, options["is_causal"], options["mask"] is not None, options["local_window_size"]))
+        return real(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    (q, k, v, g), document = operands(12, 3), documents(12)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        found = with_gradients(attention.cudnn, q, k, v, document, g)
+        one_document = CAUSAL.without(same_document)
+        unmasked = with_gradients(attention.cudnn, q, k, v, document, g, rule=one_document)
+        window = with_gradients(attention.cudnn, q, k, v, document, g, rule=Rule((causal, Window(5)), scale=0.25))
+        by_hand = Rule((causal, lambda q, k: q.index - k.index < 5), scale=0.25)
+        masked = with_gradients(train.attention, q, k, v, document, g, rule=by_hand)
+    assert_close(found, dense(q, k, v, document, g), 1e-5)
+    assert_close(unmasked, dense(q, k, v, np.zeros_like(document), g), 1e-5)
+    assert_close(window, masked, 1e-5)
+    assert asked == [("cudnn", True, True, None), ("cudnn", True, False, None), ("cudnn", True, False, (4, 0))]
+
+
+# ---- the choice ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "length", "changes", "expected"),
+    [
+        (GPU, 1024, {}, "cudnn"),
+        (GPU, 32768, {}, "blockwise"),
+        (GPU, 32768, {"rule": CAUSAL.without(same_document)}, "cudnn"),
+        (GPU, 32768, {"rule": Rule((causal, Window(9)))}, "cudnn"),
+        (GPU, 32768, {"rule": Rule((Window(9),))}, "blockwise"),
+        (GPU, 1024, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "blockwise"),
+        (GPU, 1024, {"sinks": True}, "blockwise"),
+        (GPU, 1024, {"dtype": jnp.float32}, "blockwise"),
+        (GPU, 1024, {"d_head": 60}, "blockwise"),
+        (GPU, 1024, {"d_head": 256}, "cudnn"),
+        (GPU, 1024, {"dropout": True}, "einsum"),
+        (GPU, 511, {}, "einsum"),
+        (CPU, 128, {}, "einsum"),
+        (CPU, 129, {}, "blockwise"),
+        (CPU, 32768, {"dropout": True}, "einsum"),
+    ],
+)
+def test_auto_takes_what_can_do_it(device, length, changes, expected):
+    asked = {"rule": CAUSAL, "length": length, "d_head": 64, "dtype": jnp.bfloat16, "device": device, **changes}
+    path, why = attention.choose("auto", **asked)
+    assert path == expected
+    assert why
+    assert attention.choose(path, **asked) == (path, ""), "and what it takes can be asked for"
+
+
+@pytest.mark.parametrize(
+    ("path", "device", "changes", "reason"),
+    [
+        ("blockwise", CPU, {"dropout": True}, "no dropout"),
+        ("cudnn", CPU, {}, "cpu is no NVIDIA GPU"),
+        ("cudnn", GPU, {"dropout": True}, "no dropout"),
+        ("cudnn", GPU, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "changes no scores"),
+        ("cudnn", GPU, {"sinks": True}, "no sinks"),
+        ("cudnn", GPU, {"dtype": jnp.float32}, "takes bf16, not float32"),
+        ("cudnn", GPU, {"d_head": 12}, "heads of 12 entries"),
+        ("cudnn", GPU, {"d_head": 264}, "up to 256"),
+        ("cudnn", GPU, {"length": 63}, "odd number of tokens, 63"),
+    ],
+)
+def test_a_path_that_cannot_do_it_says_so(path, device, changes, reason):
+    asked = {"rule": CAUSAL, "length": 64, "d_head": 64, "dtype": jnp.bfloat16, "device": device, **changes}
+    with pytest.raises(ValueError, match=rf"training\.attention is {path}, .*{reason}.* Choose auto"):
+        attention.choose(path, **asked)
+
+
+def test_dropout_in_training_is_refused_before_anything_runs():
+    c = tiny.config(attention="blockwise")
+    c.model = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, dropout=0.1, bos_id=0)
+    with pytest.raises(
+        ValueError, match=r"training\.attention is blockwise, which has no dropout, and model\.dropout 0\.1"
+    ):
+        check_config(c)
+    q, k, v, _ = map(jnp.asarray, operands(4, 1))
+    tokens = Tokens(None, None, jnp.asarray(documents(4)))
+    with pytest.raises(ValueError, match=r"it has no dropout"):
+        tiny.forward(c).attend(tokens)(None, q, k, v, CAUSAL, drop=lambda x: x)
+    c.training.attention = "flash"
+    with pytest.raises(
+        ValueError, match=r"training\.attention is 'flash'; choose one of auto, einsum, blockwise, cudnn"
+    ):
+        check_config(c)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_config_decides_path_and_mask(monkeypatch, masked):
+    asked = []
+    monkeypatch.setattr(attention, "run", lambda path, q, k, v, places, rule, *more: asked.append((path, rule)))
+    q, k, v, _ = map(jnp.asarray, operands(4, 1))
+    ids = jnp.asarray(documents(4))
+    tokens, expected = Tokens(ids, ids, ids), CAUSAL if masked else Rule((causal,))
+    monkeypatch.setattr(attention, "target_device", lambda: GPU)
+    for path in ("blockwise", "cudnn"):
+        forward = tiny.forward(tiny.config(attention=path, document_mask=masked))
+        wide = (x.astype(jnp.bfloat16).repeat(2, -1) for x in (q, k, v))
+        assert forward.attend(tokens)("its cache", *wide, CAUSAL) == (None, "its cache")
+    assert asked == [("blockwise", expected), ("cudnn", expected)]
+    monkeypatch.setattr(train, "attention", lambda q, k, v, *more: asked.append(more))
+    tiny.forward(tiny.config(attention="einsum")).attend(tokens)(None, q, k, v, CAUSAL, k, sinks=v, drop=len)
+    places, *rest = asked[-1]
+    assert places.document is ids
+    assert rest == [CAUSAL, (k,), v, len]
+
+
+def test_the_run_says_which():
+    c, cpu = with_length(1024, attention="auto"), jax.devices()[0]
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        (said,) = describe_attention(tiny.forward(c), 1024, cpu)
+        assert said == "blockwise (auto: blocks of 128 tokens; no cudnn: cpu is no NVIDIA GPU); causal, same_document"
+        c.training.attention = "einsum"
+        assert describe_attention(tiny.forward(c), 1024, cpu) == ["einsum; causal, same_document"]
+
+
+# ---- in the training step -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "module"),
+    [
+        pytest.param("p=2 d=2 t=2", "train", marks=pytest.mark.slow),  # quick: rules on stages, in test_rules_in_runs
+        pytest.param("d=4 t=2", "train", marks=pytest.mark.slow),
+        pytest.param("r=2 d=2 t=2", "gpt2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_the_same_by_blocks(monkeypatch, mesh, module):
+    monkeypatch.setitem(attention.BLOCKS, "cpu", 5)
+    model = tiny.model(layers=2)
+    if module == "gpt2":
+        model = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, bos_id=0)
+    _, (expected, g) = loss_and_gradients(tiny.config(model, attention="einsum"), tiny.mesh("one device"))
+    blocks = tiny.config(model, microbatches=2, attention="blockwise")
+    hlo, (found, g_found) = loss_and_gradients(blocks, meshes(mesh))
+    assert "4,4]" in hlo, "16 positions in blocks of 4"
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert_same(g_found, g, 2e-6)
+
+
+def test_logits_and_gradients_equal_llama(monkeypatch):
+    pytest.importorskip("torch", reason="the Llama oracle needs torch")
+    pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
+    from llama_truth import compare
+
+    called = []
+    monkeypatch.setitem(attention.BLOCKS, "cpu", 5)
+    monkeypatch.setattr(attention, "blockwise", lambda *args: called.append(args) or blockwise(*args))
+    compare("r=2 d=2 t=2", {"qk_norm": True}, attention="blockwise")
+    assert called
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+def with_length(length: int, model=None, **training) -> Config:
+    """One sequence of `length` tokens."""
+    c = tiny.config(model or tiny.model(layers=2, n_kv=2), **training)
+    c.training.batch_size, c.training.seq_len = 1, length
+    return c
+
+
+def compiled_step(length: int, model=None, **training):
+    """The training step of one sequence, on one device."""
+    c = with_length(length, model, **training)
+    with jax.set_mesh(tiny.mesh("one device")):
+        state = jax.eval_shape(lambda: tiny.state(c))
+        return tiny.training_step(c).lower(state, batch_shapes(1, length), np.int32(0)).compile()
+
+
+def squares(hlo: str, length: int) -> set[str]:
+    """Shapes in which `length` is a dim twice."""
+    found = set(re.findall(r"\w+\[[\d,]+\]", hlo))
+    return {shape for shape in found if re.split(r"[\[\],]", shape).count(str(length)) > 1}
+
+
+def test_no_array_has_the_length_twice():
+    step = compiled_step(384, attention="blockwise")
+    assert not squares(step.as_text(), 384)
+    assert squares(step.as_text(), 128), "scores of a block: this test can fail"
+    # Two fewer than where the backward pass runs the forward again, as it does without what attention marks.
+    again = compiled_step(384, attention="blockwise", save="nothing")
+    assert step.as_text().count(" while(") == again.as_text().count(" while(") - 2
+
+
+def test_memory_grows_linearly():
+    small, large = (compiled_step(n, attention="blockwise").memory_analysis().temp_size_in_bytes for n in (2048, 8192))
+    assert large < 4.4 * small
+
+
+@pytest.mark.slow
+def test_a_step_of_32k_tokens_runs():
+    """On the demo's model; all scores of one layer would be 17 GB, where the whole step takes less than 2."""
+    demo = tiny.model(vocab=1280, d_model=256, layers=2, n_kv=2, n_q_per_kv=2, d_head=32, d_ff=1024)
+    step = compiled_step(32768, demo, attention="auto", loss_chunk=1024)
+    assert step.memory_analysis().temp_size_in_bytes < 2 * 2**30
+    c = with_length(32768, demo)
+    with jax.set_mesh(tiny.mesh("one device")):
+        state = tiny.state(c)
+        tokens = np.random.default_rng(0).integers(0, 1280, (1, 32768)).astype(np.uint32)
+        start = np.arange(32768)[None] == 0
+        _, metrics = step(state, TokenBatch(tokens, start, np.ones_like(start)), np.int32(4))
+        assert 6.5 < float(metrics.loss) < 8.5  # log 1280 is 7.2

@@ -1,0 +1,204 @@
+"""Weights gathered ahead: by the gathers that the model's own parts write, against what they are by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from gradients import assert_same, loss_and_gradients
+from jax.sharding import PartitionSpec as P
+
+import train
+from cluster.devices import make_mesh
+from input_loader import batch_shapes
+from modeling.gathers import gather_ahead
+from modeling.model import compute_scope, load_model
+from modeling.weights import initialize
+from models import gpt2
+from shardlib import shardops
+from shardlib.op_checks import varying
+from shardlib.shardtypes import ShardError, make_partition_specs
+from shardlib.values import is_opaque
+
+AXES = ("p", "r", "d", "t")
+LLAMA = {  # of each weight: the dtype and the type that its uses see
+    "embed": "act V/t M",
+    "layers.attention_norm": "f32 layers/p M",
+    "layers.w_q": "act layers/p M K/t Q D",
+    "layers.w_k": "act layers/p M K/t D",
+    "layers.w_v": "act layers/p M K/t D",
+    "layers.q_norm": "f32 layers/p D",
+    "layers.k_norm": "f32 layers/p D",
+    "layers.w_o": "act layers/p K/t Q D M",
+    "layers.mlp_norm": "f32 layers/p M",
+    "layers.w_gate": "act layers/p M F/t",
+    "layers.w_up": "act layers/p M F/t",
+    "layers.w_down": "act layers/p F/t M",
+    "final_norm": "f32 M",
+    "unembed": "act V/t M",
+}
+GPT2 = {
+    "embed": "act V/t M",
+    "positions": "f32 P/t M",
+    "layers.attention_gain": "f32 layers/p M",
+    "layers.attention_bias": "f32 layers/p M",
+    **{f"layers.w_{name}": "act layers/p M K/t D" for name in "qkv"},
+    **{f"layers.b_{name}": "act layers/p K/t D" for name in "qkv"},
+    "layers.w_o": "act layers/p K/t D M",
+    "layers.b_o": "act layers/p M",
+    "layers.mlp_gain": "f32 layers/p M",
+    "layers.mlp_bias": "f32 layers/p M",
+    "layers.w_up": "act layers/p M F/t",
+    "layers.b_up": "act layers/p F/t",
+    "layers.w_down": "act layers/p F/t M",
+    "layers.b_down": "act layers/p M",
+    "final_gain": "f32 M",
+    "final_bias": "f32 M",
+}
+MODELS = {
+    "llama": (tiny.model(layers=4, qk_norm=True, d_head=8), LLAMA),
+    "llama, tied": (
+        tiny.model(layers=4, tied_embeddings=True),
+        {name: kind for name, kind in LLAMA.items() if name not in ("unembed", "layers.q_norm", "layers.k_norm")},
+    ),
+    "gpt2": (gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=4, heads=4, bos_id=0), GPT2),
+}
+MESHES = {"r=2 d=2 t=2": (1, 2, 2, 2), "p=2 d=2 t=2": (2, 1, 2, 2)}
+
+
+def mesh_of(name: str):
+    p, r, d, t = MESHES[name]
+    return make_mesh(r, d, t, jax.devices(), p)
+
+
+def gathered(model, mesh, layers: bool) -> tuple[dict, dict]:
+    """Of each weight after `gather_ahead`, in bf16: (blocks[device, …], dtype, axes that it is a copy over).
+
+    And the whole weights, on the host.
+    """
+    noted = {}
+
+    def per_device(w):
+        w = gather_ahead(model, shardops.replicate("... -> ... *r", w), shardops.einsum_unreduced, tiny.LENGTH, layers)
+        found = jax.tree_util.tree_leaves_with_path(w, is_leaf=is_opaque)
+        found = {jax.tree_util.keystr(path).strip("."): leaf for path, leaf in found}
+        noted.update({name: (leaf.dtype.name, set(leaf.axes)) for name, leaf in found.items()})
+        return {name: varying(leaf.value, mesh.axis_names)[None] for name, leaf in found.items()}
+
+    with jax.set_mesh(mesh), compute_scope("bf16"):
+        w = jax.jit(lambda key: initialize(model.table, key))(jax.random.key(3))
+        specs = make_partition_specs(type(w), like=w)
+        blocks = jax.jit(jax.shard_map(per_device, in_specs=(specs,), out_specs=P(mesh.axis_names)))(w)
+    paths = jax.tree_util.tree_leaves_with_path(w)
+    whole = {jax.tree_util.keystr(path).strip("."): np.asarray(x) for path, x in paths}
+    return {name: (np.asarray(block), *noted[name]) for name, block in blocks.items()}, whole
+
+
+def assert_blocks(blocks: np.ndarray, whole: np.ndarray, dims: list[str], mesh) -> None:
+    """Each device has the block of `whole` that `dims` say."""
+    sizes = {axis: mesh.shape.get(axis, 1) for axis in AXES}
+    for device, place in enumerate(np.ndindex(*sizes.values())):
+        at = dict(zip(sizes, place, strict=True))
+        block = whole
+        for i, dim in enumerate(dims):
+            for axis in dim.split("/")[1:]:
+                block = np.split(block, sizes[axis], i)[at[axis]]
+        np.testing.assert_array_equal(blocks[device], block)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_each_weight_is_as_its_uses_see_it(name, mesh):
+    """A matrix in the compute dtype, gathered over d and, outside of the layers, p; a gain in f32, over t too."""
+    (c, expected), mesh = MODELS[name], mesh_of(mesh)
+    found, whole = gathered(load_model(c), mesh, layers=True)
+    assert found.keys() == expected.keys()
+    for weight, (blocks, dtype, copies) in found.items():
+        kind, *dims = expected[weight].split()
+        assert dtype == {"act": "bfloat16", "f32": "float32"}[kind], weight
+        sharded = {axis for dim in dims for axis in dim.split("/")[1:]}
+        assert copies == {*mesh.axis_names} - sharded, weight
+        rounded = whole[weight].astype(jnp.bfloat16) if kind == "act" else whole[weight]
+        assert_blocks(blocks, rounded, dims, mesh)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layers_stay_if_they_are_to(name):
+    (c, expected), mesh = MODELS[name], mesh_of("p=2 d=2 t=2")
+    ends, _ = gathered(load_model(c), mesh, layers=False)
+    everything, whole = gathered(load_model(c), mesh, layers=True)
+    for weight, (blocks, dtype, copies) in ends.items():
+        if weight.startswith("layers."):
+            assert (dtype, copies) == ("float32", {"r"}), weight
+            assert blocks[0].size == whole[weight].size / 8
+        else:
+            np.testing.assert_array_equal(blocks, everything[weight][0])
+            assert (dtype, copies) == everything[weight][1:]
+    assert any("/t" in kind for kind in expected.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [(MODELS["llama, tied"][0], {}), (MODELS["llama"][0], {"fp8": True}), (MODELS["gpt2"][0], {})],
+    ids=["llama, tied", "llama in fp8", "gpt2"],
+)
+def test_loss_and_gradients_are_the_same(model, changes):
+    found = []
+    for gather in ("layer", "step"):
+        c = tiny.config(model, microbatches=2, gather_weights=gather, **changes)
+        found.append(loss_and_gradients(c, tiny.mesh("d=4 t=2"))[1])
+    (expected, g_expected), (loss, g) = found
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_same(g, g_expected, 1e-6)
+
+
+# ---- one weight, two ways -----------------------------------------------------------------------------------------
+
+
+class OtherLayer(train.Llama):
+    """A layer that also uses w_gate in f32."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        wide = shardops.all_gather("M/d F/t -> M F/t", w.w_gate.astype(jnp.float32))
+        nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", x.astype(jnp.float32))
+        more = shardops.einsum_unreduced("B/r/d L M, M F/t -> B/r/d L +t", nx, wide)
+        more = shardops.psum_scatter("B/r/d L +t -> B/r/d L/t", more)[..., None].astype(x.dtype)
+        return super().layer(x + more, w, tokens, attend, einsum)
+
+
+class OtherLogits(train.Llama):
+    """Tied, with the table unembedding in f32."""
+
+    def logits(self, w, x):
+        x = shardops.all_gather("B/r/d L/t M -> B/r/d L M", x.astype(jnp.float32))
+        table = shardops.all_gather("V/t M/d/p -> V/t M", w.embed)
+        return shardops.einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", x, table)
+
+
+def trace(c, model) -> None:
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        state = jax.eval_shape(lambda: tiny.state(c))
+        shapes = batch_shapes(c.training.batch_size, c.training.seq_len)
+        train.make_training_step(c, model).trace(state, shapes, np.int32(0))
+
+
+def test_a_weight_of_a_layer_gathered_in_two_ways_is_named():
+    c = tiny.config(compute_dtype="bf16", gather_weights="step", microbatches=2)
+    message = r"(?s)layers\.w_gate is gathered in more than one way: `M/d F/t -> M F/t` in float32 and .* in bfloat16"
+    with pytest.raises(ShardError, match=message + ".*gather_weights=layer"):
+        trace(c, OtherLayer(c.model))
+    c.training.gather_weights = "layer"
+    trace(c, OtherLayer(c.model))
+
+
+def test_a_weight_outside_of_the_layers_gathered_in_two_ways_is_named():
+    model = tiny.model(tied_embeddings=True)
+    c = tiny.config(model, compute_dtype="bf16", gather_weights="step")
+    with pytest.raises(ShardError, match=r"embed is gathered in more than one way: .* in bfloat16 and .* float32"):
+        trace(c, OtherLogits(model))
+    # Nothing asks for it to be gathered ahead: each use does.
+    trace(tiny.config(model, compute_dtype="bf16", gather_weights="layer"), OtherLogits(model))
+    # In f32 both are one way.
+    trace(dataclasses.replace(c, training=dataclasses.replace(c.training, compute_dtype="f32")), OtherLogits(model))

@@ -1,0 +1,119 @@
+"""The loss in chunks of positions against the loss of all logits at once: values, gradients, memory."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from gradients import assert_same, loss_and_gradients, meshes
+
+from input_loader import TokenBatch
+from modeling.loss_chunks import in_chunks
+from models import gpt2
+from shardlib import shardops
+from shardlib.shardtypes import dtype_name, pytree_dataclass
+from tools.verify.__main__ import small
+from training_io.config import check_config, check_divides
+
+act = dtype_name("act")
+
+
+def arrays(hlo: str, dim: int) -> set[int]:
+    """Sizes of the arrays that have a dim of size `dim`."""
+    shapes = [list(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", hlo)]
+    return {math.prod(shape) for shape in shapes if dim in shape}
+
+
+def compare(mesh: str, chunk: int, model) -> list[str]:
+    """The programs without and with chunks, whose results are the same."""
+    programs, results = [], []
+    for loss_chunk in (None, chunk):
+        c = tiny.config(model, microbatches=2, loss_chunk=loss_chunk)
+        c.optimizer.z_loss = 0.01
+        program, result = loss_and_gradients(c, meshes(mesh))
+        programs.append(program)
+        results.append(result)
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-6)
+    assert_same(results[1][1], results[0][1], 1e-6)
+    return programs
+
+
+def test_chunks_change_nothing_but_memory():
+    """d=4 t=2, two microbatches: rows and vocabulary of a device are 1 and 80, the positions of a chunk 4 of 16."""
+    whole, chunked = compare("d=4 t=2", 4, tiny.model(vocab=160, d_model=48, layers=2, logit_softcap=0.5))
+    assert 16 * 80 in arrays(whole, 80), "this test can fail"
+    assert 16 * 80 not in arrays(chunked, 80)
+    assert 4 * 80 in arrays(chunked, 80)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chunk", "changes"),
+    [
+        ("p=2 d=2 t=2", 4, {"tied_embeddings": True}),
+        pytest.param("one device", 4, {}, marks=pytest.mark.slow),
+        pytest.param("r=2 d=2 t=2", 8, {"tied_embeddings": True}, marks=pytest.mark.slow),
+        pytest.param("d=4 t=2", 2, "gpt2", marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_change_nothing(mesh, chunk, changes):
+    if changes == "gpt2":
+        compare(mesh, chunk, gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, bos_id=0))
+    else:
+        compare(mesh, chunk, tiny.model(layers=2, **changes))
+
+
+def test_an_evaluation_is_the_same():
+    found = []
+    model = tiny.model(vocab=80, layers=1)
+    with jax.set_mesh(tiny.mesh("one device")):
+        w, batch = tiny.weights(model), tiny.place(tiny.host_batch(), TokenBatch)
+        for chunk in (None, 2):
+            step = tiny.evaluation_step(tiny.config(model, loss_chunk=chunk))
+            program = step.lower(w, batch).compile()
+            assert (tiny.BATCH * tiny.LENGTH * 80 in arrays(program.as_text(), 80)) == (chunk is None)
+            found.append(float(program(w, batch)[0]))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+
+
+@pytree_dataclass
+class OneWeight:
+    gain: act["M"]
+    layers: act["M"] | None = None
+
+
+def test_gradients_of_weights_are_summed_in_f32():
+    """512 chunks with a gradient of 1 each; in bf16 256 + 1 is 256."""
+
+    def gradient(x: act["B L M"]) -> act["M"]:
+        share = lambda w, x, targets, mask: jnp.sum(jnp.float32(x * w.gain))
+        ids = jnp.zeros((1, 512), jnp.int32)
+        loss = lambda gain: in_chunks(share, 1, OneWeight(gain), x, ids, ids)
+        return jax.grad(lambda gain: 2 * loss(gain))(shardops.einsum_unreduced("B L M -> M", x) * 0)
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        found = tiny.per_device(gradient, act="bfloat16")(jnp.ones((1, 512, 1), jnp.bfloat16))
+    assert float(found[0]) == 1024
+
+
+def test_a_chunk_that_does_not_fit_is_refused():
+    c = tiny.config(loss_chunk=5)
+    with pytest.raises(ValueError, match=r"training\.loss_chunk is 5; it must divide training\.seq_len = 16"):
+        check_config(c)
+    c.training.loss_chunk = 0
+    with pytest.raises(ValueError, match=r"training\.loss_chunk is 0; it must be at least 1"):
+        check_config(c)
+    c.training.loss_chunk = 2
+    with pytest.raises(ValueError, match=r"training\.loss_chunk is 2; .* it must be a multiple of t = 8"):
+        check_divides(c, {"r": 1, "d": 1, "t": 8})
+
+
+def test_verify_keeps_chunks_that_all_its_meshes_divide():
+    c = tiny.config(loss_chunk=4)
+    small(c, 8)
+    check_config(c)
+    assert c.training.loss_chunk < c.training.seq_len
+    for t in (1, 2, 4, 8):
+        check_divides(c, {"r": 1, "d": 8 // t, "t": t})

@@ -1,0 +1,162 @@
+"""A module with a model of one's own (docs/models.md): its defects are named. By mutations of models/gpt2.py."""
+
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+
+from modeling.model import load_model, module_of
+from modeling.weights import Weight, initialize
+from training_io.config import check_divides
+
+SOURCE = (Path(__file__).parents[2] / "models" / "gpt2.py").read_text()
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def module(monkeypatch, tmp_path):
+    """Makes a copy of models/gpt2.py outside the repository, with (old, new) texts exchanged, the module `mine`."""
+
+    def make(*changes):
+        source = SOURCE
+        for old, new in changes:
+            assert old in source
+            source = source.replace(old, new)
+        (tmp_path / "mine.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        return importlib.import_module("mine")
+
+    yield make
+    sys.modules.pop("mine", None)
+
+
+def test_as_it_is(module):
+    mine = module()
+    assert module_of("mine") is mine
+    model = load_model(mine.ModelConfig(module="mine"))
+    assert type(model) is mine.Model
+    assert model.c.heads == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([("    heads: int = 12", "    n_heads: int = 12")], "ModelConfig has no heads: a field or property"),
+        ([("    bos_id: int = 50256", "    bos: int = 50256"), ("bos_id=config", "bos=config")], "no bos_id"),
+        ([("def check(", "def checked("), ("sharded: Class", "shards: Class")], "no sharded, check"),
+        ([("@dataclasses.dataclass\nclass ModelConfig", "class ModelConfig")], "ModelConfig is no dataclass"),
+        ([("ModelConfig", "Settings")], "has no ModelConfig; see docs/models.md"),
+        ([("class Model:", "class Mathematics:")], "has no Model; see docs/models.md"),
+        ([("ModelConfig", "Settings"), ("class Model:", "class GPT2Model:")], "has no ModelConfig, Model;"),
+        ([("def logits(", "def output(")], "Model has no logits; see docs/models.md"),
+        ([("def embed(", "def first("), ("def logits(", "def last(")], "Model has no embed, logits;"),
+        ([("    Weights = GPT2\n", "")], "Model has no Weights;"),
+        (
+            [("w: GPT2Layer, tokens: Tokens, attend", "w: GPT2Layer, attend")],
+            r"Model.layer does not take \(x, w, tokens, attend, einsum\): too many",
+        ),
+        (
+            [("einsum: Callable\n", "einsum: Callable, scale: float\n")],
+            r"Model.layer does not take \(.*\): missing a required argument: 'scale'",
+        ),
+        (
+            [("def embed(self, w: GPT2, tokens: Tokens)", "def embed(self, w: GPT2)")],
+            r"Model.embed does not take \(w, tokens\)",
+        ),
+        ([("self.c, self.table = c,", "self.table =")], "Model has no c; see docs/models.md"),
+        ([("self.c, self.table = c, weight_table(c)", "self.c = c")], "Model has no table;"),
+        ([("self.c, self.table = c, weight_table(c)", "pass")], "Model has no c, table;"),
+        (
+            [("    Weights = GPT2\n", "    Weights = GPT2Layer\n")],
+            "table is a GPT2; it must be a GPT2Layer, with a Weight in the place of each array",
+        ),
+        ([("    Weights = GPT2\n", "    Weights = None\n")], "Weights is not a pytree_dataclass;"),
+        ([("self.c, self.table = c,", "self.c, self.table = None,")], "Model has another c than the ModelConfig"),
+        (
+            [("(self, c: ModelConfig):", "(self, c: ModelConfig, more):")],
+            "Model is not made from a ModelConfig alone: ",
+        ),
+        (
+            [("n, model, heads, hidden = c.layers,", "n, model, heads, hidden = 2 * c.layers,")],
+            r"table has a stack of shape \(24, 768\) in `layers`; its first dim must be model.layers = 12",
+        ),
+        (
+            [
+                (
+                    "def logits(self, w: GPT2, x: act",
+                    "def prepare(self):\n        pass\n\n    @typed\n    def logits(self, w: GPT2, x: act",
+                )
+            ],
+            r"Model.prepare does not take \(tokens\)",
+        ),
+        (
+            [
+                (
+                    'self, x: act["B/r/d L/t M"], w: GPT2Layer, tokens',
+                    'self, w: GPT2Layer, x: act["B/r/d L/t M"], tokens',
+                )
+            ],
+            r"Model.layer does not take \(x, w, tokens, attend, einsum\): its arguments are \(w, x, tokens",
+        ),
+    ],
+)
+def test_a_part_that_is_missing(module, changes, message):
+    mine = module(*changes)
+    any_text = ".*" if "no " in message else ""
+    c = getattr(mine, "ModelConfig", types.SimpleNamespace)()
+    c.module = "mine"
+    with pytest.raises(ValueError, match=f"model.module is 'mine', (whose|which) {any_text}{message}"):
+        load_model(c)
+
+
+def test_no_module_of_that_name():
+    with pytest.raises(ValueError, match=r"put nowhere\.py where you start, or its directory into PYTHONPATH"):
+        module_of("nowhere")
+
+
+def test_a_module_that_does_not_import_says_why(module):
+    with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere'"):
+        module(("import math\n", "import math\nimport nowhere\n"))
+    with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere'"):
+        module_of("mine")
+
+
+def test_a_name_is_a_module_of_models_first(module, tmp_path):
+    module()
+    (tmp_path / "gpt2.py").write_text("")
+    assert module_of("gpt2").__name__ == "models.gpt2"
+    assert module_of("mine").__name__ == "mine"
+
+
+@pytest.mark.parametrize(("old", "new"), [('"heads": "t"', '"heads": "td"'), ('"heads": "t"', '"n_heads": "t"')])
+def test_a_sharded_that_names_nothing(module, old, new):
+    c = tiny.config(module((old, new)).ModelConfig(module="mine"))
+    with pytest.raises(ValueError, match=r"sharded of mine\.ModelConfig has .* maps names of settings to axes"):
+        check_divides(c, {"r": 1, "d": 1, "t": 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([("w_up=into(hidden)", 'w_up=Weight((8, 8), "matrix")')], "w_up: .* has 3 dims, but"),
+        ([('w_up: f32["M/d F/t"]', 'w_up: f32["M F/t"]')], r"w_up: f32\['layers M F/t'\] is not sharded over d;"),
+        ([("return 4 * self.d_model", "return 3 * self.d_model + 1")], "w_up: .*F is 193, which t = 2 devices do not"),
+        ([("@pytree_dataclass\nclass GPT2Layer", "@dataclasses.dataclass\nclass GPT2Layer")], "has a GPT2Layer where"),
+    ],
+)
+def test_a_weight_that_is_not_of_its_type(module, changes, message):
+    mine = module(*changes)
+    c = mine.ModelConfig(vocab=64, positions=16, d_model=64, heads=8, layers=2)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match=f"the model's table.*{message}"):
+        jax.eval_shape(lambda: initialize(mine.Model(c).table, jax.random.key(0)))
+
+
+def test_a_kind_that_there_is_not():
+    with pytest.raises(ValueError, match="a Weight of kind 'matrices'; choose one of matrix, embedding"):
+        Weight((2, 2), "matrices")

@@ -1,0 +1,229 @@
+"""The second model, trained by the same train.py, against transformers' GPT2LMHeadModel."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from compiled import collectives
+
+from input_loader import TokenBatch
+from modeling.weights import initialize
+from models import gpt2
+from shardlib.shardtypes import f32, u32
+from training_io.config import check_config
+
+
+def model(**changes) -> gpt2.ModelConfig:
+    sizes = {"vocab": 64, "positions": 24, "d_model": 64, "layers": 3, "heads": 8, "bos_id": 5}
+    return gpt2.ModelConfig(**{**sizes, **changes})
+
+
+def weights(c: gpt2.ModelConfig) -> gpt2.GPT2:
+    """Fresh weights on the mesh in force, with gains that are not 1 and biases that are not 0."""
+    w = jax.jit(lambda key: initialize(gpt2.weight_table(c), key))(jax.random.key(7))
+    noise = np.random.default_rng(2)
+    wobble = lambda x: jax.device_put(np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(np.float32), x.sharding)
+    return jax.tree.map(lambda x, weight: wobble(x) if weight.kind == "vector" else x, w, gpt2.weight_table(c))
+
+
+def losses_and_grads(w, batch, c):
+    """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
+    settings = tiny.config(c)
+
+    def everything(w: gpt2.GPT2, batch: TokenBatch) -> tuple[f32["B/r/d L V/t"], f32[""], gpt2.GPT2]:
+        return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, batch, settings)
+
+    return jax.tree.map(np.asarray, tiny.per_device(everything)(w, tiny.place(batch, TokenBatch)))
+
+
+def loss_with_dropout(mesh: str, rate: float, seeds, **training) -> float:
+    c = model(dropout=rate)
+
+    def loss(w: gpt2.GPT2, batch: TokenBatch, seeds: u32["B/r/d"]) -> f32[""]:
+        return tiny.loss_and_gradients(w, batch, tiny.config(c, **training), seeds)[0]
+
+    with jax.set_mesh(tiny.mesh(mesh)):
+        return float(tiny.per_device(loss)(weights(c), tiny.place(tiny.host_batch(), TokenBatch), np.uint32(seeds)))
+
+
+SEEDS = np.arange(100, 100 + tiny.BATCH)
+
+
+def test_dropout_depends_on_the_row_and_nothing_else():
+    """Not on the mesh, nor on microbatches: only then is a run the same on any mesh."""
+    one = loss_with_dropout("one device", 0.3, SEEDS)
+    assert one == pytest.approx(loss_with_dropout("r=2 d=2 t=2", 0.3, SEEDS), rel=1e-5)
+    assert one == pytest.approx(
+        loss_with_dropout("d=4 t=2", 0.3, SEEDS, microbatches=2, gather_weights="step"), rel=1e-5
+    )
+    assert abs(one - loss_with_dropout("one device", 0.3, SEEDS + 50)) > 1e-4
+    assert abs(one - loss_with_dropout("one device", 0.0, SEEDS)) > 1e-4
+
+
+def test_dropout_keeps_the_mean():
+    keys = jax.random.split(jax.random.key(3), 50)
+    dropped = np.asarray(gpt2.dropout(jnp.ones((50, 400)), 0.25, keys))
+    assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.75)}
+    kept = (dropped != 0).mean(axis=1)
+    assert kept.mean() == pytest.approx(0.75, abs=4 * (0.25 * 0.75 / dropped.size) ** 0.5)
+    assert len(np.unique(dropped, axis=0)) == 50, "each key drops others"
+
+
+def test_training_drops_other_entries_at_each_step_and_evaluation_none():
+    c = tiny.config(model(dropout=0.3))
+    c.optimizer.learning_rate = 0.0
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        evaluate = tiny.evaluation_step(c)
+        nats, targets = evaluate(state.weights, batch)
+        without = losses_and_grads(state.weights, tiny.host_batch(), model())[1]
+        step, found = tiny.training_step(c), []
+        for i in range(2):
+            state, metrics = step(state, batch, np.int32(i))
+            found.append(float(metrics.loss))
+    assert float(nats) / float(targets) == pytest.approx(float(without), rel=1e-5)
+    assert len({*found, float(without)}) == 3
+
+
+def test_weights_gathered_ahead_are_not_gathered_again():
+    c = tiny.config(model(), microbatches=2, gather_weights="step")
+    with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
+        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        compiled = tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
+    found = collectives(compiled.as_text())
+    assert found["forward"] == {"all-gather": 2, "reduce-scatter": 2}
+    arrays = len(jax.tree.leaves(gpt2.weight_table(model())))
+    assert found["outside"] == {"all-gather": arrays, "reduce-scatter": arrays, "all-reduce": arrays + 2}
+
+
+def test_sequences_longer_than_the_positions_are_refused():
+    c = tiny.config(model(positions=tiny.LENGTH - 8))
+    with pytest.raises(ValueError, match=r"sequences have 16 tokens, but model\.positions is 8; raise it\."):
+        check_config(c)
+    with pytest.raises(ValueError, match=r"model\.d_model is 60; it must be a multiple of model\.heads = 8"):
+        check_config(tiny.config(model(d_model=60)))
+
+
+# ---- against transformers -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def oracle():
+    """A function that makes transformers' model of our weights, through to_huggingface."""
+    torch = pytest.importorskip("torch", reason="the GPT-2 oracle needs torch, installed on Python 3.11 only")
+    transformers = pytest.importorskip("transformers", reason="the GPT-2 oracle needs transformers")
+
+    def make(w, c: gpt2.ModelConfig):
+        config, tensors = gpt2.to_huggingface(w, c)
+        their = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, attn_implementation="eager"))
+        state = {name: torch.tensor(read()) for name, read in tensors.items()}
+        missing, unexpected = their.load_state_dict(state, strict=False)
+        assert (missing, unexpected) == (["lm_head.weight"], [])
+        their.tie_weights()
+        return their.eval()
+
+    return make
+
+
+def their_logits(their, batch: TokenBatch, bos_id: int):
+    """The logits where documents in a row do not see one another, and count positions each from 0."""
+    import torch
+
+    before = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)), constant_values=bos_id)
+    inputs = np.where(batch.is_seq_start, bos_id, before).astype(np.int64)
+    document, length = np.cumsum(batch.is_seq_start, axis=1), inputs.shape[1]
+    visible = (document[:, :, None] == document[:, None, :]) & np.tri(length, dtype=bool)
+    mask = torch.where(torch.tensor(visible)[:, None], 0.0, torch.finfo(torch.float32).min)
+    starts = np.where(batch.is_seq_start, np.arange(length), 0)
+    positions = torch.tensor(np.arange(length) - np.maximum.accumulate(starts, axis=1))
+    return their(input_ids=torch.tensor(inputs), attention_mask=mask, position_ids=positions, use_cache=False).logits
+
+
+@pytest.mark.parametrize("mesh", tiny.MESHES)
+def test_logits_loss_and_gradients_equal_transformers(mesh, oracle):
+    import torch
+
+    c, batch = model(), tiny.host_batch()
+    with jax.set_mesh(tiny.mesh(mesh)):
+        w = weights(c)
+        logits, loss, grads = losses_and_grads(w, batch, c)
+    their = oracle(w, c)
+    expected = their_logits(their, batch, c.bos_id)
+    targets = torch.tensor(batch.targets.astype(np.int64)).flatten()
+    losses = torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets, reduction="none")
+    expected_loss = losses[torch.tensor(batch.loss_mask).flatten()].mean()
+    expected_loss.backward()
+
+    np.testing.assert_allclose(logits, expected.detach(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(loss, expected_loss.detach(), rtol=1e-4)
+    ours = {name: read() for name, read in gpt2.to_huggingface(grads, c)[1].items()}
+    parameters = dict(their.named_parameters())
+    assert ours.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        # Entries far below a tensor's largest are sums of cancelling terms: they carry its absolute rounding error.
+        # The keys' biases have no gradient but rounding: they add the same to all scores of a query.
+        scale = max(float(parameter.grad.abs().max()), 1e-3)
+        np.testing.assert_allclose(ours[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale, err_msg=name)
+
+
+def read(part):
+    """What a leaf of from_huggingface's weights stands for."""
+    return np.stack([read(layer) for layer in part]) if isinstance(part, list) else part()
+
+
+def read_all(c, parts):
+    return jax.tree.map(read, parts, is_leaf=lambda x: isinstance(x, list) or callable(x))
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_their_weights_become_ours_again(prefix, oracle):
+    c = model(dropout=0.1)
+    with jax.set_mesh(tiny.mesh("one device")):
+        w = jax.tree.map(np.asarray, weights(c))
+    their = oracle(w, c)
+    tensors = {name.replace("transformer.", prefix): x.numpy() for name, x in their.state_dict().items()}
+    tensors[f"{prefix}h.0.attn.bias"] = np.tri(24)[None, None]  # the mask that GPT-2's first checkpoints hold
+    config = {**their.config.to_dict(), "bos_token_id": c.bos_id}
+    found, parts = gpt2.from_huggingface(config, tensors)
+    assert found == c
+    jax.tree.map(np.testing.assert_array_equal, read_all(found, parts), w)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (
+            {"activation_function": "relu"},
+            {},
+            "activation_function is 'relu' in config.json; gpt2.py has 'gelu_new' only",
+        ),
+        ({"n_inner": 100}, {}, "n_inner is 100"),
+        ({"attn_pdrop": 0.2}, {}, "one rate for all"),
+        ({"n_head": None}, {}, "no whole number for n_head"),
+        ({}, {"transformer.h.1.crossattention.c_attn.weight": np.ones(3)}, "has, beyond GPT-2's, 1 tensors"),
+        ({}, {"transformer.h.1.ln_1.bias": None}, "lacks 1 tensors, among them transformer.h.1.ln_1.bias"),
+        ({}, {"transformer.h.1.ln_1.bias": np.ones(3)}, r"ln_1.bias is \[3\]; config.json asks for 1 of \[64\]"),
+    ],
+)
+def test_other_models_are_refused(config, change, message):
+    c = model()
+    with jax.set_mesh(tiny.mesh("one device")):
+        given, tensors = gpt2.to_huggingface(jax.tree.map(np.asarray, weights(c)), c)
+    tensors = {
+        name: value for name, value in ({n: r() for n, r in tensors.items()} | change).items() if value is not None
+    }
+    with pytest.raises(ValueError, match=message):
+        read_all(*gpt2.from_huggingface(given | {"bos_token_id": 5} | config, tensors))
+
+
+def test_settings_without_counterpart_do_not_exist():
+    """Each field of the configuration is in config.json, or decides nothing there."""
+    c = model(dropout=0.2, norm_epsilon=1e-3, init_std=0.5)
+    given, _ = gpt2.to_huggingface(gpt2.weight_table(c), c)
+    written = set(map(str, given.values()))
+    for field in dataclasses.fields(c):
+        if field.name not in ("module", "bos_id"):  # the tool writes bos_token_id
+            assert str(getattr(c, field.name)) in written, field.name

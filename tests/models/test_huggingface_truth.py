@@ -1,0 +1,350 @@
+"""What is exported and imported computes what the run computes, or is refused with the name of what differs."""
+
+import json
+import sys
+from pathlib import Path
+
+import huggingface_models as models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import train
+import training_io
+from modeling import rules
+from modeling.model import module_of
+from models import gpt2, huggingface_check
+from models import llama_huggingface as huggingface_llama
+from models.huggingface_forward import FORWARDS
+from models.huggingface_tensors import Tensors, check_names
+from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
+from training_io.resuming import fixed_by_weights, with_defaults
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    with jax.set_mesh(tiny.mesh("one device")):
+        yield
+
+
+def export(run, output, **settings) -> list[str]:
+    """What the tool printed."""
+    lines: list[str] = []
+    config = checkpoint_to_huggingface.Config(run=str(run), output=str(output), **settings)
+    checkpoint_to_huggingface.run(config, lines.append)
+    return lines
+
+
+def to_run(model, output, **settings) -> list[str]:
+    """What the tool printed."""
+    lines: list[str] = []
+    config = huggingface_to_checkpoint.Config(model=str(model), output=str(output), **settings)
+    huggingface_to_checkpoint.run(config, lines.append)
+    return lines
+
+
+def compared(lines: list[str]) -> str:
+    (line,) = [line for line in lines if line.startswith("compared ")]
+    return line
+
+
+# ---- the independent forward, and that of transformers ------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+}
+LLAMA = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 96}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50.0}, "head_dim": None}),
+        ("Llama", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 4}),
+        ("Llama", {"hidden_act": "relu2", "rms_norm_eps": 1e-2}),
+        ("Mistral", {"sliding_window": None, "hidden_act": "gelu"}),
+        ("Qwen3", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+        ("Qwen3", {"hidden_act": "relu"}),
+        ("GPT2", {"layer_norm_epsilon": 1e-3}),
+        ("GPT2", {"activation_function": "silu", "n_inner": 40}),
+    ],
+)
+def test_the_independent_forward_is_that_of_transformers(tmp_path, kind, settings):
+    torch = pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
+    transformers = pytest.importorskip("transformers", reason="the comparison needs transformers")
+    torch.manual_seed(0)
+    sizes = {} if kind == "GPT2" else LLAMA
+    config = getattr(transformers, f"{kind}Config")(**SIZES | sizes | settings)
+    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5) if name.endswith("weight") else parameter.normal_()
+    model.save_pretrained(tmp_path)
+    ids = np.random.default_rng(0).integers(0, 64, 90)
+    with torch.no_grad():
+        expected = model.double()(input_ids=torch.tensor(ids)[None], use_cache=False).logits[0].numpy()
+    forward = FORWARDS[kind.lower()](json.loads((tmp_path / "config.json").read_text()), Tensors(tmp_path))
+    assert np.abs(expected).max() > 1
+    # transformers computes the angles of RoPE, and some norms, in f32 in any case.
+    np.testing.assert_allclose(forward(ids), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_other_math_is_an_error():
+    config = {"model_type": "llama", "hidden_act": "mish"}
+    with pytest.raises(ValueError, match=r"hidden_act is 'mish'; .* has silu, gelu, "):
+        FORWARDS["llama"](config, {})
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}
+    with pytest.raises(ValueError, match=r"rope_type is 'yarn'"):
+        FORWARDS["llama"](sizes | {"rope_scaling": {"type": "yarn", "factor": 2.0}}, {})
+
+
+# ---- exports of what was not changed ------------------------------------------------------------------------------
+
+
+def saved(tmp_path, c, **weights) -> str:
+    """A run's directory."""
+    return models.save(tmp_path / "run", models.weights(c, **weights), c)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_the_tool_says_what_it_compared(tmp_path, monkeypatch, dtype):
+    """With groups of layers too, when not all are in memory; both ways."""
+    c = models.model("qk_norm tied llama3")
+    monkeypatch.setattr(huggingface_check, "GROUP_BYTES", 70_000)  # two of three layers
+    said = compared(export(saved(tmp_path, c), tmp_path / "exported", dtype=dtype))
+    assert said.startswith("compared   logits of 32 tokens with the run's own: they differ by at most ")
+    assert said == compared(to_run(tmp_path / "exported", tmp_path / "imported"))
+
+
+def test_what_cannot_be_compared_is_said(tmp_path, monkeypatch):
+    c = models.model("grouped")
+    monkeypatch.delitem(FORWARDS, "llama")
+    said = compared(export(saved(tmp_path, c), tmp_path / "exported"))
+    assert "nothing: models/huggingface_forward.py has no 'llama'" in said
+    assert "AutoModelForCausalLM" in said
+
+
+def test_large_weights_amplify_rounding(tmp_path, monkeypatch):
+    """The logits are then further apart than those of other models, but no layer is."""
+    monkeypatch.setattr(huggingface_check, "distance", lambda found, expected: 1e-3 if found.shape[-1] == 64 else 1e-7)
+    # The logits alone are of 64 entries, as the vocabulary has; and they are a part too.
+    monkeypatch.setattr(huggingface_check, "first_difference", lambda *args: "")
+    run = saved(tmp_path, models.model("grouped"))
+    assert "by at most 0.001 of the largest; each layer alone agrees" in compared(export(run, tmp_path / "exported"))
+    monkeypatch.setattr(huggingface_check, "AMPLIFIED", 1e-4)
+    with pytest.raises(
+        ValueError, match="Each layer alone agrees: its weights are so large that they amplify rounding"
+    ):
+        export(run, tmp_path / "another")
+
+
+# ---- exports of an edited train.py --------------------------------------------------------------------------------
+
+EXCHANGE = "from models.llama_huggingface import from_huggingface, to_huggingface\n"
+RULE = "visible=(rules.causal, rules.same_document)"
+GATE = "jax.nn.silu(gate) * up"
+ALIBI = "score=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"
+EDITS = {
+    "added weight": (
+        [
+            ('    mlp_norm: f32["M/t/d"]\n', '    mlp_norm: f32["M/t/d"]\n    mlp_bias: f32["M/t/d"]\n'),
+            ("            mlp_norm=", "            mlp_bias=vector(n, c.d_model, value=0),\n            mlp_norm="),
+        ],
+        r"^the model has weights/layers/mlp_bias, and Llama and Qwen3 in transformers have no place for it",
+    ),
+    "window": (
+        [(RULE, "visible=(rules.causal, rules.same_document, rules.Window(8))")],
+        r"^layer 0 has attention by the rule `causal, same_document, Window\(size=8\)`; llama in transformers has ",
+    ),
+    "ALiBi": ([(RULE, ALIBI)], r"^layer 0 has attention by the rule `causal, same_document, score <lambda>`;"),
+    "scale": ([(RULE, "scale=0.1")], r"^layer 0 has attention by the rule `causal, same_document, scale 0.1`;"),
+    "not causal": ([(RULE, "visible=(rules.same_document,)")], r"^layer 0 has attention by the rule `same_document`;"),
+    "sinks": (
+        [("attend(q, k, v, self.rule)", "attend(q, k, v, self.rule, sinks=q[..., 0].astype(jnp.float32).mean(1))")],
+        r"^layer 0 has attention by the rule `causal, same_document` with sinks;",
+    ),
+    "GELU": (
+        [(GATE, "jax.nn.gelu(gate) * up")],
+        r"^the logits of this llama are not .* Layer 0 is the first .* It agrees with hidden_act gelu_pytorch_tanh",
+    ),
+    "squared ReLU": ([(GATE, "jnp.square(jax.nn.relu(gate)) * up")], r"Layer 0 .* It agrees with hidden_act relu2"),
+    "NoPE": (
+        [("rope.rotate(head_norm(", "(lambda x, _: x)(head_norm(")],
+        r"Layer 0 is the first that differs. It agrees with no positions \(NoPE\), which the files do not say",
+    ),
+    "every second layer": (
+        [
+            ("    Weights = Transformer\n", "    Weights, period = Transformer, 2\n"),
+            (GATE, "(jax.nn.gelu if tokens.turn else jax.nn.silu)(gate) * up"),
+        ],
+        r"One of the layers 0 … 1 is the first that differs.$",
+    ),
+    "residual": (
+        [("x + shardops.psum_scatter", "x + 2 * shardops.psum_scatter")],
+        r"Layer 0 is the first that differs.$",
+    ),
+    "embedding": (
+        [("return shardops.psum_scatter(", "return 2 * shardops.psum_scatter(")],
+        r"What enters the first layer differs: the embedding.$",
+    ),
+    "logits": (
+        [("return logits if softcap is None", "logits = logits / 2\n        return logits if softcap is None")],
+        r"What the layers give agrees; the logits from it do not: the final norm, or the output projection.$",
+    ),
+}
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """A run's directory, of a copy of train.py with edits."""
+
+    def make(edits: list[tuple[str, str]]) -> str:
+        source = (ROOT / "train.py").read_text()
+        for old, new in edits:
+            assert old in source
+            source = source.replace(old, new)
+        (tmp_path / "mine.py").write_text(source.replace("\n# ---- main", EXCHANGE + "\n# ---- main"))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        module_of("mine")
+        return saved(tmp_path, models.model("grouped", module="mine", layers=4))
+
+    yield make
+    sys.modules.pop("mine", None)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_another_model_is_refused_with_the_name(edited, tmp_path, edit):
+    edits, message = EDITS[edit]
+    run = edited(edits)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        export(run, tmp_path / "exported")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_edit_that_changes_nothing_is_exported(edited, tmp_path):
+    """Another file with the same math; and attention within no documents, as the exported model has it."""
+    run = edited([(RULE, "visible=(rules.causal,), scale=8**-0.5"), (GATE, "gate * jax.nn.sigmoid(gate) * up")])
+    assert "with the run's own" in compared(export(run, tmp_path / "exported"))
+
+
+def test_weights_by_name():
+    check_names({"a": 0, "b": {"c": 1}}, {"a", "b/c"}, "Llama")
+    with pytest.raises(ValueError, match=r"^the model lacks weights/a, weights/d, and Llama in transformers need it"):
+        check_names({"b": {"c": 1}}, {"a", "d", "b/c"}, "Llama")
+
+
+# ---- a mapping that is wrong --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["w_q", "w_o"])
+def test_a_transposed_weight_is_found(tmp_path, monkeypatch, name):
+    theirs = huggingface_llama._theirs
+    wrong = lambda at, x, c: theirs(at, x, c).T if at == name else theirs(at, x, c)
+    monkeypatch.setattr(huggingface_llama, "_theirs", wrong)
+    run = saved(tmp_path, models.model("grouped", d_head=2))  # a square matrix: 16 heads of 2, and 32 d_model
+    with pytest.raises(ValueError, match=r"are not the run's own: .* Layer 0 is the first that differs.$"):
+        export(run, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_gpt2_is_compared(tmp_path, monkeypatch):
+    c = gpt2.ModelConfig(module="gpt2", vocab=64, positions=24, d_model=32, layers=2, heads=4, bos_id=5, init_std=0.2)
+    run = saved(tmp_path, c)
+    assert "logits of 24 tokens" in compared(export(run, tmp_path / "exported"))
+    assert "logits of 24 tokens" in compared(to_run(tmp_path / "exported", tmp_path / "imported"))
+    monkeypatch.setattr(gpt2, "_FIXED", gpt2._FIXED | {"activation_function": "gelu"})
+    with pytest.raises(ValueError, match=r"Layer 0 .* agrees with activation_function gelu_pytorch_tanh, which"):
+        export(run, tmp_path / "another")
+
+
+def test_weights_that_are_not_finite(tmp_path):
+    c = models.model("grouped")
+    w = models.weights(c)
+    w.final_norm = w.final_norm * jnp.nan
+    run = models.save(tmp_path / "run", w, c)
+    with pytest.raises(ValueError, match="the run's own logits are not finite"):
+        export(run, tmp_path / "exported")
+
+
+# ---- imports ------------------------------------------------------------------------------------------------------
+
+
+def test_an_import_with_other_logits_leaves_no_checkpoint(tmp_path):
+    export(saved(tmp_path, models.model("grouped")), tmp_path / "exported")
+    path = tmp_path / "exported/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "relu"}))
+    # Whoever says that a field changes nothing is told if it does.
+    with pytest.raises(ValueError, match=r"are not the run's own: .* It agrees with hidden_act silu, which"):
+        to_run(tmp_path / "exported", tmp_path / "imported", ignore=["hidden_act"])
+    assert list((tmp_path / "imported/checkpoints").iterdir()) == []
+
+
+def test_an_import_into_a_model_with_other_weights_is_refused(tmp_path, monkeypatch):
+    export(saved(tmp_path, models.model("grouped")), tmp_path / "exported")
+    table = huggingface_llama.weight_table
+    monkeypatch.setattr(huggingface_llama, "weight_table", lambda c: {**vars(table(c)), "scale": 0})
+    with pytest.raises(ValueError, match=r"the model has weights/scale, and Llama and Qwen3 in transformers have no"):
+        to_run(tmp_path / "exported", tmp_path / "imported")
+
+
+def test_an_import_into_a_model_with_a_window_is_refused(tmp_path, monkeypatch):
+    """Which the few tokens that are compared would not show."""
+    export(saved(tmp_path, models.model("grouped")), tmp_path / "exported")
+    monkeypatch.setattr(train.Llama, "rule", rules.Rule(visible=(*rules.CAUSAL.visible, rules.Window(64))))
+    with pytest.raises(
+        ValueError, match=r"^layer 0 has attention by the rule `causal, same_document, Window\(size=64\)`"
+    ):
+        to_run(tmp_path / "exported", tmp_path / "imported")
+
+
+def test_a_transposed_import_is_found(tmp_path, monkeypatch):
+    export(saved(tmp_path, models.model("grouped", d_head=2)), tmp_path / "exported")
+    ours = huggingface_llama._ours
+    monkeypatch.setattr(huggingface_llama, "_ours", lambda at, x, c: ours(at, x.T if at == "w_q" else x, c))
+    with pytest.raises(ValueError, match=r"are not the run's own: .* Layer 0 is the first that differs.$"):
+        to_run(tmp_path / "exported", tmp_path / "imported")
+
+
+# ---- training.init_from -------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_other_weights_does_not_start_from_these(edited, tmp_path):
+    c = models.model("grouped", layers=4)
+    source = models.save(tmp_path / "plain", models.weights(c), c)
+    edited(EDITS["added weight"][0])
+    mine = models.model("grouped", layers=4, module="mine")
+    w = models.weights(mine)
+
+    def start(path, c, w):
+        config = models.settings(c)
+        config = json.loads(json.dumps(config, default=vars))
+        fixed = tuple(name for name in fixed_by_weights(config) if name != "model.module")
+        training_io.read_weights(path, w, config, with_defaults, fixed)
+
+    remedy = r"training.init_from takes all weights of a model, and no others. Set it to a run whose model has these"
+    added = r"weights/layers/mlp_bias: not in the checkpoint, expected float32\[4, 32\]"
+    with pytest.raises(ValueError, match=rf"(?s){added}\n{remedy}"):
+        start(source, mine, w)
+    missing = r"weights/layers/mlp_bias: float32\[4, 32\] in the checkpoint, not expected"
+    with pytest.raises(ValueError, match=rf"(?s){missing}\n{remedy}"):
+        start(tmp_path / "run", c, models.weights(c))

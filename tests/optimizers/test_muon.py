@@ -1,0 +1,283 @@
+"""Muon against optax, torch and a dense SVD, on every mesh; its collectives; checkpoints of its state."""
+
+import collections
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from compiled import KINDS, collectives, computations
+from optax.contrib import MuonDimensionNumbers
+from optax_truth import SIZES, of_kinds, random_like, same, updated_by_optax, updated_on
+
+import train
+from input_loader import TokenBatch
+from modeling.model import load_model
+from modeling.weights import Weight, matrix, vector
+from optimizers import muon as optimizers
+from optimizers.config import OptimizerConfig
+from optimizers.rates import learning_rate, updates_of
+from shardlib.shardtypes import Array, f32, i32, is_fully_sharded, pytree_dataclass
+from training_io import Checkpointer
+from training_io.run import Run
+
+State = train.State[train.Transformer]
+
+
+def config(**changes) -> OptimizerConfig:
+    return tiny.optimizer(algorithm="muon", **changes)
+
+
+def fresh_state(table) -> train.State:
+    zeros = random_like(table, 0, size=0.0)
+    nu = jax.tree.map(lambda weight, x: None if weight.kind == "matrix" else x, table, zeros)
+    return train.State(random_like(table, 0), zeros, nu, tiny.none_of(zeros))
+
+
+# ---- Newton-Schulz ----------------------------------------------------------------------------------------------
+
+
+def with_singular_values(values, shape, seed=0):
+    """U, Vᵀ and U·diag(values)·Vᵀ in f64, with random U and V."""
+    rng = np.random.default_rng(seed)
+    u, _ = np.linalg.qr(rng.normal(size=(shape[0], len(values))))
+    v, _ = np.linalg.qr(rng.normal(size=(shape[1], len(values))))
+    return u, v.T, (u * values) @ v.T
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])
+def test_newton_schulz_keeps_singular_vectors_and_evens_out_singular_values(shape, dtype, tolerance):
+    values = np.geomspace(1, 0.03, min(shape))
+    u, vt, x = with_singular_values(3.0 * values, shape)
+    out = np.float64(jnp.float32(optimizers.newton_schulz(jnp.asarray(x, dtype), 5)))
+    # In the basis of x's own singular vectors the result is diagonal: these stayed. The quintic acts on each value.
+    expected = values / np.linalg.norm(values)
+    for _ in range(5):
+        expected = np.polyval([2.0315, 0, -4.7750, 0, 3.4445, 0], expected)
+    np.testing.assert_allclose(u.T @ out @ vt.T, np.diag(expected), atol=tolerance)
+    found = np.linalg.svd(out, compute_uv=False)
+    assert 0.65 < found.min() < found.max() < 1.25
+
+
+def test_more_iterations_bring_up_smaller_singular_values():
+    _, _, x = with_singular_values(np.array([1.0, 1e-3, 1e-5]), (8, 3))
+    smallest = lambda n: np.linalg.svd(np.asarray(optimizers.newton_schulz(jnp.float32(x), n)), compute_uv=False)[-1]
+    assert smallest(5) < 0.01 < 0.65 < smallest(12) < 1.25
+
+
+def test_a_matrix_of_zeros_stays():
+    assert not np.any(optimizers.newton_schulz(jnp.zeros((4, 3)), 5))
+
+
+# ---- the update -------------------------------------------------------------------------------------------------
+
+
+def dimension_numbers(weight: Weight) -> MuonDimensionNumbers | None:
+    if weight.kind != "matrix":
+        return None
+    inner = weight.inputs + weight.outputs
+    return MuonDimensionNumbers(tuple(range(-inner, -weight.outputs)), tuple(range(-weight.outputs, 0)))
+
+
+def muon_by_optax(c: OptimizerConfig, table) -> optax.GradientTransformation:
+    """Muon with Keller Jordan's Nesterov momentum, of whatever in `table` is a matrix; AdamW of the rest.
+
+    optax.contrib.muon's own Nesterov momentum corrects the biases of average and gradient by different factors, which
+    the reference, torch, and this project do not. So optax.trace is the momentum here, and Muon gets its result.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup_steps, c.schedule_steps, 1e-3)
+    is_matrix = jax.tree.map(lambda weight: weight.kind == "matrix", table)
+    rest = jax.tree.map(lambda weight: weight.kind != "matrix", table)
+    muon = optax.contrib.muon(
+        schedule,
+        beta=0.0,
+        nesterov=False,
+        ns_steps=c.muon_iterations,
+        weight_decay=c.weight_decay if "matrix" in c.decay_on else 0.0,
+        consistent_rms=c.muon_rms,
+        muon_weight_dimension_numbers=jax.tree.map(dimension_numbers, table),
+    )
+    decay = jax.tree.map(lambda weight: weight.kind in c.decay_on, table)
+    adamw = optax.adamw(
+        schedule, c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=c.weight_decay, mask=lambda params: decay
+    )
+    return optax.chain(
+        optax.masked(optax.chain(optax.trace(c.muon_momentum, nesterov=True), muon), is_matrix),
+        optax.masked(adamw, rest),
+    )
+
+
+def muon_update(c: OptimizerConfig, table):
+    StateOfTable, updates = train.State[type(table)], updates_of(c, table, train.OPTIMIZERS)
+
+    def update(state: StateOfTable, g: type(table), step: i32[""]) -> tuple[StateOfTable, f32[""]]:
+        rate = learning_rate(step, c)
+        for algorithm in (optimizers.muon, train.adamw):
+            state = algorithm(state, g, step, rate, c, updates)
+        return state, rate
+
+    return update
+
+
+@functools.cache
+def expected_updates(layers: int):
+    c, table = config(), train.weight_table(tiny.model(layers=layers))
+    return updated_by_optax(muon_by_optax(c, table), table)[0]
+
+
+@pytest.mark.parametrize(("mesh", "layers"), [*((mesh, 3) for mesh in tiny.MESHES), ("d=4 t=2", 8)])
+def test_five_updates_equal_optax(mesh, layers):
+    """Stacks of 6 and 9 matrices, which eight devices do not divide, and of 16 and 24, which they do."""
+    table = train.weight_table(tiny.model(layers=layers))
+    found, _ = updated_on(mesh, muon_update(config(), table), fresh_state(table), table)
+    # Newton-Schulz enlarges rounding where singular values are small, up to 3.4445⁵ = 485 times.
+    same(found, expected_updates(layers), rtol=1e-5, atol=3e-6)
+
+
+def test_settings_and_decay_by_choice():
+    c = config(decay_on=["embedding", "vector"], muon_rms=0.3, muon_momentum=0.8, muon_iterations=3)
+    table = train.weight_table(tiny.model(layers=1))
+    found, _ = updated_on("one device", muon_update(c, table), fresh_state(table), table)
+    same(found, updated_by_optax(muon_by_optax(c, table), table)[0], rtol=1e-5, atol=3e-6)
+
+
+@pytree_dataclass
+class OtherWeights:
+    """Stacks of other kinds than train.py has."""
+
+    single: f32["M/d F/t"]
+    on_one_dim: Array["layers", f32["M F/t/d"]]
+    stack_in_blocks: f32["stages/t M/d F"]
+    two_deep: f32["outer inner K/t D M/d"]
+    bias: f32["F/t/d"]
+
+
+@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
+def test_stacks_of_any_kind(mesh):
+    table = OtherWeights(
+        single=Weight((16, 24), "matrix", inputs=1, outputs=1),
+        on_one_dim=matrix(3, (16,), (24,)),
+        stack_in_blocks=matrix(6, (16,), (24,)),
+        two_deep=Weight((2, 3, 4, 2, 16), "matrix", inputs=2, outputs=1),
+        bias=vector(24, value=0),
+    )
+    with jax.set_mesh(tiny.mesh(mesh)):
+        assert is_fully_sharded(OtherWeights)
+    found, _ = updated_on(mesh, muon_update(config(), table), fresh_state(table), table)
+    same(found, updated_by_optax(muon_by_optax(config(), table), table)[0], rtol=1e-5, atol=3e-6)
+
+
+def test_a_matrix_without_inputs_is_refused():
+    table = dataclasses.replace(train.weight_table(tiny.model()), final_norm=Weight((32,), "matrix"))
+    with pytest.raises(ValueError, match=r"final_norm is to be updated by muon, .* but its Weight counts 0 dims"):
+        updated_on("one device", muon_update(config(), table), fresh_state(table), table)
+
+
+def test_five_updates_are_those_of_torch():
+    """torch.optim.Muon computes Newton-Schulz in bf16: its updates and those here differ by the rounding of that."""
+    torch = pytest.importorskip("torch")
+    c = config(schedule="constant", schedule_steps=None, warmup_steps=0)
+    table = train.weight_table(tiny.model(layers=1))
+    found, _ = updated_on("one device", muon_update(c, table), fresh_state(table), table, act="bfloat16")
+    for name in ("w_gate", "w_down", "w_q"):
+        as_matrix = lambda x, name=name: getattr(x.layers, name).reshape({"w_down": 48}.get(name, 32), -1)
+        weight = torch.nn.Parameter(torch.tensor(as_matrix(found[0])))
+        settings = {"weight_decay": c.weight_decay, "momentum": c.muon_momentum, "adjust_lr_fn": "match_rms_adamw"}
+        oracle = torch.optim.Muon([weight], lr=c.learning_rate, **settings)
+        for step, size in enumerate(SIZES):
+            before = weight.detach().numpy().copy()
+            weight.grad = torch.tensor(as_matrix(random_like(table, step + 1, size)))
+            oracle.step()
+            expected = weight.detach().numpy() - before
+            update = as_matrix(found[step + 1]) - as_matrix(found[step])
+            assert np.linalg.norm(update - expected) < 0.1 * np.linalg.norm(expected), f"{name}, update {step}"
+
+
+# ---- communication ----------------------------------------------------------------------------------------------
+
+
+def lowered_update(mesh: str, act: str):
+    c, table = config(), train.weight_table(tiny.model())
+    updates = updates_of(c, table, train.OPTIMIZERS)
+
+    def update(state: State, g: train.Transformer) -> State:
+        return optimizers.muon(state, g, jnp.int32(0), jnp.float32(c.learning_rate), c, updates)
+
+    with jax.set_mesh(tiny.mesh(mesh)):
+        state = tiny.place(fresh_state(table), State)
+        return tiny.per_device(update, act).lower(state, state.weights)
+
+
+@pytest.mark.parametrize(("mesh", "axes"), [("one device", 0), ("d=4 t=2", 2), ("r=2 d=2 t=2", 2)])
+def test_collectives_are_the_written_ones(mesh, axes):
+    """Per stack and axis one all_to_all there and one back; nothing over r, nothing within Newton-Schulz."""
+    stacks = 3  # w_q with w_o, w_k with w_v, and the three of the MLP
+    found = collections.Counter()
+    for instructions in computations(lowered_update(mesh, "bfloat16").compile().as_text()).values():
+        for line in instructions:
+            found.update(kind for kind in KINDS if re.search(rf" {kind}(-start)?\(", line))
+    assert found == +collections.Counter({"all-to-all": stacks * axes * 2})
+
+
+def test_what_is_exchanged_is_in_the_compute_dtype_and_filled_up_late():
+    """Entries that a device sends and receives, its own share included, as docs/optimizers.md counts them."""
+    text = lowered_update("d=4 t=2", "bfloat16").as_text()
+    results = re.findall(r"stablehlo\.all_to_all.*-> tensor<([\dx]+)x(\w+)>", text)
+    assert {dtype for _, dtype in results} == {"bf16"}
+    m, heads, d_ff, d_head = 32, 16, 48, 4
+    q_and_o = m * heads * d_head  # 6 matrices: 8 in eighths over d, then 2 in halves over t
+    k_and_v = m * heads * d_head // 2
+    mlp = m * d_ff  # 9 matrices: 12 in eighths over d, then 3, filled up to 4, in halves over t
+    once = [q_and_o * 8 // 8, q_and_o * 2 // 2, k_and_v * 8 // 8, k_and_v * 2 // 2, mlp * 12 // 8, mlp * 4 // 2]
+    assert sorted(int(np.prod([int(n) for n in shape.split("x")])) for shape, _ in results) == sorted(once * 2)
+
+
+def test_a_training_step_adds_the_exchange_and_learns():
+    c = tiny.config()
+    c.optimizer = config()
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        step = tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
+        curve = []
+        for i in range(12):
+            state, metrics = step(state, batch, np.int32(i))
+            curve.append(float(metrics.loss))
+    assert curve[-1] < curve[0] - 1
+    found = {place: count["all-to-all"] for place, count in collectives(step.as_text()).items()}
+    # An operand is what one device sends another: for each of three stacks four pieces over d and two over t, each way.
+    assert found == {"outside": 3 * (4 + 2) * 2, "forward": 0, "backward": 0, "microbatches": 0}
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_has_the_momentum_and_no_second_moment_of_matrices(tmp_path):
+    c = tiny.config(tiny.model(tied_embeddings=True, vocab=1280))
+    c.optimizer, c.data.filespec = config(), str(Path(__file__).parents[2] / "synthetic_dataset.zarr")
+    model = load_model(c.model)
+    written = random_like(model.table, 0)
+    nu = jax.tree.map(lambda matrix, x: None if matrix else x, of_kinds(("matrix",)), written)
+    state = train.State(written, jax.tree.map(lambda x: 2 * x, written), nu, tiny.none_of(written))
+    with jax.set_mesh(tiny.mesh("d=4 t=2")), Checkpointer(tmp_path / "checkpoints", keep=None) as checkpoints:
+        checkpoints.save(5, tiny.place(state, State), {"config": dataclasses.asdict(c), "loader": {}})
+    names = {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("zarr.json")}
+    given = c, train.Forward(model, c.training), tmp_path, train.programs
+    with jax.set_mesh(tiny.mesh("t=8")):
+        with Run(*given) as run:
+            assert run.start == 5
+            restored = run.begin(functools.partial(train.init_state, c=c, model=model), train.State)
+        c.optimizer.algorithm = "adamw"
+        refused = r"optimizer\.algorithm: checkpoint has 'muon', this run has 'adamw'"
+        with pytest.raises(ValueError, match=refused), Run(*given):
+            pass
+    assert any("adam_mu/layers/w_q" in name for name in names)
+    assert not any("adam_nu/layers/w_q" in name for name in names)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)

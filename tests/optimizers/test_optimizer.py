@@ -1,0 +1,120 @@
+"""Schedule, clipping and AdamW against optax."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from optax_truth import of_kinds, random_like, same, updated_by_optax, updated_on
+
+import train
+from optimizers.config import check_optimizer
+from optimizers.rates import learning_rate, updates_of
+from shardlib.shardtypes import f32, i32, is_fully_sharded
+
+State = train.State[train.Transformer]
+
+
+PEAK, FLOOR = 1e-2, 1e-3
+SCHEDULES = {  # settings -> the same schedule by optax
+    "cosine": ({"final_fraction": 0.1}, optax.warmup_cosine_decay_schedule(0.0, PEAK, 3, 12, FLOOR)),
+    "cosine to zero, no warmup": (
+        {"warmup_steps": 0, "schedule_steps": 7, "final_fraction": 0.0},
+        optax.warmup_cosine_decay_schedule(PEAK, PEAK, 0, 7, 0.0),
+    ),
+    "cosine that stays": (
+        {"warmup_steps": 10, "schedule_steps": 11, "final_fraction": 1.0},
+        optax.warmup_cosine_decay_schedule(0.0, PEAK, 10, 11, PEAK),
+    ),
+    "linear": (
+        {"schedule": "linear"},
+        optax.join_schedules([optax.linear_schedule(0.0, PEAK, 3), optax.linear_schedule(PEAK, FLOOR, 9)], [3]),
+    ),
+    "linear, no warmup": (
+        {"schedule": "linear", "warmup_steps": 0, "final_fraction": 0.0},
+        optax.linear_schedule(PEAK, 0.0, 12),
+    ),
+    "wsd": (
+        {"schedule": "wsd", "cooldown_steps": 4},
+        optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, PEAK, 3),
+                optax.constant_schedule(PEAK),
+                optax.linear_schedule(PEAK, FLOOR, 4),
+            ],
+            [3, 8],
+        ),
+    ),
+    "wsd that is nearly all cooldown": (
+        {"schedule": "wsd", "cooldown_steps": 11, "warmup_steps": 0, "final_fraction": 0.0},
+        optax.join_schedules([optax.constant_schedule(PEAK), optax.linear_schedule(PEAK, 0.0, 11)], [1]),
+    ),
+    "constant": (
+        {"schedule": "constant", "schedule_steps": None},
+        optax.join_schedules([optax.linear_schedule(0.0, PEAK, 3), optax.constant_schedule(PEAK)], [3]),
+    ),
+    "constant, no warmup": (
+        {"schedule": "constant", "schedule_steps": None, "warmup_steps": 0},
+        optax.constant_schedule(PEAK),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rate_equals_optax(name):
+    settings, oracle = SCHEDULES[name]
+    c = tiny.optimizer(learning_rate=PEAK, **settings)
+    check_optimizer(c)
+    for step in range(20):
+        np.testing.assert_allclose(learning_rate(jnp.int32(step), c), oracle(step), rtol=1e-5, atol=1e-9)
+
+
+ALL_KINDS = ("matrix", "embedding", "unembedding", "vector")
+DECAY = [*((mesh, ALL_KINDS) for mesh in tiny.MESHES), ("d=8", ("vector", "embedding"))]
+DECAY += [(mesh, ("matrix", "unembedding")) for mesh in ("one device", "d=4 t=2")]
+# d_head is 8, which t·d divides on every mesh: the norms of queries and keys are sharded over both.
+MODEL = tiny.model(layers=1, d_head=8, qk_norm=True)
+
+
+@functools.cache
+def adamw_by_optax(decay_on: tuple[str, ...]):
+    c = tiny.optimizer(clip_norm=30.0)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup_steps, c.schedule_steps, 1e-3)
+    mask = of_kinds(decay_on)
+    oracle = optax.adamw(schedule, c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=c.weight_decay, mask=mask)
+    return updated_by_optax(optax.chain(optax.clip_by_global_norm(c.clip_norm), oracle), train.weight_table(MODEL))
+
+
+@pytest.mark.parametrize(("mesh", "decay_on"), DECAY)
+def test_five_updates_equal_optax(mesh, decay_on):
+    c, table = tiny.optimizer(clip_norm=30.0, decay_on=list(decay_on)), train.weight_table(MODEL)
+    updates = updates_of(c, table, train.OPTIMIZERS)
+
+    def update(state: State, g: train.Transformer, step: i32[""]) -> tuple[State, f32[""]]:
+        g, norm = train.clip_by_global_norm(g, c.clip_norm)
+        return train.adamw(state, g, step, learning_rate(step, c), c, updates), norm
+
+    zeros = random_like(table, 0, size=0.0)
+    found, norms = updated_on(
+        mesh, update, train.State(random_like(table, 0), zeros, zeros, tiny.none_of(zeros)), table
+    )
+    expected, expected_norms = adamw_by_optax(decay_on)
+    same(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
+    assert min(norms) < c.clip_norm < max(norms), "both sides of the clip norm are tried"
+
+
+def test_every_array_of_the_state_is_fully_sharded():
+    """Clipping counts each entry once because of this."""
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        assert is_fully_sharded(State)
+        assert not is_fully_sharded(f32["M/d F"])
+
+
+def test_zero_warmup_starts_at_the_peak():
+    c = dataclasses.replace(tiny.optimizer(), warmup_steps=0)
+    assert float(learning_rate(jnp.int32(0), c)) == pytest.approx(c.learning_rate)

@@ -1,0 +1,64 @@
+"""A model of one's own, with nothing but its math."""
+
+MINE = """
+import dataclasses
+
+import jax.numpy as jnp
+
+from modeling import settings
+from modeling.model import act
+from modeling.rules import CAUSAL
+from modeling.weights import Weight, matrix
+from shardlib.shardops import all_gather, einsum_unreduced, index_unreduced, psum_scatter
+from shardlib.shardtypes import Array, f32, pytree_dataclass
+
+
+@dataclasses.dataclass
+class ModelConfig(settings.ModelConfig):
+    module: str = "mine"
+
+
+@pytree_dataclass
+class Layer:
+    w_in: f32["M/d K/t U D"]
+    w_out: f32["K/t D M/d"]
+
+
+@pytree_dataclass
+class Weights:
+    embed: f32["V/t M/d/p"]
+    layers: Array["layers/p", Layer]
+
+
+class Model:
+    Weights = Weights
+
+    def __init__(self, c):
+        heads, std = (c.n_kv, c.d_head), c.d_model**-0.5
+        w_in = Weight((c.layers, c.d_model, c.n_kv, 3, c.d_head), "matrix", std, inputs=1, outputs=3)
+        layers = Layer(w_in, matrix(c.layers, heads, (c.d_model,)))
+        self.c, self.table = c, Weights(Weight((c.vocab, c.d_model), "unembedding", std), layers)
+
+    def prepare(self, tokens):
+        return dataclasses.replace(tokens, shared=jnp.cos(tokens.positions / 3.0))
+
+    def embed(self, w, tokens):
+        table = all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
+        x = index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", table, tokens.ids)
+        return psum_scatter("B/r/d L M +t -> B/r/d L/t M", x)
+
+    def layer(self, x, w, tokens, attend, einsum):
+        w_in = all_gather("M/d K/t U D -> M K/t U D", w.w_in.astype(x.dtype))
+        nx = all_gather("B/r/d L/t M -> B/r/d L M", x)
+        y = einsum("B/r/d L M, M K/t U D -> B/r/d L K/t U D", nx, w_in) * 3
+        q = y[..., 0, :] * tokens.shared[..., None, None].astype(x.dtype)
+        read = attend(q[..., None, :], y[..., 1, :], y[..., 2, :], CAUSAL)[..., 0, :]
+        w_out = all_gather("K/t D M/d -> K/t D M", w.w_out.astype(x.dtype))
+        out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", jnp.tanh(read), w_out)
+        return x + psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
+
+    def logits(self, w, x):
+        table = all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
+        nx = all_gather("B/r/d L/t M -> B/r/d L M", x)
+        return einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", nx, table, preferred_element_type="float32")
+"""

@@ -1,0 +1,56 @@
+"""The recipes of docs/changing.md, each made in a copy of train.py."""
+
+import contextlib
+import linecache
+import re
+import sys
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+SOURCE = (ROOT / "train.py").read_text().split("# ---- main ---")[0]
+
+
+PAGE = (ROOT / "docs" / "changing.md").read_text()
+
+
+RECIPES = {
+    section.splitlines()[0]: re.findall(r"```diff\n(.*?)```", section, flags=re.S)
+    for section in PAGE.split("\n## ")[1:]
+}
+
+
+def hunks(recipe: str) -> list[tuple[str, str]]:
+    """What a recipe takes out of train.py and what it puts there, place by place."""
+    (diff,) = RECIPES[recipe]
+    found = []
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        part = lambda signs, lines=lines: "".join(line[1:] for line in lines if line[0] in signs)
+        found.append((part(" -"), part(" +")))
+    return found
+
+
+def changed(recipe: str, source: str = SOURCE) -> str:
+    """The source of train.py after a recipe."""
+    for before, after in hunks(recipe):
+        assert source.count(before) == 1, f"{recipe}: train.py has this {source.count(before)} times:\n{before}"
+        source = source.replace(before, after)
+    return source
+
+
+@contextlib.contextmanager
+def module_of(source: str):
+    """The module of a changed train.py."""
+    name = "changed_train"
+    module = types.ModuleType(name)
+    module.__file__ = f"<{name} {hash(source)}>"
+    linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
+    sys.modules[name] = module
+    try:
+        exec(compile(source, module.__file__, "exec"), vars(module))
+        yield module
+    finally:
+        del sys.modules[name], linecache.cache[module.__file__]

@@ -1,0 +1,129 @@
+"""What pyproject.toml and constraints/ declare is what the source needs."""
+
+import ast
+import functools
+import importlib.metadata
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
+INSTALLED_EXTRAS = ("tools", "test", "oracle", "bench")
+PACKAGES = ("cluster", "configuration", "flat_tokens", "input_loader", "modeling", "models", "optimizers", "sampling")
+PACKAGES += ("shardlib", "text", "tools", "training_io")
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    optional = PROJECT["project"]["optional-dependencies"]
+    specs = [*PROJECT["project"]["dependencies"], *(spec for extra in extras for spec in optional[extra])]
+    return [Requirement(spec) for spec in specs]
+
+
+def names(*extras: str) -> set[str]:
+    return {canonicalize_name(requirement.name) for requirement in requirements(*extras)}
+
+
+def imports(tree: ast.AST, *, in_functions: bool) -> set[str]:
+    """The first part of each absolutely imported module's name; `in_functions` adds imports that wait for a call."""
+    found = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.split(".")[0])
+        elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found |= imports(node, in_functions=in_functions)
+    return found
+
+
+distributions_of_modules = functools.cache(importlib.metadata.packages_distributions)  # a second a call
+
+
+def third_party(path: Path, *, in_functions: bool) -> set[str]:
+    """The distributions that a source file imports, the project's own modules and the standard library left out."""
+    own = {*PROJECT["tool"]["setuptools"]["py-modules"], *PACKAGES}
+    modules = imports(ast.parse(path.read_text()), in_functions=in_functions) - own - sys.stdlib_module_names
+    distributions = distributions_of_modules()
+    return {canonicalize_name(distributions.get(module, [module])[0]) for module in modules}
+
+
+def sources() -> list[Path]:
+    return sorted([*ROOT.glob("*.py"), *(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))])
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_are_declared(path):
+    declared = names("tools") if path.is_relative_to(ROOT / "tools") else names()
+    assert third_party(path, in_functions=False) <= declared, "imported with the module, so a run-time dependency"
+    every_extra = PROJECT["project"]["optional-dependencies"]
+    assert third_party(path, in_functions=True) <= names(*every_extra), "imported in a function, so in some extra"
+
+
+def test_imports_are_found_at_every_depth(tmp_path):
+    path = tmp_path / "example.py"
+    path.write_text(
+        "import os, jax.numpy\n"
+        "from . import sibling\n"
+        "import train\n"
+        "try:\n    import yaml\nexcept ImportError:\n    pass\n"
+        "class C:\n    def f(self):\n        from torch.nn import functional\n"
+    )
+    assert third_party(path, in_functions=False) == {"jax", "pyyaml"}
+    assert third_party(path, in_functions=True) == {"jax", "pyyaml", "torch"}
+
+
+def test_every_module_is_packaged():
+    setuptools = PROJECT["tool"]["setuptools"]
+    assert {path.stem for path in ROOT.glob("*.py")} <= set(setuptools["py-modules"])
+    assert setuptools["packages"]["find"]["include"] == [f"{name}*" for name in PACKAGES]
+
+
+def pins(path: Path) -> dict[str, str]:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+@pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.stem)
+def test_constraints_pin_what_is_declared(path):
+    """A pin for every declared package, inside the declared range, that any index can serve (no local version)."""
+    version = path.stem.removeprefix("py")
+    pinned = pins(path)
+    for requirement in requirements(*INSTALLED_EXTRAS):
+        name = canonicalize_name(requirement.name)
+        applies = requirement.marker is None or requirement.marker.evaluate({"python_version": version})
+        assert (name in pinned) == applies, f"{name} on Python {version}"
+        assert not applies or pinned[name] in requirement.specifier, f"{name}=={pinned[name]} is not {requirement}"
+    assert all(Version(version).local is None for version in pinned.values())
+
+
+def test_constraints_pin_what_comes_along():
+    """The closure of the declared packages, as it is installed here, is pinned whole."""
+    path = ROOT / "constraints" / "py{}.{}.txt".format(*sys.version_info)
+    if not path.exists():
+        pytest.skip(f"no {path.relative_to(ROOT)}")
+    # Setuptools is part of an environment, which is why pip freezes it on some Pythons only.
+    closure, waiting = {"setuptools"}, [(r, "") for r in requirements(*INSTALLED_EXTRAS)]
+    while waiting:
+        requirement, extra = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name in closure or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
+            continue
+        closure.add(name)
+        for spec in importlib.metadata.requires(name) or []:
+            waiting += [(Requirement(spec), chosen) for chosen in requirement.extras or {""}]
+    assert closure - {"setuptools"} <= pins(path).keys()
+
+
+def test_python_versions_agree():
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert oldest in [path.stem.removeprefix("py") for path in CONSTRAINTS]
+    assert f"({oldest} or newer)" in (ROOT / "Makefile").read_text()

@@ -1,0 +1,169 @@
+"""The architecture that README's map shows: rooms, floors, imports that point down, sizes."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+FLOORS = [
+    ("tools", "benchmarks"),
+    ("models",),
+    ("train",),
+    ("sampling",),
+    ("training_io",),
+    ("input_loader", "optimizers"),
+    ("modeling",),
+    ("shardlib",),
+    ("text",),
+    ("flat_tokens",),
+    ("cluster",),
+    ("configuration",),
+    ("jax_extra",),
+]
+"""Rooms from the top of the house to its ground floor. A module imports those of its own room and of floors below."""
+FLOOR = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
+PROGRAMS = ("tools", "benchmarks")
+BY_NAME = {"modeling.model", "shardlib.schedules", "training_io.sweeps", "benchmarks.throughput.peers.worker"}
+"""Modules that import what a configuration, or a pickled function, names."""
+MAX_LINES, MAX_SHARE = 450, 0.25
+MAX_TRAIN_LINES, MAX_TRAIN_NAMES = 560, 30
+VOCABULARY = ("shardlib.shardtypes", "shardlib.shardops")
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """The source of each module outside of tests, by name; a package by its __init__.py."""
+    paths = [*ROOT.glob("*.py"), *(path for room in FLOOR for path in (ROOT / room).rglob("*.py"))]
+    name = lambda path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return {name(path): path for path in paths}
+
+
+@functools.cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text())
+
+
+def imports(name: str) -> Iterator[tuple[str, bool]]:
+    """Each module of the project that `name` imports, and whether it does so inside a function."""
+    package = name if modules()[name].name == "__init__.py" else name.rpartition(".")[0]
+
+    def found(node: ast.AST, in_function: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, in_function) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((f"{base}.{alias.name}", in_function) for alias in node.names)
+        else:
+            in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                yield from found(child, in_function)
+
+    for imported, in_function in found(tree(name), False):
+        assert imported.partition(".")[0] != "tests", f"{name} imports {imported}"
+        if imported.partition(".")[0] in FLOOR:
+            target = imported if imported in modules() else imported.rpartition(".")[0]
+            if target != name:  # train.py imports itself, where it is the program
+                yield target, in_function
+
+
+def room(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def program(name: str) -> str:
+    """The program in tools/ or benchmarks/ that a module is part of: a file, or a folder."""
+    return ".".join(name.split(".")[:2])
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_every_module_is_in_a_room():
+    top = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/*.py")}
+    assert top - {"tests"} == set(FLOOR)
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_point_down(name):
+    for target, in_function in imports(name):
+        assert target in modules(), f"{name} imports {target}, which is no module"
+        upwards = FLOOR[room(target)] > FLOOR[room(name)]
+        sideways = room(target) != room(name) and FLOOR[room(target)] == FLOOR[room(name)]
+        assert not upwards, f"{name} imports {target}, a floor above it"
+        assert not sideways, f"{name} imports {target}, another room on its floor"
+        assert not in_function, f"{name} imports {target} inside a function"
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_are_statements(name):
+    calls = {ast.unparse(node.func) for node in ast.walk(tree(name)) if isinstance(node, ast.Call)}
+    found = {call for call in calls if call.rpartition(".")[2] in ("import_module", "__import__", "run_module")}
+    assert not found or name in BY_NAME, f"{name} imports by {', '.join(found)}"
+
+
+def test_there_is_no_circle():
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a circle of imports: {' → '.join((*path[path.index(name) :], name))}"
+        if name not in done:
+            for target, _ in imports(name):
+                # `from package import module` runs the package's __init__ too, which then is on the way already.
+                if not (modules()[target].name == "__init__.py" and (name + ".").startswith(target + ".")):
+                    visit(target, (*path, name))
+            done.add(name)
+
+    for name in modules():
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_programs_are_imported_by_nothing(name):
+    for target, _ in imports(name):
+        if room(target) in PROGRAMS:
+            assert program(target) == program(name), f"{name} imports {target}, part of another program"
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_a_module_holds_one_thing(name):
+    assert lines(modules()[name]) <= (MAX_TRAIN_LINES if name == "train" else MAX_LINES)
+
+
+def test_no_room_is_a_quarter_of_the_house():
+    sizes: dict[str, int] = {}
+    for name, path in modules().items():
+        sizes[room(name)] = sizes.get(room(name), 0) + lines(path)
+    assert max(sizes.values()) <= MAX_SHARE * sum(sizes.values()), sizes
+
+
+def test_the_program_is_one_file_that_can_be_read():
+    names = set()
+    for node in tree("train").body:
+        if isinstance(node, ast.ImportFrom) and room(node.module) in FLOOR and node.module not in VOCABULARY:
+            names |= {alias.name for alias in node.names} - {"shardops", "act"}
+    assert len(names) <= MAX_TRAIN_NAMES, sorted(names)
+    (train,) = [node for node in tree("train").body if isinstance(node, ast.FunctionDef) and node.name == "train"]
+    assert train.end_lineno - train.lineno < 40
+    (loop,) = [node for node in ast.walk(train) if isinstance(node, ast.For)]
+    assert loop.end_lineno - loop.lineno < 20
+
+
+def test_the_map_in_readme_has_a_line_for_each_entry():
+    text = (ROOT / "README.md").read_text()
+    block = text[text.index("## The house") :].split("```")[1]
+    shown = re.findall(r"^([\w.]+)/? {2,}\S", block, re.MULTILINE)
+    rooms = [f"{name}.py" if (ROOT / f"{name}.py").exists() else name for floor in FLOORS for name in floor]
+    assert [name for name in shown if name in rooms] == rooms
+    hidden = {".git", ".venv", ".ci", "runs", "outputs", "multirun", "data", "__pycache__"}
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - hidden
+    assert {name for name in folders if not name.endswith(".egg-info")} <= {*shown}, (
+        "an entry that the map does not show"
+    )

@@ -1,0 +1,235 @@
+"""Decoding by each rule, with the cache and without; and what is not decoded at all."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rule_models as models
+import tiny
+from jax import lax
+from token_shift import TokenShift, shifted
+
+import train
+from cluster.devices import make_mesh
+from modeling.rules import Rule
+from sampling import cache, probes
+from sampling.cache import window_start
+from sampling.drawing import Settings
+from sampling.sampler import Sampler
+from shardlib import shardops
+
+CONTEXT = 16
+LONG = np.random.default_rng(1).integers(0, models.SIZES.vocab, 29).tolist()
+PROMPTS = [[5, 8], LONG[: models.WINDOW + 3], [], LONG]  # the last is longer than the context
+PROMPTS += [[i] for i in range(1, 13)]  # short ones, whose next token is behind them in a prefix
+MESHES = {"one device": (1, 1), "d=2 t=2": (2, 2)}
+GREEDY, DRAWN = Settings(max_tokens=20, temperature=0.0), Settings(max_tokens=20, temperature=1.5)
+
+
+def mesh(name: str) -> jax.sharding.Mesh:
+    d, t = MESHES[name]
+    return make_mesh(1, d, t, jax.devices()[: d * t])
+
+
+def sampler(kind: type, settings: Settings = DRAWN, **training) -> Sampler:
+    c = tiny.config(models.SIZES, **training)
+    return Sampler(train.Forward(kind(c.model), c.training), settings, CONTEXT)
+
+
+# ---- rules --------------------------------------------------------------------------------------------------------
+
+CASES = [(name, place, True) for name in models.KINDS for place in MESHES]
+CASES += [("prefix", place, False) for place in MESHES]
+QUICK = {
+    ("alternating", "d=2 t=2", True),
+    ("prefix", "one device", False),
+}
+
+
+@functools.cache
+def dense_program(name: str):
+    """The dense logits after the last of each row's tokens, jitted."""
+
+    def run(w, ids, last, masks):
+        positions = jnp.broadcast_to(jnp.arange(CONTEXT), ids.shape)
+        return models.dense_logits(name, w, ids, positions, masks)[jnp.arange(len(ids)), last]
+
+    return jax.jit(run)
+
+
+def dense_next(name: str, texts: list[list[int]]) -> np.ndarray:
+    """Dense logits f32[texts, V] of the next token, each from what its window shows then; padding stands apart."""
+    windows = [[models.SIZES.bos_id, *text[window_start(len(text), CONTEXT) :]] for text in texts]
+    ids = np.array([window + [0] * (CONTEXT - len(window)) for window in windows])
+    last = np.array([len(window) - 1 for window in windows])
+    document = (np.arange(CONTEXT) > last[:, None]).astype(int)
+    with jax.set_mesh(mesh("one device")):
+        return np.asarray(dense_program(name)(models.host_weights(name), ids, last, models.dense_masks(name, document)))
+
+
+def check_texts(name: str, place: str, document_mask: bool) -> None:
+    """Greedy tokens are those of dense logits; drawn ones are the same without the cache and in training."""
+    kind = models.KINDS[name]
+    with jax.set_mesh(mesh(place)):
+        w = models.placed_weights(name)
+        drawing = sampler(kind, document_mask=document_mask)
+        drawn = drawing.generate(w, PROMPTS)
+        assert drawing.sees_later == bool(drawing.why_no_cache) == (name == "prefix"), drawing.why_no_cache
+        checked = drawing.check(w, PROMPTS, drawn)
+        assert (checked.tokens, checked.ties) == ((0 if name == "prefix" else 20 * len(PROMPTS)), 0)
+        greedy = sampler(kind, GREEDY, document_mask=document_mask)
+        greedy.why_no_cache, greedy.sees_later = drawing.why_no_cache, drawing.sees_later
+        likeliest = greedy.generate(w, PROMPTS)
+        if not drawing.why_no_cache:
+            drawing.why_no_cache = "to compare"
+            assert drawing.generate(w, PROMPTS) == drawn
+    assert len({tuple(text) for text in drawn}) == len(PROMPTS)
+    before = [prompt + new[:i] for prompt, new in zip(PROMPTS, likeliest, strict=True) for i in range(20)]
+    logits = dense_next(name, before)
+    taken = logits[np.arange(len(before)), np.concatenate(likeliest)]
+    np.testing.assert_allclose(taken, logits.max(axis=1), rtol=0, atol=1e-4 * np.abs(logits).max())
+
+
+@pytest.mark.parametrize(("name", "place", "document_mask"), [case for case in CASES if case in QUICK])
+def test_texts_are_dense(name, place, document_mask):
+    check_texts(name, place, document_mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "place", "document_mask"), [case for case in CASES if case not in QUICK])
+def test_texts_are_dense_on_every_mesh(name, place, document_mask):
+    check_texts(name, place, document_mask)
+
+
+# ---- what a position learns outside of attention ------------------------------------------------------------------
+
+
+class HiddenShift(train.Llama):
+    """With a weight of 0, as it may be before training."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        return super().layer((x + 0.0 * shifted(x)).astype(x.dtype), w, tokens, attend, einsum)
+
+
+class Statistics(train.Llama):
+    def layer(self, x, w, tokens, attend, einsum):
+        return super().layer((x - x.mean(axis=1, keepdims=True)).astype(x.dtype), w, tokens, attend, einsum)
+
+
+class EmbedsPairs(train.Llama):
+    def embed(self, w, tokens):
+        x = super().embed(w, tokens)
+        return x + shifted(x)
+
+
+@pytest.mark.parametrize(("kind", "part"), [(TokenShift, "layer"), (HiddenShift, "layer"), (EmbedsPairs, "embed")])
+def test_where_positions_learn_outside_of_attend_there_is_no_cache(kind, part):
+    """And each token is that of training's forward pass."""
+    with jax.set_mesh(mesh("d=2 t=2")):
+        w, s = models.placed_weights("window"), sampler(kind)
+        drawn = s.generate(w, PROMPTS)
+        assert s.why_no_cache == f"{part} lets a position learn from others outside of attend"
+        checked = s.check(w, PROMPTS, drawn)
+        assert (checked.tokens, checked.ties) == (20 * len(PROMPTS), 0)
+        drawn[1][3] = (drawn[1][3] + 1) % models.SIZES.vocab
+        with pytest.raises(ValueError, match=r"text 1, token 10: \d+ was drawn without a cache, \d+ is by training's"):
+            s.check(w, PROMPTS, drawn)
+
+
+def test_what_sees_ahead_outside_of_attention_is_refused():
+    with jax.set_mesh(mesh("d=2 t=2")):
+        w = models.placed_weights("window")
+        with pytest.raises(ValueError, match=r"layer of model.module 'train' lets a position learn from later ones"):
+            sampler(Statistics).generate(w, PROMPTS)
+
+
+def test_cached_attention_that_differs_is_named(monkeypatch):
+    plain = cache.cached_attention
+    monkeypatch.setattr(probes, "cached_attention", lambda q, k, *more: plain(q, 2 * k, *more))
+    with jax.set_mesh(mesh("d=2 t=2")), pytest.raises(ValueError, match="attention with a cache is not what"):
+        sampler(train.Llama).generate(models.placed_weights("window"), PROMPTS)
+
+
+class ShiftedIds(train.Llama):
+    """Each layer reads the token before, by `tokens` and not by x."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        before = jnp.pad(tokens.ids[:, :-1], ((0, 0), (1, 0)))
+        own = shardops.axis_index("t") * x.shape[1]
+        part = lax.dynamic_slice_in_dim(before, own, x.shape[1], 1)
+        return super().layer(x + jnp.sin(part.astype(x.dtype))[..., None], w, tokens, attend, einsum)
+
+
+class ShiftedOnce(ShiftedIds):
+    """The same by what `prepare` made."""
+
+    def prepare(self, tokens):
+        tokens = super().prepare(tokens)
+        before = jnp.pad(tokens.ids[:, :-1], ((0, 0), (1, 0)))
+        return dataclasses.replace(tokens, shared=(tokens.shared, before))
+
+    def layer(self, x, w, tokens, attend, einsum):
+        shared, before = tokens.shared
+        own = shardops.axis_index("t") * x.shape[1]
+        part = lax.dynamic_slice_in_dim(before, own, x.shape[1], 1)
+        tokens = dataclasses.replace(tokens, shared=shared)
+        return train.Llama.layer(self, x + jnp.sin(part.astype(x.dtype))[..., None], w, tokens, attend, einsum)
+
+
+class Twice(train.Llama):
+    """A layer that attends twice."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        both = lambda q, k, v, rule: attend(q, k, v, rule) + attend(q, k, v, Rule(scale=0.5))
+        return super().layer(x, w, tokens, both, einsum)
+
+
+class OfTheBatch(train.Llama):
+    """A layer that learns from the other texts."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        return super().layer(x - jnp.mean(x, axis=0, keepdims=True), w, tokens, attend, einsum)
+
+
+class OfTheLength(train.Llama):
+    """A rule that is made of a shape."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        of_length = lambda q, k, v, _: attend(q, k, v, Rule(scale=math.log(q.shape[1] + 1) / 4))
+        return super().layer(x, w, tokens, of_length, einsum)
+
+
+def verdict_of(kind: type, mesh: str):
+    c = tiny.config(tiny.model(layers=2))
+    with jax.set_mesh(tiny.mesh(mesh)):
+        return probes.verdict(train.Forward(kind(c.model), c.training), tiny.weights(c.model), 16)
+
+
+@pytest.mark.parametrize("mesh", ["one device", pytest.param("d=4 t=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (train.Llama, ""),
+        (ShiftedIds, "layer lets a position learn from others outside of attend"),
+        (ShiftedOnce, "layer lets a position learn from others outside of attend"),
+        (Twice, "layer 0 of a period calls attend 2 times, not once"),
+    ],
+)
+def test_why_there_is_no_cache(kind, why, mesh):
+    assert verdict_of(kind, mesh) == probes.Verdict(why)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (OfTheBatch, "layer of model.module 'train' lets a text learn from the others of its batch"),
+        (OfTheLength, r"the rule `.*` of layer 0 depends on the shapes that the layer is given"),
+    ],
+)
+def test_what_makes_texts_depend_on_their_neighbours_is_refused(kind, message):
+    with pytest.raises(ValueError, match=message):
+        verdict_of(kind, "one device")

@@ -1,0 +1,357 @@
+"""Sampling: the cache against training's forward pass, the draw against numpy and transformers, texts on every mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax import lax
+
+import train
+from input_loader import TokenBatch
+from models import gpt2
+from sampling import cache
+from sampling.cache import Texts, next_logits, window_cache, window_start
+from sampling.drawing import Settings, choose, compare, gumbel_noise, lowest_kept, scaled_logits
+from sampling.sampler import Sampler
+from shardlib.shardtypes import f32, i32, u32
+
+PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third is longer than the context
+CONTEXT = 16
+
+
+# ---- logits -------------------------------------------------------------------------------------------------------
+
+
+def forced_logits(w, c, rows, lengths, window, steps):
+    """Logits[steps, rows, V] after `rows`: their first `lengths` tokens at once, then one after the other."""
+    forward = tiny.forward(tiny.config(c))
+
+    def run(w: train.Transformer, ids: u32["N/r/d P"], texts: Texts, forced: u32["T N/r/d"]) -> f32["T B/r/d L V/t"]:
+        w = forward.copies(w)
+        past = window_cache(w, ids, forward, rows.shape[1])
+
+        def step(carry, token):
+            past, texts = carry
+            texts = dataclasses.replace(texts, token=token)
+            logits, past = next_logits(w, past, texts, forward)
+            return (past, dataclasses.replace(texts, place=texts.place + 1)), logits
+
+        return lax.scan(step, (past, texts), forced)[1]
+
+    zeros = np.zeros(len(rows), np.int32)
+    texts = Texts(number=zeros, length=zeros, token=np.uint32(zeros), place=lengths, left=zeros)
+    forced = np.array([rows[np.arange(len(rows)), lengths + i] for i in range(steps)])
+    logits = tiny.per_device(run)(w, rows[:, :window], texts, forced)
+    return np.asarray(logits).reshape(steps, len(rows), -1)
+
+
+@pytest.fixture(scope="module")
+def uncached():
+    """Rows of inputs, bos first, and their logits by training's forward pass on one device."""
+    c, rng = tiny.model(), np.random.default_rng(3)
+    rows = rng.integers(0, c.vocab, (8, tiny.LENGTH)).astype(np.uint32)
+    rows[:, 0] = c.bos_id
+    batch = TokenBatch(
+        targets=np.roll(rows, -1, axis=1),
+        is_seq_start=np.arange(tiny.LENGTH)[None] == np.zeros((8, 1)),
+        loss_mask=np.ones(rows.shape, bool),
+    )
+
+    def logits(w: train.Transformer, batch: TokenBatch) -> f32["B/r/d L V/t"]:
+        return tiny.logits(w, batch, tiny.config(c))
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        return rows, np.asarray(tiny.per_device(logits)(weights("one device"), tiny.place(batch, TokenBatch)))
+
+
+@pytest.mark.parametrize("mesh", tiny.MESHES)
+def test_cached_logits_are_those_of_training(mesh, uncached):
+    """Grouped queries; eight texts whose prompts have different lengths, and stand in one padded window."""
+    c, (rows, expected) = tiny.model(), uncached
+    lengths = np.array([1, 2, 3, 5, 8, 4, 6, 7], np.int32)
+    with jax.set_mesh(tiny.mesh(mesh)):
+        found = forced_logits(weights(mesh), c, rows, lengths, window=8, steps=6)
+    for i, logits in enumerate(found):
+        at = expected[np.arange(8), lengths + i]
+        np.testing.assert_allclose(logits, at, rtol=1e-4, atol=1e-5, err_msg=f"token {i} after the prompts")
+
+
+# ---- texts --------------------------------------------------------------------------------------------------------
+
+
+NUCLEUS = Settings(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=5)
+
+
+@functools.cache
+def weights(mesh):
+    if mesh == "one device":
+        with jax.set_mesh(tiny.mesh(mesh)):
+            return tiny.weights(tiny.model())
+    on_host = jax.tree.map(np.asarray, weights("one device"))
+    with jax.set_mesh(tiny.mesh(mesh)):
+        return tiny.place(on_host, train.Transformer)
+
+
+def generate(mesh, settings=NUCLEUS, prompts=PROMPTS, context=CONTEXT, batch=64, **changes):
+    with jax.set_mesh(tiny.mesh(mesh)):
+        return Sampler(tiny.forward(tiny.config(**changes)), settings, context, batch).generate(weights(mesh), prompts)
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    """On one device, with NUCLEUS."""
+    with jax.set_mesh(tiny.mesh("one device")):
+        yield Sampler(tiny.forward(tiny.config()), NUCLEUS, CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def texts(sampler):
+    """Its texts of PROMPTS, all at once."""
+    with jax.set_mesh(tiny.mesh("one device")):
+        return sampler.generate(weights("one device"), PROMPTS)
+
+
+def test_tokens_are_those_of_the_uncached_forward_pass(sampler, texts):
+    with jax.set_mesh(tiny.mesh("one device")):
+        checked = sampler.check(weights("one device"), PROMPTS, texts)
+    assert (checked.tokens, checked.ties) == (20 * len(PROMPTS), 0)
+
+
+@pytest.mark.parametrize(("mesh", "gather"), [("t=8", "layer"), ("r=2 d=2 t=2", "step")])
+def test_texts_are_the_same_on_every_mesh(mesh, gather, texts):
+    """Through windows that overflow; with weights gathered in each layer, or ahead."""
+    assert generate(mesh, gather_weights=gather) == texts
+
+
+def test_texts_do_not_depend_on_their_batch(texts):
+    assert generate("one device", batch=2) == texts
+
+
+def test_fp8_is_for_training_alone(texts):
+    """In it a text would depend on those beside it, whose values share its scale."""
+    assert generate("one device", fp8=True) == texts
+
+
+def test_each_text_has_its_own_noise(sampler):
+    with jax.set_mesh(tiny.mesh("one device")):
+        first, later = (sampler.generate(weights("one device"), [[5]] * 5, number) for number in (0, 5))
+    assert len({tuple(text) for text in first + later}) == 10
+
+
+def test_noise_is_that_of_seed_text_and_place():
+    noise = lambda seed, number, place: np.asarray(
+        gumbel_noise(np.int32([number]), np.int32([place]), 9, Settings(seed=seed))
+    )
+    np.testing.assert_array_equal(noise(1, 2, 3), noise(1, 2, 3))
+    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2)):
+        assert not np.isclose(noise(*other), noise(1, 2, 3)).any()
+
+
+def test_a_stop_token_ends_its_text_alone(texts):
+    stop = texts[0][5]
+    drawn = generate("one device", dataclasses.replace(NUCLEUS, stop=(stop,)))
+    for found, whole in zip(drawn, texts, strict=True):
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert found == whole[:end]
+    assert len(drawn[0]) <= 6
+    assert max(map(len, drawn)) == 20
+
+
+@pytest.mark.parametrize(("mesh", "dtype", "ties"), [("one device", "f32", 0), ("d=4 t=2", "bf16", 10)])
+def test_another_model_samples_likewise(mesh, dtype, ties):
+    """GPT-2: learned positions, just as many as the context has; one query head for each of keys."""
+    model = gpt2.ModelConfig(vocab=64, positions=CONTEXT, d_model=32, layers=2, heads=4, bos_id=0, dropout=0.1)
+    c = tiny.config(model, compute_dtype=dtype)
+    with jax.set_mesh(tiny.mesh(mesh)):
+        # Far from uniform: five times its first weights.
+        rng = np.random.default_rng(0)
+        value = lambda weight: np.float32(rng.normal(weight.mean, 5 * weight.std, weight.shape))
+        w = tiny.place(jax.tree.map(value, gpt2.weight_table(model)), gpt2.GPT2)
+        sampler = Sampler(tiny.forward(c), NUCLEUS, CONTEXT)
+        checked = sampler.check(w, PROMPTS, sampler.generate(w, PROMPTS))
+        with pytest.raises(ValueError, match=r"sequences have 17 tokens, but model.positions is 16"):
+            Sampler(tiny.forward(c), NUCLEUS, CONTEXT + 1)
+    assert checked.tokens == 20 * len(PROMPTS)
+    assert checked.ties <= ties
+
+
+def test_greedy_text_is_that_of_llama():
+    torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
+    pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
+    from llama_truth import llama
+
+    c, prompts = tiny.model(), PROMPTS[:2] + PROMPTS[3:]
+    drawn = generate("one device", Settings(max_tokens=20, temperature=0), prompts, context=40)
+    model = llama(weights("one device"), c).eval()
+    for prompt, found in zip(prompts, drawn, strict=True):
+        ids = torch.tensor([[c.bos_id, *prompt]])
+        options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert found == out[0, ids.shape[1] :].tolist()
+
+
+def test_windows_keep_the_last_half():
+    """Against a text that grows token by token."""
+    for context in (2, 3, 8, 9):
+        start = 0
+        for length in range(60):
+            if 1 + length - start > context:  # bos and all since the start
+                start = length - context // 2
+            assert window_start(length, context) == start
+
+
+# ---- the check ----------------------------------------------------------------------------------------------------
+
+
+def fails(sampler, texts, message):
+    with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=message):
+        sampler.check(weights("one device"), PROMPTS, texts)
+
+
+def test_another_token_fails_the_check(sampler, texts):
+    wrong = [list(text) for text in texts]
+    wrong[3][17] = (wrong[3][17] + 1) % 64
+    fails(sampler, wrong, rf"text 3, token 28: {wrong[3][17]} was drawn with the cache, {texts[3][17]} is by")
+
+
+def test_a_wrong_cache_fails_the_check(sampler, monkeypatch):
+    """In decoding alone: what is compared before the first text has the right one."""
+    right = cache.cached_attention
+    wrong = lambda q, k, v, past_k, past_v, place, *rule: right(q, k, v, past_k, past_v, place - 1, *rule)
+    monkeypatch.setattr(cache, "cached_attention", wrong)
+    fails(sampler, generate("one device"), r"was drawn with the cache, .* the model reads from its cache what is not")
+
+
+def test_only_near_ties_pass_the_check():
+    """Rounding of 1e-2 of the largest logit, 4: each logit may be wrong by 0.04."""
+    logits = np.float32([[4.0, 3.95, 3.7, 1.0], [1.0, 2.0, 2.05, 4.0], [4.0, 2.0, 1.97, 1.0], [4.0, 2.0, 1.8, 1.0]])
+    greedy, top2 = Settings(temperature=0), Settings(temperature=0, top_k=2)
+
+    def excess(s, drawn):
+        def run(
+            logits: f32["B/r/d L V/t"], drawn: u32["B/r/d L"], zeros: i32["B/r/d L"]
+        ) -> tuple[u32["B/r/d L/t"], f32["B/r/d L/t"], f32["B/r/d L/t"]]:
+            return compare(logits, drawn, zeros, zeros, s, 1e-2)
+
+        drawn = np.uint32([drawn])
+        with jax.set_mesh(tiny.mesh("one device")):
+            expected, excess, allowed = map(np.asarray, tiny.per_device(run)(logits[None], drawn, np.int32(0 * drawn)))
+        np.testing.assert_allclose(allowed, 0.08, rtol=1e-6)
+        assert expected.tolist() == [[0, 3, 0, 0]]
+        return excess[0]
+
+    np.testing.assert_allclose(excess(greedy, [1, 3, 0, 0]), [0.05, 0, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(excess(greedy, [2, 2, 1, 1]), [0.3, 1.95, 2, 2], atol=1e-6)
+    # What top_k leaves out is infinitely far away, unless rounding could have let it in.
+    np.testing.assert_allclose(excess(top2, [3, 1, 2, 2]), [np.inf, 2, 2.03, np.inf], atol=1e-6)
+
+
+# ---- the draw -----------------------------------------------------------------------------------------------------
+
+
+def kept_by_numpy(scaled, s):
+    """Which logits[V] are left: sorted, counted, summed up."""
+    order = np.argsort(-scaled)
+    kept = order[: s.top_k]
+    p = np.exp(scaled[kept] - scaled.max())
+    p /= p.sum()
+    count = next(i for i in range(1, len(p) + 1) if i == len(p) or p[:i].sum() >= s.top_p)
+    return sorted(kept[:count].tolist())
+
+
+FILTERS = [
+    Settings(temperature=temperature, top_k=top_k, top_p=top_p)
+    for temperature, top_k, top_p in [(1, None, 1.0), (0.7, 5, 1.0), (1.5, None, 0.8), (0.5, 9, 0.6), (1, 99, 1e-6)]
+]
+
+
+@pytest.fixture(scope="module")
+def logits():
+    return np.random.default_rng(1).normal(0, 2, (50, 40)).astype(np.float32)
+
+
+@pytest.mark.parametrize("s", FILTERS)
+def test_top_k_and_top_p_leave_what_numpy_leaves(s, logits):
+    scaled = logits / np.float32(s.temperature)
+    kept = scaled >= np.asarray(lowest_kept(scaled, s))
+    for row, found in zip(scaled, kept, strict=True):
+        assert np.flatnonzero(found).tolist() == kept_by_numpy(row, s)
+
+
+@pytest.mark.parametrize("s", FILTERS)
+def test_top_k_and_top_p_leave_what_transformers_leaves(s, logits):
+    torch = pytest.importorskip("torch", reason="transformers' warpers need torch, installed on Python 3.11 only")
+    pytest.importorskip("transformers", reason="the warpers are those of transformers")
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    expected = TemperatureLogitsWarper(float(s.temperature))(None, torch.tensor(logits))
+    if s.top_k is not None:
+        expected = TopKLogitsWarper(s.top_k)(None, expected)
+    if s.top_p < 1:
+        expected = TopPLogitsWarper(s.top_p)(None, expected)
+    scaled = scaled_logits(logits, s)
+    found = np.where(scaled >= lowest_kept(scaled, s), scaled, -np.inf)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("s", [Settings(temperature=1.3, seed=2), Settings(temperature=0.8, top_k=6, top_p=0.9)])
+def test_tokens_are_as_frequent_as_the_softmax_says(s):
+    """Chi-square of 131,072 draws, on devices that each have a part of the vocabulary."""
+    rng, draws = np.random.default_rng(0), 2**17
+    row = rng.normal(0, 1.5, 16).astype(np.float32)
+
+    def run(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"]) -> u32["B/r/d L"]:
+        return choose(logits, number, place, s)
+
+    shape = (8, draws // 8)
+    number, place = np.int32(np.arange(draws).reshape(shape) // 64), np.int32(np.arange(draws).reshape(shape) % 64)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        drawn = np.asarray(tiny.per_device(run)(np.broadcast_to(row, (*shape, 16)), number, place))
+    scaled = row / np.float32(s.temperature)
+    kept = kept_by_numpy(scaled, s)
+    p = np.zeros(16)
+    p[kept] = np.exp(scaled[kept])
+    counts = np.bincount(drawn.reshape(-1), minlength=16)
+    expected = draws * p / p.sum()
+    assert counts[expected == 0].sum() == 0
+    chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    freedom = len(kept) - 1
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5, (counts, expected)
+
+
+def test_temperature_zero_takes_the_likeliest(logits):
+    def run(logits: f32["B/r/d L V/t"], zeros: i32["B/r/d L"]) -> u32["B/r/d L"]:
+        return choose(logits, zeros, zeros, Settings(temperature=0))
+
+    logits = logits[:48].reshape(8, 6, 40)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        drawn = tiny.per_device(run)(logits, np.zeros((8, 6), np.int32))
+    np.testing.assert_array_equal(drawn, logits.argmax(axis=-1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_p": 0.0}, r"top_p is 0.0; it must be above 0 and at most 1"),
+        ({"top_p": 1.5}, r"top_p is 1.5; it must be above 0 and at most 1"),
+        ({"temperature": -0.1}, r"temperature is -0.1; it must be at least 0"),
+        ({"temperature": float("nan")}, r"temperature is nan"),
+        ({"top_k": 0}, r"top_k is 0; it must be at least 1"),
+        ({"max_tokens": 0}, r"max_tokens is 0; it must be at least 1"),
+        ({"stop": (64,)}, r"stop has the token id 64; those of the model are 0 to 63"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**settings).check(vocab=64)
+
+
+def test_ids_and_contexts_out_of_range():
+    with jax.set_mesh(tiny.mesh("one device")):
+        with pytest.raises(ValueError, match=r"context is 1; it must hold at least 2 tokens"):
+            Sampler(tiny.forward(tiny.config()), Settings(), context=1)
+        with pytest.raises(ValueError, match=r"prompt 1 has the token id 64; those of the model are 0 to 63"):
+            Sampler(tiny.forward(tiny.config()), Settings(), context=8).generate(None, [[1], [64]])

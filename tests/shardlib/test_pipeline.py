@@ -1,0 +1,473 @@
+"""The executor of pipeline schedules in the training step: losses, gradients and updates against one device.
+
+The one-device run is the whole program without p, which test_model.py holds to transformers and test_optimizer.py to
+optax. Settings are combined so that every two values of two settings meet (`PAIRS`); the meshes of 16 devices, which
+are long to compile, are slow.
+"""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax import lax
+
+import train
+from cluster.devices import make_mesh
+from input_loader import TokenBatch
+from jax_extra import save_for_backward
+from modeling.model import load_model
+from modeling.weights import initialize
+from models import gpt2
+from shardlib import shardops
+from shardlib.layers import Extras
+from shardlib.pipeline import Parts, plan_training, run_training
+from shardlib.placement import Placement, place_layers
+from shardlib.shardtypes import Array, ShardError, f32, make_shardings, pytree_dataclass, u32
+from training_io.config import Config
+from training_io.pipeline_config import PipelineConfig
+from training_io.stages import balanced, placement_of, training_plan
+
+BATCH, LENGTH, LAYERS = 64, 16, 8
+SETTINGS = {
+    "p": (1, 2, 4),
+    "mesh": ("", "r", "d", "t", "rd", "rt", "dt"),  # the axes of two devices; those beside p
+    "schedule": ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"),
+    "v": (1, 2),
+    "m": (4, 8, 16),
+    "tied": (False, True),
+    "recompute": (False, True),
+    "gather": ("layer", "step"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    p: int
+    mesh: str
+    schedule: str
+    v: int
+    m: int
+    tied: bool
+    recompute: bool
+    gather: str
+
+    @property
+    def devices(self) -> int:
+        return self.p * 2 ** len(self.mesh)
+
+    @property
+    def is_possible(self) -> bool:
+        return self.v == 1 or (self.p > 1 and self.schedule == "interleaved_1f1b")
+
+    def __str__(self) -> str:
+        text = f"p={self.p} {self.mesh or 'alone'} {self.schedule} v={self.v} m={self.m} {self.gather}"
+        return text + " tied" * self.tied + " recompute" * self.recompute
+
+
+def pairs_of(case: Case) -> set:
+    values = dataclasses.asdict(case).items()
+    return set(itertools.combinations(values, 2))
+
+
+def chosen() -> list[Case]:
+    """Few cases in which all pairs of values meet that can: the one with the most new pairs, again and again."""
+    possible = [case for case in itertools.starmap(Case, itertools.product(*SETTINGS.values())) if case.is_possible]
+    left, found = set().union(*map(pairs_of, possible)), []
+    while left:
+        # Of those with as many new pairs, the one with the fewest devices and ticks.
+        best = max(possible, key=lambda case: (len(pairs_of(case) & left), -case.devices * case.v, -case.m))
+        found.append(best)
+        left -= pairs_of(best)
+    return found
+
+
+CASES = chosen()
+QUICK = ["p=2 alone interleaved_1f1b v=2", "p=2 d eager"]
+
+
+def settings(case: Case) -> Config:
+    c = tiny.config(tiny.model(d_model=64, layers=LAYERS, tied_embeddings=case.tied))
+    c.training = dataclasses.replace(
+        c.training, batch_size=BATCH, microbatches=case.m, gather_weights=case.gather, compute_dtype="f32"
+    )
+    c.pipeline = PipelineConfig(case.schedule, case.v, recompute=case.recompute)
+    return c
+
+
+@functools.cache
+def batch() -> TokenBatch:
+    rng = np.random.default_rng(0)
+    shape = BATCH, LENGTH
+    return TokenBatch(
+        targets=rng.integers(0, 64, shape).astype(np.uint32),
+        is_seq_start=rng.random(shape) < 0.2,
+        loss_mask=rng.random(shape) < 0.9,
+    )
+
+
+def in_layer_order(tree, order):
+    """`tree`, State or weights on the host, with its stacks in the order of the layers."""
+    if order is None:
+        return tree
+    layer_of_row = order.layer_of_row
+    rows = [int(np.flatnonzero(layer_of_row == layer)[0]) for layer in range(layer_of_row.max() + 1)]
+    if isinstance(tree, train.State):
+        parts = (in_layer_order(getattr(tree, f.name), order) for f in dataclasses.fields(tree))
+        return train.State(*parts)
+    return dataclasses.replace(tree, layers=jax.tree.map(lambda x: x[rows], tree.layers))
+
+
+def one_step(c: Config, mesh):
+    """(metrics, state after a step, loss of the evaluation), on the host, layers in their order.
+
+    Momentum starts at 0, so that after one step it is the clipped gradient times 1 - adam_b1.
+    """
+    with jax.set_mesh(mesh):
+        order = placement_of(c, load_model(c.model)).order
+        state, placed = tiny.state(c, 7), tiny.place(batch(), TokenBatch)
+        nats, targets = tiny.evaluation_step(c)(state.weights, placed)
+        state, metrics = tiny.training_step(c)(state, placed, np.int32(4))
+        host = in_layer_order(jax.tree.map(np.asarray, state), order)
+        return float(metrics.loss), float(metrics.grad_norm), host, float(nats / targets)
+
+
+@functools.cache
+def oracle(tied: bool):
+    return one_step(settings(Case(1, "", "gpipe", 1, 4, tied, False, "layer")), tiny.mesh("one device"))
+
+
+def assert_same_step(found, expected):
+    *scalars, state, validation = found
+    *expected_scalars, expected_state, expected_validation = expected
+    np.testing.assert_allclose([*scalars, validation], [*expected_scalars, expected_validation], rtol=2e-6)
+    assert_close(state.adam_mu, expected_state.adam_mu, 1e-5)
+    assert_close(state.adam_nu, expected_state.adam_nu, 1e-5)
+    # Adam divides by the root of a square: what is noise in a gradient near 0 is a share of the learning rate.
+    for x, e in zip(jax.tree.leaves(state.weights), jax.tree.leaves(expected_state.weights), strict=True):
+        assert np.mean(np.abs(x - e) > 1e-5) < 1e-3
+
+
+def assert_close(found, expected, rtol):
+    """Each array within rtol of its largest entry, which reassociated f32 sums of so many terms keep."""
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, e), x in zip(paths, jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(x, e, rtol=0, atol=rtol * np.abs(e).max(), err_msg=jax.tree_util.keystr(path))
+
+
+def mesh_of(case: Case):
+    sizes = {axis: 2 if axis in case.mesh else 1 for axis in "rdt"}
+    return make_mesh(**sizes, devices=jax.devices()[: case.devices], p=case.p)
+
+
+def test_all_pairs_are_among_the_cases():
+    met = set().union(*map(pairs_of, CASES))
+    names = dict(SETTINGS)
+    for (a, x), (b, y) in itertools.combinations([(n, v) for n, values in names.items() for v in values], 2):
+        impossible = a != b and not any(
+            case.is_possible
+            for case in itertools.starmap(Case, itertools.product(*({**names, a: (x,), b: (y,)}).values()))
+        )
+        assert a == b or impossible or ((a, x), (b, y)) in met
+    assert {case.devices for case in CASES} >= {1, 2, 4, 8, 16}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if any(str(c).startswith(q) for q in QUICK) else pytest.mark.slow) for c in CASES],
+    ids=str,
+)
+def test_step_equals_that_of_one_device(case):
+    if case.devices > len(jax.devices()):
+        command = [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_step_equals_that_of_one_device[{case}]"]
+        done = subprocess.run(
+            [*command, "-m", ""],
+            env={**os.environ, "TEST_DEVICES": str(case.devices)},
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        assert done.returncode == 0, done.stdout
+        assert "1 passed" in done.stdout
+        return
+    assert_same_step(one_step(settings(case), mesh_of(case)), oracle(case.tied))
+
+
+@pytest.mark.parametrize(
+    ("counts", "recompute"), [([3, 1], False), pytest.param("balanced", True, marks=pytest.mark.slow)]
+)
+def test_stages_of_different_sizes(counts, recompute):
+    def settings(p):
+        c = tiny.config(tiny.model(d_model=64, layers=4, vocab=512), microbatches=4)
+        c.training.batch_size = BATCH
+        c.pipeline = PipelineConfig(layers_per_stage=counts, recompute=recompute)
+        return c
+
+    with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):
+        assert placement_of(settings(2), load_model(settings(2).model)).counts == ((3, 1))
+    found = one_step(settings(2), make_mesh(1, 2, 1, jax.devices()[:4], 2))
+    assert_same_step(found, one_step(settings(1), tiny.mesh("one device")))
+
+
+def matmuls(mesh, **pipeline) -> int:
+    """How many products the traced training step has; loops and tasks count once."""
+    c = settings(SMALL)
+    c.pipeline = PipelineConfig(**pipeline)
+    with jax.set_mesh(mesh):
+        return len(re.findall(r"\bdot_general\[", str(traced_step(c).jaxpr)))
+
+
+def test_what_is_saved_is_not_computed_again():
+    stages = mesh_of(SMALL)
+    once = matmuls(tiny.mesh("one device"))
+    assert matmuls(stages) == once
+    assert matmuls(stages, layers_per_stage=[5, 3]) == once
+    source = inspect.getsource(inspect.unwrap(train.Llama.layer))
+    of_a_layer = len(re.findall(r"\b(?:einsum|rms_norm)\(", source)) + 2  # those of attention
+    assert of_a_layer == 11
+    assert matmuls(stages, recompute=True) == once + of_a_layer
+
+
+@functools.cache
+def dropout_step(p: int, recompute: bool):
+    """Loss and gradients of GPT-2 with dropout, on the host, layers in their order."""
+    c = tiny.config(
+        gpt2.ModelConfig(vocab=64, positions=16, d_model=64, heads=4, layers=4, dropout=0.3, bos_id=0), microbatches=4
+    )
+    c.training.batch_size = BATCH
+    c.pipeline = PipelineConfig(virtual_stages=2, recompute=recompute)
+    seeds = np.arange(BATCH, dtype=np.uint32)
+
+    def per_device(w: gpt2.GPT2, batch: TokenBatch, seeds: u32["B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
+        return tiny.loss_and_gradients(w, batch, c, seeds)
+
+    with jax.set_mesh(tiny.mesh("one device") if p == 1 else make_mesh(1, 1, 2, jax.devices()[: 2 * p], p)):
+        model = load_model(c.model)
+        order = placement_of(c, model).order
+        w = jax.jit(lambda key: initialize(model.table, key, order))(jax.random.key(1))
+        loss, g = tiny.per_device(per_device)(w, tiny.place(batch(), TokenBatch), seeds)
+        return float(loss), in_layer_order(jax.tree.map(np.asarray, g), order)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_dropout_is_that_of_one_device(recompute):
+    """A mask depends on row and layer, not on stage or microbatch, and is the same in forward and backward."""
+    (loss, g), (expected_loss, expected) = dropout_step(2, recompute), dropout_step(1, False)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    # What is added to all keys of a softmax has no gradient but rounding.
+    np.testing.assert_allclose(g.layers.b_k, 0, atol=1e-6)
+    g, expected = (dataclasses.replace(x, layers=dataclasses.replace(x.layers, b_k=None)) for x in (g, expected))
+    assert_close(g, expected, 1e-5)
+
+
+# ---- what a stage may not do --------------------------------------------------------------------------------------
+
+SMALL = Case(2, "", "interleaved_1f1b", 1, 4, False, False, "layer")
+
+
+def traced_step(c: Config):
+    """The training step, traced on the mesh in force; nothing is compiled."""
+    shapes = jax.eval_shape(lambda: tiny.state(c))
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    state = jax.tree.map(place, shapes, make_shardings(train.State[train.Transformer], like=shapes))
+    return tiny.training_step(c).trace(state, batch(), np.int32(0))
+
+
+def trace(monkeypatch, part: str, instead, of: type = train.Llama):
+    """Traces the training step with a part of the model replaced."""
+    monkeypatch.setattr(of, part, instead(getattr(of, part)))
+    with jax.set_mesh(mesh_of(SMALL)):
+        traced_step(settings(SMALL))
+
+
+@pytest.mark.quick
+def test_a_collective_over_p_in_a_stage_is_refused_by_shardops(monkeypatch):
+    def reduced(fn):
+        def layer(self, x, *args):
+            shardops.all_gather("X/r/d/p Y/t Z -> X/r/d Y/t Z", x)
+            return fn(self, x, *args)
+
+        return layer
+
+    with pytest.raises(ShardError, match=r"a collective over p inside a pipeline stage: the stages run different"):
+        trace(monkeypatch, "layer", reduced)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("part", ["layer", "embed", "logits"])
+def test_a_collective_over_p_past_shardops_is_refused(monkeypatch, part):
+    def reduced(fn):
+        def with_psum(*args):
+            x = fn(*args)
+            return x + lax.pcast(0 * lax.psum(x, "p"), ("p",), to="varying")
+
+        return with_psum
+
+    with pytest.raises(ShardError, match=r"a pipeline stage runs psum\w* over p: .* would wait forever"):
+        trace(monkeypatch, part, reduced)
+
+
+@pytest.mark.quick
+def test_a_reduction_over_p_in_the_backward_pass_is_refused(monkeypatch):
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    def summed(_, g):
+        return (lax.pcast(lax.psum(g, "p"), ("p",), to="varying"),)
+
+    identity.defvjp(lambda x: (x, None), summed)
+    with pytest.raises(ShardError, match=r"a pipeline stage runs psum\w* over p"):
+        trace(monkeypatch, "layer", lambda fn: lambda self, x, *args: fn(self, identity(x), *args))
+
+
+@pytest.mark.quick
+def test_ends_that_are_not_gathered_are_refused(monkeypatch):
+    def without_ends(fn):
+        return lambda self, w, gather=False: shardops.replicate("... -> ... *r", w)
+
+    with pytest.raises(ShardError, match=r"a collective over p inside a pipeline stage: the stages run different"):
+        trace(monkeypatch, "copies", without_ends, of=train.Forward)
+
+
+# ---- placement, settings ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_rows_of_chunks_and_uneven_stages():
+    even = place_layers(8, p=2, v=2)
+    assert even.rows.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert even.order.layer_of_row.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert place_layers(8, p=4, v=1).order is None
+    uneven = place_layers(5, p=2, v=1, counts=[3, 2])
+    assert uneven.order.layer_of_row.tolist() == [0, 1, 2, 3, 4, -1]
+    assert uneven.padded
+    assert not even.padded
+
+
+@pytest.mark.quick
+def test_balance_gives_the_last_stage_fewer_layers():
+    assert balanced(8, 4, head=0) == [2, 2, 2, 2]
+    assert balanced(8, 4, head=1.2) == [3, 2, 2, 1]
+    # By brute force: no other way has a faster slowest stage.
+    for layers, stages, head in ((9, 3, 1.5), (12, 4, 2.6), (7, 2, 0.4)):
+        found = balanced(layers, stages, head)
+        cost = lambda counts, head=head: max([*counts[:-1], counts[-1] + head])
+        every = (c for c in itertools.product(range(1, layers), repeat=stages) if sum(c) == layers)
+        assert sum(found) == layers
+        assert cost(found) == min(map(cost, every))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"virtual_stages": 3}, "8 layers do not divide into 6 stages"),
+        ({"layers_per_stage": [4, 3]}, r"layers_per_stage is \[4, 3\]; it must have 2 numbers .* add up to the 8"),
+        ({"layers_per_stage": [8]}, r"it must have 2 numbers"),
+        ({"schedule": "gpipe", "virtual_stages": 2}, "gpipe is defined for one chunk"),
+        ({"schedule": "2f2b"}, "2f2b"),
+    ],
+)
+def test_settings_that_do_not_fit(changes, message):
+    c = settings(SMALL)
+    c.pipeline = dataclasses.replace(c.pipeline, **changes)
+    with jax.set_mesh(mesh_of(SMALL)), pytest.raises(ValueError, match=message):
+        training_plan(c, load_model(c.model))
+
+
+def training_plan_of(case: Case):
+    with jax.set_mesh(mesh_of(case)):
+        return training_plan(settings(case), load_model(settings(case).model))
+
+
+def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
+    text = "from shardlib.schedules import gpipe\ndef waves(p, m, v):\n    return gpipe(p, m, v)\n"
+    (tmp_path / "waves_of_ones_own.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    case = dataclasses.replace(SMALL, schedule="waves_of_ones_own:waves")
+    assert training_plan_of(case).table.residuals == case.m
+
+
+# ---- memory and program size --------------------------------------------------------------------------------------
+
+
+def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool = False):
+    """The compiled executor alone on p=2: stages of one tanh layer each that saves what it gives."""
+    placement = Placement(2, 1, (1, 1))
+    plan = plan_training(placement, schedule, m, recompute)
+
+    @pytree_dataclass
+    class Small:
+        layers: Array["layers/p", f32["M"]]
+
+    def stage(w, x, numbers, part):
+        return save_for_backward(jnp.tanh(x * w[0])), Extras()
+
+    parts = Parts(None, lambda w, part: part, stage, lambda w, x, part: jnp.sum(x))
+
+    @jax.jit
+    def program(w, data):
+        def per_device(w, data):
+            loss, g, *_ = run_training(parts, plan, Small(w), (data,))
+            return lax.psum(loss.value, "p"), g.layers
+
+        P = jax.sharding.PartitionSpec
+        return jax.shard_map(per_device, in_specs=(P("p"), P()), out_specs=(P(), P("p")))(w, data)
+
+    with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:2], 2)):
+        w = jax.device_put(np.ones((2, 1024), np.float32), jax.NamedSharding(jax.sharding.get_mesh(), jax.P("p")))
+        return program.lower(w, jax.ShapeDtypeStruct((m, 1024), jnp.float32)).compile()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_memory_and_program_do_not_grow_with_microbatches(schedule):
+    few, many = (executor_program(m, schedule) for m in (8, 32))
+    assert many.memory_analysis().temp_size_in_bytes <= 1.05 * few.memory_analysis().temp_size_in_bytes
+    count = lambda compiled: len(re.findall(r"^\s+\S+ = ", compiled.as_text(), re.M))
+    assert abs(count(many) - count(few)) <= 2
+
+
+def test_memory_of_gpipe_grows():
+    few, many = (executor_program(m, "gpipe").memory_analysis().temp_size_in_bytes for m in (8, 32))
+    assert many > few + 20 * 4096
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param("embed", marks=pytest.mark.slow), "attend", pytest.param("tokens", marks=pytest.mark.slow)]
+)
+def test_stages_run_the_one_forward_pass(part, monkeypatch):
+    """What is changed in a part of train.Forward changes the loss with stages as it does without."""
+    c = tiny.config(tiny.model(layers=2), microbatches=2)
+    c.mesh.p = 2
+    plain = getattr(train.Forward, part)
+    changed = {
+        "embed": lambda *a: 3 * plain(*a),
+        "attend": lambda *a: lambda cache, q, k, v, *more: plain(*a)(cache, q, k, 2 * v, *more),
+        "tokens": lambda *a: dataclasses.replace(plain(*a), positions=3 * plain(*a).positions),
+    }[part]
+
+    def losses() -> list[float]:
+        found = []
+        for p, devices in ((1, 2), (2, 4)):
+            with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:devices], p)):
+                state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+                nats, targets = tiny.evaluation_step(c)(state.weights, batch)
+                _, metrics = tiny.training_step(c)(state, batch, np.int32(1))
+                found += [float(nats / targets), float(metrics.loss)]
+        return found
+
+    before = losses()
+    monkeypatch.setattr(train.Forward, part, changed)
+    after = losses()
+    np.testing.assert_allclose(after, after[0], rtol=1e-5)
+    assert abs(after[0] - before[0]) > 1e-4

@@ -1,0 +1,37 @@
+"""docs/sharding-types.md, block by block: each runs, or raises what the comment in it says."""
+
+import linecache
+import re
+from pathlib import Path
+
+import pytest
+
+from shardlib.shardtypes import ShardError
+
+TEXT = (Path(__file__).parents[2] / "docs" / "sharding-types.md").read_text()
+BLOCKS = [
+    (TEXT[: match.start(1)].count("\n"), match[1])
+    for match in re.finditer(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+]
+
+
+@pytest.mark.quick
+def test_every_block_of_the_tutorial():
+    namespace: dict = {}
+    raised = 0
+    try:
+        for line, code in BLOCKS:
+            # Errors then point into the document, and `typed` finds the source of what it decorates.
+            source, file = "\n" * line + code, f"<docs/sharding-types.md:{line}>"
+            linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+            program, expected = compile(source, file, "exec"), re.search(r"# raises ShardError: (.*)", code)
+            if expected is None:
+                exec(program, namespace)
+            else:
+                raised += 1
+                with pytest.raises(ShardError, match=re.escape(expected[1])):
+                    exec(program, namespace)
+    finally:
+        namespace["in_force"].close()  # leaves the mesh, if a block failed before it did so itself
+    assert len(BLOCKS) > 15
+    assert raised == len(re.findall("# raises ShardError", TEXT))

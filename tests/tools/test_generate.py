@@ -1,0 +1,292 @@
+"""Texts from checkpoints and during training: the tool, samples.jsonl, prompts on the command line and as tokens."""
+
+import dataclasses
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+import rule_models
+import tiny
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from rich.console import Console
+from token_shift import TokenShift
+
+import train
+from input_loader import DataConfig, StreamConfig
+from input_loader.codec import codec_of_data
+from modeling.model import load_model
+from sampling.samples import TrainingSamples
+from text import definitions as tokenizer_definitions
+from text.codec import TextCodec, codec_by_name, codec_of_dataset
+from tools.generate import Config, MeshChoice, generate, quote_text
+from training_io.stages import placement_of
+
+ROOT = Path(__file__).parents[2]
+TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"
+PROMPTS = ["It is", ""]
+
+
+def settings(directory):
+    """Five steps on bytes, with texts every two."""
+    c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=0, sample_interval=2, sample_tokens=8)
+    file = str(directory / "text.txt")
+    Path(file).write_text((TEXT + "\n") * 30)
+    c.data = DataConfig(stream=StreamConfig(train_files=[file], validation_files=[file], end_token="</s>"))
+    c.training = dataclasses.replace(c.training, steps=5, sample_prompts=PROMPTS, checkpoint_interval=3)
+    return c
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    with jax.set_mesh(tiny.mesh("d=8")):
+        begin(settings(directory), directory)
+    return directory
+
+
+def begin(c, directory):
+    """A run, or the rest of one, on the mesh in force."""
+    train.train(c, load_model(c.model), directory)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---- during training ----------------------------------------------------------------------------------------------
+
+
+def test_training_writes_texts_before_between_and_after(run):
+    lines = read(run / "samples.jsonl")
+    assert [(line["step"], line["prompt"]) for line in lines] == [(n, p) for n in (0, 2, 4, 5) for p in PROMPTS]
+    assert all(line.keys() == {"step", "prompt", "text", "ended"} for line in lines)
+    assert [line["text"] for line in lines[:2]] != [line["text"] for line in lines[-2:]]
+    events = [line for line in read(run / "metrics.jsonl") if line.get("event") == "sample"]
+    assert [event["step"] for event in events] == [-1, -1, 1, 1, 3, 3, 4, 4]
+    assert events[0]["text"].startswith("It is")
+
+
+def test_the_last_texts_are_those_of_the_checkpoint(run):
+    """On another mesh, too."""
+    expected = [line for line in read(run / "samples.jsonl") if line["step"] == 5]
+    for mesh in (MeshChoice(), MeshChoice(t=2, d=2, r=2)):
+        config = Config(run=str(run), prompts=PROMPTS, max_tokens=8, temperature=0.8, mesh=mesh, check=True)
+        found = generate(config, Console(file=io.StringIO()))
+        assert [(text.text, text.ended) for text in found] == [(line["text"], line["ended"]) for line in expected]
+
+
+@pytest.mark.parametrize(
+    ("kind", "checked"),
+    [
+        (TokenShift, "checked: by training's forward pass, 16 tokens are the same, but for 0 near ties"),
+        (rule_models.KINDS["prefix"], "not checked: training's forward pass shows each token later ones"),
+    ],
+)
+def test_what_is_drawn_without_a_cache_is_said_with_the_reason(kind, checked, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "Model", kind)
+    console = Console(file=io.StringIO())
+    config = Config(run=str(run), prompts=PROMPTS, max_tokens=8, stop=[], mesh=MeshChoice(d=4, t=2), check=True)
+    config.other_source = True
+    generate(config, console)
+    said, lines, c = console.file.getvalue(), [], settings(tmp_path)
+    with jax.set_mesh(tiny.mesh("one device")):
+        samples = samples_of(c, tmp_path, placement_of(c, load_model(c.model)), lines.append)
+        for _ in range(2):
+            samples.write(tiny.state(c).weights)
+    (line,) = (line for line in said.splitlines() if line.startswith("drawn without a cache, which is slower: "))
+    assert "a position" in line
+    assert checked in said
+    assert lines == [line.replace("drawn", "sampling  ")]
+
+
+@pytest.mark.slow
+def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
+    """From the checkpoint of step 3 to step 4, and from there, where texts are due, to 9."""
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "0000000005")  # what is left is of step 3
+    with open(tmp_path / "samples.jsonl", "a") as file:
+        file.write('{"step": 4, "pro')
+    c = settings(tmp_path)
+    c.data.stream.train_files = c.data.stream.validation_files = [str(run / "text.txt")]
+    before = [line for line in read(run / "samples.jsonl") if line["step"] <= 4]
+    for steps, expected in ((4, [0, 0, 2, 2, 4, 4]), (9, [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 9, 9])):
+        c.training.steps = steps
+        with jax.set_mesh(tiny.mesh("d=8")):
+            begin(c, tmp_path)
+        lines = read(tmp_path / "samples.jsonl")
+        assert [line["step"] for line in lines] == expected
+        assert lines[: len(before)] == before
+
+
+def samples_of(c, directory, placement=None, say=None):
+    log_event = lambda *_: None
+    run = SimpleNamespace(directory=directory, start=0, done=0, placement=placement, say=say, log_event=log_event)
+    return TrainingSamples(c, tiny.forward(c), run)
+
+
+def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_path):
+    c = settings(tmp_path)
+    c.data = DataConfig(filespec=str(ROOT / "synthetic_dataset.zarr"))
+    with jax.set_mesh(tiny.mesh("d=8")):
+        with pytest.raises(ValueError, match=r"sample_prompts: no tokenizer is known to encode 'It is'"):
+            samples_of(c, tmp_path)
+        c = settings(tmp_path)
+        c.model.vocab = 64
+        with pytest.raises(ValueError, match=r"sample_prompts: .*'It is' has the token id 76; .* 0 to 63"):
+            samples_of(c, tmp_path)
+
+
+# ---- the tool -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command(run, tmp_path):
+    """With a prompt that Hydra's grammar would not take."""
+    prompt, output = 'so, "it" is', tmp_path / "texts.jsonl"
+    command = [sys.executable, "-m", "tools.generate", f"run={run}", "step=3", f"prompt={prompt}", "max_tokens=3"]
+    command += ["samples=2", "top_k=5", "seed=1", "stop=[]", f"output={output}", "mesh.d=8", "gather_weights=step"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = read(output)
+    assert [(line["prompt"], line["sample"], len(line["ids"])) for line in lines] == [(prompt, 0, 3), (prompt, 1, 3)]
+    assert bytes(i - 3 for i in lines[0]["prompt_ids"]).decode() == prompt
+    assert lines[0]["ids"] != lines[1]["ids"]
+    assert f"{prompt}▸{lines[0]['text']}".splitlines()[0] in done.stdout
+    assert "6 tokens of 2 texts" in done.stdout
+    assert "step 3, mesh {'r': 1, 'd': 8, 't': 1}, f32" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": "nowhere"}, r"there is no run nowhere: `run` is a run's directory"),
+        ({"step": 4}, r"no complete checkpoint of step 4 in .*; there are \[3, 5\]"),
+        ({"prompt": None}, r"give one of prompt, prompts, prompts_file and prompt_ids; none of them is given"),
+        ({"prompts": ["b"]}, r"give one of .*; prompt and prompts is given"),
+        ({"prompt": None, "prompts_file": "nowhere"}, r"prompts_file: there is no file nowhere"),
+        ({"prompt": None, "prompt_ids": [3, 320]}, r"prompt_ids has the token id 320; .* 0 to 319"),
+        ({"top_p": 0}, r"top_p is 0; it must be above 0"),
+        ({"temperature": -1}, r"temperature is -1; it must be at least 0"),
+        ({"samples": 0}, r"samples is 0; it must be at least 1"),
+        ({"context": 1}, r"context is 1; it must hold at least 2 tokens"),
+        ({"stop": ["ab"]}, r"'ab' is 2 tokens of this tokenizer, \[100, 101\]; one token is wanted"),
+        ({"data": "nowhere"}, r"that of the dataset nowhere, but: .* data=<directory> says .*, tokenizer=<name>"),
+        ({"tokenizer": "nowhere.json"}, r"There is no file 'nowhere.json'"),
+        ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
+        ({"mesh": MeshChoice(r=1, d=1, t=4)}, r"mesh r=1 d=1 t=4 does not fit 8 devices"),
+        ({"gather_weights": "never"}, r"gather_weights is 'never'; choose one of layer, step"),
+    ],
+)
+def test_what_a_user_can_get_wrong(run, changes, message):
+    with pytest.raises(ValueError, match=message):
+        generate(Config(**{"run": str(run), "prompt": "a"} | changes))
+
+
+def test_a_run_without_a_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=r"no complete checkpoint in "):
+        generate(Config(run=str(tmp_path), prompt="a"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Once upon a time",
+        "Hello, world",
+        'say "so"',
+        "it's",
+        "back\\",
+        '\\"',
+        'a\\\\" b',
+        "a\nb",
+        "",
+        "[x]",
+        "${x}",
+        "3",
+    ],
+)
+def test_a_prompt_on_the_command_line_is_taken_sign_by_sign(text):
+    def parsed(argument):
+        override = OverridesParser.create().parse_override(quote_text(argument))
+        return OmegaConf.to_object(OmegaConf.create({"value": override.value()}))["value"]
+
+    assert parsed(f"prompt={text}") == text
+    if text and not text.startswith("["):
+        assert parsed(f"stop={text}") == [text]
+
+
+def test_hydras_own_quotes_and_lists_stay():
+    for argument in (
+        'prompt="a, b"',
+        "prompt='a'",
+        "stop=[a,b]",
+        "stop=null",
+        "prompts=[a,b]",
+        "--multirun",
+        "top_k=5",
+    ):
+        assert quote_text(argument) == argument
+
+
+# ---- text and ids -------------------------------------------------------------------------------------------------
+
+
+def test_bytes():
+    codec = codec_by_name("bytes")
+    ids = codec.encode("é!")
+    assert ids == [0xC3 + 3, 0xA9 + 3, 0x21 + 3]
+    assert codec.decode([*ids, 0, 1, 2, 259, 300]) == "é!"
+    assert codec.continuation(ids[:2], ids[2:]) == "!"
+    assert codec.continuation(ids[:1], ids[1:]) == "\ufffd!"  # a character cut in two
+    assert (codec.id_of("</s>"), codec.id_of("a")) == (1, 100)
+    assert codec.end is None
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A directory with the tokenizer.json of a small BPE."""
+    directory = tmp_path_factory.mktemp("bpe")
+    (directory / "tokenizer.json").write_text(tokenizer_definitions.train_bpe([TEXT] * 3, 300))
+    return directory
+
+
+def test_a_vocabulary_of_pieces(bpe):
+    codec = codec_by_name(str(bpe))
+    ids = codec.encode("It is a truth")
+    assert len(ids) < 13
+    assert codec.decode(ids) == "It is a truth"
+    assert codec.continuation(ids[:2], ids[2:]) == "It is a truth".removeprefix(codec.decode(ids[:2]))
+    end = codec.id_of("<|end|>")
+    assert codec.encode("<|end|>") != [end]  # text that quotes the token is not the token
+    assert codec.decode([*ids[:1], end]).endswith("<|end|>")
+    assert codec.decode([99_999]) == ""
+
+
+def test_data_without_a_tokenizer_has_numbers():
+    codec = codec_of_data(DataConfig(filespec=str(ROOT / "synthetic_dataset.zarr")))
+    assert codec.encode("") == []
+    assert codec.continuation([5, 8], [13, 21]) == " 13 21"
+    with pytest.raises(ValueError, match=r"no tokenizer is known that has 'x'.*tokenizer=<name>"):
+        codec.id_of("x")
+    assert TextCodec().end is None
+
+
+def test_a_dataset_names_its_tokenizer(bpe, tmp_path):
+    from tokenization import config, write_jsonl
+
+    from tools.huggingface_to_flat_tokens import __main__ as tool
+    from tools.huggingface_to_flat_tokens.config import TokenizerConfig, TokenizerKind
+
+    file, out = write_jsonl(tmp_path / "a.jsonl", [TEXT] * 4), tmp_path / "a.zarr"
+    named = {"kind": TokenizerKind.huggingface, "name": str(bpe), "end_token": "<|end|>"}
+    tool.run(config(out, [file], tokenizer=TokenizerConfig(**named)))
+    codec = codec_of_dataset(str(out))
+    assert codec.decode(codec.encode(TEXT)) == TEXT
+    assert codec.end == codec.id_of("<|end|>")
+    (out / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"a.zarr has lost its tokenizer.json: data=<directory>"):
+        codec_of_dataset(str(out))

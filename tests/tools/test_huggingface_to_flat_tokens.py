@@ -1,0 +1,411 @@
+"""From text to flat-tokens, against Python's UTF-8, `tokenizers` asked one document at a time, and transformers."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from numpy_checks import check_modules
+
+import flat_tokens
+from flat_tokens import growing_array, shards, unfinished
+from text import excerpts, local_files, sources
+from text import tokenizers as text_tokenizers
+from text.definitions import train_bpe
+from text.tokenizers import ByteTokenizer
+from tools.huggingface_to_flat_tokens import __main__ as tool
+from tools.huggingface_to_flat_tokens import blocks, inputs, splits
+from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
+
+# Not text.definitions, whose large dictionaries take long to check.
+check_modules(flat_tokens, growing_array, shards, unfinished)
+check_modules(excerpts, local_files, sources, text_tokenizers, blocks, inputs, splits, tool)
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [
+    "Hello, world!",
+    "naïve café — 東京",
+    "a",
+    "x" * 300,
+    " leading and trailing ",
+    "</s>",
+    "<|end|> is no end",
+] * 3
+
+
+def write_jsonl(path, texts, field="text"):
+    path.write_text("".join(json.dumps({field: text, "n": i}) + "\n" for i, text in enumerate(texts)))
+    return str(path)
+
+
+def read(out, split="train"):
+    """The documents as lists of ids, and the attributes."""
+    group = zarr.open_group(str(out), mode="r")[split]
+    tokens, starts = group["encoded_tokens"][:], group["seq_starts"][:].astype(np.int64)
+    np.testing.assert_array_equal(np.flatnonzero(tokens & 1), starts[:-1])
+    return [document.tolist() for document in np.split(tokens >> 1, starts[1:-1])], group.attrs.asdict()
+
+
+def run(out, train, **settings):
+    if isinstance(train, str):
+        train = SplitConfig(files=[train])
+    tool.run(Config(**{"out": str(out), "train": train, "validation": None, "num_workers": 1} | settings))
+    return read(out)
+
+
+def byte_ids(text):
+    return [byte + 3 for byte in text.encode()]
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """`(path, tokenizer)`: a small BPE, with tokens of several bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    definition = train_bpe([*TEXTS, Path(__file__).read_text()], 600)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    path.write_text(definition)
+    return str(path), tokenizers.Tokenizer.from_str(definition)
+
+
+# ---- tokenizers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end_token", [None, "</s>"])
+def test_bytes(tmp_path, end_token):
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    documents, attributes = run(tmp_path / "d", source, tokenizer=TokenizerConfig(end_token=end_token))
+    assert documents == [byte_ids(text) + [1] * (end_token is not None) for text in TEXTS]
+    assert attributes["utf8_bytes"] == sum(len(text.encode()) for text in TEXTS)
+    assert attributes["num_documents"] == len(TEXTS)
+    assert attributes["tokenizer"] == {"kind": "bytes", "name": None, "vocab_size": 259, "end_token": end_token}
+    assert attributes["source"] == [source]
+
+
+def test_bytes_are_those_of_byt5():
+    transformers = pytest.importorskip("transformers")
+    # Its sentinel tokens would be read in the text; none are asked for.
+    byt5 = transformers.ByT5Tokenizer(extra_ids=0)
+    texts = [text for text in TEXTS if "</s>" not in text]
+    encoded = ByteTokenizer(append_end=True).encode(texts)
+    expected = [byt5(text)["input_ids"] for text in texts]
+    assert encoded.ids.tolist() == [i for ids in expected for i in ids]
+    assert encoded.lengths.tolist() == [len(ids) for ids in expected]
+
+
+@pytest.mark.parametrize("end_token", [None, "<|end|>"])
+def test_huggingface_tokenizer(tmp_path, bpe, end_token):
+    path, oracle = bpe
+    config = TokenizerConfig(kind=TokenizerKind.huggingface, name=path, end_token=end_token)
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    documents, attributes = run(tmp_path / "d", source, tokenizer=config)
+    for text, ids in zip(TEXTS, documents, strict=True):
+        if end_token is not None:
+            assert ids.pop() == 1
+        # No id of a special token, though the text quotes one.
+        assert min(ids) > 1
+        assert oracle.decode(ids) == text
+        if "<|" not in text:
+            assert ids == oracle.encode(text).ids
+    assert attributes["tokenizer"]["vocab_size"] == 600
+    assert (tmp_path / "d/tokenizer.json").read_text() == Path(path).read_text()
+
+
+def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path, bpe):
+    path, oracle = bpe
+    changed = json.loads(Path(path).read_text())
+    changed["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    changed["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|begin|>",
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    config = TokenizerConfig(kind=TokenizerKind.huggingface, name=str(tmp_path))
+    documents, _ = run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", TEXTS[:5]), tokenizer=config)
+    assert documents == [oracle.encode(text).ids for text in TEXTS[:5]]
+
+
+def test_trained_bpe(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    config = TokenizerConfig(kind=TokenizerKind.train_bpe, vocab_size=300, end_token="<|end|>")
+    documents, attributes = run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", TEXTS), tokenizer=config)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "d/tokenizer.json"))
+    assert tokenizer.id_to_token(0) == "<|begin|>"
+    assert [tokenizer.decode(ids) for ids in documents] == TEXTS
+    assert attributes["max_token_id"] < attributes["tokenizer"]["vocab_size"] == 300
+    # It merges: fewer tokens than bytes.
+    assert attributes["num_tokens"] < 0.7 * attributes["utf8_bytes"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "huggingface"])
+def test_workers_change_nothing(tmp_path, bpe, kind, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 2)
+    config = TokenizerConfig(kind=TokenizerKind[kind], name=bpe[0] if kind == "huggingface" else None)
+    split = SplitConfig(files=[source], max_tokens=250)
+    results = [
+        run(tmp_path / f"d{num_workers}", split, tokenizer=config, num_workers=num_workers) for num_workers in (1, 2)
+    ]
+    assert results[0] == results[1]
+    assert results[0][1]["num_tokens"] == 250
+
+
+# ---- sources ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"),
+    [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", None)],
+)
+def test_compressed_files(tmp_path, suffix, compress):
+    if compress is None:
+        compress = pytest.importorskip("zstandard").compress
+    content = Path(write_jsonl(tmp_path / "a.jsonl", TEXTS)).read_bytes()
+    (tmp_path / f"b.jsonl{suffix}").write_bytes(compress(content))
+    (tmp_path / f"c.txt{suffix}").write_bytes(compress("naïve\nsecond line".encode()))
+    files = [str(tmp_path / name) for name in (f"b.jsonl{suffix}", f"c.txt{suffix}")]
+    documents, _ = run(tmp_path / "d", SplitConfig(files=files))
+    assert documents == [byte_ids(text) for text in [*TEXTS, "naïve\nsecond line"]]
+
+
+def test_parquet_and_globs(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, texts in (("b", TEXTS[3:]), ("a", [*TEXTS[:3], None, ""])):
+        parquet.write_table(pyarrow.table({"id": range(len(texts)), "body": texts}), tmp_path / f"{name}.parquet")
+    split = SplitConfig(files=[str(tmp_path / "*.parquet")])
+    documents, _ = run(tmp_path / "d", split, text_field="body")
+    assert documents == [byte_ids(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_huggingface_dataset(tmp_path, streaming):
+    """A directory is a dataset to the `datasets` library, as a name on the hub is."""
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data/train.jsonl", TEXTS)
+    write_jsonl(tmp_path / "data/validation.jsonl", TEXTS[:4])
+    settings = [f"dataset={tmp_path}/data", "train.source=train", "validation.source=validation"]
+    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"out={tmp_path}/d", *settings]
+    env = os.environ | {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([*command, f"streaming={streaming}"], cwd=ROOT, env=env, check=True)
+    assert read(tmp_path / "d")[0] == [byte_ids(text) for text in TEXTS]
+    documents, attributes = read(tmp_path / "d", "validation")
+    assert documents == [byte_ids(text) for text in TEXTS[:4]]
+    assert attributes["source"] == [f"{tmp_path}/data", None, "validation"]
+
+
+def test_skip_and_max_documents(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    settings = {
+        "train": SplitConfig(files=[source], skip_documents=4),
+        "validation": SplitConfig(files=[source], max_documents=4),
+    }
+    tool.run(Config(out=str(tmp_path / "d"), **settings))
+    assert read(tmp_path / "d")[0] == [byte_ids(text) for text in TEXTS[4:]]
+    assert read(tmp_path / "d", "validation")[0] == [byte_ids(text) for text in TEXTS[:4]]
+
+
+def test_empty_documents_are_left_out(tmp_path, capsys):
+    texts = ["", "one", None, "", "two", ""]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    documents, attributes = run(tmp_path / "d", source, tokenizer=TokenizerConfig(end_token="</s>"))
+    assert documents == [[*byte_ids("one"), 1], [*byte_ids("two"), 1]]
+    assert attributes["num_documents"] == 2
+    assert "4 empty documents left out" in capsys.readouterr().out
+
+
+def test_half_of_a_surrogate_pair(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n')
+    documents, _ = run(tmp_path / "d", str(tmp_path / "a.jsonl"))
+    assert documents == [byte_ids("a\ufffdb"), byte_ids("😀")]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "huggingface"])
+@pytest.mark.parametrize("batch", [1, 50, 10**6])
+def test_max_tokens_is_exact(tmp_path, bpe, kind, batch, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", batch)
+    source = write_jsonl(tmp_path / "a.jsonl", ["", *TEXTS])
+    config = TokenizerConfig(kind=TokenizerKind[kind], name=bpe[0] if kind == "huggingface" else None)
+    whole, attributes = run(tmp_path / "whole", source, tokenizer=config)
+    flat = [i for document in whole for i in document]
+    ends = np.cumsum([len(document) for document in whole])
+    for max_tokens in (1, 2, int(ends[1]) - 1, int(ends[1]), int(ends[1]) + 1, len(flat) - 1, len(flat)):
+        split = SplitConfig(files=[source], max_tokens=max_tokens)
+        documents, cut = run(tmp_path / f"{max_tokens}", split, tokenizer=config)
+        assert [i for document in documents for i in document] == flat[:max_tokens]
+        assert [len(document) for document in documents[:-1]] == [len(d) for d in whole[: len(documents) - 1]]
+        if kind == "bytes":
+            assert cut["utf8_bytes"] == max_tokens
+        else:
+            decoded = sum(len(bpe[1].decode(document, skip_special_tokens=False).encode()) for document in documents)
+            # A cut within a character counts the whole character, which decodes to the three bytes of U+FFFD.
+            assert abs(cut["utf8_bytes"] - decoded) <= 2
+    assert cut["utf8_bytes"] == attributes["utf8_bytes"]
+
+
+def test_source_shorter_than_max_tokens(tmp_path, capsys):
+    split = SplitConfig(files=[write_jsonl(tmp_path / "a.jsonl", ["abc"])], max_tokens=10)
+    _, attributes = run(tmp_path / "d", split)
+    assert attributes["num_tokens"] == 3
+    assert "the source ended before max_tokens=10" in capsys.readouterr().out
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text": \n', r"a.jsonl:2 is not JSON"),
+        ('{"text": "a"}\n[1]\n', r"a.jsonl:2: a JSON list; each line must be one JSON object"),
+        ('{"body": "a", "id": 1}\n', r"a.jsonl:1: no key 'text'; set text_field to one of \['body', 'id'\]"),
+        ('{"text": 3}\n', r"a.jsonl:1: 'text' is int, not text"),
+        (b'{"text": "\xff"}\n', r"a.jsonl:1 is not UTF-8"),
+        ('{"text": ""}\n', r"train: the source holds no text; 1 empty documents"),
+    ],
+)
+def test_bad_content(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "d", str(tmp_path / "a.jsonl"))
+    assert not (tmp_path / "d/train/zarr.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": None}, "train and validation are both null"),
+        ({"train": SplitConfig()}, r"train: give either `dataset`.* or `train.files`"),
+        ({"dataset": "c4"}, r"train: give either `dataset`.* or `train.files`"),
+        ({"train": SplitConfig(), "dataset": "c4"}, "train.source is missing: the split of c4"),
+        ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No file matches 'nothing/\*.jsonl' in "),
+        ({"train": SplitConfig(files=[__file__])}, r"unknown kind of file. Known are .jsonl"),
+        ({"num_workers": 0}, "num_workers is 0; it must be at least 1"),
+        ({"train": SplitConfig(max_tokens=0)}, "train.max_tokens is 0; it must be at least 1"),
+        ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "end_token is '<eos>'; that of bytes is </s>"),
+        (
+            {"tokenizer": TokenizerConfig(name="gpt2")},
+            "huggingface, tiktoken and mistral need a name, and no other kind has one",
+        ),
+        (
+            {"tokenizer": TokenizerConfig(kind=TokenizerKind.huggingface, name="no/tokenizer.json")},
+            "There is no file 'no/tokenizer.json'",
+        ),
+        (
+            {"tokenizer": TokenizerConfig(kind=TokenizerKind.train_bpe, vocab_size=257)},
+            "vocab_size is 257; 256 bytes and .* need 258 or more",
+        ),
+    ],
+)
+def test_bad_settings(tmp_path, settings, message):
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "d", **{"train": source} | settings)
+
+
+def test_tokenizer_without_the_end_token(tmp_path, bpe):
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    config = TokenizerConfig(kind=TokenizerKind.huggingface, name=bpe[0], end_token="</s>")
+    with pytest.raises(
+        ValueError, match=r"no token '</s>' for tokenizer.end_token. Its special tokens are \['<\|begin\|>', '<\|end"
+    ):
+        run(tmp_path / "d", source, tokenizer=config)
+
+
+def test_keeps_what_is_there(tmp_path, bpe):
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    bytes_first, _ = run(tmp_path / "d", source)
+    bpe_config = TokenizerConfig(kind=TokenizerKind.huggingface, name=bpe[0])
+    with pytest.raises(ValueError, match="d/train is already there"):
+        run(tmp_path / "d", source, tokenizer=bpe_config)
+    assert read(tmp_path / "d")[0] == bytes_first
+    assert not (tmp_path / "d/tokenizer.json").exists()
+
+    run(tmp_path / "d", source, tokenizer=bpe_config, overwrite=True)
+    (tmp_path / "other.json").write_text(train_bpe(TEXTS, 300))
+    validation = {"train": None, "validation": SplitConfig(files=[source])}
+    for tokenizer in (
+        TokenizerConfig(kind=TokenizerKind.huggingface, name=str(tmp_path / "other.json")),
+        TokenizerConfig(),
+    ):
+        with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the one asked for"):
+            tool.run(Config(out=str(tmp_path / "d"), **validation, tokenizer=tokenizer))
+    tool.run(Config(out=str(tmp_path / "d"), **validation, tokenizer=bpe_config))
+    assert read(tmp_path / "d", "validation")[0] == read(tmp_path / "d")[0]
+
+
+def test_bpe_is_trained_on_the_training_split(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    config = TokenizerConfig(kind=TokenizerKind.train_bpe, vocab_size=300)
+    with pytest.raises(ValueError, match="train_bpe needs a training split"):
+        tool.run(Config(out=str(tmp_path / "d"), train=None, validation=SplitConfig(files=[source]), tokenizer=config))
+
+
+# ---- the examples -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["austen_bytes", "austen_bpe32k", pytest.param("austen_mistral", marks=pytest.mark.slow)]
+)
+def test_local_examples(tmp_path, name):
+    if name == "austen_mistral":
+        pytest.importorskip("mistral_common")
+    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"--config-name={name}", f"out={tmp_path}/d"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    for split, novels in (("train", 246), ("validation", 24)):
+        with lzma.open(ROOT / f"tests/data/austen_{split}.jsonl.xz") as lines:
+            texts = [json.loads(line)["text"] for line in lines]
+        documents, attributes = read(tmp_path / "d", split)
+        assert len(documents) == novels == len(texts)
+        assert attributes["utf8_bytes"] == sum(len(text.encode()) for text in texts)
+        vocab_size, end = {"austen_bytes": (259, 1), "austen_bpe32k": (22886, 1), "austen_mistral": (131072, 2)}[name]
+        assert attributes["tokenizer"]["vocab_size"] == vocab_size
+        assert all(document[-1] == end for document in documents)
+        if name == "austen_bytes":
+            assert documents[3][:-1] == byte_ids(texts[3])
+        else:
+            tokenizers = pytest.importorskip("tokenizers")
+            tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "d/tokenizer.json"))
+            assert tokenizer.decode(documents[3]) == texts[3]
+
+
+@pytest.mark.parametrize("name", ["c4_en", "tinystories", "fineweb_edu"])
+def test_hub_examples_are_valid(tmp_path, name):
+    """As far as one gets without a connection."""
+    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"--config-name={name}", f"out={tmp_path}/d"]
+    env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "Cannot load the split 'train' of the dataset" in result.stderr
+
+
+def test_settings_of_another_type_are_rejected(tmp_path):
+    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"out={tmp_path}/d"]
+    for setting in ("train.max_tokens=3.5", "tokenizer.kind=words", "train.file=[a]"):
+        result = subprocess.run([*command, setting], cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode != 0
+        assert setting.split("=")[0] in result.stderr
+
+
+@pytest.mark.parametrize("cores", [2, 8])
+def test_processes_are_for_what_has_no_threads(bpe, cores, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+    monkeypatch.setattr(tool, "available_cores", lambda: cores)
+    definition = Path(bpe[0]).read_text()
+    encoding = tiktoken.Encoding(
+        "x", pat_str=r".", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={}
+    )
+    references = [text_tokenizers.Tokenizers(definition), text_tokenizers.Tiktoken(encoding)]
+    made = [text_tokenizers.TextTokenizer(definition, reference, None, None) for reference in references]
+    assert [tool.default_workers(tokenizer) for tokenizer in made] == ([1, 2] if cores == 2 else [8, 8])

@@ -1,0 +1,311 @@
+"""What tools/schedule prints and draws; docs/pipeline.md shows what it makes now."""
+
+import ast
+import doctest
+import io
+import re
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from tools.schedule import __main__ as tool
+from tools.schedule.__main__ import Config, as_bytes, bytes_text, chart_of, simulated
+from tools.schedule.gantt import draw_svg, draw_text
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs/pipeline.md").read_text()
+
+
+def config_of(*overrides) -> Config:
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(list(overrides))))
+
+
+def printed(*overrides, width=100) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    tool.run(config_of(*overrides), console)
+    return "".join(f"{line.rstrip()}\n" for line in console.export_text().splitlines()).rstrip("\n") + "\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+# ---- terminal -----------------------------------------------------------------------------------------------------
+
+
+def chart_lines(*overrides, width=100):
+    config = config_of(*overrides)
+    return [line.plain.rstrip() for line in draw_text(chart_of(simulated(config)[0], config.model), width)]
+
+
+def test_chart_of_gpipe():
+    assert chart_lines("schedule=gpipe", "p=2", "m=2") == [
+        "   0 ' '     5   '",
+        "0  0>1>······0<<<1<<<",
+        "1  ··0>1>0<<<1<<<····",
+    ]
+
+
+def test_chart_of_asynchronous_devices():
+    assert chart_lines("schedule=1f1b", "p=2", "m=2", "transfer=0.5", "model=asynchronous") == [
+        "   0         5",
+        "0  0>1>······0<<<··1<<<",
+        "1  ···0>0<<<1>1<<<·····",
+    ]
+
+
+def test_chart_of_chunks_and_recomputation():
+    assert chart_lines("schedule=interleaved_1f1b", "p=2", "m=2", "v=2", "recompute=true") == [
+        "   0 ' ' '       '     5     '     '",
+        "0  0>1>0)1)······0=((((1=((((0=<<<<1=<<<<",
+        "1  ··0>1>··0)((((1)((((0=<<<<1=<<<<······",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("model", ["ticks", "asynchronous"])
+def test_panels_are_one_chart_cut_in_pieces(width, model):
+    settings = ("schedule=interleaved_1f1b", "p=4", "m=12", "v=2", f"model={model}")
+    whole, lines = (chart_lines(*settings, width=w) for w in (1000, width))
+    assert max(map(len, lines)) <= width
+    for device in range(4):
+        pieces = [line.removeprefix(f"{device}  ") for line in lines if line.startswith(f"{device}  ")]
+        assert "".join(pieces) == whole[1 + device].removeprefix(f"{device}  ")
+        if model == "ticks":
+            assert all(re.match(r"\d|·", piece) for piece in pieces), "cut between two ticks, not within a task"
+
+
+def test_every_task_is_labelled():
+    lines = chart_lines("schedule=interleaved_1f1b", "p=4", "m=12", "v=2", width=1000)
+    for line in lines[1:]:
+        found = re.findall(r"(\d+)[>)<(]", line[3:])
+        assert sorted(map(int, found)) == sorted([*range(12)] * 4)
+
+
+def test_a_cost_that_is_hardly_to_be_seen_does_not_stretch_the_chart():
+    lines = chart_lines("schedule=gpipe", "p=2", "m=4", "forward=0.001", width=100)
+    assert len(lines) == 3
+
+
+def test_what_is_printed_of_one_schedule():
+    text = printed("schedule=interleaved_1f1b", "p=4", "m=16", "v=2", "residual_bytes=100MiB", "input_bytes=8MiB")
+    assert "4 devices, 16 microbatches, 2 chunks each · 42 ticks · time 52.5 · bubble 8.6%" in text
+    assert re.search(r"^ +2 +2 6 +91.4% +7 +7 3 +350 MiB +350 MiB, 150 MiB$", text, re.M)
+    assert "Bubble: ticks 8.6%, asynchronous devices 8.6%" in text
+    # 2 slots of 8 MiB, 11 of half of 100 MiB.
+    assert "inputs 1, cotangents 1, residuals 11; 566 MiB together" in text
+    assert (Path("outputs") / "interleaved_1f1b_p4_m16_v2.svg").exists()
+
+
+def test_bytes_of_stage_inputs():
+    text = printed("schedule=1f1b", "p=4", "m=16", "recompute=true", "input_bytes=8MiB")
+    assert re.search(r"^ +0 +0 .* 0 B +0 B$", text, re.M), "stage 0 embeds again"
+    assert re.search(r"^ +1 +1 .* 32 MiB +32 MiB$", text, re.M)
+    assert "inputs 4, cotangents 1, residuals 0; 40 MiB together" in text
+
+
+def test_bytes_that_were_not_given_are_not_printed():
+    text = printed("schedule=1f1b", "p=4", "m=16", "input_bytes=8MiB")
+    assert "iB" not in text
+    assert "bytes" not in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_comparison(width):
+    settings = ("schedule=[gpipe,1f1b,interleaved_1f1b]", "p=4", "m=16", "v=2", "residual_bytes=1GiB", "input_bytes=0")
+    rows = [line.split() for line in printed(*settings, width=width).splitlines()]
+    assert rows[:4] == [
+        ["schedule", "v", "time", "bubble", "async", "ticks", "alive", "slots", "buffers"],
+        ["gpipe", "1", "57", "15.8%", "15.8%", "37", "16", "1+1+16", "16", "GiB"],
+        ["1f1b", "1", "78", "38.5%", "15.8%", "29", "5", "1+1+5", "5", "GiB"],
+        ["interleaved_1f1b", "2", "52.5", "8.6%", "8.6%", "42", "11", "1+1+11", "5.5", "GiB"],
+    ]
+
+
+def test_a_comparison_of_chunks():
+    text = printed("schedule=[interleaved_1f1b,interleaved_1f1b]", "p=4", "m=16", "v=[1,2]", width=80)
+    assert [line.split()[1] for line in text.splitlines()[1:3]] == ["1", "2"]
+
+
+def test_costs_by_stage():
+    even = simulated(config_of("schedule=1f1b", "p=2", "m=4", "forward=[1,1]", "backward=[2,2]"))[0]
+    assert even.ticks.total == simulated(config_of("schedule=1f1b", "p=2", "m=4"))[0].ticks.total
+    heavy = simulated(config_of("schedule=1f1b", "p=2", "m=4", "forward=[1,2]", "backward=[2,4]"))[0]
+    assert heavy.ticks.total == 1 + 4 * (2 + 4) + 2
+    in_chunks = simulated(config_of("schedule=interleaved_1f1b", "p=2", "m=4", "v=2"))[0]
+    assert in_chunks.ticks.costs.forward == [0.5] * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["schedule=interleaved_1f1b", "m=6"], "6 microbatches are no multiple of 4 devices"),
+        (["schedule=zb"], "no schedule is called 'zb'. Choose gpipe, 1f1b, interleaved_1f1b, eager_1f1b"),
+        (["schedule=[]"], "schedule is []; give a name, or a list of names"),
+        (["schedule=3"], "schedule is 3; give a name"),
+        (["v=2"], "gpipe is defined for one chunk a device, not for v=2"),
+        (["v=[1,2]"], "v is [1, 2] for 1 schedules: give one number of chunks, or one for each"),
+        (["v=many"], "v is many; it is a number of chunks"),
+        (["p=0"], "0 devices of the axis p: there must be at least 1"),
+        (["forward=[1,2]"], "forward lists 2 times; there are 4 stages"),
+        (["backward=long"], "backward is long; give a time, or a list with one for each of 4 stages"),
+        (["transfer=-1"], "a transfer costs -1"),
+        (["model=gpu"], "model is gpu; it must be ticks or asynchronous"),
+        (["output=chart.png"], "output is chart.png; its name must end in .svg"),
+        (["input_bytes=3 apples"], "input_bytes is 3 apples; give a number of bytes, or one with a unit"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        printed(*["schedule=gpipe", "p=4", "m=8", *settings])
+    assert not Path("outputs").exists()
+
+
+def test_bytes():
+    assert [as_bytes("x", text) for text in (None, 3, "1e6", "1.5KiB", "2 GB")] == [None, 3, 1e6, 1536, 2e9]
+    assert [bytes_text(x) for x in (None, 0, 1000, 1536, 2**30)] == ["–", "0 B", "1000 B", "1.5 KiB", "1 GiB"]
+
+
+# ---- SVG ----------------------------------------------------------------------------------------------------------
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def svg_of(*overrides):
+    config = config_of(*overrides)
+    results = simulated(config)
+    return ElementTree.fromstring(draw_svg([chart_of(result, config.model) for result in results])), results
+
+
+@pytest.mark.parametrize("flags", [[], ["model=asynchronous"], ["recompute=true"]])
+def test_the_boxes_are_the_times(flags):
+    """The boxes of a device cover the share of its row that it is busy."""
+    root, (result,) = svg_of("schedule=interleaved_1f1b", "p=4", "m=8", "v=2", "transfer=0.2", *flags)
+    timeline = chart_of(result, "asynchronous" if "model=asynchronous" in flags else "ticks").timeline
+    rows = {float(r.get("y")): float(r.get("width")) for r in root.iter(f"{SVG}rect") if r.get("height") == "24"}
+    assert len(rows) == 4
+    covered, boxes = dict.fromkeys(rows, 0.0), 0
+    for path in root.iter(f"{SVG}path"):
+        for _, y, width in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v24", path.get("d")):
+            covered[float(y)] += float(width) + 0.8
+            boxes += 1
+    busy = [sum(span.end - span.start for span in spans) / timeline.total for spans in timeline.spans]
+    assert [covered[y] / rows[y] for y in rows] == pytest.approx(busy, abs=0.01)
+    # With recompute, a backward is two boxes, and the forward of the last stage is one of those.
+    assert boxes == 2 * 8 * 8 + (8 * 8 - 8 if "recompute=true" in flags else 0)
+
+
+def test_every_box_has_its_microbatch():
+    root, _ = svg_of("schedule=[gpipe,interleaved_1f1b]", "p=2", "m=4", "v=2")
+    labels = [text.text for group in root.iter(f"{SVG}g") for text in group]
+    assert sorted(labels) == sorted([str(k) for k in range(4)] * (2 * 2 + 2 * 4))
+    titles = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "t"]
+    assert titles == ["gpipe", "interleaved_1f1b"]
+    assert any("bubble" in (text.text or "") for text in root.iter(f"{SVG}text"))
+
+
+def test_charts_below_each_other_have_one_scale():
+    root, results = svg_of("schedule=[gpipe,1f1b]", "p=4", "m=8")
+    widths = [float(r.get("width")) for r in root.iter(f"{SVG}rect") if r.get("height") == "24"]
+    assert widths[0] / widths[4] == pytest.approx(results[0].ticks.total / results[1].ticks.total, rel=1e-3)
+
+
+# ---- the program, and the document --------------------------------------------------------------------------------
+
+
+def test_program(tmp_path):
+    command = [sys.executable, "-m", "tools.schedule", "schedule=interleaved_1f1b", "p=4", "m=16", "v=2"]
+    output = tmp_path / "chart.svg"
+    done = subprocess.run([*command, f"output={output}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"Chart: {output}" in done.stdout
+    assert ElementTree.parse(output).getroot().tag == f"{SVG}svg"
+    done = subprocess.run([*command[:-3], "m=16"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "p must be given, as p=<value>." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def blocks(language):
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENT, flags=re.M | re.S)
+    return [text for name, text in found if name == language]
+
+
+# Device 1 begins with what cannot be first.
+BACKWARDS_FIRST = """
+
+def backwards_first(p, m, v):
+    first, second = waves(p, m, v)
+    return [first, second[::-1]]
+"""
+
+
+@pytest.fixture
+def my_schedules(tmp_path, monkeypatch):
+    """The document's schedule of one's own, to be imported."""
+    (source,) = [block for block in blocks("python") if block.startswith("# my_schedules.py")]
+    source += BACKWARDS_FIRST
+    (tmp_path / "my_schedules.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_schedules", None)
+
+
+COMMAND = "python -m tools.schedule "
+SHOWN = [block for block in blocks("") if block.startswith(f"$ {COMMAND}")]
+PICTURES = [line for block in blocks("") for line in block.splitlines() if line.startswith(COMMAND)]
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.splitlines()[0])
+def test_document_shows_what_is_printed(block, my_schedules):
+    command, _, text = block.partition("\n")
+    assert printed(*shlex.split(command.removeprefix(f"$ {COMMAND}"))) == text
+
+
+@pytest.mark.parametrize("line", PICTURES)
+def test_document_shows_what_is_drawn(line):
+    settings = shlex.split(line.removeprefix(COMMAND))
+    printed(*settings)
+    (output,) = [setting.removeprefix("output=") for setting in settings if setting.startswith("output=")]
+    assert Path(output).read_text() == (ROOT / output).read_text(), f"make it again: {line}"
+
+
+def test_document_is_complete():
+    assert len(SHOWN) >= 4
+    drawn = {line.partition("output=docs/")[2] for line in PICTURES}
+    assert drawn == set(re.findall(r"!\[.*?\]\((pipeline/.*?\.svg)\)", DOCUMENT.partition("<!-- The executor")[0]))
+
+
+def test_document_examples(my_schedules):
+    example = doctest.DocTestParser().get_doctest(blocks("python")[0], {}, "docs/pipeline.md", None, 0)
+    assert doctest.DocTestRunner().run(example).failed == 0
+    assert ast.parse(blocks("python")[1])
+    (error,) = [block for block in blocks("") if block.startswith("Error: schedule 'my_schedules")]
+    with pytest.raises(ValueError, match="never ends") as caught:
+        printed("schedule=my_schedules:backwards_first", "p=2", "m=1")
+    assert f"Error: {caught.value}\n" == error
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "warmup"),
+    [
+        ("gpipe", 1, [15, 15, 15, 15]),
+        ("1f1b", 1, [3, 2, 1, 0]),
+        ("eager_1f1b", 1, [6, 4, 2, 0]),
+        ("interleaved_1f1b", 3, [14, 12, 10, 8]),
+    ],
+)
+def test_document_formulas(name, v, warmup):
+    """The table of the published schedules, at p = 4 and m = 16."""
+    result = simulated(config_of(f"schedule={name}", "p=4", "m=16", f"v={v}"))[0]
+    assert result.asynchronous.peak_of_devices() == [forwards + 1 for forwards in warmup]
+    assert result.asynchronous.bubble == pytest.approx(3 / (v * 16 + 3))

@@ -1,0 +1,171 @@
+"""The documents of each synthetic task, and that the dataset in the repository is what the tool writes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from numpy_checks import check_modules
+
+import flat_tokens
+from tools import write_synthetic_dataset as tool
+
+check_modules(flat_tokens, tool)
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+CHECKED_IN = ROOT / "synthetic_dataset.zarr"
+
+
+def files(path):
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def documents(path, split):
+    group = zarr.open_group(str(path), mode="r")[split]
+    tokens, starts = group["encoded_tokens"][:], group["seq_starts"][:]
+    return np.split(tokens >> 1, starts[1:-1].astype(np.int64))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """What the program writes, run as a user would, and in a directory of its own to see what else it leaves."""
+    folder = tmp_path_factory.mktemp("written")
+    command = [sys.executable, "-m", "tools.write_synthetic_dataset", "out=d.zarr"]
+    run = subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    assert [path.name for path in folder.iterdir()] == ["d.zarr"]
+    assert "d.zarr/train: 262,147 tokens in 6,950 documents" in run.stdout
+    return folder / "d.zarr"
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_checked_in_dataset_is_what_the_tool_writes(written, split):
+    ours, fresh = (zarr.open_group(str(path), mode="r")[split] for path in (CHECKED_IN, written))
+    assert ours.attrs.asdict() == fresh.attrs.asdict()
+    for name in ("encoded_tokens", "seq_starts"):
+        np.testing.assert_array_equal(ours[name][:], fresh[name][:])
+
+
+def test_same_seed_writes_the_same_bytes(written, tmp_path):
+    for seed in (0, 1):
+        tool.write(tool.Config(out=str(tmp_path / str(seed)), seed=seed))
+    assert files(tmp_path / "0") == files(written)
+    assert files(tmp_path / "1") != files(written)
+
+
+def test_size():
+    assert sum(len(content) for content in files(CHECKED_IN).values()) < 400 * 1024
+    tokens = np.concatenate(documents(CHECKED_IN, "train"))
+    assert tokens.min() > 0
+    assert tokens.max() < 1280
+
+
+def test_splits_differ():
+    """Copying ten random digits or more, no document of one split should be in the other."""
+
+    def long_copies(split):
+        tasks = (tool.COPY, tool.REVERSE)
+        return [tuple(d.tolist()) for d in documents(CHECKED_IN, split) if d[0] in tasks and d.size > 22]
+
+    train, validation = long_copies("train"), long_copies("validation")
+    assert len(train) > 1000
+    assert len(validation) > 250
+    assert not set(train).intersection(validation)
+
+
+def check_copy(data):
+    n = (data.size - 1) // 2
+    assert data[n] == tool.SEPARATOR
+    np.testing.assert_array_equal(data[n + 1 :], data[:n])
+    return data[:n]
+
+
+def check_reverse(data):
+    n = (data.size - 1) // 2
+    assert data[n] == tool.SEPARATOR
+    np.testing.assert_array_equal(data[n + 1 :], data[:n][::-1])
+    return data[:n]
+
+
+def check_copy_at(data):
+    distance, digits = int(data[0]) - tool.FIRST_DISTANCE, data[1:]
+    assert 1 <= distance <= 16
+    np.testing.assert_array_equal(digits[distance:], digits[:-distance])
+    return digits
+
+
+def check_copy_at_unknown(data):
+    assert any((data[d:] == data[:-d]).all() for d in range(1, 17))
+    return data
+
+
+def test_documents_are_their_tasks():
+    checks = {
+        tool.COPY: check_copy,
+        tool.REVERSE: check_reverse,
+        tool.COPY_AT: check_copy_at,
+        tool.COPY_AT_UNKNOWN: check_copy_at_unknown,
+    }
+    by_task = {task: [] for task in [*checks, tool.GAUSSIANS]}
+    for document in documents(CHECKED_IN, "train"):
+        by_task[int(document[0])].append(document[1:])
+    for task, check in checks.items():
+        digits = np.concatenate([check(data) for data in by_task[task]]) - tool.FIRST_DIGIT
+        np.testing.assert_allclose(np.bincount(digits, minlength=10) / digits.size, 0.1, atol=0.02)
+    for task, some in by_task.items():
+        lengths = {data.size for data in some}
+        assert 0.18 < len(some) / 6950 < 0.22
+        assert len(lengths) > 35, task
+
+
+def test_gaussian_mixtures():
+    """Samples lie within each document near at most three places, but anywhere over all documents."""
+    samples = [
+        data[1:].astype(int) - tool.FIRST_BIN for data in documents(CHECKED_IN, "train") if data[0] == tool.GAUSSIANS
+    ]
+    for some in samples:
+        gaps = np.diff(np.sort(some))
+        # Samples more than six of the largest standard deviations apart are of different components.
+        assert (gaps > 48).sum() <= 2
+    every = np.concatenate(samples)
+    assert every.min() >= 0
+    assert every.max() < 768
+    assert np.histogram(every, 8, (0, 768))[0].min() > every.size / 16
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("seed", -1, r"seed is -1; it must lie in \[0, 4294967295\]"),
+        ("train_tokens", 0, r"train_tokens is 0; it must lie in \[1, ∞\]"),
+        ("max_distance", 224, r"max_distance is 224; it must lie in \[1, 223\]"),
+    ],
+)
+def test_clear_errors(tmp_path, field, value, message):
+    with pytest.raises(ValueError, match=message):
+        tool.write(tool.Config(out=str(tmp_path / "d"), **{field: value}))
+    assert not (tmp_path / "d").exists()
+
+
+def test_keeps_what_is_there(written):
+    with pytest.raises(ValueError, match="is already there"):
+        tool.write(tool.Config(out=str(written)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("out=d train_tokens=3.5", "train_tokens"),
+        ("out=d max_digit=3", "max_digit"),
+        ("", "out must be given, as out=<value>"),
+    ],
+)
+def test_settings_are_checked(tmp_path, setting, message):
+    command = [sys.executable, "-m", "tools.write_synthetic_dataset", *setting.split()]
+    run = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert message in run.stderr
+    assert not list(tmp_path.iterdir())

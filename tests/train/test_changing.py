@@ -1,0 +1,317 @@
+"""docs/changing.md: each recipe, made in a copy of train.py, against a dense computation, optax or torch."""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import dense
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+from jax.sharding import AbstractMesh, AxisType
+from recipes import PAGE, RECIPES, ROOT, changed, hunks, module_of
+from verifying import verify
+
+from cluster.devices import make_mesh
+from input_loader import TokenBatch, batch_shapes
+from modeling.model import inputs_of, load_model
+from optimizers.config import GroupConfig
+from training_io.pipeline_config import PipelineConfig
+
+TABLE = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (.*?) \|", PAGE, flags=re.M)
+MESHES = {"one device": (1, 1, 1, 1), "d=2 t=2": (1, 1, 2, 2), "p=2 d=2 t=2": (2, 1, 2, 2)}
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a run of a changed train.py gave."""
+
+    before: list
+    """Weights before each step."""
+    metrics: list
+    gradients: list
+    """Of the loss, from what adamw keeps of them."""
+    validation: float
+    state: object
+
+
+def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = None, optimizer=(), **training):
+    """What some steps of a changed train.py gave, in f32 and without clipping; `batch` each time."""
+    c = tiny.config(tiny.model(module="changed_train", layers=4), **training)
+    c.optimizer = tiny.optimizer(warmup_steps=0, clip_norm=1e9, **dict(optimizer))
+    if mesh.startswith("p"):
+        c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
+    p, r, d, t = MESHES[mesh]
+    host = lambda tree: jax.tree.map(np.asarray, tree)
+    with module_of(changed(recipe)) as train, jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
+        model = load_model(c.model)
+        state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
+        batch = tiny.place(batch or tiny.host_batch(), TokenBatch)
+        nats, targets = train.make_evaluation_step(c, model)(state.weights, batch)
+        step, found = train.make_training_step(c, model), Trained([], [], [], float(nats / targets), None)
+        for i in range(steps):
+            found.before.append(host(state.weights))
+            mu = host(state.adam_mu)
+            state, metrics = step(state, batch, np.int32(i))
+            found.metrics.append(metrics)
+            of_step = lambda new, old: None if new is None else (new - 0.9 * old) / np.float32(0.1)
+            is_none = lambda x: x is None
+            found.gradients.append(jax.tree.map(of_step, host(state.adam_mu), mu, is_leaf=is_none))
+        found.state = host(state)
+    return found
+
+
+def assert_gradients(found: Trained, loss) -> None:
+    """Loss and gradients of the first step are those of `loss`, a function of the weights."""
+    expected, g = jax.jit(jax.value_and_grad(loss))(found.before[0])
+    np.testing.assert_allclose(found.metrics[0].loss, expected, rtol=2e-5)
+    for (path, ours), theirs in zip(
+        jax.tree_util.tree_leaves_with_path(found.gradients[0]), jax.tree.leaves(g), strict=True
+    ):
+        scale = float(np.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5 * scale, err_msg=jax.tree_util.keystr(path))
+
+
+BATCH = tiny.host_batch()
+KIND = np.random.default_rng(5).integers(0, 64, BATCH.targets.shape).astype(np.uint32)
+WITH_KIND = dataclasses.replace(BATCH, inputs=KIND[..., None])
+# The second input of the token that is read: of the one before the target, 0 before a document.
+KIND_READ = np.where(BATCH.is_seq_start, 0, np.pad(KIND[:, :-1], ((0, 0), (1, 0))))
+alibi = lambda scores, i, j: scores - (2.0 ** (-(np.arange(16) + 1) / 2))[:, None, None] * (i - j)
+layer_norm = lambda x, epsilon: dense.rms(x - x.mean(-1, keepdims=True), epsilon)
+in_window = lambda i, j: (i >= j) & (i - j < 5)
+DENSE = {  # recipe: how dense.logits is told of it
+    "An activation": {"activation": jax.nn.gelu},
+    "A norm": {"norm": layer_norm},
+    "A position scheme": {"rope": False, "score": alibi},
+    "Who attends to whom": {"sees": lambda layer, i, j: in_window(i, j)},
+    "Layers that alternate": {"sees": lambda layer, i, j: (i >= j) if layer % 2 else in_window(i, j)},
+    "A new weight": {"gain": True},
+    "Attention sinks": {"sinks": True},
+    "A second input beside tokens": {"second": KIND_READ},
+}
+
+
+OTHERS_SLOW = [mesh if mesh == "d=2 t=2" else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
+
+
+@pytest.mark.parametrize("recipe", [name for name, diffs in RECIPES.items() if diffs])
+def test_the_types_of_each_recipe_hold(recipe):
+    c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=2)
+    mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+    with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
+        model = load_model(c.model)
+        batch = batch_shapes(tiny.BATCH, tiny.LENGTH, len(inputs_of(model)))
+        assert train.programs(c, model, batch).keys() == {"training", "evaluation"}
+
+
+def test_gradients_of_microbatches_are_refused_with_stages():
+    c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=2)
+    mesh = AbstractMesh((2, 1, 2, 1), ("p", "r", "d", "t"), axis_types=(AxisType.Explicit,) * 4)
+    refused = pytest.raises(ValueError, match=r"are to be seen, but mesh\.p is 2: .* set mesh\.p=1")
+    with module_of(changed("Gradients of each microbatch")) as train, jax.sharding.use_abstract_mesh(mesh), refused:
+        train.programs(c, load_model(c.model), batch_shapes(tiny.BATCH, tiny.LENGTH))
+
+
+QUICK = ("A second input beside tokens",)  # the others' dense tests are slow: rules have quick ones
+
+
+@pytest.mark.parametrize("mesh", OTHERS_SLOW)
+@pytest.mark.parametrize(
+    "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DENSE]
+)
+def test_a_model_is_the_dense_one(recipe, mesh):
+    c = tiny.model(layers=4)
+    batch = WITH_KIND if "second" in recipe else BATCH
+    found = trained(recipe, mesh, batch=batch)
+    loss = lambda w, **how: dense.cross_entropy(dense.logits(w, batch, c, **how), batch)
+    assert_gradients(found, functools.partial(loss, **DENSE[recipe]))
+    np.testing.assert_allclose(found.validation, found.metrics[0].loss, rtol=1e-5)
+    plain = {"gain": True, "sinks": True} | DENSE[recipe]
+    plain = {} if recipe not in ("A new weight", "Attention sinks") else dict.fromkeys(plain, False)
+    assert abs(loss(found.before[0], **plain) - found.validation) > 1e-4, "the change is felt"
+
+
+@pytest.mark.parametrize(
+    "mesh", [mesh if mesh.startswith("p") else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
+)
+def test_a_loss_and_a_metric_from_a_layer(mesh):
+    c, found = tiny.model(layers=4), trained("A loss or a metric from a layer", mesh)
+
+    def loss(w):
+        stream = []
+        plain = dense.cross_entropy(dense.logits(w, BATCH, c, stream=stream), BATCH)
+        return plain + 0.01 * sum(stream)
+
+    assert_gradients(found, loss)
+    stream = []
+    plain = dense.cross_entropy(dense.logits(found.before[0], BATCH, c, stream=stream), BATCH)
+    np.testing.assert_allclose(found.validation, plain, rtol=1e-5)
+    np.testing.assert_allclose(found.metrics[0].layers.by_name()["stream"], stream, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        ["pipeline.virtual_stages=2"],
+        ["pipeline.recompute=true", "pipeline.layers_per_stage=[1,2]"],
+        ["pipeline.virtual_stages=2", "pipeline.layers_per_stage=[1,2,1,2]", "pipeline.recompute=true"],
+        ["pipeline.schedule=1f1b"],
+    ],
+)
+def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, pipeline):
+    (tmp_path / "train.py").write_text(changed("A loss or a metric from a layer", (ROOT / "train.py").read_text()))
+    done = verify(tmp_path, "verify.meshes=[2x2x2,2x1x2x2]", "verify.precisions=[f64]", *pipeline)
+    assert "In f64, all 2 meshes agree with one device." in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mesh", OTHERS_SLOW)
+def test_label_smoothing_is_torchs_and_leaves_validation_alone(mesh):
+    torch = pytest.importorskip("torch", reason="label smoothing is compared with torch's, on Python 3.11 only")
+    c, found = tiny.model(layers=4), trained("A loss that leaves validation alone", mesh)
+    logits = dense.logits(found.before[0], BATCH, c)
+    flat, targets = torch.tensor(np.asarray(logits)).flatten(0, 1), BATCH.targets.astype(np.int64).flatten()
+    targets = torch.tensor(targets)
+    smoothed = torch.nn.functional.cross_entropy(flat, targets, reduction="none", label_smoothing=0.1)
+    np.testing.assert_allclose(found.metrics[0].loss, smoothed[BATCH.loss_mask.flatten()].mean(), rtol=1e-5)
+    np.testing.assert_allclose(found.validation, dense.cross_entropy(logits, BATCH), rtol=1e-5)
+    assert_gradients(found, lambda w: dense.cross_entropy(dense.logits(w, BATCH, c), BATCH, smoothing=0.1))
+
+
+def test_a_scalar_in_the_metrics():
+    found = trained("A scalar in the metrics", "d=2 t=2")
+    norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(found.state.weights)))
+    np.testing.assert_allclose(found.metrics[0].weight_norm, norm, rtol=1e-5)
+
+
+def dense_gradients(w, c):
+    return jax.jit(jax.grad(lambda w: dense.cross_entropy(dense.logits(w, BATCH, c), BATCH)))(w)
+
+
+def updated_by(transformation, w, c, steps: int):
+    """Weights after steps of an optimizer of optax."""
+    state = transformation.init(w)
+    for _ in range(steps):
+        updates, state = transformation.update(dense_gradients(w, c), state, w)
+        w = optax.apply_updates(w, updates)
+    return w
+
+
+def schedule(c):
+    return optax.cosine_decay_schedule(c.learning_rate, c.schedule_steps, c.final_fraction)
+
+
+@pytest.mark.parametrize("mesh", OTHERS_SLOW[:2])
+def test_lion_is_optaxs(mesh):
+    c, m = tiny.optimizer(), tiny.model(layers=4)
+    settings = {"algorithm": "lion", "learning_rate": 1e-3, "weight_decay": 0.1}
+    found = trained("Another optimizer", mesh, steps=3, optimizer=settings)
+    assert all(x is None for x in jax.tree.leaves(found.state.adam_nu, is_leaf=lambda x: x is None))
+    oracle = optax.lion(schedule(tiny.optimizer(**settings)), c.adam_b1, c.adam_b2, weight_decay=0.1)
+    expected = updated_by(oracle, found.before[0], m, 3)
+    for ours, theirs in zip(jax.tree.leaves(found.state.weights), jax.tree.leaves(expected), strict=True):
+        # Where rounding turns a sign, an entry goes the other way.
+        same = np.isclose(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert same.mean() > 0.999, same.mean()
+
+
+@pytest.mark.slow
+def test_groups_are_optaxs():
+    settings = {
+        "groups": [
+            GroupConfig("*norm", weight_decay=0.0),
+            GroupConfig("layers.w_*", rate=0.5),
+            GroupConfig("embed", algorithm="frozen"),
+        ]
+    }
+    c, m = tiny.optimizer(**settings), tiny.model(layers=4)
+    found = trained("A scalar in the metrics", "d=2 t=2", steps=3, optimizer=settings)
+    adamw = lambda factor, decay: optax.adamw(
+        lambda n: factor * schedule(c)(n), c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=decay
+    )
+    kinds = {"norm": adamw(1, 0.0), "matrix": adamw(0.5, 0.1), "rest": adamw(1, 0.1), "embed": optax.set_to_zero()}
+
+    def kind(path, _):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return (
+            "norm" if name.endswith("norm") else "matrix" if ".w_" in name else "embed" if name == "embed" else "rest"
+        )
+
+    w = found.before[0]
+    labels = jax.tree_util.tree_map_with_path(kind, w)
+    assert set(jax.tree.leaves(labels)) == set(kinds)
+    expected = updated_by(optax.multi_transform(kinds, labels), w, m, 3)
+    for ours, theirs in zip(jax.tree.leaves(found.state.weights), jax.tree.leaves(expected), strict=True):
+        # AdamW's first updates are all but signs: where a gradient is about 0, rounding decides.
+        assert np.isclose(ours, theirs, rtol=1e-4, atol=2e-5).mean() > 0.999
+    np.testing.assert_array_equal(found.state.weights.embed, w.embed)
+    assert found.state.adam_mu.embed is None
+    g = dense_gradients(w, m)
+    rest = [x for x, label in zip(jax.tree.leaves(g), jax.tree.leaves(labels), strict=True) if label != "embed"]
+    np.testing.assert_allclose(found.metrics[0].grad_norm, np.sqrt(sum(np.sum(x**2) for x in rest)), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": "adam"}, "optimizer.algorithm is 'adam'; choose one of adamw, muon, frozen"),
+        (
+            {"groups": [GroupConfig("w_q", rate=0.5)]},
+            r"groups\[0\].match is 'w_q', which matches no weight; there are",
+        ),
+        ({"groups": [GroupConfig("embed", algorithm="sgd")]}, r"groups\[0\].algorithm is 'sgd'; choose one of"),
+    ],
+)
+def test_what_no_weight_has_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        trained("A scalar in the metrics", "one device", optimizer=settings)
+
+
+@pytest.mark.parametrize("mesh", OTHERS_SLOW[:2])
+def test_an_average_of_the_weights(mesh):
+    found = trained("A scalar in the metrics", mesh, steps=3, ema_decay=0.75)
+    average = found.before[0]
+    for w in [*found.before[1:], found.state.weights]:
+        average = jax.tree.map(lambda a, w: 0.75 * a + 0.25 * w, average, w)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), found.state.ema, average)
+    assert np.abs(average.embed - found.state.weights.embed).max() > 1e-3
+
+
+@pytest.mark.parametrize("mesh", OTHERS_SLOW[:2])
+@pytest.mark.parametrize("gather", ["step", pytest.param("layer", marks=pytest.mark.slow)])
+def test_the_noise_scale_is_that_of_each_microbatch(mesh, gather):
+    c, n = tiny.model(layers=4), 2
+    batch = dataclasses.replace(BATCH, loss_mask=np.ones_like(BATCH.loss_mask))
+    found = trained("Gradients of each microbatch", mesh, batch=batch, microbatches=n, gather_weights=gather)
+    loss = lambda w, rows: dense.cross_entropy(dense.logits(w, part := jax.tree.map(lambda x: x[rows], batch), c), part)
+    # Each device cuts its own rows into microbatches.
+    devices = MESHES[mesh][2]
+    own = np.arange(tiny.BATCH).reshape(devices, n, -1)
+    squared = lambda g: sum(np.sum(np.square(x)) for x in jax.tree.leaves(g))
+    g = lambda rows: jax.jit(jax.grad(functools.partial(loss, rows=rows)))(found.before[0])
+    small = np.mean([squared(g(own[:, i].flatten())) for i in range(n)])
+    big = squared(g(np.arange(tiny.BATCH)))
+    rows = tiny.BATCH / n
+    # Appendix A.1: unbiased estimates from gradients of batches of two sizes.
+    signal = (tiny.BATCH * big - rows * small) / (tiny.BATCH - rows)
+    noise = (small - big) / (1 / rows - 1 / tiny.BATCH)
+    np.testing.assert_allclose(found.metrics[0].noise_scale, noise / signal, rtol=1e-3)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("recipe", [name for name, diffs in RECIPES.items() if diffs])
+def test_the_table_counts_the_places(recipe):
+    counted = {name.lower(): places for name, places in TABLE}[recipe.lower()]
+    assert len(hunks(recipe)) == sum(map(int, re.findall(r"\d", counted.replace("2 and its use", "3"))))
+    assert all(len(line) <= 120 for line in changed(recipe).splitlines())
+
+
+@pytest.mark.quick
+def test_each_recipe_is_in_the_table_and_tried():
+    assert {name.lower() for name, _ in TABLE} == {name.lower() for name in RECIPES if name != "What made a run"}
+    tried = Path(__file__).read_text()
+    assert all(f'"{name}"' in tried for name, diffs in RECIPES.items() if diffs)

@@ -1,0 +1,313 @@
+"""Runs that are interrupted on one mesh or number of processes go on with another: the same batches, the same losses.
+
+The batches are witnessed where the training step gets them, on the devices (recorded_run.py), and looked up in the
+dataset as numpy reads it. How far losses may differ is measured: see `band_of`.
+"""
+
+import copy
+import functools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import recorded_run
+import zarr
+from losses_of_runs import losses
+from shipped import load
+from simulated import xla_flags
+
+import train
+from cluster.devices import make_mesh
+from input_loader import FlatTokensLoader
+from modeling.model import COMPUTE_DTYPES, load_model
+from training_io import run as run_files
+from training_io.config import Config
+
+ROOT = Path(__file__).parents[2]
+DATASET = ROOT / "synthetic_dataset.zarr"
+STEPS, ROWS, LENGTH = 12, 16, 16
+SMALL = ["model.d_model=32", "model.n_kv=8", "model.n_q_per_kv=2", "model.d_head=4", "model.d_ff=48"]
+GPT2 = ["model.d_model=128", "model.layers=2", "model.dropout=0.1", "training.sample_interval=null"]
+RUN = [f"training.batch_size={ROWS}", f"training.seq_len={LENGTH}", "training.eval_batches=0"]
+RUN += ["training.checkpoint_interval=4", "optimizer.warmup_steps=3", f"optimizer.schedule_steps={STEPS}"]
+KINDS = {
+    "llama": ("local_test_synthetic", *SMALL),
+    "llama f32": ("local_test_synthetic", *SMALL, "training.compute_dtype=f32"),
+    "muon": ("local_test_synthetic", *SMALL, "optimizer=muon"),
+    "gpt2 with dropout": ("local_gpt2", *GPT2),
+}
+"""By name, a file in configs/ and what is changed in it."""
+
+WHOLE = {"d": 4, "t": 2}
+EXCHANGED = {"d": 2, "t": 4}
+HALF = {"r": 2, "d": 1, "t": 2}
+ONE = {"d": 1, "t": 1}
+"""Meshes of 8, 8, 4 and 1 devices."""
+
+
+def sizes_of(mesh: dict[str, int]) -> dict[str, int]:
+    return {"r": 1, **mesh}
+
+
+@functools.cache
+def composed(kind: str) -> Config:
+    name, *overrides = KINDS[kind]
+    return load(name, *overrides, *RUN, f"data.filespec={DATASET}")
+
+
+def run(directory: Path, mesh: dict[str, int], steps: int = STEPS, kind: str = "llama") -> Path:
+    """A run, or what is missing of it, on the first devices of this process."""
+    c = copy.deepcopy(composed(kind))
+    c.training.steps = steps
+    directory.mkdir(exist_ok=True)
+    sizes = sizes_of(mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_files, "compile_with_hlo_dump", recorded_run.record(run_files))
+        with jax.set_mesh(make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])):
+            train.train(c, load_model(c.model), directory)
+    return directory
+
+
+# ---- the witness --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def windows() -> dict[str, int]:
+    """Hash of each row that the dataset has, to its place: read with zarr and numpy alone (docs/flat-tokens.md)."""
+    encoded = np.asarray(zarr.open_group(DATASET, mode="r")["train/encoded_tokens"][:])
+    rows = encoded[: encoded.size // LENGTH * LENGTH].reshape(-1, LENGTH)
+    parts = zip((rows >> 1).astype(np.uint32), rows % 2 == 1, np.ones(rows.shape, bool), strict=True)
+    return {recorded_run.hash_of(*row): i for i, row in enumerate(parts)}
+
+
+def batches(directory: Path, steps: int = STEPS) -> list[list[int]]:
+    """Places in the dataset of the rows of each step's batch, as all processes together had it on their devices.
+
+    A step that was done again after a kill had the same batch both times.
+    """
+    found: dict[int, dict[int, str]] = {}
+    for file in sorted(directory.glob("witness_*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            rows = found.setdefault(line["step"], {})
+            for row, name in line["rows"].items():
+                assert rows.setdefault(int(row), name) == name, f"step {line['step']}, row {row}"
+    assert sorted(found) == list(range(steps))
+    assert all(sorted(rows) == list(range(ROWS)) for rows in found.values())
+    return [[windows()[found[step][row]] for row in range(ROWS)] for step in range(steps)]
+
+
+# ---- the band -----------------------------------------------------------------------------------------------------
+
+BAND = 8.0
+"""As verify.band: how many times what comes from summing in another order."""
+
+
+def band_of(curves: list[list[float]], compute_dtype: str) -> np.ndarray:
+    """How far from the first of `curves` the loss after each step may be: 8 times the largest difference so far.
+
+    The curves are of unbroken runs that differ in the order of their sums alone, one on each mesh. At least it is what
+    tools/verify allows a loss: a thirty-second of a rounding of the compute dtype, and 2**-20 of the loss.
+    """
+    curves = np.array(curves)
+    spread = np.maximum.accumulate(np.abs(curves - curves[0]).max(axis=0))
+    least = max(float(jnp.finfo(COMPUTE_DTYPES[compute_dtype]).eps) / 32, 2.0**-20)
+    return np.maximum(BAND * spread, least * curves[0])
+
+
+class Unbroken:
+    """The run that others are held against, on WHOLE, and the band from it to itself on other meshes."""
+
+    def __init__(self, directory: Path, kind: str, others: tuple[dict[str, int], ...] = (EXCHANGED, ONE)):
+        paths = [run(directory / f"unbroken_{i}", mesh, kind=kind) for i, mesh in enumerate([WHOLE, *others])]
+        self.losses, self.batches = losses(paths[0]), batches(paths[0])
+        assert all(batches(path) == self.batches for path in paths)
+        self.band = band_of([losses(path) for path in paths], composed(kind).training.compute_dtype)
+        # Sixteen rows a step, none twice, and not in the order in which they lie.
+        rows = np.array(self.batches).flatten()
+        assert len(set(rows)) == rows.size == STEPS * ROWS
+        assert not (np.diff(rows) == 1).any()
+        assert self.losses[0] - self.losses[-1] > 0.1, "the model learned nothing: the comparison would be of constants"
+
+    def excess(self, found: list[float]) -> float:
+        """The largest difference of a loss from the unbroken run's, over what the band allows."""
+        return float(np.max(np.abs(np.array(found) - self.losses) / self.band))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Unbroken:
+    return Unbroken(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def first_leg(tmp_path_factory) -> Path:
+    """A run that has ended after four steps, to be copied."""
+    return run(tmp_path_factory.mktemp("runs") / "leg", WHOLE, steps=4)
+
+
+@pytest.fixture
+def broken(first_leg, tmp_path) -> Path:
+    return shutil.copytree(first_leg, tmp_path / "broken")
+
+
+def check(directory: Path, unbroken: Unbroken) -> None:
+    assert batches(directory) == unbroken.batches
+    assert unbroken.excess(losses(directory)) <= 1
+
+
+# ---- in one process -----------------------------------------------------------------------------------------------
+
+
+def interrupt_after(monkeypatch, last: int) -> None:
+    """SIGTERM, while the step after `last` steps is on its way."""
+    log, sent = run_files.RunLog.log, []
+
+    def log_and_interrupt(self, step, *arguments):
+        log(self, step, *arguments)
+        if step == last - 1 and not sent:
+            sent.append(signal.raise_signal(signal.SIGTERM))
+
+    monkeypatch.setattr(run_files.RunLog, "log", log_and_interrupt)
+
+
+@pytest.mark.slow
+def test_from_8_devices_to_4_to_1(unbroken, broken, monkeypatch, capsys):
+    """Ended after 4 steps, stopped by SIGTERM after 7."""
+    interrupt_after(monkeypatch, 7)
+    run(broken, HALF)
+    assert "SIGTERM: stopped and saved after 7 steps of 12." in capsys.readouterr().out
+    run(broken, ONE)
+    check(broken, unbroken)
+
+
+@pytest.mark.slow
+def test_d_and_t_exchanged(unbroken, broken):
+    run(broken, EXCHANGED)
+    check(broken, unbroken)
+
+
+def forgetting(part: str):
+    """Checkpoints from which this part of the state comes back as zeros."""
+    restore = run_files.Checkpointer.restore
+
+    def restore_without(self, step, like, **options):
+        state = restore(self, step, like, **options)
+        setattr(state, part, jax.tree.map(jnp.zeros_like, getattr(state, part)))
+        return state
+
+    return restore_without
+
+
+def skipping_a_batch(load_batch):
+    return lambda self, step: load_batch(self, step + (step >= 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["adam_mu", "adam_nu"])
+def test_a_forgotten_moment_leaves_the_band(part, unbroken, broken, monkeypatch):
+    monkeypatch.setattr(run_files.Checkpointer, "restore", forgetting(part))
+    run(broken, EXCHANGED)
+    assert batches(broken) == unbroken.batches
+    assert unbroken.excess(losses(broken)) > 3
+
+
+def test_a_skipped_batch_is_witnessed_and_leaves_the_band(unbroken, broken, monkeypatch):
+    monkeypatch.setattr(FlatTokensLoader, "load", skipping_a_batch(FlatTokensLoader.load))
+    run(broken, EXCHANGED)
+    found = batches(broken)
+    assert found[:4] == unbroken.batches[:4]
+    assert found[4:-1] == unbroken.batches[5:]
+    assert unbroken.excess(losses(broken)) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama f32", "muon", "gpt2 with dropout"])
+def test_so_do_f32_muon_and_dropout(kind, tmp_path):
+    unbroken = Unbroken(tmp_path, kind)
+    broken = run(tmp_path / "broken", WHOLE, steps=4, kind=kind)
+    run(broken, HALF, steps=8, kind=kind)
+    run(broken, EXCHANGED, kind=kind)
+    check(broken, unbroken)
+
+
+# ---- programs of their own ----------------------------------------------------------------------------------------
+
+
+def start(root: Path, mesh: dict[str, int], devices: int, *arguments: str, pause_at: int = -1) -> subprocess.Popen:
+    """One process of the run `broken` in `root`, recorded, with so many simulated devices."""
+    name, *overrides = KINDS["llama"]
+    overrides += [*RUN, f"data.filespec={DATASET}", f"training.steps={STEPS}", "paths.model_name=broken"]
+    overrides += [f"paths.root_working_dir={root}", *(f"mesh.{axis}={size}" for axis, size in sizes_of(mesh).items())]
+    flags = {"XLA_FLAGS": xla_flags(devices)}
+    environment = os.environ | flags | {"JAX_PLATFORMS": "cpu", "PAUSE_AT": str(pause_at)}
+    command = [sys.executable, "tests/recorded_run.py", f"--config-name={name}", *overrides, *arguments]
+    with (root / "errors.txt").open("a") as errors:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+
+
+def start_two(root: Path, mesh: dict[str, int], devices: int, *arguments: str) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = [*arguments, "distributed.count=2", f"distributed.coordinator={address}"]
+    return [start(root, mesh, devices, *settings, f"distributed.id={i}") for i in range(2)]
+
+
+def finish(root: Path, *processes: subprocess.Popen) -> None:
+    try:
+        for process in processes:
+            assert process.wait(timeout=400) == 0, (root / "errors.txt").read_text()
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def wait_for(condition, process: subprocess.Popen, root: Path) -> None:
+    end = time.monotonic() + 400
+    while not condition():
+        assert process.poll() is None, (root / "errors.txt").read_text()
+        assert time.monotonic() < end, "nothing happens"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_killed_on_8_devices_it_goes_on_with_4(unbroken, tmp_path):
+    """kill -9 in the seventh step: steps 4 and 5 are done again, from the checkpoint behind the fourth."""
+    process = start(tmp_path, WHOLE, 8, pause_at=6)
+    broken = tmp_path / "broken"
+    try:
+        paused = lambda: (broken / "witness_0.jsonl").is_file() and len(witnessed(broken)) == 7
+        complete = lambda: (broken / "checkpoints" / "0000000004" / "zarr.json").is_file()
+        wait_for(lambda: paused() and complete(), process, tmp_path)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    finish(tmp_path, start(tmp_path, HALF, 4))
+    assert [line["step"] for line in witnessed(broken)] == [*range(7), *range(4, STEPS)]
+    check(broken, unbroken)
+
+
+def witnessed(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "witness_0.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_from_1_process_to_2_and_back(unbroken, broken):
+    """The two have four devices each, as a mesh on which d and t are exchanged; then one process on one device."""
+    root = broken.parent
+    finish(root, *start_two(root, EXCHANGED, 4, "training.steps=8"))
+    # Each process had rows on its devices, and none of those of the other: there are two blocks of rows along d.
+    halves = [json.loads((broken / f"witness_{i}.jsonl").read_text().splitlines()[-1]) for i in range(2)]
+    assert [half["step"] for half in halves] == [7, 7]
+    assert [sorted(map(int, half["rows"])) for half in halves] == [list(range(8)), list(range(8, 16))]
+    finish(root, start(root, ONE, 1))
+    check(broken, unbroken)

@@ -1,0 +1,408 @@
+"""Inputs beside the tokens: arrays of a dataset that a model reads, from file to loss, against numpy indexing."""
+
+import importlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import zarr
+from numpy_checks import check_modules
+from own_model import MINE
+
+import flat_tokens
+import train
+from cluster.devices import make_mesh
+from input_loader import DataConfig, SourceConfig, StreamConfig, TokenBatch, make_loader
+from modeling.model import Tokens, load_model
+from sampling.drawing import Settings
+from sampling.sampler import Sampler
+from shardlib.shardtypes import bool_, make_shardings, u32
+from tools.verify.measure import random_batch, type_check
+
+check_modules(flat_tokens)
+
+SEQ_LEN, KINDS = 10, 8
+
+
+def write(path, seed=0, documents=60, split="train"):
+    """`(path, ids, starts, values)` of a split, with two inputs: a kind below KINDS, and a float's bits."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 30, documents)
+    ids = rng.permutation(int(lengths.sum())) + 1
+    with flat_tokens.Writer(str(path), split) as writer:
+        writer.append(ids, lengths)
+    kind = rng.integers(1, KINDS, ids.size).astype(np.uint32)
+    weight = rng.random(ids.size, np.float32)
+    flat_tokens.add_input(str(path), split, "kind", kind)
+    flat_tokens.add_input(str(path), split, "weight", weight.view(np.uint32))
+    return str(path), ids, np.cumsum(lengths) - lengths, np.stack([kind, weight.view(np.uint32)], axis=-1)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("data") / "d.zarr")
+
+
+# ---- the dataset --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(flat_tokens.inputs, "INNER_CHUNK", 64)
+    monkeypatch.setattr(flat_tokens.inputs, "TOKENS_SHARD", 256)
+
+
+@pytest.mark.quick
+def test_zarr_python_reads_it_and_the_split_stays_what_it_was(tmp_path, small_shards):
+    path, ids, _, values = write(tmp_path / "d")
+    group = zarr.open_group(path, mode="r")["train"]
+    np.testing.assert_array_equal(group["input_kind"][:], values[:, 0])
+    assert (group["input_kind"].dtype, group["input_kind"].shards, ids.size > 3 * 256) == (np.uint32, (256,), True)
+    np.testing.assert_array_equal(group["input_weight"][:].view(np.float32), values[:, 1].view(np.float32))
+    plain, both = (flat_tokens.Reader(path, "train", inputs=names) for names in ((), ("weight", "kind")))
+    assert both.fingerprint.startswith(plain.fingerprint + ", weight ")
+    start, length = np.array([7, ids.size - 5]), np.array([300, 5])
+    for name, expected in (("kind", values[:, 0]), ("weight", values[:, 1])):
+        for found, a, n in zip(both.read(start, length, name), start, length, strict=True):
+            np.testing.assert_array_equal(found, expected[a : a + n])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("new", lambda n: np.zeros(n - 1, np.uint32), r"train/input_new: values of shape \(\d+,\); there are \d+ tok"),
+        ("new", lambda n: np.zeros((n, 1), np.uint32), r"values of shape \(\d+, 1\)"),
+        ("new", lambda n: np.zeros(n, np.float32), r"values are float32, not uint32; .* values.view\(np.uint32\)"),
+        ("new", lambda n: np.zeros(n, np.int64), r"values are int64, not uint32; give values.astype\(np.uint32\)"),
+        ("kind", lambda n: np.zeros(n, np.uint32), r"input_kind is already there, or was begun; overwrite=True repl"),
+        ("a/b", lambda n: np.zeros(n, np.uint32), r"'a/b' is no name of an input"),
+    ],
+)
+def test_what_cannot_be_added(dataset, name, values, message):
+    with pytest.raises(ValueError, match=message):
+        flat_tokens.add_input(dataset[0], "train", name, values(dataset[1].size))
+    assert "input_new" not in zarr.open_group(dataset[0], mode="r")["train"]
+
+
+@pytest.mark.quick
+def test_one_that_is_replaced(dataset, tmp_path):
+    shutil.copytree(dataset[0], tmp_path / "d")
+    fewer = (dataset[3][:, 0] % 2).astype(np.uint8)
+    flat_tokens.add_input(str(tmp_path / "d"), "train", "kind", fewer, overwrite=True)
+    np.testing.assert_array_equal(zarr.open_group(str(tmp_path / "d"), mode="r")["train/input_kind"][:], fewer)
+
+
+def cut_file(array):
+    file = max((array / "c").iterdir(), key=lambda path: int(path.name))
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def change_metadata(**changes):
+    def change(array):
+        metadata = json.loads((array / "zarr.json").read_text())
+        (array / "zarr.json").write_text(json.dumps(metadata | changes))
+
+    return change
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shutil.rmtree, r"d/train has no input kind: its array input_kind is missing. Add it with flat_tokens.add_i"),
+        (change_metadata(shape=[500]), r"d/train: input_kind has 500 values for \d+ tokens"),
+        (change_metadata(data_type="int32"), r"kind has rank 1 and dtype int32; flat-tokens has rank 1 and uint32"),
+        (cut_file, r"cannot read input_kind of tokens .*; a file is missing, truncated or corrupt"),
+        (lambda array: (array / "c" / "1").unlink(), r"cannot read input_kind of tokens .*; a file is missing"),
+    ],
+)
+def test_a_damaged_one_is_refused(tmp_path, small_shards, damage, message):
+    path, *_ = write(tmp_path / "d")
+    damage(tmp_path / "d/train/input_kind")
+    with pytest.raises(ValueError, match=message):
+        make_loader(DataConfig(filespec=path), "train", 4, SEQ_LEN, inputs=("weight", "kind"))
+    make_loader(DataConfig(filespec=path), "train", 4, SEQ_LEN, inputs=("weight",)).rows(0, np.arange(4))
+
+
+@pytest.mark.quick
+def test_an_interrupted_write_does_not_look_whole(tmp_path, small_shards, monkeypatch):
+    path, _, _, values = write(tmp_path / "d")
+    write_shard, count = flat_tokens.growing_array.GrowingArray._write_shard, []
+
+    def fail(self, shard):
+        count.append(shard)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        write_shard(self, shard)
+
+    with monkeypatch.context() as m:
+        m.setattr(flat_tokens.growing_array.GrowingArray, "_write_shard", fail)
+        with pytest.raises(KeyboardInterrupt):
+            flat_tokens.add_input(path, "train", "late", values[:, 0])
+    with pytest.raises(ValueError, match=r"input_late has 512 values for \d+ tokens"):
+        flat_tokens.Reader(path, "train", inputs=("late",))
+    flat_tokens.add_input(path, "train", "late", values[:, 0], overwrite=True)
+    flat_tokens.Reader(path, "train", inputs=("late",))
+
+
+@pytest.mark.quick
+def test_through_fsspec(dataset):
+    import fsspec
+
+    fsspec.filesystem("memory").put(dataset[0], "/inputs_test", recursive=True)
+    sizes = "train", 4, SEQ_LEN
+    near, far = (
+        make_loader(DataConfig(filespec=filespec), *sizes, inputs=("kind",))
+        for filespec in (dataset[0], "memory://inputs_test")
+    )
+    assert near.state(0) == far.state(0)
+    np.testing.assert_array_equal(near.rows(3, np.arange(4)).inputs, far.rows(3, np.arange(4)).inputs)
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("names", [("kind",), ("weight", "kind")])
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_rows_have_the_values_of_their_tokens(dataset, names, packing, shuffled):
+    """No two tokens are equal, so each tells its place."""
+    path, ids, _, values = dataset
+    place = np.zeros(ids.max() + 1, np.int64)
+    place[ids] = np.arange(ids.size)
+    columns = [("kind", "weight").index(name) for name in names]
+    data = DataConfig(filespec=path, shuffle=shuffled, sequence_packing=packing)
+    loader = make_loader(data, "train", 8, SEQ_LEN, inputs=names)
+    plain = make_loader(data, "train", 8, SEQ_LEN)
+    for step in (0, 3, 1000):
+        rows = loader.rows(step, np.arange(8))
+        for field, expected in zip(rows, plain.rows(step, np.arange(8)), strict=False):
+            np.testing.assert_array_equal(field, expected)
+        expected = np.where(rows.loss_mask[..., None], values[place[rows.targets]][..., columns], 0)
+        np.testing.assert_array_equal(rows.inputs, expected)
+        assert (rows.inputs.dtype, packing or not rows.loss_mask.all()) == (np.uint32, True)
+
+
+@pytest.mark.quick
+def test_rows_of_a_mixture(dataset, tmp_path):
+    other, ids, _, values = write(tmp_path / "other", seed=1, documents=900)
+    sources = {"a": SourceConfig(dataset[0]), "b": SourceConfig(other, weight=2)}
+    rows = make_loader(DataConfig(mixture=sources), "train", 32, SEQ_LEN, inputs=("kind",)).rows(5, np.arange(32))
+    known = {
+        tuple(row): kind for ids, kind in ((dataset[1], dataset[3]), (ids, values)) for row, kind in windows(ids, kind)
+    }
+    assert len(known) == dataset[1].size // SEQ_LEN + ids.size // SEQ_LEN
+    for row, found in zip(rows.targets, rows.inputs, strict=True):
+        np.testing.assert_array_equal(found[:, 0], known[tuple(row)])
+    shutil.rmtree(tmp_path / "other/train/input_kind")
+    with pytest.raises(ValueError, match=r"other/train has no input kind"):
+        make_loader(DataConfig(mixture=sources), "train", 32, SEQ_LEN, inputs=("kind",))
+
+
+def windows(ids, values):
+    n = ids.size // SEQ_LEN
+    return zip(ids[: n * SEQ_LEN].reshape(n, -1), values[: n * SEQ_LEN, 0].reshape(n, -1), strict=True)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 8, 1), (2, 2, 2)])
+def test_batches_on_devices(dataset, sizes):
+    with jax.set_mesh(make_mesh(*sizes, jax.devices()[: np.prod(sizes)])):
+        loader = make_loader(DataConfig(filespec=dataset[0]), "train", 8, SEQ_LEN, inputs=("weight", "kind"))
+        plain = make_loader(DataConfig(filespec=dataset[0]), "train", 8, SEQ_LEN)
+        expected = make_shardings(TokenBatch)
+    batch = loader.load(5)
+    np.testing.assert_array_equal(batch.inputs, loader.rows(5, np.arange(8)).inputs)
+    assert batch.inputs.sharding.is_equivalent_to(expected.inputs, 3)
+    assert plain.load(5).inputs is None
+
+
+@pytest.mark.quick
+def test_a_stream_has_none():
+    with pytest.raises(ValueError, match=r"data.stream is set, but the model reads kind .* set data.filespec"):
+        make_loader(DataConfig(stream=StreamConfig()), "train", 4, SEQ_LEN, inputs=("kind",))
+
+
+@pytest.mark.quick
+def test_resuming_with_other_inputs_is_refused(dataset, tmp_path):
+    data = DataConfig(filespec=dataset[0])
+    state = make_loader(data, "train", 4, SEQ_LEN, inputs=("kind",)).state(0)
+    make_loader(data, "train", 4, SEQ_LEN, inputs=("kind",), state=state)
+    shutil.copytree(dataset[0], tmp_path / "d")
+    flat_tokens.add_input(str(tmp_path / "d"), "train", "kind", dataset[3][::-1, 0], overwrite=True)
+    for filespec, inputs in ((dataset[0], ()), (dataset[0], ("weight",)), (str(tmp_path / "d"), ("kind",))):
+        with pytest.raises(ValueError, match="made with another dataset than this one"):
+            make_loader(DataConfig(filespec=filespec), "train", 4, SEQ_LEN, inputs=inputs, state=state)
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mask", [True, False])
+def test_inputs_are_those_of_the_token_that_is_read(mask):
+    rng = np.random.default_rng(0)
+    targets, inputs = rng.integers(1, 9, (3, 7)).astype(np.uint32), rng.integers(1, 9, (3, 7, 2)).astype(np.uint32)
+    starts = rng.random((3, 7)) < 0.3
+
+    def before(
+        targets: u32["B/r/d L"], starts: bool_["B/r/d L"], inputs: u32["B/r/d L inputs"]
+    ) -> tuple[u32["B/r/d L"], u32["B/r/d L inputs"]]:
+        tokens = Tokens.before(targets, starts, 0, None, mask, inputs)
+        return tokens.ids, tokens.inputs
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        found = tiny.per_device(before)(targets, starts, inputs)
+    for row in range(3):
+        for place in range(7):
+            is_bos = place == 0 or (mask and starts[row, place])
+            assert found[0][row, place] == (0 if is_bos else targets[row, place - 1])
+            assert found[1][row, place].tolist() == ([0, 0] if is_bos else inputs[row, place - 1].tolist())
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+
+
+def patched(source):
+    """`source`, a model, with the change that docs/models.md shows."""
+    for hunk in re.search(r"```diff\n(.*?)```", PAGE, flags=re.S)[1].split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+KINDED = (
+    patched(MINE)
+    .replace('"mine"', '"kinded"')
+    .replace("import jax.numpy as jnp\n", "import jax.numpy as jnp\nfrom jax import lax\n")
+    .replace('inputs = ("kind",)', 'inputs = ("kind", "weight")')
+    .replace(
+        "        read = attend(",
+        """        weight = lax.bitcast_convert_type(tokens.inputs[..., 1], jnp.float32)
+        q = q * (1 + weight[..., None, None]).astype(x.dtype)
+        read = attend(""",
+    )
+)
+MESHES = {  # name: p, r, d, t
+    "one device": (1, 1, 1, 1),
+    "d=2 t=2": (1, 1, 2, 2),
+    "r=2 d=2": (1, 2, 2, 1),
+    "p=2 d=2": (2, 1, 2, 1),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kinded(tmp_path_factory):
+    """The module `kinded`, in a directory of its own."""
+    directory = tmp_path_factory.mktemp("kinded")
+    (directory / "kinded.py").write_text(KINDED)
+    sys.path.insert(0, str(directory))
+    yield importlib.import_module("kinded")
+    sys.path.remove(str(directory))
+    sys.modules.pop("kinded", None)
+
+
+def config(filespec, steps=4, **training):
+    sizes = {"vocab": 2048, "d_model": 32, "layers": 4, "n_kv": 4, "n_q_per_kv": 1, "d_head": 8, "d_ff": 8}
+    c = tiny.config(sys.modules["kinded"].ModelConfig(**sizes), **training)
+    c.data = DataConfig(filespec=filespec)
+    c.training.steps, c.training.checkpoint_interval, c.training.eval_batches = steps, 2, 2
+    return c
+
+
+def losses(c, directory, mesh):
+    """Of a run by the trainer itself: each step's, and the validation's."""
+    p, r, d, t = MESHES[mesh]
+    directory.mkdir(exist_ok=True)
+    with jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
+        train.train(c, load_model(c.model), directory)
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line["loss"] for line in lines if "event" not in line}
+    return [*steps.values(), *(line["loss"] for line in lines if line.get("event") == "validation")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "both"
+    write(path, 2, 100)
+    write(path, 3, 60, "validation")
+    return path
+
+
+@pytest.fixture(scope="module")
+def unbroken(data, tmp_path_factory):
+    return losses(config(str(data)), tmp_path_factory.mktemp("runs") / "run", "one device")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "gather"),
+    [("d=2 t=2", 2, "layer"), pytest.param("r=2 d=2", 1, "step", marks=pytest.mark.slow), ("p=2 d=2", 2, "layer")],
+)
+def test_it_trains_the_same_on_every_mesh(data, unbroken, tmp_path, mesh, microbatches, gather):
+    c = config(str(data), microbatches=microbatches, gather_weights=gather)
+    found = losses(c, tmp_path / "run", mesh)
+    assert len(found) == 5
+    np.testing.assert_allclose(found, unbroken, rtol=2e-5)
+
+
+def test_a_resumed_run_has_the_same_losses(data, unbroken, tmp_path):
+    losses(config(str(data), steps=2, eval_interval=10), tmp_path / "run", "one device")
+    found = losses(config(str(data)), tmp_path / "run", "one device")
+    assert [*found[:4], found[-1]] == unbroken
+
+
+@pytest.mark.parametrize(("name", "split"), [("kind", "train"), ("weight", "train"), ("kind", "validation")])
+def test_the_loss_depends_on_each_input(data, unbroken, tmp_path, name, split):
+    shutil.copytree(data, tmp_path / "d")
+    values = zarr.open_group(str(data), mode="r")[f"{split}/input_{name}"][:]
+    flat_tokens.add_input(str(tmp_path / "d"), split, name, values[::-1], overwrite=True)
+    found = losses(
+        config(
+            str(tmp_path / "d"),
+        ),
+        tmp_path / "run",
+        "one device",
+    )
+    changed = np.abs(np.array(found) - unbroken) > 1e-4
+    assert changed.tolist() == ([True] * 5 if split == "train" else [False] * 4 + [True])
+
+
+def test_it_is_not_sampled(data, tmp_path):
+    c = config(str(data), steps=2)
+    c.training.sample_interval = 1
+    with pytest.raises(ValueError, match=r"sample_interval is 1, but the model reads kind, weight .*sample_interval=n"):
+        losses(c, tmp_path / "run", "one device")
+    with (
+        jax.set_mesh(tiny.mesh("one device")),
+        pytest.raises(ValueError, match=r"'kinded' reads kind, weight .* cannot"),
+    ):
+        Sampler(tiny.forward(c), Settings(max_tokens=3), context=16)
+
+
+def test_its_step_is_type_checked_by_verify(data):
+    c = config(str(data), microbatches=2)
+    type_check(c, {"p": 2, "r": 1, "d": 2, "t": 2})
+    assert random_batch(c).inputs.shape == (8, tiny.LENGTH, 2)
+
+
+@pytest.mark.quick
+def test_the_change_fits_the_model_of_the_page():
+    patched(re.search(r"```python\n(.*?)```", PAGE, flags=re.S)[1])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("inputs", ["kind", ("kind", "kind"), (1,)])
+def test_names_that_are_none(data, monkeypatch, inputs):
+    monkeypatch.setattr(sys.modules["kinded"].Model, "inputs", inputs)
+    with pytest.raises(ValueError, match=r"whose Model has inputs .*; it must be a tuple of names, each once"):
+        load_model(config(str(data)).model)

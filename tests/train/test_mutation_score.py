@@ -1,0 +1,317 @@
+"""Every single change, of some kinds, to a spec or a collective of train.py: what notices it.
+
+The first gate is tracing, on a mesh of r=2, d=2, t=2 that has no devices, and on one of p=2 more. A mutant that passes
+it is harmless if its program is the same to the letter (the StableHLO of training and evaluation step, in each of
+CONFIGS), or if it only leaves out to gather weights ahead, which are then gathered at their use: tools/verify sees the
+same numbers. Else it is one of VERIFY_ONLY, which the second gate, tools/verify, must reject.
+
+    python -m pytest -m slow -s tests/train/test_mutation_score.py      prints the score of both gates, on all cores
+"""
+
+import ast
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import linecache
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from mutants import Mutant, mutants, spec_changes
+
+from cluster.config import HardwareConfig, MeshConfig
+from input_loader import DataConfig, batch_shapes
+from modeling.model import load_model
+from modeling.settings import ModelConfig
+from models import gpt2
+from optimizers.config import OptimizerConfig
+from shardlib.parsing import PIPELINE_AXIS, OpSpec, ShardError, parse_op, parse_shape
+from training_io.config import Config, PathsConfig, TrainingConfig
+from training_io.pipeline_config import PipelineConfig
+
+ROOT = Path(__file__).parents[2]
+TRAIN = (ROOT / "train.py").read_text()
+SOURCE = TRAIN.split("# ---- main ---")[0]
+MESHES = [
+    AbstractMesh((2,) * len(axes), axes, axis_types=(AxisType.Explicit,) * len(axes))
+    for axes in (("r", "d", "t"), ("p", "r", "d", "t"))
+]
+SIZES = {"vocab": 20, "d_model": 8, "layers": 2, "n_kv": 2, "n_q_per_kv": 3, "d_head": 4, "d_ff": 12, "qk_norm": True}
+GPT2 = gpt2.ModelConfig(vocab=20, positions=8, d_model=8, layers=2, heads=2, dropout=0.1, bos_id=0)
+CONFIGS = {  # name: whether the mesh has p, settings of training and pipeline, the model if it is not train.py's
+    "gathered in each layer": (False, {"gather_weights": "layer", "microbatches": 1}, {}, None),
+    "gathered once a step": (False, {"gather_weights": "step", "microbatches": 2}, {}, None),
+    "another model, with dropout": (False, {"microbatches": 2}, {}, GPT2),
+    "stages": (True, {"gather_weights": "step", "microbatches": 2}, {}, None),
+    "stages of another model, with dropout": (True, {"microbatches": 2}, {}, GPT2),
+}
+"""What a mutant is traced with: every collective of train.py is in one of them."""
+
+VERIFY_ONLY = {  # what the loss is divided by after the change: why no type can tell
+    "batch.targets.size": "a number that Python computes from this device's shapes",
+    **{
+        f'(targets {operator} shardops.axis_size("{axis}"))': "a factor, the same on every device"
+        for operator in "*/"
+        for axis in "rtd"  # not p: axis_size refuses it where the mesh has none
+    },
+}
+
+
+# ---- the first gate -----------------------------------------------------------------------------------------------
+
+
+class TracedModule:
+    """The module of a source text, known to Python while the context lasts. Raises what executing it raises."""
+
+    name = "mutated_train"
+
+    def __init__(self, source: str):
+        self._source = source
+        self._file = f"<{self.name} {hash(source)}>"
+
+    def __enter__(self) -> types.ModuleType:
+        module = types.ModuleType(self.name)
+        module.__file__ = self._file
+        lines = self._source.splitlines(keepends=True)
+        linecache.cache[self._file] = (len(self._source), None, lines, self._file)
+        sys.modules[self.name] = module
+        try:
+            exec(compile(self._source, self._file, "exec"), vars(module))
+        except BaseException:
+            self.__exit__()
+            raise
+        return module
+
+    def __exit__(self, *_) -> None:
+        sys.modules.pop(self.name, None)
+        linecache.cache.pop(self._file, None)
+
+
+@dataclasses.dataclass
+class Program:
+    """The training step and the evaluation step, traced."""
+
+    jaxpr: str
+    parts: tuple
+
+    @functools.cached_property
+    def stablehlo(self) -> str:
+        """What the compiler is given."""
+        return "".join(part.lower(lowering_platforms=("cpu",)).as_text() for part in self.parts)
+
+    def is_same(self, other: "Program") -> bool:
+        return self.jaxpr == other.jaxpr or self.stablehlo == other.stablehlo
+
+
+def program(source: str, name: str) -> Program:
+    """The program of train.py's text `source` under one of CONFIGS. Raises what tracing raises."""
+    stages, training, pipeline, model = CONFIGS[name]
+    with TracedModule(source) as module:
+        c = Config(
+            model=model or ModelConfig(module=TracedModule.name, **SIZES),
+            optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1, schedule_steps=2),
+            mesh=MeshConfig(),
+            data=DataConfig(filespec="unused"),
+            training=TrainingConfig(batch_size=16, seq_len=4, steps=1, **training),
+            hardware=HardwareConfig(),
+            paths=PathsConfig(),
+            pipeline=PipelineConfig(**pipeline),
+        )
+        with jax.sharding.use_abstract_mesh(MESHES[stages]):
+            model = load_model(c.model)
+            state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), c, model))
+            batch = batch_shapes(16, 4)
+            # First what is traced sooner, and refuses most mutants.
+            evaluation = module.make_evaluation_step(c, model).trace(state.weights, batch)
+            step = module.make_training_step(c, model).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+    return Program(re.sub(r"0x[0-9a-f]+", "", f"{step.jaxpr}\n{evaluation.jaxpr}"), (step, evaluation))
+
+
+@functools.cache
+def own_program(name: str) -> Program:
+    return program(SOURCE, name)
+
+
+RESULTS = ("rejected", "the same program", "gathered at its use", "another program")
+
+
+def outcome(mutant: Mutant) -> str:
+    """What becomes of a mutant: one of RESULTS."""
+    about_p = PIPELINE_AXIS in axes_of(mutant.before) ^ axes_of(mutant.after) or '"p"' in mutant.after
+    same = True
+    for name in sorted(CONFIGS, key=lambda name: CONFIGS[name][0] != about_p):  # first where it is noticed sooner
+        if not CONFIGS[name][0] and same_without_p(mutant):
+            continue
+        try:
+            same = program(mutant.source, name).is_same(own_program(name)) and same
+        except (ValueError, TypeError, NameError, AttributeError, NotImplementedError):
+            return "rejected"
+    if same:
+        return "the same program"
+    ahead = mutant.kind == "call removed" and mutant.before.startswith("gather_ahead(")
+    return "gathered at its use" if ahead else "another program"
+
+
+def axes_of(text: str) -> set[str]:
+    return set(re.findall(r"[/+*]([rtdp])\b", text))
+
+
+def same_without_p(mutant: Mutant) -> bool:
+    """Whether a mutated spec means what it did on a mesh without p: there its marks are left out before it is read."""
+    try:
+        before, after = (ast.literal_eval(text) for text in (mutant.before, mutant.after))
+    except (ValueError, SyntaxError):
+        return False  # a call
+    try:
+        if "->" not in before:
+            before, after = (parse_shape(spec).without(PIPELINE_AXIS) for spec in (before, after))
+            return before == after
+        before, after = (parse_op(spec) for spec in (before, after))
+    except ShardError:
+        return False
+    left_out = lambda op: OpSpec(tuple(s.without(PIPELINE_AXIS) for s in op.lhs), op.rhs.without(PIPELINE_AXIS))
+    # An operation that does nothing without p is passed over, if p is named: see is_idle.
+    idle = [left_out(op).lhs == (left_out(op).rhs,) and left_out(op) != op for op in (before, after)]
+    return left_out(before) == left_out(after) and idle[0] == idle[1]
+
+
+@pytest.mark.quick
+def test_every_change_of_a_kind_is_made():
+    found = collections.defaultdict(set)
+    for kind, spec in spec_changes("B/d L +t -> B/d L/t"):
+        found[kind].add(spec)
+    assert found["/axis dropped"] == {"B L +t -> B/d L/t", "B/d L +t -> B L/t", "B/d L +t -> B/d L"}
+    assert found["+axis dropped"] == {"B/d L -> B/d L/t"}
+    assert "B/d L +d -> B/d L/t" in found["axis swapped"]
+    assert found["axis swapped"] >= {"B/r L +t -> B/d L/t", "B/d L +t -> B/d L/r"}
+    assert {"B/d L/r +t -> B/d L/t", "B/d/t L +t -> B/d L/t", "B/d L +t -> B/d L/t/d"} - found["/axis added"] == {
+        "B/d/t L +t -> B/d L/t"  # stands as B/t/d, the order of axes
+    }
+    assert "B/t L +d -> B/t L/d" in found["axes exchanged in a whole spec"]
+    assert "B/d L -> B/d L" in found["axis dropped from a whole spec"]
+    assert len(found["+axis added"]) == 7
+    assert len(found["*axis added"]) == 8
+    assert dict(spec_changes("M/t/d"))["axis order swapped"] == "M/d/t"
+    assert "+d +t ->" not in [spec for _, spec in spec_changes("+t +d ->")]
+    by_kind = collections.Counter(mutant.kind for mutant in mutants(SOURCE))
+    assert len(by_kind) == 14
+    assert by_kind["call removed"] == by_kind["call done twice"] >= 30
+    assert by_kind["loss normalised by another count"] == 10
+    assert {"B/d/p L +t -> B/d L/t", "B/d L/p +t -> B/d L/t", "B/d L +t -> B/d L/t/p"} <= found["/axis added"]
+    assert {mutant.after for mutant in mutants(SOURCE) if mutant.before == '"+p ->"'} >= {
+        '"->"',
+        '"+t ->"',
+        '"+p +r ->"',
+    }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("M/t/d", "M/t/d/p", True),
+        ("M/t/d/p", "M/t/p", False),
+        ("V/t M/d/p -> V/t M *d *p", "V/t M/d/p -> V/t M *d", True),
+        ("+t +p ->", "+t ->", True),
+        ("+p ->", "->", False),  # no p is named: it is no longer passed over
+        ("+p ->", "+t +p ->", False),
+        ("M/d ->", "M/d/d ->", False),
+    ],
+)
+def test_what_means_the_same_without_p(before, after, same):
+    mutant = Mutant("", 1, f'"{before}"', f'"{after}"', "")
+    assert same_without_p(mutant) is same
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_program_as_it_stands_traces(name):
+    assert own_program(name).is_same(program(SOURCE, name))
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_gathered_ahead_are_gathered_at_their_use():
+    """But for those that a stage could not gather."""
+    ahead = [m for m in mutants(SOURCE) if m.before.startswith("gather_ahead(") and m.kind == "call removed"]
+    assert [outcome(mutant) for mutant in ahead] == ["gathered at its use", "rejected"]
+
+
+def test_a_sample_of_the_mutants():
+    """Every hundredth; all of them is the slow test."""
+    for mutant in list(mutants(SOURCE))[::100]:
+        assert outcome(mutant) != "another program" or mutant.after in VERIFY_ONLY, mutant
+
+
+def numbered_outcome(i: int) -> str:
+    return outcome(all_mutants()[i])
+
+
+@functools.cache
+def all_mutants() -> list[Mutant]:
+    return list(mutants(SOURCE))
+
+
+@pytest.mark.slow
+def test_score():
+    counts = collections.defaultdict(collections.Counter)
+    others = []
+    processes = multiprocessing.get_context("spawn")  # forks of a process that has run JAX may hang
+    with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=processes) as pool:
+        results = pool.map(numbered_outcome, range(len(all_mutants())), chunksize=32)
+        for i, (mutant, result) in enumerate(zip(all_mutants(), results, strict=True), 1):
+            counts[mutant.kind][result] += 1
+            if result == "another program":
+                others.append(mutant)
+            if result != "rejected":
+                print(f"{i} of {len(all_mutants())}: {result}: {mutant}", flush=True)
+    for mutant in others:
+        print("not noticed while tracing:", mutant)
+    total = sum(counts.values(), collections.Counter())
+    print(f"{'':40}" + "".join(f"{result:>25}" for result in RESULTS))
+    for kind, count in [*counts.items(), ("all", total)]:
+        print(f"{kind:40}" + "".join(f"{count[result]:25}" for result in RESULTS))
+    changing = total["rejected"] + total["another program"]
+    print(f"while tracing: {total['rejected']} of {changing}, {total['rejected'] / changing:.2%}")
+    assert {mutant.after for mutant in others} == set(VERIFY_ONLY)
+    assert total["rejected"] >= 0.95 * changing
+
+
+# ---- the second gate ----------------------------------------------------------------------------------------------
+
+
+def verify(directory: Path, source: str, *overrides: str) -> subprocess.CompletedProcess:
+    """Runs tools/verify on a mutated text of train.py."""
+    (directory / "train.py").write_text(source + TRAIN.removeprefix(SOURCE))
+    command = [sys.executable, "-m", "tools.verify", "--config-name=local_test_synthetic", "verify.small=true"]
+    command += ["verify.precisions=[f64]", "verify.meshes=[2x2x2]", "mesh.p=2", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", VERIFY_ONLY)
+def test_verify_rejects_what_the_types_cannot_tell(tmp_path, after):
+    (mutant,) = [mutant for mutant in mutants(SOURCE) if mutant.after == after]
+    # Beside p, 8 devices are not enough for all of r, d and t.
+    mesh = "2x1x2x2" if '"t"' in after else "2x2x2x1"
+    done = verify(tmp_path, mutant.source, f"verify.meshes=[2x2x2,{mesh}]")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the first tensor that differs is the loss summed loss at train.py:" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_is_not_gathered_ahead_is_gathered_in_the_layer(tmp_path):
+    """All weights at once: the numbers are the same."""
+    text = "gather_ahead(self.model, w, self.einsum, self.training.seq_len, gather)"
+    assert SOURCE.count(text) == 1
+    overrides = ["training.gather_weights=step", "model.qk_norm=true", "verify.meshes=[2x2x2,2x1x2x2]"]
+    done = verify(tmp_path, SOURCE.replace(text, text.replace(", gather)", ", False)")), *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr

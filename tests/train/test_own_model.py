@@ -1,0 +1,112 @@
+"""A model of one's own, with nothing but its math, on any mesh, as a pipeline, and sampled with a cache."""
+
+import functools
+import importlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from own_model import MINE
+
+from cluster.devices import make_mesh
+from input_loader import TokenBatch
+from modeling.model import load_model
+from modeling.weights import initialize
+from sampling.drawing import Settings
+from sampling.sampler import Sampler
+from training_io.pipeline_config import PipelineConfig
+
+PLACES = {  # name: p, r, d, t, layers of each stage
+    "one device": (1, 1, 1, 1, None),
+    "d=4 t=2": (1, 1, 4, 2, None),
+    "p=2": (2, 1, 2, 2, None),
+    "p=2, uneven": (2, 1, 1, 2, [3, 1]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mine(tmp_path_factory):
+    """The module `mine`, in a directory of its own."""
+    directory = tmp_path_factory.mktemp("mine")
+    (directory / "mine.py").write_text(MINE)
+    sys.path.insert(0, str(directory))
+    sys.modules.pop("mine", None)
+    yield importlib.import_module("mine")
+    sys.path.remove(str(directory))
+    sys.modules.pop("mine", None)
+
+
+def config(place: str, **training):
+    sizes = {"vocab": 64, "d_model": 32, "layers": 4, "n_kv": 4, "n_q_per_kv": 1, "d_head": 8, "d_ff": 8}
+    c = tiny.config(sys.modules["mine"].ModelConfig(**sizes), **training)
+    c.pipeline = PipelineConfig(layers_per_stage=PLACES[place][4])
+    return c
+
+
+def mesh_of(place: str):
+    p, r, d, t, _ = PLACES[place]
+    return make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)
+
+
+@functools.cache
+def losses(place: str, gather: str) -> list[float]:
+    """Of steps on one batch, and last that of the evaluation."""
+    c = config(place, microbatches=2, gather_weights=gather)
+    with jax.set_mesh(mesh_of(place)):
+        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        step, found = tiny.training_step(c), []
+        for i in range(6):
+            state, metrics = step(state, batch, np.int32(i))
+            found.append(float(metrics.loss))
+        nats, targets = tiny.evaluation_step(c)(state.weights, batch)
+        return [*found, float(nats / targets)]
+
+
+def test_it_has_nothing_of_the_trainers():
+    assert len([line for line in MINE.split("@pytree_dataclass", 1)[1].splitlines() if line.strip()]) <= 45
+    for word in ("scan", "checkpoint", "save_for", "gather_ahead", "cache", "unroll", "padd", "stage"):
+        assert word not in MINE
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "one device"])
+def test_it_trains_the_same_on_every_mesh(place, gather):
+    expected, found = losses("one device", "layer"), losses(place, gather)
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    assert expected[-1] < expected[0] - 0.5, "it learns"
+
+
+PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11]
+NUCLEUS = Settings(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=5)
+
+
+@functools.cache
+def weights():
+    """On the host; twice as large as at first, so that what is drawn is far from uniform."""
+    with jax.set_mesh(tiny.mesh("one device")):
+        w = jax.jit(lambda key: initialize(load_model(config("one device").model).table, key))(jax.random.key(3))
+        return jax.tree.map(lambda x: 2 * np.asarray(x), w)
+
+
+@functools.cache
+def texts(mesh: str, gather: str, unroll: int | None = 1):
+    """What is drawn with the cache; each token is drawn again without it."""
+    c = config("one device", gather_weights=gather, unroll=unroll)
+    with jax.set_mesh(tiny.mesh(mesh)):
+        sampler = Sampler(tiny.forward(c), NUCLEUS, context=16)
+        w = tiny.place(weights(), sampler.forward.model.Weights)
+        drawn = sampler.generate(w, PROMPTS)
+        checked = sampler.check(w, PROMPTS, drawn)
+    assert (checked.tokens, checked.ties) == (20 * len(PROMPTS), 0)
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("mesh", "gather", "unroll"), [("one device", "step", None), ("d=4 t=2", "layer", 2), ("r=2 d=2 t=2", "step", 1)]
+)
+def test_it_is_sampled_with_the_cache_as_without(mesh, gather, unroll):
+    found = texts(mesh, gather, unroll)
+    assert found == texts("one device", "layer")
+    assert len({tuple(text) for text in found}) == len(PROMPTS)

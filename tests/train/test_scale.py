@@ -1,0 +1,194 @@
+"""The step on thousands of devices, of which there are none here: types, and what each device is given to do."""
+
+import copy
+import functools
+import itertools
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from shipped import RUNS
+from shipped import load as load_now
+
+import train
+from benchmarks import scale
+from modeling.model import load_model
+from modeling.weights import check_table
+from tools.verify.measure import type_check
+from training_io.config import Config, check_divides
+
+ROOT = Path(__file__).parents[2]
+DEVICES = 2048
+AXES = ("r", "d", "t")
+MESHES = [
+    {"r": 32, "d": 8, "t": 8},
+    {"r": 1, "d": 256, "t": 8},
+    {"r": 4, "d": 128, "t": 4},
+    {"r": 1, "d": 2048, "t": 1},
+    {"r": 2048, "d": 1, "t": 1},
+    {"p": 4, "r": 8, "d": 8, "t": 8},
+]
+"""With DEVICES devices each; below, what of which model each does not divide, by hand from configs/model."""
+NARROW, HEADS_TOO_FEW = {"model.d_model"}, {"model.n_kv", "model.heads"}
+REFUSED = {
+    "r=32 d=8 t=8": {"gpt2_124m": HEADS_TOO_FEW, "local_test": HEADS_TOO_FEW, "text": HEADS_TOO_FEW},
+    "r=1 d=256 t=8": dict.fromkeys(["84m", "270m", "gpt2", "stories", "local_test", "text"], NARROW),
+    "r=4 d=128 t=4": dict.fromkeys(["gpt2", "stories", "local_test", "text"], NARROW),
+    "r=1 d=2048 t=1": dict.fromkeys(["84m", "270m", "gpt2", "stories", "local_test", "text"], NARROW),
+    "r=2048 d=1 t=1": {},
+    "p=4 r=8 d=8 t=8": {"gpt2_124m": HEADS_TOO_FEW, "local_test": HEADS_TOO_FEW, "text": HEADS_TOO_FEW},
+}
+
+
+TRACED = []
+"""What has been traced without complaint: configurations for other hardware, or learning rates, have the same types."""
+
+
+def name_of(mesh: dict[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+load = functools.cache(load_now)
+
+
+def load_for(name: str, mesh: dict[str, int]) -> Config:
+    """The configuration with the smallest batch that this mesh divides, and microbatches for its stages."""
+    c = copy.deepcopy(load(name))
+    c.training.microbatches = math.lcm(c.training.microbatches, mesh.get("p", 1))
+    c.training.batch_size = mesh["r"] * mesh["d"] * c.training.microbatches
+    return c
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=name_of)
+@pytest.mark.parametrize("name", RUNS)
+def test_every_step_type_checks_on_2048_devices_or_names_what_does_not_divide(name, mesh):
+    assert math.prod(mesh.values()) == DEVICES
+    c = load_for(name, mesh)
+    dims = next((dims for part, dims in REFUSED[name_of(mesh)].items() if part in name), None)
+    if dims is None:
+        check_divides(c, mesh)
+        t = c.training
+        traced = c.model, c.optimizer.algorithm, t.seq_len, t.microbatches, t.gather_weights, t.compute_dtype, mesh
+        if traced not in TRACED:
+            type_check(c, mesh)
+            TRACED.append(traced)
+        return
+    with pytest.raises(ValueError, match="it must be a multiple of") as error:
+        check_divides(c, mesh)
+    message = rf"(model\.\w+) is (\d+); on the mesh {name_of(mesh)} it must be a multiple of ([prdt·]+) = (\d+)\."
+    setting, size, axes, product = re.fullmatch(message, str(error.value)).groups()
+    assert setting in dims
+    assert int(size) == getattr(c.model, setting.removeprefix("model."))
+    assert int(product) == math.prod(mesh[axis] for axis in axes.split("·"))
+    assert int(size) % int(product)
+    # And it is no excuse: the types of the weights refuse it as well.
+    with pytest.raises(ValueError, match=r"which .* devices do not divide|layers do not divide into \d+ stages"):
+        type_check(c, mesh)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_model_is_refused_just_where_its_weights_do_not_divide(name):
+    """On all meshes of 2048 devices: ModelConfig.sharded, which a model's author writes, against the weights' types."""
+    sizes = [2**i for i in range(DEVICES.bit_length())]
+    meshes = [m for m in itertools.product(sizes, repeat=len(AXES)) if math.prod(m) == DEVICES]
+    assert len(meshes) == 78
+    outcomes = set()
+    for mesh in (dict(zip(AXES, m, strict=True)) for m in meshes):
+        c = load_for(name, mesh)
+        c.training.seq_len = DEVICES
+        by_settings, by_weights = True, True
+        try:
+            check_divides(c, mesh)
+        except ValueError:
+            by_settings = False
+        abstract = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+        with jax.sharding.use_abstract_mesh(abstract):
+            try:
+                check_table(load_model(c.model).table)
+            except ValueError:
+                by_weights = False
+        assert by_settings == by_weights, name_of(mesh)
+        outcomes.add(by_settings)
+    assert outcomes == {True, False}
+
+
+def test_a_step_that_communicates_wrongly_is_refused_on_2048_devices(monkeypatch):
+    mesh = MESHES[0]
+    c = load_for("flat_tokens_c4_a100x8_84m", mesh)
+    monkeypatch.setattr(train.shardops, "psum_scatter", lambda spec, x: x)
+    with pytest.raises(ValueError, match=r"partial sum over t"):
+        type_check(c, mesh)
+
+
+def test_verify_says_which_meshes_type_check(tmp_path):
+    settings = ["verify.only_types=true", "verify.devices=2048", "verify.meshes=[32x8x8,4x16x32]"]
+    command = [sys.executable, "-m", "tools.verify", "--config-name=flat_tokens_c4_a100x8_84m", *settings]
+    result = subprocess.run([*command, "training.batch_size=256"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    refused, checked, summary = result.stdout.splitlines()
+    assert refused == ("r=4 d=16 t=32: model.n_kv is 8; on the mesh r=4 d=16 t=32 it must be a multiple of t = 32.")
+    assert re.fullmatch(r"r=32 d=8 t=8: type-checks, in \d+\.\d s", checked)
+    assert summary == "The step type-checks on 1 of 2 meshes; no device was used."
+
+
+# ---- what a device is given to do ---------------------------------------------------------------------------------
+
+
+def measured(*cases: str) -> list[dict[str, str]]:
+    """The table of benchmarks.scale, a row for each configuration and axis."""
+    command = [sys.executable, "-m", "benchmarks.scale", *cases]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in result.stdout.splitlines()]
+    rows = [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+    assert [(row["configuration"], row["axis"][0]) for row in rows] == list(itertools.product(cases, AXES))
+    return rows
+
+
+def check(rows: list[dict[str, str]], spread: float) -> None:
+    """The same on 8 to 64 devices, whichever axis grows: operations and instructions but for this part of them."""
+    number = lambda text: int(text.replace(",", ""))
+    for row in rows:
+        compiled = [number(row[f"{devices} devices"]) for devices in scale.DEVICES]
+        for counts in compiled, [number(text) for text in row["traced"].split(" → ")]:
+            assert min(counts) > 1000
+            assert max(counts) - min(counts) <= spread * min(counts), row
+        assert re.fullmatch(r"(\d+ [\w-]+(, )?)+", row["collectives"]), row
+    assert len({row["collectives"] for row in rows}) == 1
+
+
+@pytest.mark.slow
+def test_a_device_has_the_same_to_do_on_8_and_on_64():
+    check(measured("llama"), spread=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "spread"), [("muon", 0), ("microbatches", 0), ("gpt2", 1e-2)])
+def test_so_it_has_with_muon_accumulation_and_gpt2(case, spread):
+    check(measured(case), spread)
+
+
+def test_what_is_written_out_device_by_device_is_counted():
+    """Sums a value over d as nobody should: each device's in turn. So the measure can fail."""
+
+    def counts(devices: int) -> tuple[int, int, str]:
+        mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:devices])
+
+        def total(x):
+            place = jax.lax.axis_index("d")
+            return sum(jax.lax.psum(jnp.where(place == i, jnp.tanh(x), 0), "d") for i in range(devices))
+
+        mapped = jax.shard_map(total, mesh=mesh, in_specs=P("d"), out_specs=P(None))
+        x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, P("d")))
+        return scale.count(jax.jit(mapped).lower(x))
+
+    (traced, compiled, _), (more_traced, more_compiled, _) = counts(2), counts(8)
+    assert more_traced - traced >= 6
+    assert more_compiled > compiled

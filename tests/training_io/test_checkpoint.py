@@ -1,0 +1,478 @@
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from configuration.differences import config_differences
+from training_io import Checkpointer
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def make_mesh(d, t):
+    return jax.make_mesh((d, t), ("d", "t"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: d * t])
+
+
+SPECS = {
+    "weights": {"w_q": P(None, ("t", "d"), None), "embed": P("t", "d"), "norm": P("t")},
+    "optimizer": ({"step": P(), "zeros": P(("t", "d")), "mask": P("d")}, P(None, "t")),
+}
+
+
+def make_state():
+    rng = np.random.default_rng(0)
+    w_q = rng.standard_normal((3, 16, 5)).astype(np.float32)
+    w_q.reshape(-1)[:4] = [np.nan, -0.0, np.inf, 1e-42]
+    return {
+        "weights": {
+            "w_q": w_q,
+            "embed": rng.standard_normal((32, 16)).astype(np.float32),
+            "norm": rng.standard_normal(8).astype(np.float16),
+        },
+        "optimizer": (
+            {
+                "step": np.int32(-7),
+                "zeros": np.zeros(16, np.float32),
+                "mask": rng.integers(0, 2, 8).astype(bool),
+            },
+            rng.integers(0, 2**32, (2, 8), dtype=np.uint32),
+        ),
+    }
+
+
+NAMES = [
+    "optimizer/0/mask",
+    "optimizer/0/step",
+    "optimizer/0/zeros",
+    "optimizer/1",
+    "weights/embed",
+    "weights/norm",
+    "weights/w_q",
+]
+
+
+def placed(mesh, state=None):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), state or make_state(), SPECS)
+
+
+def like(mesh, state=None):
+    def struct(x, spec):
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(struct, state or make_state(), SPECS)
+
+
+def assert_bits_equal(state, expected):
+    for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.dtype == y.dtype, path
+        assert x.shape == y.shape, path
+        assert x.tobytes() == y.tobytes(), path
+
+
+def save(directory, step=3, state=None, metadata=None):
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(step, state or placed(make_mesh(4, 2)), metadata or {})
+    return directory / f"{step:010}"
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4), (8, 1), (1, 1)])
+def test_restores_on_any_mesh_bit_for_bit(tmp_path, shape):
+    save(tmp_path)
+    mesh = make_mesh(*shape)
+    restored = Checkpointer(tmp_path).restore(3, like(mesh))
+    assert_bits_equal(restored, make_state())
+    for leaf, spec in zip(jax.tree.leaves(restored), jax.tree.leaves(SPECS), strict=True):
+        assert leaf.sharding == NamedSharding(mesh, spec)
+
+
+def test_restores_from_one_device_on_eight(tmp_path):
+    save(tmp_path, state=placed(make_mesh(1, 1)))
+    assert_bits_equal(Checkpointer(tmp_path).restore(3, like(make_mesh(4, 2))), make_state())
+
+
+def test_zarr_python_reads_what_was_saved(tmp_path):
+    path = save(tmp_path)
+    group = zarr.open_group(path, mode="r")
+    assert set(group) == {"weights", "optimizer"}
+    for name, leaf in zip(NAMES, jax.tree.leaves(make_state()), strict=True):
+        array = group[name]
+        assert_bits_equal(array[...], leaf)
+        assert_bits_equal(zarr.open_array(path / name, mode="r")[...], leaf)
+        assert [codec.to_dict()["name"] for codec in array.metadata.codecs] == ["bytes", "crc32c"]
+    assert group["weights/w_q"].shape == (3, 16, 5)
+    assert group["weights/w_q"].chunks == (3, 2, 5)
+    assert group["weights/embed"].chunks == (16, 4)
+    assert len(list((path / "weights/embed/c").glob("*/*"))) == 8
+
+
+def test_manifest(tmp_path):
+    metadata = {"config": {"lr": 1e-3, "name": "ä"}, "tokens": 12}
+    path = save(tmp_path, metadata=metadata)
+    manifest = json.loads((path / "zarr.json").read_text())["attributes"]
+    assert dict(zarr.open_group(path, mode="r").attrs) == manifest
+    assert manifest["format"] == "pytree-zarr-checkpoint"
+    assert manifest["format_version"] == 1
+    assert manifest["step"] == 3
+    assert sorted(manifest["arrays"]) == NAMES
+    assert manifest["arrays"]["weights/w_q"] == {"shape": [3, 16, 5], "dtype": "float32"}
+    assert manifest["arrays"]["optimizer/0/step"] == {"shape": [], "dtype": "int32"}
+    assert Checkpointer(tmp_path).metadata(3) == metadata
+
+
+def test_names_come_from_dataclass_fields(tmp_path):
+    from dataclasses import dataclass
+
+    @jax.tree_util.register_dataclass
+    @dataclass
+    class Layer:
+        w_q: jax.Array
+
+    path = save(tmp_path, state={"layers": Layer(jnp.ones(4))})
+    assert zarr.open_array(path / "layers/w_q", mode="r")[...].tolist() == [1, 1, 1, 1]
+
+
+def test_only_complete_checkpoints_are_listed(tmp_path):
+    checkpointer = Checkpointer(tmp_path / "new")
+    assert checkpointer.steps() == []
+    assert checkpointer.latest_step() is None
+    for step in (10, 9):
+        save(tmp_path, step)
+    (tmp_path / "0000000011.tmp").mkdir()
+    (tmp_path / "0000000012").mkdir()
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.steps() == [9, 10]
+    assert checkpointer.latest_step() == 10
+    with pytest.raises(ValueError, match=r"no complete checkpoint of step 12 in .*; there are \[9, 10\]"):
+        checkpointer.metadata(12)
+
+
+def test_saved_values_survive_donation(tmp_path):
+    mesh = make_mesh(4, 2)
+    clear = jax.jit(
+        lambda state: jax.tree.map(lambda x: x ^ True if x.dtype == bool else x * 3, state), donate_argnums=0
+    )
+    with Checkpointer(tmp_path) as checkpointer, jax.set_mesh(mesh):
+        for step in range(3):
+            state = placed(mesh)
+            checkpointer.save(step, state, {})
+            state = jax.block_until_ready(clear(state))
+    for step in range(3):
+        assert_bits_equal(Checkpointer(tmp_path).restore(step, like(mesh)), make_state())
+
+
+def test_restored_arrays_can_be_donated(tmp_path):
+    # Leaves that several devices hold whole share one host buffer while they are restored.
+    mesh = make_mesh(4, 2)
+    path = save(tmp_path, state={"x": jax.device_put(jnp.arange(4096.0), NamedSharding(mesh, P()))})
+    struct = {"x": jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=NamedSharding(mesh, P()))}
+    double = jax.jit(lambda state: {"x": state["x"] * 2}, donate_argnums=0)
+    restored = Checkpointer(path.parent).restore(3, struct)
+    for factor in (2, 4, 8):
+        restored = double(restored)
+        for shard in restored["x"].addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.arange(4096.0) * factor)
+
+
+def test_a_failed_write_is_told_and_leaves_nothing_visible(tmp_path):
+    mesh = make_mesh(4, 2)
+    sharding = NamedSharding(mesh, P("d"))
+    state = {"small": jax.device_put(jnp.ones(8), sharding), "big": jax.device_put(jnp.ones(2**18), sharding)}
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, state, {})
+    checkpointer.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))  # a write past this size fails, as on a full disk
+    try:
+        checkpointer.save(2, state, {})
+        with pytest.raises(
+            OSError, match=r"0000000002 was not saved: writing the array 'big' failed: .*File too large"
+        ):
+            checkpointer.save(3, state, {})
+        checkpointer.wait()  # told once
+        checkpointer.save(4, state, {})
+        with pytest.raises(OSError, match="0000000004 was not saved"):
+            checkpointer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Checkpointer(tmp_path).steps() == [1]
+    save(tmp_path, 5, state)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000000001", "0000000005"]
+
+
+def test_a_save_killed_before_its_commit_is_invisible_and_cleaned(tmp_path):
+    program = f"""
+        import time
+        import jax.numpy as jnp
+        from training_io import checkpoint
+        checkpointer = checkpoint.Checkpointer({str(tmp_path)!r})
+        checkpointer.save(1, {{"x": jnp.ones(4)}}, {{}})
+        checkpointer.wait()
+        checkpoint.commit = lambda *_: time.sleep(60)
+        checkpointer.save(2, {{"x": jnp.ones(4)}}, {{}})
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=REPOSITORY)
+    written = tmp_path / "0000000002.tmp" / "x" / "c" / "0"
+    deadline = time.monotonic() + 60
+    while not written.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert written.exists()
+    assert Checkpointer(tmp_path).latest_step() == 1
+    save(tmp_path, 2, {"x": jnp.zeros(4)})
+    assert not written.exists()
+    assert Checkpointer(tmp_path).latest_step() == 2
+
+
+def chunk_files(path, name):
+    return sorted(file for file in (path / name / "c").rglob("*") if file.is_file())
+
+
+def test_a_flipped_bit_is_caught(tmp_path):
+    path = save(tmp_path)
+    chunk = chunk_files(path, "weights/embed")[5]
+    data = bytearray(chunk.read_bytes())
+    data[7] ^= 1
+    chunk.write_bytes(data)
+    with pytest.raises(
+        OSError, match=r"cannot read the array 'weights/embed'.*(?s:.*)is damaged; restore another step"
+    ):
+        Checkpointer(tmp_path).restore(3, like(make_mesh(2, 4)))
+
+
+def test_a_truncated_chunk_is_caught(tmp_path):
+    chunk = chunk_files(save(tmp_path), "optimizer/1")[0]
+    chunk.write_bytes(chunk.read_bytes()[:-5])
+    with pytest.raises(OSError, match="cannot read the array 'optimizer/1'"):
+        Checkpointer(tmp_path).restore(3, like(make_mesh(4, 2)))
+
+
+@pytest.mark.parametrize("name", ["weights/w_q", "optimizer/0/zeros"])
+def test_a_missing_chunk_is_caught(tmp_path, name):
+    chunk_files(save(tmp_path), name)[-1].unlink()
+    with pytest.raises(OSError, match=f"cannot read the array '{name}'"):
+        Checkpointer(tmp_path).restore(3, like(make_mesh(4, 2)))
+
+
+def test_a_missing_array_is_caught(tmp_path):
+    path = save(tmp_path)
+    (path / "weights/norm/zarr.json").unlink()
+    with pytest.raises(OSError, match="cannot open the array 'weights/norm'"):
+        Checkpointer(tmp_path).restore(3, like(make_mesh(4, 2)))
+
+
+def test_an_array_that_contradicts_the_manifest_is_caught(tmp_path):
+    path = save(tmp_path)
+    zarr.create_array(path / "weights/norm", shape=(8,), chunks=(8,), dtype="float32", overwrite=True)
+    message = r"the array 'weights/norm' is float32\[8\] on disk, but float16\[8\] in the manifest"
+    with pytest.raises(OSError, match=message):
+        Checkpointer(tmp_path).restore(3, like(make_mesh(4, 2)))
+
+
+def test_a_broken_manifest_is_told(tmp_path):
+    path = save(tmp_path)
+    text = (path / "zarr.json").read_text()
+    (path / "zarr.json").write_text(text[:50])
+    with pytest.raises(OSError, match="is not a checkpoint manifest"):
+        Checkpointer(tmp_path).metadata(3)
+    (path / "zarr.json").write_text(text.replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(ValueError, match=r"version 2; this program reads .* version 1"):
+        Checkpointer(tmp_path).metadata(3)
+
+
+def test_every_array_that_does_not_fit_is_named(tmp_path):
+    path = save(tmp_path)
+    other = make_state()
+    other["weights"]["embed"] = np.zeros((64, 16), np.float32)
+    other["weights"]["norm"] = np.zeros(8, np.float32)
+    expected = like(make_mesh(4, 2), other)
+    expected["weights"]["bias"] = expected["weights"].pop("w_q")
+    with pytest.raises(ValueError, match="does not fit this run") as error:
+        Checkpointer(tmp_path).restore(3, expected)
+    assert str(error.value) == (
+        f"the checkpoint {path} does not fit this run:\n"
+        "  weights/bias: not in the checkpoint, expected float32[3, 16, 5]\n"
+        "  weights/embed: float32[32, 16] in the checkpoint, expected float32[64, 16]\n"
+        "  weights/norm: float16[8] in the checkpoint, expected float32[8]\n"
+        "  weights/w_q: float32[3, 16, 5] in the checkpoint, not expected\n"
+        "Run with the model and optimizer that wrote it, or start a new run in another directory."
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"w": np.ones(3)}, "cannot save 'w': it is a ndarray"),
+        ({"w": jnp.ones(3, jnp.bfloat16)}, "cannot save 'w': zarr readers do not share a bfloat16 type"),
+        ({"k": jax.eval_shape(lambda: 0)}, "cannot save 'k': it is a ShapeDtypeStruct"),
+        ({"a/b": jnp.ones(3)}, r"a leaf at \"\['a/b'\]\" has no usable name"),
+        ({"..": jnp.ones(3)}, "no usable name"),
+        ({"zarr.json": jnp.ones(3)}, "no usable name"),
+        ({"zarr.json": {"x": jnp.ones(3)}}, "no usable name"),
+        (jnp.ones(3), "no usable name"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(tmp_path, state, message):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=message):
+        checkpointer.save(0, state, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_user_mistakes_are_explained(tmp_path):
+    state = {"x": jnp.ones(3)}
+    save(tmp_path, 1, state)
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(ValueError, match=r"cannot save step 1: .*/0000000001 already holds a complete checkpoint"):
+            checkpointer.save(1, state, {})
+        with pytest.raises(ValueError, match="step -1 is outside"):
+            checkpointer.save(-1, state, {})
+        with pytest.raises(ValueError, match="metadata cannot be written as JSON"):
+            checkpointer.save(2, state, {"loss": float("nan")})
+        with pytest.raises(ValueError, match="restore needs a sharding for 'x'"):
+            checkpointer.restore(1, {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
+    with pytest.raises(ValueError, match="'gs://bucket/run' is a URL"):
+        Checkpointer("gs://bucket/run")
+
+
+def run_processes(tmp_path, program, count=2):
+    """Runs a program in `count` JAX processes of 4 devices each; returns what each one printed, once all have ended."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    head = """
+        import os, sys
+        rank = int(sys.argv[1])
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+        import jax, numpy as np
+        jax.distributed.initialize(sys.argv[2], num_processes=int(sys.argv[3]), process_id=rank)
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        from training_io import Checkpointer
+        checkpointer = Checkpointer(sys.argv[4], commit_timeout_s=20)
+        mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
+        values = np.arange(2**16, dtype=np.float32).reshape(256, 256)
+        sharding = NamedSharding(mesh, P("t", "d"))
+        x = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+    """
+    arguments = [f"localhost:{port}", str(count), str(tmp_path)]
+    script = textwrap.dedent(head) + textwrap.dedent(program)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), *arguments],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+        for rank in range(count)
+    ]
+    try:
+        return [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_two_processes_save_and_restore_together(tmp_path):
+    outputs = run_processes(
+        tmp_path,
+        """
+        assert checkpointer.latest_step() is None
+        checkpointer.save(1234567, {"x": x, "n": jax.device_put(np.int32(5), NamedSharding(mesh, P()))}, {"a": 1})
+        checkpointer.close()
+        step = checkpointer.latest_step()
+        structs = {
+            "x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("d", None))),
+            "n": jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P())),
+        }
+        restored = checkpointer.restore(step, structs)
+        for shard in restored["x"].addressable_shards:
+            assert (np.asarray(shard.data) == values[shard.index]).all()
+        print("restored", step, int(restored["n"]))
+        """,
+    )
+    for output in outputs:
+        assert "restored 1234567 5" in output, output
+    group = zarr.open_group(tmp_path / "0001234567", mode="r")
+    np.testing.assert_array_equal(group["x"][...], np.arange(2**16, dtype=np.float32).reshape(256, 256))
+    assert group["n"][()] == 5
+    assert not list(tmp_path.glob("*/.*"))
+
+
+def test_a_failure_in_one_process_is_told_to_all(tmp_path):
+    outputs = run_processes(
+        tmp_path,
+        """
+        import resource
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
+        checkpointer.save(1, {"x": x}, {})
+        try:
+            checkpointer.wait()
+        except OSError as error:
+            print("told:", error)
+        print("latest:", checkpointer.latest_step())
+        """,
+    )
+    assert "another process failed to write its part" in outputs[0], outputs[0]
+    assert "writing the array 'x' failed" in outputs[1], outputs[1]
+    assert all("latest: None" in output for output in outputs)
+
+
+def test_config_differences():
+    saved = {"model": {"layers": 2, "d_model": 64}, "optimizer": {"lr": 0.001, "betas": [0.9, 0.95]}, "mesh": {"d": 4}}
+    current = {
+        "model": {"layers": 2, "d_model": 64},
+        "optimizer": {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8},
+        "mesh": {"d": 8},
+        "optimizers": {"x": 1},
+    }
+    assert config_differences(saved, current, ("model", "optimizer", "mesh.t")) == [
+        "optimizer.eps: checkpoint does not have it, this run has 1e-08",
+        "optimizer.lr: checkpoint has 0.001, this run has 0.01",
+    ]
+    assert config_differences(saved, current, ("mesh.d",)) == ["mesh.d: checkpoint has 4, this run has 8"]
+    assert config_differences(current, saved, ("optimizer.eps",)) == [
+        "optimizer.eps: checkpoint has 1e-08, this run does not have it"
+    ]
+    assert config_differences(saved, saved, ("model", "optimizer", "mesh")) == []
+
+
+def test_the_documented_example_reads_a_checkpoint(tmp_path, monkeypatch, capsys):
+    save(tmp_path / "runs/my_run/checkpoints", 500, metadata={"seed": 7})
+    document = (REPOSITORY / "docs/pytree-zarr-checkpoint.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    variables = {}
+    exec(example, variables)
+    assert_bits_equal(variables["embed"], make_state()["weights"]["embed"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "500 {'seed': 7}"
+    assert [line.split()[0] for line in lines[1:]] == NAMES
+
+
+def test_only_the_latest_are_kept(tmp_path):
+    with Checkpointer(tmp_path, keep=2) as checkpoints:
+        for step in (1, 5, 20, 100):
+            checkpoints.save(step, placed(make_mesh(4, 2)), {})
+            checkpoints.wait()
+            assert len(checkpoints.steps()) <= 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000000020", "0000000100"]
+    with pytest.raises(ValueError, match="keep is 0"):
+        Checkpointer(tmp_path, keep=0)

@@ -1,0 +1,15 @@
+"""A small dataset of known texts."""
+
+from flat_tokens import Writer
+from text.tokenizers import ByteTokenizer
+
+TEXTS = [f"Document number {i}, {'very ' * (i % 9)}short." for i in range(60)]
+
+
+def write(path, tokenizer=None, attributes=None):
+    tokenizer = tokenizer or ByteTokenizer(append_end=True)
+    encoded = tokenizer.encode(TEXTS)
+    with Writer(str(path), "train") as writer:
+        writer.append(encoded.ids, encoded.lengths)
+        writer.attributes.update({"tokenizer": {"kind": "bytes"}} if attributes is None else attributes)
+    return str(path)
