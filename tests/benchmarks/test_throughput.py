@@ -157,7 +157,7 @@ def test_the_floor_multiplies_what_a_step_multiplies(t):
     assert 6 * SHAPES.matmul_parameters * (1 + attention_share(JOB)) == pytest.approx(causal - 6 * norms)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((4, 2), marks=pytest.mark.slow)])
 def test_the_floor_runs_all_of_its_products(mesh):
     from benchmarks.throughput.peers.floor import Contestant
 
@@ -246,6 +246,7 @@ def test_targets_print_what_they_miss():
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_contestant_that_fails_does_not_stop_the_others():
     jobs = {name: dataclasses.replace(JOB, contestant=name) for name in ("no_such_trainer", "floor")}
     for take_turns in (True, False):

@@ -141,7 +141,11 @@ def test_the_layers_stay_if_they_are_to(name):
 
 @pytest.mark.parametrize(
     ("model", "changes"),
-    [(MODELS["llama, tied"][0], {}), (MODELS["llama"][0], {"fp8": True}), (MODELS["gpt2"][0], {})],
+    [
+        (MODELS["llama, tied"][0], {}),
+        pytest.param(MODELS["llama"][0], {"fp8": True}, marks=pytest.mark.slow),
+        pytest.param(MODELS["gpt2"][0], {}, marks=pytest.mark.slow),
+    ],
     ids=["llama, tied", "llama in fp8", "gpt2"],
 )
 def test_loss_and_gradients_are_the_same(model, changes):

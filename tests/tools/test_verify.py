@@ -350,6 +350,7 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, in
         assert f"    {instead}\n" in done.stdout  # the line as it is in the file, not in the copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "text", "instead", "chunks", "tensor"),
     [
@@ -366,7 +367,6 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, in
             "own = chunk(w.layers, 0 * i)",
             2,
             "the gradient layers.w_up, layer 3 at train.py:",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             "placement.py",
@@ -374,7 +374,6 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, in
             "rows[(stage + 1) % self.p, stage",
             1,
             "the activation layer.v, layer 0 at train.py:",
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["a microbatch's gradient is dropped", "the backward takes another chunk", "the stages are placed wrongly"],

@@ -220,6 +220,7 @@ def test_a_forgotten_moment_leaves_the_band(part, unbroken, broken, monkeypatch)
     assert unbroken.excess(losses(broken)) > 3
 
 
+@pytest.mark.slow
 def test_a_skipped_batch_is_witnessed_and_leaves_the_band(unbroken, broken, monkeypatch):
     monkeypatch.setattr(FlatTokensLoader, "load", skipping_a_batch(FlatTokensLoader.load))
     run(broken, EXCHANGED)

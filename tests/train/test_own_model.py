@@ -70,7 +70,7 @@ def test_it_has_nothing_of_the_trainers():
         assert word not in MINE
 
 
-@pytest.mark.parametrize("gather", ["layer", "step"])
+@pytest.mark.parametrize("gather", ["layer", pytest.param("step", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "one device"])
 def test_it_trains_the_same_on_every_mesh(place, gather):
     expected, found = losses("one device", "layer"), losses(place, gather)

@@ -24,12 +24,8 @@ PLACES = {"one device": (1, 1, 1), "d=2 t=2": (1, 2, 2), "p=2 d=2": (2, 2, 1)}  
 # A rule on one mesh and one path where that is enough of a look; the others are slow.
 QUICK = {
     ("window", "d=2 t=2", "einsum"),
-    ("alibi", "d=2 t=2", "blockwise"),
-    ("soft-cap", "one device", "blockwise"),
     ("alternating", "p=2 d=2", "blockwise"),
     ("sinks", "d=2 t=2", "blockwise"),
-    ("prefix", "one device", "einsum"),
-    ("no positions", "p=2 d=2", "einsum"),
 }
 ALL = [(name, place, path) for name in models.KINDS for place in PLACES for path in LENGTHS]
 
