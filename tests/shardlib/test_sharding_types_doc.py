@@ -1,4 +1,4 @@
-"""docs/sharding-types.md, block by block: each runs, or raises what the comment in it says."""
+"""docs/sharding-types.md: each block runs, or raises what its comment says; the messages of its table exist."""
 
 import linecache
 import re
@@ -35,3 +35,16 @@ def test_every_block_of_the_tutorial():
         namespace["in_force"].close()  # leaves the mesh, if a block failed before it did so itself
     assert len(BLOCKS) > 15
     assert raised == len(re.findall("# raises ShardError", TEXT))
+
+
+@pytest.mark.quick
+def test_messages_of_the_table():
+    """Each is expected by a test of shardlib. Dims and axes may have other names there."""
+    shardlib = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py") if path != Path(__file__))
+    rows = re.findall(r"^\| (`.*?) \| .* \|$", TEXT.partition("## Reading an error")[2], re.MULTILINE)
+    messages = [message for row in rows for message in re.findall("`(.*?)`", row)]
+    assert len(messages) > 12
+    for message in messages:
+        name = lambda word: r"\S+" if re.fullmatch(r"[A-Z](/\w)?|[dt],?", word) else re.escape(word)
+        pattern = " ".join(name(word) for word in message.replace("…", " … ").split())
+        assert re.search(pattern.replace(" … ", ".*").replace("…", ".*"), shardlib), message
