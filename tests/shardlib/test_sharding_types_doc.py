@@ -8,7 +8,8 @@ import pytest
 
 from shardlib.shardtypes import ShardError
 
-TEXT = (Path(__file__).parents[2] / "docs" / "sharding-types.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "sharding-types.md").read_text()
 BLOCKS = [
     (TEXT[: match.start(1)].count("\n"), match[1])
     for match in re.finditer(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
@@ -39,8 +40,10 @@ def test_every_block_of_the_tutorial():
 
 @pytest.mark.quick
 def test_messages_of_the_table():
-    """Each is expected by a test of shardlib. Dims and axes may have other names there."""
-    shardlib = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py") if path != Path(__file__))
+    """Each is in shardlib or its tests, or in a block above. Dims and axes may have other names there."""
+    paths = [*Path(__file__).parent.glob("*.py"), *(ROOT / "shardlib").glob("*.py")]
+    sources = "".join(path.read_text() for path in paths if path != Path(__file__))
+    shardlib = "\n".join([sources, *re.findall("# raises ShardError: (.*)", TEXT)])
     rows = re.findall(r"^\| (`.*?) \| .* \|$", TEXT.partition("## Reading an error")[2], re.MULTILINE)
     messages = [message for row in rows for message in re.findall("`(.*?)`", row)]
     assert len(messages) > 12
