@@ -161,7 +161,8 @@ def check_run(flags: dict[str, str], overrides: list[str]) -> None:
 
 def check_tool(module: str, schema: type, flags: dict[str, str], overrides: list[str]) -> None:
     """Merges a tool's settings into their dataclass."""
-    assert (ROOT / "tools/configs" / f"{flags.get('--config-name', module.split('.')[1])}.yaml").exists()
+    name = flags.get("--config-name", module.split(".")[1])
+    assert (ROOT / "tools/configs" / f"{name}.yaml").exists(), f"tools/configs has no {name}.yaml"
     overrides = [o for o in overrides if not o.startswith("hydra")]
     if "--multirun" in flags:
         overrides = first_values(overrides)
