@@ -158,7 +158,7 @@ def test_the_program_is_one_file_that_can_be_read():
 
 def test_the_map_in_readme_has_a_line_for_each_entry():
     text = (ROOT / "README.md").read_text()
-    block = text[text.index("## The house") :].split("```")[1]
+    block = text[text.index("## The map") :].split("```")[1]
     shown = re.findall(r"^([\w.]+)/? {2,}\S", block, re.MULTILINE)
     rooms = [f"{name}.py" if (ROOT / f"{name}.py").exists() else name for floor in FLOORS for name in floor]
     assert [name for name in shown if name in rooms] == rooms

@@ -1,4 +1,4 @@
-"""docs/sharding-types.md, block by block: each runs, or raises what the comment in it says."""
+"""docs/sharding-types.md: each block runs, or raises what its comment says; the messages of its table exist."""
 
 import linecache
 import re
@@ -8,7 +8,8 @@ import pytest
 
 from shardlib.shardtypes import ShardError
 
-TEXT = (Path(__file__).parents[2] / "docs" / "sharding-types.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "sharding-types.md").read_text()
 BLOCKS = [
     (TEXT[: match.start(1)].count("\n"), match[1])
     for match in re.finditer(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
@@ -35,3 +36,18 @@ def test_every_block_of_the_tutorial():
         namespace["in_force"].close()  # leaves the mesh, if a block failed before it did so itself
     assert len(BLOCKS) > 15
     assert raised == len(re.findall("# raises ShardError", TEXT))
+
+
+@pytest.mark.quick
+def test_messages_of_the_table():
+    """Each is in shardlib or its tests, or in a block above. Dims and axes may have other names there."""
+    paths = [*Path(__file__).parent.glob("*.py"), *(ROOT / "shardlib").glob("*.py")]
+    sources = "".join(path.read_text() for path in paths if path != Path(__file__))
+    shardlib = "\n".join([sources, *re.findall("# raises ShardError: (.*)", TEXT)])
+    rows = re.findall(r"^\| (`.*?) \| .* \|$", TEXT.partition("## Reading an error")[2], re.MULTILINE)
+    messages = [message for row in rows for message in re.findall("`(.*?)`", row)]
+    assert len(messages) > 12
+    for message in messages:
+        name = lambda word: r"\S+" if re.fullmatch(r"[A-Z](/\w)?|[dt],?", word) else re.escape(word)
+        pattern = " ".join(name(word) for word in message.replace("…", " … ").split())
+        assert re.search(pattern.replace(" … ", ".*").replace("…", ".*"), shardlib), message

@@ -1,0 +1,303 @@
+"""The pages: links lead somewhere, commands compose, settings and files exist, and README's refusal is the real one."""
+
+import ast
+import dataclasses
+import fnmatch
+import functools
+import importlib
+import re
+import shlex
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+from omegaconf import OmegaConf
+from recipes import SOURCE, module_of
+from shipped import CONFIGS, load
+
+from input_loader import batch_shapes
+from modeling.model import load_model
+from modeling.settings import ModelConfig
+from models import gpt2
+from shardlib.shardtypes import ShardError
+from tools.huggingface_to_flat_tokens.config import TokenizerConfig
+from tools.verify.__main__ import VerifyConfig
+from training_io.config import Config, register_schema, to_config
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests").rglob("*.md")])
+KINDS = ("Tutorial", "How-to", "Reference", "Log of measurements")
+WITHOUT_KIND = {"README.md", "CHANGELOG.md", "tests/data/README.md"}
+YOURS = {"mine.py", "model/mine.yaml", "my_schedules.py", "script.py", "__main__.py"}
+"""Files that a page has its reader write, or that many folders have."""
+NOT_OURS = ("pip", "pytest")
+name_of = lambda page: str(page.relative_to(ROOT))
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Language and content of each fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def prose(text: str) -> str:
+    """The text without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(text: str) -> list[str]:
+    """Inline code."""
+    return re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", prose(text))
+
+
+# ---- links and lines ----------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page.read_text()), re.MULTILINE)
+    found: dict[str, int] = {}
+    for heading in headings:
+        slug = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {slug + (f"-{i}" if i else "") for slug, count in found.items() for i in range(count + 1)}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+        if re.match(r"\w+://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    assert broken_links(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_page_quotes_a_line_number(page):
+    assert re.findall(r"\w+\.py:\d+", page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in WITHOUT_KIND], ids=name_of)
+def test_a_page_says_what_it_is(page):
+    _, blank, first = page.read_text().split("\n")[:3]
+    assert blank == ""
+    assert re.match(rf"\*({'|'.join(KINDS)})\.\* \S", first)
+
+
+def test_the_index_has_every_page():
+    linked = set(re.findall(r"\]\(([\w-]+\.md)[)#]", (ROOT / "docs/README.md").read_text().partition("## Pages")[2]))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+# ---- commands -----------------------------------------------------------------------------------------------------
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words after `python -m` of each command in a page's blocks and inline code."""
+    lines = [line for language, block in blocks(text) if not language for line in block.replace("\\\n", "").split("\n")]
+    found = []
+    for line in [*lines, *(span.replace("\n", " ") for span in spans(text))]:
+        _, is_command, rest = re.sub(r"<[\w ,]+>", "name", line).partition("python -m ")
+        if is_command:
+            words = shlex.split(rest.replace("\\|", "|"), comments=True)
+            end = next((i for i, word in enumerate(words) if word in ("&", "|", ";", "&&")), len(words))
+            found.append(words[:end])
+    return found
+
+
+def source_files(module: str) -> list[Path]:
+    """The source of a program: a file, or a folder with a __main__.py."""
+    path = ROOT.joinpath(*module.split("."))
+    return [path.with_suffix(".py")] if path.with_suffix(".py").exists() else sorted(path.glob("*.py"))
+
+
+def schema_of(module: str) -> type | None:
+    """The dataclass of a tool's settings, which it gives to run_program."""
+    for path in source_files(module):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "run_program":
+                main = module if path.name != "__main__.py" else f"{module}.__main__"
+                return getattr(importlib.import_module(main), ast.unparse(node.args[1]))
+    return None
+
+
+def first_values(overrides: list[str]) -> list[str]:
+    """Overrides with the first value of each that is swept."""
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    value = lambda o: next(iter(o.sweep_string_iterator())) if o.is_sweep_override() else None
+    return [
+        text if value(o) is None else f"{o.key_or_group}={value(o)}" for o, text in zip(parsed, overrides, strict=True)
+    ]
+
+
+def check_run(flags: dict[str, str], overrides: list[str]) -> None:
+    """Composes a run's configuration."""
+    if "--config-dir" in flags:  # its files are the reader's own
+        overrides = [o for o in overrides if not o.startswith("model=")]
+    own = [o for o in overrides if o.startswith("verify.")]
+    of_verify = OmegaConf.from_dotlist([o.removeprefix("verify.") for o in own])
+    OmegaConf.merge(OmegaConf.structured(VerifyConfig), of_verify)
+    overrides = [o for o in overrides if o not in own and not o.startswith("hydra")]
+    if "--multirun" in flags:
+        overrides = first_values(overrides)
+    register_schema()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        to_config(compose(flags["--config-name"], overrides=overrides))
+
+
+def check_tool(module: str, schema: type, flags: dict[str, str], overrides: list[str]) -> None:
+    """Merges a tool's settings into their dataclass."""
+    name = flags.get("--config-name", module.split(".")[1])
+    assert (ROOT / "tools/configs" / f"{name}.yaml").exists(), f"tools/configs has no {name}.yaml"
+    overrides = [o for o in overrides if not o.startswith("hydra")]
+    if "--multirun" in flags:
+        overrides = first_values(overrides)
+    OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(overrides))
+
+
+def check_command(words: list[str]) -> None:
+    """Raises unless the command names a program that exists and settings that it has."""
+    module, *arguments = [word.replace("$id", "0") for word in words]
+    if module in NOT_OURS:
+        assert all((ROOT / word).exists() for word in arguments if word.startswith("tests/"))
+        return
+    files = source_files(module)
+    assert files, f"there is no {module}"
+    flags = dict(word.partition("=")[::2] for word in arguments if word.startswith("--"))
+    overrides = [word for word in arguments if not word.startswith("-")]
+    if not arguments or any("…" in word for word in arguments) or flags.get("--config-name") == "name":
+        return
+    if module in ("train", "tools.verify"):
+        assert "--config-name" in flags, f"{module} needs a configuration"
+        check_run(flags, overrides)
+    elif schema := schema_of(module):
+        check_tool(module, schema, flags, overrides)
+    else:  # argparse
+        text = "".join(path.read_text() for path in files)
+        assert all(flag.removeprefix("--") in text for flag in flags), f"{module} lacks one of {', '.join(flags)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_compose(page, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    for words in commands(page.read_text()):
+        try:
+            check_command(words)
+        except Exception as error:
+            raise AssertionError(f"python -m {shlex.join(words)}: {error}") from error
+
+
+# ---- settings and files -------------------------------------------------------------------------------------------
+
+OTHER_SECTIONS = {"model": (ModelConfig, gpt2.ModelConfig), "verify": (VerifyConfig,), "tokenizer": (TokenizerConfig,)}
+SECTIONS = {field.name: (field.type,) for field in dataclasses.fields(Config)} | OTHER_SECTIONS
+
+
+def unwrapped(hint: typing.Any) -> Iterator[type]:
+    """The types that a field's annotation allows."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        for part in typing.get_args(hint):
+            yield from unwrapped(part)
+    else:
+        yield hint
+
+
+def has_setting(hint: typing.Any, names: list[str]) -> bool:
+    """Whether a section of this type has such a setting; `*` matches any part of a name."""
+    if not names:
+        return True
+    for kind in unwrapped(hint):
+        if typing.get_origin(kind) is dict:
+            if has_setting(typing.get_args(kind)[1], names[1:]):
+                return True
+        elif dataclasses.is_dataclass(kind):
+            hints = typing.get_type_hints(kind)
+            if any(has_setting(hints[name], names[1:]) for name in fnmatch.filter(hints, names[0])):
+                return True
+    return False
+
+
+def unknown_settings(text: str) -> list[str]:
+    found = []
+    for word in (word for span in spans(text) for word in span.split()):
+        match = re.fullmatch(r"'?(\w+)\.([a-z_*][\w.*<>]*?)(=.*|:)?", word)
+        if match and match[1] in SECTIONS and not word.endswith(".json"):
+            names = match[2].split(".")
+            if not any(has_setting(section, names) for section in SECTIONS[match[1]]):
+                found.append(word)
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
+def test_settings_exist(page):
+    assert unknown_settings(page.read_text()) == []
+
+
+@functools.cache
+def entries() -> set[str]:
+    """What the repository has at its top."""
+    rooms = {path.parent.name for path in ROOT.glob("*/*.py")}
+    return rooms | {"configs", "constraints", "docs", "launch", "tests"}
+
+
+def missing_files(page: Path, text: str) -> list[str]:
+    found = []
+    for word in (word for span in spans(text) for word in span.split()):
+        if not re.fullmatch(r"[\w.\-/*]+", word) or word in YOURS or (page.name, word) == ("changing.md", "untracked/"):
+            continue
+        if "/" in word:
+            is_ours = word.split("/")[0] in entries()
+            exists = is_ours and (any(ROOT.glob(word)) or any(ROOT.glob(f"{word}.py")))
+        else:
+            is_ours, exists = word.endswith((".py", ".md")), any((at / word).exists() for at in (ROOT, page.parent))
+        if is_ours and not exists:
+            found.append(word)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_exist(page):
+    assert missing_files(page, page.read_text()) == []
+
+
+# ---- README's first change ----------------------------------------------------------------------------------------
+
+
+def traced(source: str) -> None:
+    """Traces the demo's step, of a changed train.py, on a mesh of its sizes without devices."""
+    c = load("local_test_synthetic")
+    sizes = (c.mesh.r, 8 // c.mesh.r // c.mesh.t, c.mesh.t)
+    mesh = AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+    with module_of(source) as train, use_abstract_mesh(mesh):
+        c.model.module = train.__name__
+        train.programs(c, load_model(c.model), batch_shapes(c.training.batch_size, c.training.seq_len))
+
+
+def test_the_first_change_and_its_refusal():
+    found = blocks((ROOT / "README.md").read_text())
+    good, wrong = (block for language, block in found if language == "diff")
+    (message,) = (block for language, block in found if block.startswith("ShardError: "))
+    source = SOURCE
+    for diff in (good, wrong):
+        before, after = ("".join(f"{x[1:]}\n" for x in diff.splitlines() if x[0] == sign) for sign in "-+")
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+        if diff == good:
+            traced(source)
+    with pytest.raises(ShardError) as refused:
+        traced(source)
+    assert f"ShardError: {refused.value}".split() == message.split()
