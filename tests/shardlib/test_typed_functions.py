@@ -61,7 +61,7 @@ def test_arguments_and_result_by_name_and_with_defaults():
     np.testing.assert_array_equal(fn(x, z=x), 2)
     np.testing.assert_array_equal(fn(x, x, z=x, factor=3.0), 4)
     with pytest.raises(
-        ShardError, match=r"^fn, argument z: f32\['B'\]: a NoneType is no array\n(.|\n)*remedy: pass an array"
+        ShardError, match=r"^fn, argument z: f32\['B'\]: a NoneType is not an array\n(.|\n)*remedy: pass an array"
     ):
         fn(x)
     with pytest.raises(ShardError, match=r"^fn, argument y: .*size mismatch: dim B is 3, but here it is 4"):

@@ -198,7 +198,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     "the loss stays per device": (
         'shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)',
         "jnp.sum(losses * mask)",
-        "summed_loss, result: f32['+r +d']: `+r +d` says a partial sum over r, d, but the value is none",
+        "summed_loss, result: f32['+r +d']: `+r +d` says a partial sum over r, d, but the value is not one",
     ),
     "the loss is reduced over d, not r": (
         'shardops.psum("+r +d ->", loss)',
