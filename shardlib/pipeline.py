@@ -25,7 +25,7 @@ from shardlib.layers import Extras, LayerMetrics, LayerNumbers
 from shardlib.op_checks import varying, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import Placement
-from shardlib.schedules import TickTable, check_schedule, forward_only, schedule_of, tick_table
+from shardlib.schedules import TickTable, forward_only, schedule_of, tick_table
 from shardlib.values import Origin, Partial, mesh_axes, pipeline_stage
 
 # ---- what runs where --------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def plan_training(placement: Placement, schedule: str, microbatches: int, recomp
         ValueError: an unknown schedule, or one that is not for so many devices, microbatches or chunks.
     """
     p, m, v = placement.p, microbatches, placement.v
-    orders = check_schedule(schedule_of(schedule)(p, m, v), p, m, v)
+    orders = schedule_of(schedule)(p, m, v)
     # Of one stage, and where the forward runs again in any case, the last stage's forward would be for nothing.
     recompute = recompute or p == 1
     return Plan(placement, tick_table(orders, p, m, v, recompute=recompute, fuse_last=recompute), recompute)
