@@ -227,7 +227,9 @@ def _with_dims(dims: str, t: ArrayType) -> ArrayType:
     return ArrayType(t.dtype, parse_shape(f"{dims} {t.spec}"))
 
 
-def arrays_of(t, value, path: str = "", dims: str = "") -> Iterator[tuple[str, ArrayType, typing.Any]]:
+def arrays_of(
+    t, value, path: str = "", *, dims: str = "", only_arrays: bool = False
+) -> Iterator[tuple[str, ArrayType, typing.Any]]:
     """(path, array type, array) of each array type in `t`, in the order of a value's leaves.
 
     Args:
@@ -235,6 +237,7 @@ def arrays_of(t, value, path: str = "", dims: str = "") -> Iterator[tuple[str, A
         value: a value of type `t`, or ABSENT.
         path: path of the value, such as `layers.w_up`.
         dims: dims of the stacks that the value is in.
+        only_arrays: whether parts without an array type are refused. Otherwise they are left out.
 
     Returns:
         For each array its type as the current mesh has it. The array is ABSENT where `value` has None for an optional
@@ -243,39 +246,27 @@ def arrays_of(t, value, path: str = "", dims: str = "") -> Iterator[tuple[str, A
     Raises:
         ShardError: the value is not of the classes and tuples that `t` says.
     """
+    options = {"dims": dims, "only_arrays": only_arrays}
     if isinstance(t, ArrayType):
         array = _with_dims(dims, t)
         yield path, ArrayType(array.dtype, on_mesh(array.spec)), value
     elif isinstance(t, StackedType):
-        yield from arrays_of(t.inner, value, path, f"{dims} {t.dims}")
+        yield from arrays_of(t.inner, value, path, dims=f"{dims} {t.dims}", only_arrays=only_arrays)
     elif isinstance(t, SubsetType):
-        for name, array, part in arrays_of(t.inner, value, path, dims):
+        for name, array, part in arrays_of(t.inner, value, path, **options):
             yield name, array, ABSENT if part is None else part
     elif isinstance(t, typing.TypeVar):
-        yield from arrays_of(_class_for(t, value, path), value, path, dims)
+        yield from arrays_of(_class_for(t, value, path), value, path, **options)
     elif _optional(t) is not None:
-        yield from arrays_of(_optional(t), ABSENT if value is None else value, path, dims)
+        yield from arrays_of(_optional(t), ABSENT if value is None else value, path, **options)
     elif is_typed(t):
         for name, inner, part in _children(t, value, path):
-            yield from arrays_of(inner, part, name, dims)
-
-
-def check_boundary(t) -> None:
-    """Raises ShardError unless a value of type `t` holds only arrays that can enter and leave shard_map."""
-    for _, array, _ in arrays_of(t, ABSENT):
-        partition_spec(array)
-    inner = _optional(t) or (t.inner if isinstance(t, StackedType | SubsetType) else t)
-    if inner is not t:
-        check_boundary(inner)
-    elif not isinstance(t, ArrayType):
-        for path, part, _ in _children(t, ABSENT, ""):
-            if not is_typed(part):
-                owner = getattr(t, "__name__", t)
-                raise ShardError(
-                    f"{path} of {owner} has no array type",
-                    "annotate it, e.g. f32['B/d M']; if it is not data, make it a field with metadata={'static': True}",
-                )
-            check_boundary(part)
+            yield from arrays_of(inner, part, name, **options)
+    elif only_arrays:
+        raise ShardError(
+            f"{path} has no array type",
+            "annotate it, e.g. f32['B/d M']; if it is not data, make it a field with metadata={'static': True}",
+        )
 
 
 # ---- shardings --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, check_boundary, is_typed, partition_spec
+from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, is_typed, partition_spec
 from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope, error_context
 from shardlib.parsing import ShardError, sort_axes
 from shardlib.values import (
@@ -211,7 +211,8 @@ def typed_shard_map(fn):
                 "annotate it, e.g. f32['B/d M']; constants and options come in through the enclosing function",
             )
         try:
-            check_boundary(t)
+            for _, array, _ in arrays_of(t, ABSENT, only_arrays=True):
+                partition_spec(array)  # refuses + and * marks
         except ShardError as error:
             raise error.located(what) from None
     result = annotations.pop("return")
@@ -225,29 +226,27 @@ def typed_shard_map(fn):
             raise ShardError(f"{fn.__name__}: no mesh is set", "call it under `with jax.set_mesh(mesh):`")
         if inside_shard_map():
             raise ShardError(f"{fn.__name__}: called inside shard_map", "decorate functions called there with typed")
-        arrays, specs, structures = [], [], []
+        arrays, specs = [], []
         with Scope():
             for name, value in bound.arguments.items():
                 where = f"{fn.__name__}, argument {name}"
                 with checking(where):
                     parts = [entry for entry in arrays_of(annotations[name], value) if entry[2] is not ABSENT]
-                leaves = [_place(array, part, _location(where, path)) for path, array, part in parts]
-                arrays.append(leaves)
-                specs.append([partition_spec(array) for _, array, _ in parts])
-                structures.append(jax.tree.structure(value))
-        result_structure = None
+                arrays += [_place(array, part, _location(where, path)) for path, array, part in parts]
+                specs += [partition_spec(array) for _, array, _ in parts]
+        structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
 
-        def per_device(*arrays):
+        def per_device(arrays):
             nonlocal result_structure
-            values = [jax.tree.unflatten(s, leaves) for s, leaves in zip(structures, arrays, strict=True)]
-            call = inspect.BoundArguments(signature, dict(zip(bound.arguments, values, strict=True)))
+            values = dict(zip(bound.arguments, structure.unflatten(arrays), strict=True))
+            call = inspect.BoundArguments(signature, values)
             value = checked(*call.args, **call.kwargs)
             result_structure = jax.tree.structure(value, is_leaf=is_opaque)
             return [_leaving(array, part, fn.__name__, path) for path, array, part in arrays_of(result, value)]
 
         # One entry for each array of the type: which parts are absent is known only after fn has run.
         out_specs = [partition_spec(array) for _, array, _ in arrays_of(result, ABSENT)]
-        out = jax.shard_map(per_device, in_specs=tuple(specs), out_specs=out_specs)(*arrays)
+        out = jax.shard_map(per_device, in_specs=(specs,), out_specs=out_specs)(arrays)
         return jax.tree.unflatten(result_structure, [part for part in out if part is not None])
 
     return mapped

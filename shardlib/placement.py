@@ -35,7 +35,7 @@ class StackOrder:
     @functools.cached_property
     def row_of_layer(self) -> np.ndarray:
         """The row of each layer."""
-        return np.array([int(np.flatnonzero(self.layer_of_row == layer)[0]) for layer in range(self.layers)])
+        return np.argsort(self.layer_of_row)[-self.layers :]  # padding, -1, is sorted to the front
 
     @property
     def padding(self) -> np.ndarray:

@@ -152,9 +152,7 @@ def test_field_without_array_type_and_not_static():
     def fn(w: Loose) -> f32["M"]:
         return w.w
 
-    with pytest.raises(
-        ShardError, match=r"argument w: count of Loose has no array type\n  remedy: .*metadata={'static': True}"
-    ):
+    with pytest.raises(ShardError, match=r"argument w: count has no array type\n  remedy: .*metadata={'static': True}"):
         typed_shard_map(fn)
 
 
