@@ -48,7 +48,7 @@ class Extras:
                 )
 
 
-def parts_of(result: Any) -> tuple[Any, Extras]:
+def split_extras(result: Any) -> tuple[Any, Extras]:
     """The parts x and Extras of a layer's result."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Extras)
     return result if is_pair else (result, Extras())
@@ -136,7 +136,7 @@ def run_layers(
             return read
 
         y = layer(weights, x, number.index, turn, attend_in_layer)
-        y, extras = parts_of(y)
+        y, extras = split_extras(y)
         extras.check()
         if (getattr(y, "shape", None), getattr(y, "dtype", None)) != (x.shape, x.dtype):
             raise ShardError(
