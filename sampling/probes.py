@@ -145,9 +145,8 @@ def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str, str]:
 
         def layer(turn: int, x: jax.Array, ids: jax.Array) -> jax.Array:
             of_layer, tokens = jax.tree.map(lambda stack: stack[turn], w.layers), tokens_of(ids)
-            return split_extras(
-                model.layer(x, of_layer, tokens.in_layer(jnp.int32(turn), turn), alone, forward.einsum)
-            )[0]
+            y, _ = split_extras(model.layer(x, of_layer, tokens.in_layer(jnp.int32(turn), turn), alone, forward.einsum))
+            return y
 
         at_ends = [(end, value) for end in (0, length - 1) for value in ("NaN", "other")]
         changed = jnp.array([end for end, _ in at_ends])[:, None, None]

@@ -61,7 +61,7 @@ class DType:
             return jnp.dtype(_LONG_DTYPES[self.name])
         if self.name not in current_scope().dtypes:
             raise ShardError(
-                f"dtype name {self.name} stands for no dtype here", f"run under `with Scope({self.name}=…):`"
+                f"dtype name {self.name} is bound to no dtype here", f"run under `with Scope({self.name}=…):`"
             )
         return current_scope().dtypes[self.name]
 
@@ -163,11 +163,11 @@ def _choose(t, chosen: dict):
 def _class_for(variable: typing.TypeVar, value, path: str):
     """The class that a TypeVar stands for: that of the value, and the same throughout a call."""
     if value is ABSENT:
-        raise ShardError(f"{path or 'value'}: {variable} stands for no class here", "choose one: State[Transformer]")
+        raise ShardError(f"{path or 'value'}: {variable} is bound to no class here", "choose one: State[Transformer]")
     found = type(value)
     if not (dataclasses.is_dataclass(found) and is_typed(found)):
         raise ShardError(
-            f"{path or 'value'} is {describe(value)}, where {variable} stands for a dataclass of arrays", "pass one"
+            f"{path or 'value'} is {describe(value)}, where {variable} must be a dataclass of arrays", "pass one"
         )
     known = current_scope().classes.setdefault(variable, found)
     if known is not found:
@@ -188,22 +188,22 @@ def _optional(t):
 
 
 def is_typed(t) -> bool:
-    """Whether the annotation holds array types, which are checked. Raises ShardError if they are where none can be."""
+    """Whether the annotation holds array types. Raises ShardError if it holds some that cannot be checked."""
     if isinstance(t, ArrayType | StackedType | SubsetType | typing.TypeVar):
         return True
     if _optional(t) is not None:
         return is_typed(_optional(t))
-    if _class_of(t) is not t:
+    if dataclasses.is_dataclass(_class_of(t)):
         return any(is_typed(inner) for _, inner in _fields(t))
-    parts = [is_typed(a) for a in typing.get_args(t) if a is not Ellipsis and not isinstance(a, list)]
-    if any(parts) and typing.get_origin(t) is not collections.abc.Callable:
-        if typing.get_origin(t) is not tuple or Ellipsis in typing.get_args(t):
-            raise ShardError(
-                f"the arrays in {t!r} cannot be checked",
-                "annotate with array types, X | None, tuple[X, Y], Array['dims', X] or pytree dataclasses of them",
-            )
-        return True
-    return dataclasses.is_dataclass(t) and any(is_typed(inner) for _, inner in _fields(t))
+    arguments = [a for a in typing.get_args(t) if a is not Ellipsis and not isinstance(a, list)]
+    if typing.get_origin(t) is collections.abc.Callable or not any(map(is_typed, arguments)):
+        return False
+    if typing.get_origin(t) is not tuple or Ellipsis in typing.get_args(t):
+        raise ShardError(
+            f"the arrays in {t!r} cannot be checked",
+            "annotate with array types, X | None, tuple[X, Y], Array['dims', X] or pytree dataclasses of them",
+        )
+    return True
 
 
 def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
@@ -214,7 +214,7 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
             value = (ABSENT,) * len(args)
         if not isinstance(value, tuple) or len(value) != len(args):
             found = f"{len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
-            raise ShardError(f"{path or 'value'}: {t} wants a tuple of {len(args)}, not {found}", "give one part each")
+            raise ShardError(f"{path or 'value'}: {t} needs a tuple of {len(args)}, not {found}", "give one part each")
         return [(f"{path}[{i}]", a, v) for i, (a, v) in enumerate(zip(args, value, strict=True))]
     cls = _class_of(t)
     if value is not ABSENT and not isinstance(value, cls):

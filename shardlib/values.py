@@ -143,7 +143,7 @@ class _Opaque:
         return dataclasses.replace(self, value=self.value.astype(dtype))
 
     def __getattr__(self, name: str):
-        # For `x.sum()`, `x.T` and the like. Python's own probing (copy, pickle) gets the plain answer.
+        # For `x.sum()`, `x.T` and the like. Python itself (copy, pickle) must get an AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         raise _NoAttribute(f".{name} was read from {describe(self)}{self._made_by()}", self.remedy())
@@ -239,7 +239,7 @@ class Noted(Copy):
     """A weight whose gathers are noted while a function that uses it is traced (gathers.py); otherwise a copy."""
 
     note: Callable | None = dataclasses.field(default=None, metadata={"static": True})
-    """Called by all_gather with the dims before and after the gather, and the dtype."""
+    """Called by all_gather with the spec before and after the gather, and the dtype."""
 
 
 def is_opaque(value) -> bool:

@@ -225,6 +225,6 @@ def test_dtype_name_that_stands_for_nothing():
         ):
             fn(jnp.zeros(2, jnp.float32))
     with pytest.raises(
-        ShardError, match=r"dtype name act stands for no dtype here(.|\n)*remedy: run under `with Scope\(act=…\):`"
+        ShardError, match=r"dtype name act is bound to no dtype here(.|\n)*remedy: run under `with Scope\(act=…\):`"
     ):
         fn(jnp.zeros(2, jnp.bfloat16))

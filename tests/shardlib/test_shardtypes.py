@@ -190,7 +190,7 @@ def test_scope_names_dtypes_inwards():
             assert bound() == jnp.float32
         assert bound() == jnp.bfloat16
     with pytest.raises(
-        ShardError, match=r"^dtype name act stands for no dtype here\n  remedy: run under `with Scope\(act="
+        ShardError, match=r"^dtype name act is bound to no dtype here\n  remedy: run under `with Scope\(act="
     ):
         bound()
     with pytest.raises(ShardError, match=r"'f32' is a dtype already"):
@@ -201,7 +201,7 @@ def test_scopes_end_when_an_error_leaves_them():
     act = dtype_name("act")
     with pytest.raises(KeyError, match=r"left"), Scope(act=jnp.float32):
         raise KeyError("left")
-    with pytest.raises(ShardError, match=r"stands for no dtype"):
+    with pytest.raises(ShardError, match=r"is bound to no dtype"):
         _ = act.dtype
 
 
@@ -397,7 +397,7 @@ def test_what_a_type_variable_holds_is_checked(mesh):
     with pytest.raises(ShardError, match=r"kept, argument w: b: f32\['M/d N/t'\]: size mismatch: dim M is 32"):
         jax.jit(step)(moments())
 
-    with pytest.raises(ShardError, match="where ~W stands for a dataclass of arrays"):
+    with pytest.raises(ShardError, match="where ~W must be a dataclass of arrays"):
         kept(3)
 
 
@@ -413,7 +413,7 @@ def test_arrays_outside_of_a_subset_may_not_be_absent(mesh):
 
 
 def test_the_boundary_needs_to_know_the_class():
-    with pytest.raises(ShardError, match=r"argument state: weights: ~W stands for no class here"):
+    with pytest.raises(ShardError, match=r"argument state: weights: ~W is bound to no class here"):
 
         @typed_shard_map
         def step(state: Moments) -> Moments[TwoWeights]:
