@@ -81,14 +81,7 @@ def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
             f"interleaved_1f1b takes microbatches in groups of one per device: {m} microbatches are not a multiple of "
             f"{p} devices. Use {near} microbatches, or {'v=1 and ' * (v > 1)}eager_1f1b, which takes any number."
         )
-    orders = []
-    for device in range(p):
-        # (chunk, microbatch): p microbatches pass through one chunk, then through the next, then the next p.
-        passes = [(i // p % v, i // (p * v) * p + i % p) for i in range(m * v)]
-        forwards = [Task("forward", chunk * p + device, k) for chunk, k in passes]
-        backwards = [Task("backward", (v - 1 - chunk) * p + device, k) for chunk, k in passes]
-        orders.append(_warmed_up(forwards, backwards, warmup=(v - 1) * p + 2 * (p - 1 - device)))
-    return orders
+    return _with_warmup(p, m, v, lambda device: (v - 1) * p + 2 * (p - 1 - device))
 
 
 def forward_only(p: int, m: int, v: int = 1) -> list[list[Task]]:
@@ -102,19 +95,24 @@ def forward_only(p: int, m: int, v: int = 1) -> list[list[Task]]:
 
 
 def _one_chunk(name: str, p: int, m: int, v: int, warmup: Callable[[int], int]) -> list[list[Task]]:
-    """The schedule of one chunk per device in which a device runs `warmup(device)` forwards ahead."""
     _check_sizes(p, m, v)
     if v != 1:
         raise ValueError(f"{name} is defined for one chunk per device, not for v={v}. Use v=1, or interleaved_1f1b.")
-    tasks = lambda kind, device: [Task(kind, device, k) for k in range(m)]
-    return [_warmed_up(tasks("forward", d), tasks("backward", d), warmup(d)) for d in range(p)]
+    return _with_warmup(p, m, v, warmup)
 
 
-def _warmed_up(forwards: list[Task], backwards: list[Task], warmup: int) -> list[Task]:
-    """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
-    warmup = min(warmup, len(forwards))
-    pairs = zip(forwards[warmup:], backwards, strict=False)
-    return [*forwards[:warmup], *(task for pair in pairs for task in pair), *backwards[len(forwards) - warmup :]]
+def _with_warmup(p: int, m: int, v: int, warmup: Callable[[int], int]) -> list[list[Task]]:
+    """On each device `warmup(device)` forwards, then one forward and one backward in turn, then remaining backwards."""
+    # (chunk, microbatch): p microbatches pass through one chunk, then through the next, then the next p.
+    passes = [(i // p % v, i // (p * v) * p + i % p) for i in range(m * v)]
+    orders = []
+    for device in range(p):
+        forwards = [Task("forward", chunk * p + device, k) for chunk, k in passes]
+        backwards = [Task("backward", (v - 1 - chunk) * p + device, k) for chunk, k in passes]
+        ahead = min(warmup(device), m * v)
+        pairs = zip(forwards[ahead:], backwards, strict=False)
+        orders.append([*forwards[:ahead], *itertools.chain(*pairs), *backwards[m * v - ahead :]])
+    return orders
 
 
 def _check_sizes(p: int, m: int, v: int) -> None:
