@@ -170,31 +170,31 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     if training and not plan.recompute:
         saved_types = jax.eval_shape(residuals_of.forward, chunk(w.layers, zero), x_type, zero, zero)
 
-    def forward(row, carry):
-        read = lambda: _get(carry["inputs"], row["forward_input"])
-        embed = lambda: first(outer, row["forward_microbatch"])
-        x = lax.cond(row["forward_first"] == 1, embed, read)
-        i, k = row["forward_chunk"], row["forward_microbatch"]
+    def forward(entry, carry):
+        read = lambda: _get(carry["inputs"], entry["forward_input"])
+        embed = lambda: first(outer, entry["forward_microbatch"])
+        x = lax.cond(entry["forward_first"] == 1, embed, read)
+        i, k = entry["forward_chunk"], entry["forward_microbatch"]
         saved, total = carry["saved"], carry["loss"]
         if training and not plan.recompute:
             keep = residuals_of.forward(chunk(w.layers, i), x, i, k)
             y = keep[0]
-            saved = [_put(ring, value, row["forward_residuals"]) for ring, value in zip(saved, keep, strict=True)]
+            saved = [_put(buffer, value, entry["forward_residuals"]) for buffer, value in zip(saved, keep, strict=True)]
         else:
             y, _ = layers(chunk(w.layers, i), x, i, k)
         if not training:
-            total = lax.cond(row["forward_last"] == 1, lambda: total + last(outer, y, k), lambda: total)
+            total = lax.cond(entry["forward_last"] == 1, lambda: total + last(outer, y, k), lambda: total)
         return y, saved, total
 
-    def backward(row, carry):
-        i, k = row["backward_chunk"], row["backward_microbatch"]
+    def backward(entry, carry):
+        i, k = entry["backward_chunk"], entry["backward_microbatch"]
         stack = chunk(w.layers, i)
         if plan.recompute:
-            read = lambda: _get(carry["inputs"], row["backward_input"])
-            x = lax.cond(row["backward_first"] == 1, lambda: first(outer, k), read)
+            read = lambda: _get(carry["inputs"], entry["backward_input"])
+            x = lax.cond(entry["backward_first"] == 1, lambda: first(outer, k), read)
             (y, extra), vjp, metrics = jax.vjp(lambda stack, x: stage(stack, x, i, k), stack, x, has_aux=True)
         else:
-            saved = [_get(ring, row["backward_residuals"]) for ring in carry["saved"]]
+            saved = [_get(buffer, entry["backward_residuals"]) for buffer in carry["saved"]]
             (y, extra), vjp, metrics = residuals_of.backward(stack, saved)
 
         def at_end(g, total):
@@ -202,13 +202,13 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
             return _add(g, g_outer), total + share, dy
 
         def elsewhere(g, total):
-            return g, total, _get(carry["cotangents"], row["backward_cotangent"])
+            return g, total, _get(carry["cotangents"], entry["backward_cotangent"])
 
-        g_outer, total, dy = lax.cond(row["backward_last"] == 1, at_end, elsewhere, carry["g_outer"], carry["loss"])
+        g_outer, total, dy = lax.cond(entry["backward_last"] == 1, at_end, elsewhere, carry["g_outer"], carry["loss"])
         g_stack, dx = vjp((dy, jax.tree.map(_one_like, extra)))
         total = total if extra is None else total + extra
         at_start = lambda g: _add(g, jax.vjp(lambda outer: first(outer, k), outer)[1](dx)[0])
-        g_outer = lax.cond(row["backward_first"] == 1, at_start, lambda g: g, g_outer)
+        g_outer = lax.cond(entry["backward_first"] == 1, at_start, lambda g: g, g_outer)
         if placement.v > 1:
             g_stack = _add_part(carry["g_stack"], g_stack, i, placement.chunk_rows)
         else:
@@ -217,17 +217,17 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
         metrics = _add_part(carry["metrics"], metrics, i * (placement.v > 1), placement.chunk_rows)
         return dx, g_outer, g_stack, total, metrics
 
-    def tick(carry, row):
-        row = {name: column[me] for name, column in row.items()}
-        carry = dict(carry, inputs=_put(carry["inputs"], carry["y"], row["arriving_input"]))
+    def tick(carry, entry):
+        entry = {name: column[me] for name, column in entry.items()}
+        carry = dict(carry, inputs=_put(carry["inputs"], carry["y"], entry["arriving_input"]))
         idle = lambda: (_zeros(x_type), carry["saved"], carry["loss"])
-        y, saved, total = lax.cond(row["forward"] == 1, lambda: forward(row, carry), idle)
+        y, saved, total = lax.cond(entry["forward"] == 1, lambda: forward(entry, carry), idle)
         carry = dict(carry, saved=saved, loss=total)
         if training:
-            carry = dict(carry, cotangents=_put(carry["cotangents"], carry["dx"], row["arriving_cotangent"]))
+            carry = dict(carry, cotangents=_put(carry["cotangents"], carry["dx"], entry["arriving_cotangent"]))
             names = "g_outer", "g_stack", "loss", "metrics"
             idle = lambda: (_zeros(x_type), *(carry[name] for name in names))
-            dx, *sums = lax.cond(row["backward"] == 1, lambda: backward(row, carry), idle)
+            dx, *sums = lax.cond(entry["backward"] == 1, lambda: backward(entry, carry), idle)
             carry = dict(carry, **dict(zip(names, sums, strict=True)), dx=_shift(dx, p, -1))
         # Sent after both slots: between them, a stage without a forward would wait for the forwards of the others.
         carry = dict(carry, y=_shift(y, p, +1))

@@ -14,7 +14,7 @@ import importlib
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -327,10 +327,6 @@ class TickTable:
     """Number of slots for what a forward keeps for its backward."""
 
 
-Place = tuple[int, int]  # (stage, microbatch)
-Span = tuple[int, int]  # first and last tick
-
-
 def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_last: bool) -> TickTable:
     """Places the tasks in ticks, as early as their order allows, and gives everything that is kept a slot.
 
@@ -357,21 +353,23 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_
     b = {(task.stage, task.microbatch): t for task, t in at.items() if task.kind == "backward"}
     fused = lambda stage: fuse_last and stage == stages - 1
 
-    inputs, cotangents, residuals = _Ring(p), _Ring(p), _Ring(p)
+    # For what is kept of each stage and microbatch, the tick in which it is written, and in which it is last read.
+    kept_inputs, kept_cotangents, kept_residuals = {}, {}, {}
     for stage, k in f:
         if stage:
             last_read = b if training and (recompute or fused(stage)) else f
-            inputs.keep((stage, k), f[stage - 1, k] + 1, last_read[stage, k])
+            kept_inputs[stage, k] = f[stage - 1, k] + 1, last_read[stage, k]
         if training and stage < stages - 1:
-            cotangents.keep((stage, k), b[stage + 1, k] + 1, b[stage, k])
+            kept_cotangents[stage, k] = b[stage + 1, k] + 1, b[stage, k]
         if training and not recompute and not fused(stage):
-            residuals.keep((stage, k), f[stage, k], b[stage, k])
-    for ring in (inputs, cotangents, residuals):
-        ring.give_slots()
+            kept_residuals[stage, k] = f[stage, k], b[stage, k]
+    input_slots, inputs = _give_slots(kept_inputs, p)
+    cotangent_slots, cotangents = _give_slots(kept_cotangents, p)
+    residual_slots, residuals = _give_slots(kept_residuals, p)
 
     columns = {name: np.zeros((ticks, p), np.int32) for name in COLUMNS}
-    columns["arriving_input"][:] = inputs.size
-    columns["arriving_cotangent"][:] = cotangents.size
+    columns["arriving_input"][:] = inputs
+    columns["arriving_cotangent"][:] = cotangents
     for task, t in at.items():
         kind, stage, k = task
         device = stage % p
@@ -383,40 +381,30 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_
             "_last": stage == stages - 1,
             "_chunk": stage // p,
             "_microbatch": k,
-            "_residuals": residuals.slots.get((stage, k), 0),
+            "_residuals": residual_slots.get((stage, k), 0),
         }
         if kind == "forward" or recompute or fused(stage):
-            values["_input"] = inputs.slots.get((stage, k), 0)
+            values["_input"] = input_slots.get((stage, k), 0)
         if kind == "backward":
-            values["_cotangent"] = cotangents.slots.get((stage, k), 0)
+            values["_cotangent"] = cotangent_slots.get((stage, k), 0)
         for name, value in values.items():
             columns[kind + name][t, device] = value
         if kind == "forward" and stage < stages - 1:
-            columns["arriving_input"][t + 1, (device + 1) % p] = inputs.slots[stage + 1, k]
+            columns["arriving_input"][t + 1, (device + 1) % p] = input_slots[stage + 1, k]
         if kind == "backward" and stage > 0:
-            columns["arriving_cotangent"][t + 1, (device - 1) % p] = cotangents.slots[stage - 1, k]
-    return TickTable(columns, inputs.size, cotangents.size, residuals.size)
+            columns["arriving_cotangent"][t + 1, (device - 1) % p] = cotangent_slots[stage - 1, k]
+    return TickTable(columns, inputs, cotangents, residuals)
 
 
-class _Ring:
-    """Slots of a buffer on each of p devices. `size` is the most that one device needs."""
+def _give_slots(kept: dict[tuple[int, int], tuple[int, int]], p: int) -> tuple[dict[tuple[int, int], int], int]:
+    """The slot of each kept (stage, microbatch) in a buffer, and the number of slots on the fullest of p devices.
 
-    def __init__(self, p: int):
-        self.spans: list[dict[Place, Span]] = [{} for _ in range(p)]
-        self.slots: dict[Place, int] = {}
-        self.size = 0
-
-    def keep(self, place: Place, first: int, last: int) -> None:
-        """Reserves a slot from tick `first`, in which it is written, to tick `last`, in which it is last read."""
-        self.spans[place[0] % len(self.spans)][place] = (first, last)
-
-    def give_slots(self) -> None:
-        """Gives each the lowest free slot, in order of the first ticks, which takes the fewest slots."""
-        for spans in self.spans:
-            busy_until: list[int] = []
-            for place, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-                free: Iterator[int] = (i for i, end in enumerate(busy_until) if end < first)
-                slot = next(free, len(busy_until))
-                busy_until[slot : slot + 1] = [last]
-                self.slots[place] = slot
-            self.size = max(self.size, len(busy_until))
+    In the order of the first ticks each gets the lowest slot that is free by then, which takes the fewest slots.
+    """
+    slots, busy_until = {}, [[] for _ in range(p)]
+    for (stage, k), (first, last) in sorted(kept.items(), key=lambda item: item[1]):
+        ends = busy_until[stage % p]
+        slot = next((i for i, end in enumerate(ends) if end < first), len(ends))
+        ends[slot : slot + 1] = [last]
+        slots[stage, k] = slot
+    return slots, max(map(len, busy_until))
