@@ -232,16 +232,9 @@ def arrays_of(
 ) -> Iterator[tuple[str, ArrayType, typing.Any]]:
     """(path, array type, array) of each array type in `t`, in the order of a value's leaves.
 
-    Args:
-        t: a type that holds array types.
-        value: a value of type `t`, or ABSENT.
-        path: path of the value, such as `layers.w_up`.
-        dims: dims of the stacks that the value is in.
-        only_arrays: whether parts without an array type are refused. Otherwise they are left out.
-
-    Returns:
-        For each array its type as the current mesh has it. The array is ABSENT where `value` has None for an optional
-        part, and everywhere if `value` is ABSENT.
+    The type is as the current mesh has it. The array is ABSENT where `value` has None for an optional part, and
+    everywhere if `value` is ABSENT. `path` and the stacked `dims` are those of the value itself. With `only_arrays` a
+    part without array types is refused, otherwise it is left out.
 
     Raises:
         ShardError: the value is not of the classes and tuples that `t` says.
@@ -320,10 +313,8 @@ def partition_spec(t: ArrayType) -> PartitionSpec:
 def make_partition_specs(t, like=None):
     """The `jax.sharding.PartitionSpec` of each array of type `t`, in a pytree like a value of it.
 
-    Args:
-        t: a type that holds array types.
-        like: a value of type `t`. The result has None and static fields where it has them. Without it the result has
-            a spec for each array of an optional part, which is a pytree prefix of a value that has None there.
+    `like` is a value of type `t`: the result has None and static fields where it has them. Without it the result has a
+    spec for each array of an optional part, which is a pytree prefix of a value that has None there.
 
     Raises:
         ShardError: a + or * mark, or a field that holds no array type.

@@ -105,18 +105,14 @@ def error_context(sizes: Sizes, **values: Any) -> str:
 
 
 def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bool = False) -> jax.Array:
-    """Checks a value against `spec` and returns the array in it.
+    """Checks an array, a partial sum or a copy against `spec` and returns the array in it. Adds new sizes to `sizes`.
 
     Inside shard_map the value must be a partial sum exactly where the spec says so, a copy at least where it says so
     (only shardops can use one), of the rank and the sizes of the spec, and vary over no axis that the spec does not
     mention. Outside, its rank, its sizes, and its sharding where JAX knows it must be those of the spec.
 
-    Args:
-        spec: the type of the value.
-        value: an array, a partial sum or a copy.
-        sizes: those known so far; new ones are added.
-        gathered_ahead: whether a copy over d may be the whole of a dim that the spec has as `/d`. An op that allows it
-            must treat the value so. Annotations allow it, since only ops can use a copy.
+    With `gathered_ahead` a copy over d may be the whole of a dim that the spec has as `/d`. An op that allows it must
+    treat the value so. Annotations allow it, since only ops can use a copy.
 
     Raises:
         ShardError: the value is not as the spec says, or the mesh lacks an axis of the spec.

@@ -64,12 +64,9 @@ class LayerMetrics:
 
     @classmethod
     def of_rows(cls, metrics: dict[str, jax.Array], rows: jax.Array, layers: int) -> Any:
-        """The metrics of one device's rows at the places of their layers, and 0 elsewhere; None without metrics.
+        """Metrics of the layers in one device's rows, 0 for other layers; None without metrics.
 
-        Args:
-            metrics: values of each metric, one for each row.
-            rows: number of the layer in each row; -1 for padding.
-            layers: number of layers of the model.
+        `metrics` has a value for each row, and `rows` the number of its layer, -1 for padding.
         """
         if not metrics:
             return None

@@ -177,13 +177,8 @@ def cast_to_result(
 ) -> tuple[list[jax.Array], set[str], set[str]]:
     """Operands of a product, cast to vary over the axes of its result; these axes; and those it is a copy over.
 
-    Args:
-        op: the spec of the product.
-        values: the arrays in the operands.
-        operands: the operands: arrays or copies.
-
-    Raises:
-        ShardError: a copy in the result that no operand is, or a cast that hides a reduction of a gradient.
+    `values` are the arrays in `operands`. Raises ShardError for a copy in the result that no operand is, and for a cast
+    that hides a reduction of a gradient.
     """
     axes = op.rhs.sharded | set(op.rhs.partial) | set(stage_axes())
     copies = {axis for x in operands for axis in copy_axes(x)} - axes

@@ -43,10 +43,7 @@ class StackOrder:
         return self.layer_of_row < 0
 
     def to_rows(self, x: Any, **options: Any) -> Any:
-        """x[layers, …] as rows at rest.
-
-        `x` is a NumPy array, or a jax.Array; `options` are those of its `.at[…].get`.
-        """
+        """x[layers, …] as rows at rest: a NumPy array, or a jax.Array with `options` of its `.at[…].get`."""
         found = np.where(self.padding, len(x), self.layer_of_row)
         if isinstance(x, np.ndarray):
             return np.concatenate([x, np.zeros_like(x[:1])])[found]
@@ -109,14 +106,9 @@ class Placement:
 
 
 def place_layers(layers: int, p: int, v: int, counts: Sequence[int] | None = None, period: int = 1) -> Placement:
-    """The placement of `layers` layers on p·v stages.
+    """The placement of `layers` layers on p·v stages: `counts` on each, or the same number on all.
 
-    Args:
-        layers: number of layers, a multiple of `period`.
-        p: number of devices along p.
-        v: number of chunks per device.
-        counts: number of layers of each stage, multiples of `period`; None: all the same.
-        period: number of layers after which the pattern of the model's layers repeats.
+    All these numbers must be multiples of `period`, after which the pattern of the model's layers repeats.
 
     Raises:
         ValueError: the layers cannot be placed so.

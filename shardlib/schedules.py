@@ -182,13 +182,9 @@ def schedule_of(name: str) -> Schedule:
 
 
 def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
-    """Checks a schedule of forwards and backwards. Returns the orders, with every task as a `Task`.
+    """Checks a schedule of forwards and backwards, in which a task is any (kind, stage, microbatch).
 
-    Args:
-        orders: the tasks of each of p devices, in order; a task is any (kind, stage, microbatch).
-        p: number of devices.
-        m: number of microbatches.
-        v: number of chunks per device.
+    Returns the orders, with every task as a `Task`.
 
     Raises:
         ValueError: a task is missing, listed twice or on another device's list, or devices wait for each other for
@@ -330,15 +326,10 @@ class TickTable:
 def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_last: bool) -> TickTable:
     """Places the tasks in ticks, as early as their order allows, and gives everything that is kept a slot.
 
-    Args:
-        orders: the tasks of a schedule or of `forward_only`, for which the columns of backwards are 0.
-        p: number of devices.
-        m: number of microbatches.
-        v: number of chunks per device.
-        recompute: whether a backward starts from the input of its stage, which is kept until then, without residuals.
-            Otherwise the input is kept until the forward, and residuals from the forward to the backward.
-        fuse_last: whether the forward of the last stage is part of its backward. Then the table has no such forward,
-            the input is kept until the backward, and there are no residuals of this stage.
+    `orders` is a schedule or `forward_only`, for which the columns of backwards are 0. With `recompute` a backward
+    starts from the input of its stage, which is kept until then, and there are no residuals. Otherwise the input is
+    kept until the forward, and residuals from the forward to the backward. With `fuse_last` the forward of the last
+    stage is part of its backward: the table has no such forward, and the stage keeps its input until the backward.
 
     Raises:
         ValueError: as `check_schedule` does; or `fuse_last` without backwards.
