@@ -12,11 +12,12 @@ import numpy as np
 from jax.sharding import AxisType
 
 from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, is_typed, partition_spec
-from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope, error_context
+from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope
 from shardlib.parsing import ShardError, sort_axes
 from shardlib.values import (
     SHORT_DTYPES,
     Copy,
+    describe,
     devices_along,
     inside_shard_map,
     is_opaque,
@@ -262,7 +263,7 @@ def _leaving(array: ArrayType, part, fn_name: str, path: str):
             "a copy cannot leave shard_map" if is_opaque(part) else "a gathered array cannot leave shard_map",
             f"return it as it was before, sharded over {', '.join(gathered)}" if gathered else "return what was copied",
         )
-        raise error.located(_location(f"{fn_name}, result", path, repr(array)), error_context({}, value=part))
+        raise error.located(_location(f"{fn_name}, result", path, repr(array)), f"  value: {describe(part)}")
     return part
 
 

@@ -103,7 +103,8 @@ def test_sizes_that_disagree_name_the_field():
         ):
             jax.eval_shape(fn, x_of(4, 8), weights(4))
         with pytest.raises(
-            ShardError, match=r"^fn, argument w: value is dict .*, not a Weights\n  remedy: pass a Weights"
+            ShardError,
+            match=r"^fn, argument w: value is dict .*, not a Weights\n  sizes so far: .*\n  remedy: pass a Weights",
         ):
             jax.eval_shape(fn, x_of(4, 8), {"w_up": x_of(8, 4)})
 

@@ -346,7 +346,7 @@ CASES = {
         lambda norm: all_gather("M/d/t -> M", norm),
         "all_gather('M/d/t -> M'): dim M/d/t has its axes in the wrong order: another order would "
         "silently permute the data",
-        "within a dim, axes stand in the order r, t, d, p, then alphabetically: write M/t/d",
+        "order the axes of a dim as r, t, d, p, then alphabetically: write M/t/d",
         lambda norm: drop(all_gather("M/t/d -> M", norm)),
     ),
     "axis that the mesh does not have": Case(
@@ -364,14 +364,14 @@ CASES = {
     "size mismatch": Case(
         lambda norm, h: drop(all_gather("F/t/d -> F", norm)),
         "all_gather('F/t/d -> F'): operand 1 `F/t/d`: size mismatch: dim F is 12, but here it is 8",
-        "give the two dims different names, or mend the shape; a dim that is sharded in fact must say "
+        "give the two dims different names, or correct the shape; a dim that is in fact sharded must say "
         "so in its spec, e.g. `M/d`",
         lambda norm: drop(all_gather("M/t/d -> M", norm)),
     ),
     "size mismatch between two ops": Case(
         lambda norm, small: drop(all_gather("X/t/d -> X", norm), all_gather("X/t U -> X U", small)),
         "all_gather('X/t U -> X U'): operand 1 `X/t U`: size mismatch: dim X is 8, but here it is 12",
-        "give the two dims different names, or mend the shape; a dim that is sharded in fact must say so "
+        "give the two dims different names, or correct the shape; a dim that is in fact sharded must say so "
         "in its spec, e.g. `M/d`",
         lambda norm, small: drop(all_gather("X/t/d -> X", norm), all_gather("Y/t U -> Y U", small)),
     ),
