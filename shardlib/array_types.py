@@ -1,4 +1,4 @@
-"""Array types `f32['B/d M']`, types made of them, and the shardings and partition specs that they stand for."""
+"""Array types `f32['B/d M']`, types made of them, and their shardings and partition specs."""
 
 import collections.abc
 import dataclasses
@@ -161,7 +161,7 @@ def _choose(t, chosen: dict):
 
 
 def _class_for(variable: typing.TypeVar, value, path: str):
-    """The class that a TypeVar stands for: that of the value, and the same throughout a call."""
+    """The class bound to a TypeVar: that of the value, and the same throughout a call."""
     if value is ABSENT:
         raise ShardError(f"{path or 'value'}: {variable} is bound to no class here", "choose one: State[Transformer]")
     found = type(value)

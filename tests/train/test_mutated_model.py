@@ -142,7 +142,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     "the MLP's output is reduced twice": (
         f"return x + {SCATTER}out)\n",
         f'return x + {SCATTER}shardops.psum("B/r/d L M +t -> B/r/d L M", out))\n',
-        "is none: it is reduced already",
+        "is not one: it is reduced already",
     ),
     "the MLP's output is reduced over d": (
         f"return x + {SCATTER}out)\n",
