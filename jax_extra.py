@@ -11,12 +11,12 @@ _SAVED = "saved_for_backward"
 
 
 def save_for_backward(x):
-    """Keeps `x`, an array or a pytree of arrays, from the forward pass for the backward pass."""
+    """`x`, an array or a pytree of arrays, marked to be kept from the forward pass for the backward pass."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _SAVED), x)
 
 
 _FUSED = "dot_product_attention_fwd_wrapper"
-"""JAX's name for cuDNN's attention in a traced program. What it keeps for its backward pass cannot be marked."""
+"""JAX's name for cuDNN's attention in a traced program, where what it keeps for the backward pass cannot be marked."""
 
 KEPT = {
     "marked": jax.checkpoint_policies.save_from_both_policies(
@@ -26,20 +26,21 @@ KEPT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
 }
-"""What `training.save` may be, and what jax.checkpoint then keeps."""
+"""Values of `training.save`, and the jax.checkpoint policy of each."""
 
 
 def explicit_activation_checkpointing(
     fn: Callable | None = None, *, save: str | None = "marked", prevent_cse: bool = True
 ) -> Callable:
-    """Decorator: the backward pass of `fn` gets its arguments and what it marks with `save_for_backward`, no more.
+    """Decorator: the forward pass of `fn` keeps only its arguments and what it marks with `save_for_backward`.
 
-    Everything else is computed again.
+    The backward pass computes everything else again.
 
     Args:
-        save: one of KEPT, for what the backward pass gets instead of what is marked; None: all, without jax.checkpoint.
-        prevent_cse: whether XLA is kept from taking what is computed again from the forward pass (jax.checkpoint). In
-            the body of a `lax.scan` that is not needed.
+        fn: the function; None: the result is a decorator with these options.
+        save: what is kept, one of KEPT; None: everything, without jax.checkpoint.
+        prevent_cse: whether to keep XLA from replacing recomputed values by those of the forward pass, as
+            jax.checkpoint does. In the body of a `lax.scan` that is not needed.
     """
     if fn is None:
         return functools.partial(explicit_activation_checkpointing, save=save, prevent_cse=prevent_cse)
@@ -49,7 +50,7 @@ def explicit_activation_checkpointing(
 
 
 def fold_in_str(key: jax.Array, name: str) -> jax.Array:
-    """A random key for `name`, the same whatever other names there are."""
+    """A random key for `name`, which does not depend on other names."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 

@@ -23,7 +23,7 @@ from modeling.model import Tokens, blank_inputs, compute_scope, period_of
 from modeling.rules import Places, Rule
 from modeling.weights import shapes_of
 from shardlib import gathers, shardops
-from shardlib.layers import parts_of
+from shardlib.layers import split_extras
 from shardlib.op_checks import varying
 from shardlib.program_hash import hash_of
 from shardlib.shardtypes import f32, typed_shard_map
@@ -79,7 +79,7 @@ def calls_of(forward: Any, length: int) -> list[Call]:
             attend = functools.partial(note, turn)
             of_layer = jax.tree.map(lambda stack, turn=turn: stack[turn], w.layers)
             tokens = tokens.in_layer(jnp.int32(turn), turn)
-            x, _ = parts_of(model.layer(x, of_layer, tokens, attend, forward.einsum))
+            x, _ = split_extras(model.layer(x, of_layer, tokens, attend, forward.einsum))
 
     @typed_shard_map
     def per_device(w: model.Weights) -> f32[""]:

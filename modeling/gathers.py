@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from modeling.model import LanguageModel, Tokens, blank_inputs, check_logits
 from shardlib import gathers
-from shardlib.layers import parts_of
+from shardlib.layers import split_extras
 from shardlib.op_checks import varying
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.values import mesh_axes, pipeline_stage, stage_axes
@@ -36,7 +36,7 @@ def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, laye
         x = model.embed(w, tokens)
         if layers:
             first = jax.tree.map(lambda stack: stack[0], w.layers)
-            x, _ = parts_of(model.layer(x, first, tokens, lambda q, *_, **options: q, einsum))
+            x, _ = split_extras(model.layer(x, first, tokens, lambda q, *_, **options: q, einsum))
         check_logits(model, model.logits(w, x))
 
     with pipeline_stage():  # whose devices have different layers

@@ -18,7 +18,7 @@ from jax import lax
 
 from modeling.rules import Places
 from shardlib.shardtypes import Scope, bool_, dtype_name, i32, pytree_dataclass, typed, u32
-from shardlib.values import axes_product
+from shardlib.values import devices_along
 
 act = dtype_name("act")
 """The compute dtype: what `compute_scope` binds where a step is traced."""
@@ -257,7 +257,7 @@ def load_model(c: Any) -> LanguageModel:
 
 def check_logits(model: LanguageModel, logits: Any) -> None:
     """Raises ValueError for logits of another number of token ids than model.vocab. Per-device code."""
-    vocab = logits.shape[-1] * axes_product(("t",))
+    vocab = logits.shape[-1] * devices_along(("t",))
     if vocab != model.c.vocab:
         raise ValueError(
             f"model.module is {model.c.module!r}, whose logits are of {vocab} token ids; they must be of model.vocab = "

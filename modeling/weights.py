@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
-from shardlib.array_types import ABSENT, ArrayType, arrays_of, axes_product
+from shardlib.array_types import ABSENT, ArrayType, arrays_of
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.placement import StackOrder
 from shardlib.shardtypes import make_shardings
-from shardlib.values import mesh_axes
+from shardlib.values import devices_along, mesh_axes
 
 KINDS = ("matrix", "embedding", "unembedding", "vector")
 
@@ -87,10 +87,10 @@ def check_table(table) -> None:
         if len(weight.shape) != len(array.spec.dims):
             raise ValueError(f"{what} has {len(array.spec.dims)} dims, but the Weight's shape is {weight.shape}.")
         for dim, size in zip(array.spec.dims, weight.shape, strict=True):
-            if size % axes_product(dim.axes):
+            if size % devices_along(dim.axes):
                 axes = "·".join(dim.axes)
                 raise ValueError(
-                    f"{what}: {dim.name} is {size}, which {axes} = {axes_product(dim.axes)} devices do not divide. "
+                    f"{what}: {dim.name} is {size}, which {axes} = {devices_along(dim.axes)} devices do not divide. "
                     "ModelConfig.sharded is there to name the setting that it comes from."
                 )
 

@@ -18,7 +18,7 @@ from modeling.model import Tokens, compute_scope, period_of
 from modeling.rules import Places, Rule
 from sampling.cache import cached_attention
 from shardlib import shardops
-from shardlib.layers import parts_of
+from shardlib.layers import split_extras
 from shardlib.op_checks import varying
 from shardlib.program_hash import hash_of
 from shardlib.shardtypes import f32, typed_shard_map
@@ -145,7 +145,8 @@ def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str, str]:
 
         def layer(turn: int, x: jax.Array, ids: jax.Array) -> jax.Array:
             of_layer, tokens = jax.tree.map(lambda stack: stack[turn], w.layers), tokens_of(ids)
-            return parts_of(model.layer(x, of_layer, tokens.in_layer(jnp.int32(turn), turn), alone, forward.einsum))[0]
+            y, _ = split_extras(model.layer(x, of_layer, tokens.in_layer(jnp.int32(turn), turn), alone, forward.einsum))
+            return y
 
         at_ends = [(end, value) for end in (0, length - 1) for value in ("NaN", "other")]
         changed = jnp.array([end for end, _ in at_ends])[:, None, None]

@@ -1,12 +1,14 @@
-"""Values against specs: size bindings and the checks behind every op and annotation.
+"""Checks of values against specs, and the scopes that bind sizes of dims.
 
-Everything here runs while JAX traces and adds nothing to the compiled program.
+All of this runs while JAX traces and adds nothing to the compiled program.
 """
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,48 +17,53 @@ from shardlib.parsing import Dim, ShapeSpec, ShardError, sort_axes
 from shardlib.values import (
     Copy,
     Partial,
-    axes_product,
+    describe,
+    devices_along,
     inside_shard_map,
     mesh_axes,
     on_mesh,
-    outside_placement,
-    placement_text,
+    sharding_of,
+    sharding_text,
     stage_axes,
     without_trivial,
 )
 
+Sizes = dict[str, int]
+"""Size of each dim over all devices, by its name."""
+
+# ---- scopes -----------------------------------------------------------------------------------------------------
+
 
 class Scope:
-    """The size of each dim, the class of each TypeVar and the dtype of each dtype name, as the checks have bound them.
+    """What the checks have bound: the size of each dim, the class of each TypeVar, the dtype of each dtype name.
 
-    `with Scope():` starts with no sizes; leaving it forgets what was bound. Functions under `typed` and
-    `typed_shard_map` open one for each call, so nothing leaks from one call to the next. Outside any scope an op
-    checks its own operands against each other only. `with Scope(act=jnp.bfloat16):` says what `act[…]` stands for;
-    such names, unlike sizes, hold in the scopes opened inside too.
+    `with Scope():` starts without sizes, and what is bound inside is forgotten at its end. Functions under `typed` and
+    `typed_shard_map` open a scope for each call, so that calls do not affect each other. Outside of any scope an op
+    checks its operands only against each other.
+
+    `with Scope(act=jnp.bfloat16):` binds the dtype name `act`. Dtypes, unlike sizes, also hold in scopes opened inside.
     """
 
     def __init__(self, parent: "Scope | None" = None, **dtypes):
-        self.sizes: dict[str, int] = dict(parent.sizes) if parent else {}
+        outer = _SCOPE.get()
+        self.sizes: Sizes = dict(parent.sizes) if parent else {}
         self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
-        self._own_dtypes = {name: jnp.dtype(dtype) for name, dtype in dtypes.items()}
-        self.dtypes: dict[str, jnp.dtype] = {}
-        self._tokens: list[contextvars.Token] = []
+        self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
 
     def __enter__(self) -> "Scope":
-        outer = current_scope()
-        self.dtypes = {**(outer.dtypes if outer else {}), **self._own_dtypes}
-        self._tokens.append(_SCOPE.set(self))
+        self._token = _SCOPE.set(self)
         return self
 
     def __exit__(self, *exc) -> None:
-        _SCOPE.reset(self._tokens.pop())
+        _SCOPE.reset(self._token)
 
 
 _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib_scope", default=None)
 
 
-def current_scope() -> Scope | None:
-    return _SCOPE.get()
+def current_scope() -> Scope:
+    """The innermost scope; a new, empty one outside of all scopes."""
+    return _SCOPE.get() or Scope()
 
 
 def scope(fn):
@@ -70,78 +77,48 @@ def scope(fn):
     return scoped
 
 
+@contextlib.contextmanager
+def checking(where: str, **values: Any) -> Iterator[Sizes]:
+    """Context of one check. Gives the sizes of the current scope; what is added to them is bound if the check passes.
+
+    A ShardError raised inside is completed with `where`, the description of each of `values`, the sizes and the mesh.
+    """
+    current = current_scope()
+    sizes = dict(current.sizes)
+    try:
+        yield sizes
+    except ShardError as error:
+        if error.context:
+            raise
+        raise error.located(where, error_context(sizes, **values)) from None
+    current.sizes.update(sizes)
+
+
+def error_context(sizes: Sizes, **values: Any) -> str:
+    """The lines of an error message that show values, sizes and mesh."""
+    lines = [f"  {name}: {describe(value)}" for name, value in values.items()]
+    text = lambda sizes: ", ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
+    return "\n".join([*lines, f"  sizes so far: {text(sizes)}; mesh: {text(mesh_axes())}"])
+
+
 # ---- checks -----------------------------------------------------------------------------------------------------
 
 
-class Bindings:
-    """Sizes as one check sees them: what the scope holds, plus what this check adds once it has passed as a whole."""
+def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bool = False) -> jax.Array:
+    """Checks an array, a partial sum or a copy against `spec` and returns the array in it. Adds new sizes to `sizes`.
 
-    def __init__(self):
-        self._scope = current_scope()
-        self.sizes = dict(self._scope.sizes) if self._scope else {}
+    Inside shard_map the value must be a partial sum exactly where the spec says so, a copy at least where it says so
+    (only shardops can use one), of the rank and the sizes of the spec, and vary over no axis that the spec does not
+    mention. Outside, its rank, its sizes, and its sharding where JAX knows it must be those of the spec.
 
-    def commit(self) -> None:
-        if self._scope is not None:
-            self._scope.sizes.update(self.sizes)
+    With `gathered_ahead` a copy over d may be the whole of a dim that the spec has as `/d`. An op that allows it must
+    treat the value so. Annotations allow it, since only ops can use a copy.
 
-    def bind(self, dim: Dim, size: int) -> None:
-        """Says that the whole of `dim`, over all devices, has `size` entries."""
-        known = dim.literal_size if dim.literal_size is not None else self.sizes.setdefault(dim.name, size)
-        if known != size:
-            raise ShardError(
-                f"size mismatch: dim {dim.name} is {known}, but here it is {size}",
-                "give the two dims different names, or mend the shape; "
-                "a dim that is sharded in fact must say so in its spec, e.g. `M/d`",
-            )
-
-    def context(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        mesh = ", ".join(f"{axis}={size}" for axis, size in mesh_axes().items())
-        return f"  sizes so far: {sizes or 'none'}; mesh: {mesh or 'none'}"
-
-
-def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], bindings: Bindings, *, per_device: bool) -> None:
-    """Rank, size of each dim, and that each dim divides by its axes. `shape` is per device, or of the whole array."""
-    if spec.open:
-        return
-    _check_rank(spec, shape)
-    for dim, size in zip(spec.dims, shape, strict=True):
-        devices = axes_product(dim.axes)
-        bindings.bind(dim, size * devices if per_device else size)
-        if not per_device:
-            check_divisible(dim, size)
-
-
-def _check_rank(spec: ShapeSpec, shape: tuple[int, ...]) -> None:
-    if len(spec.dims) != len(shape) and not spec.open:
-        raise ShardError(
-            f"rank mismatch: `{spec}` has {len(spec.dims)} dims, the array has {len(shape)}: {list(shape)}",
-            "name each dim of the array once",
-        )
-
-
-def check_divisible(dim: Dim, size: int) -> None:
-    devices = axes_product(dim.axes)
-    if size % devices:
-        raise ShardError(
-            f"dim {dim.name} of size {size} is not divisible by its axes {'/'.join(dim.axes)}, {devices} devices",
-            f"make {dim.name} a multiple of {devices}, or shard it over fewer devices",
-        )
-
-
-def check_value(spec: ShapeSpec, value, bindings: Bindings, *, gathered_ahead: bool = False) -> jax.Array:
-    """Checks one value against `spec` and returns the array inside it.
-
-    `gathered_ahead`: whether a copy over d is accepted where the spec has `/d`, as the whole of that dim. An op that
-    accepts it must treat it so; annotations may, since only ops can use it.
-
-    Inside shard_map: a partial sum or a copy exactly where the spec says so (a copy also where it says nothing, since
-    only shardops can use it); rank and sizes; and that the value varies over no axis that the spec does not mention.
-    Outside: rank, sizes, divisibility, and the placement of each dim wherever JAX knows it. Raises ShardError.
+    Raises:
+        ShardError: the value is not as the spec says, or the mesh lacks an axis of the spec.
     """
     spec = on_mesh(spec)
-    axes_product((*spec.sharded, *spec.partial, *spec.copies))
-    copies = ()
+    devices_along((*spec.sharded, *spec.partial, *spec.copies))
     if isinstance(value, Partial):
         if value.axes != spec.partial:
             marks = [" ".join("+" + axis for axis in axes) for axes in (value.axes, spec.partial)]
@@ -153,18 +130,19 @@ def check_value(spec: ShapeSpec, value, bindings: Bindings, *, gathered_ahead: b
         value = value.value
     elif spec.partial:
         raise ShardError(
-            f"`{spec}` says a partial sum over {', '.join(spec.partial)}, but the value is none: "
+            f"`{spec}` says a partial sum over {', '.join(spec.partial)}, but the value is not one: "
             "it is reduced already, or was never summed",
             "drop the + mark, or the second reduction; einsum_unreduced makes partial sums",
         )
+    copies = ()
     if isinstance(value, Copy):
         copies = value.axes
-        if spec.copies and not set(spec.copies) <= set(copies):
+        if not set(spec.copies) <= set(copies):
             raise ShardError(
                 f"the value is a copy over {', '.join(copies)}, `{spec}` says a copy over {', '.join(spec.copies)}",
                 "make the copy over the axes that the spec names, with replicate or all_gather",
             )
-        if set(copies) & spec.sharded and gathered_ahead:
+        if gathered_ahead:
             dims = (Dim(dim.name, tuple(axis for axis in dim.axes if axis not in copies)) for dim in spec.dims)
             spec = dataclasses.replace(spec, dims=tuple(dims))
         if set(copies) & spec.sharded:
@@ -179,21 +157,58 @@ def check_value(spec: ShapeSpec, value, bindings: Bindings, *, gathered_ahead: b
             "make the copy with replicate, or all_gather into `*axis`",
         )
     if not hasattr(value, "shape"):
-        raise ShardError(f"a {type(value).__name__} is no array", "pass an array")
-    per_device = inside_shard_map()
-    _check_rank(spec, value.shape)
-    if per_device:
+        raise ShardError(f"a {type(value).__name__} is not an array", "pass an array")
+    if spec.open:
+        return value
+    if inside_shard_map():
         # Axes before sizes: a forgotten gather shows in both, and the axes say what to do about it.
+        _check_rank(spec, value.shape)
         _check_varying(spec, value, copies)
-    check_sizes(spec, value.shape, bindings, per_device=per_device)
-    if not per_device:
-        _check_placement(spec, value)
+        check_sizes(spec, value.shape, sizes)
+    else:
+        check_sizes(spec, value.shape, sizes)
+        check_sharding(spec, value)
     return value
 
 
-def _check_varying(spec: ShapeSpec, value, copies: tuple[str, ...]) -> None:
-    if spec.open:
-        return
+def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], sizes: Sizes) -> None:
+    """Checks rank and sizes, inside shard_map of this device's block, outside of the whole array.
+
+    Raises:
+        ShardError: also for a dim of a whole array that its axes do not divide.
+    """
+    _check_rank(spec, shape)
+    for dim, size in zip(spec.dims, shape, strict=True):
+        whole = size * devices_along(dim.axes) if inside_shard_map() else size
+        known = dim.literal_size if dim.literal_size is not None else sizes.setdefault(dim.name, whole)
+        if known != whole:
+            raise ShardError(
+                f"size mismatch: dim {dim.name} is {known}, but here it is {whole}",
+                "give the two dims different names, or correct the shape; "
+                "a dim that is in fact sharded must say so in its spec, e.g. `M/d`",
+            )
+        check_divisible(dim, whole)
+
+
+def _check_rank(spec: ShapeSpec, shape: tuple[int, ...]) -> None:
+    if len(spec.dims) != len(shape):
+        raise ShardError(
+            f"rank mismatch: `{spec}` has {len(spec.dims)} dims, the array has {len(shape)}: {list(shape)}",
+            "name each dim of the array once",
+        )
+
+
+def check_divisible(dim: Dim, size: int) -> None:
+    """Checks that the devices along the axes of `dim` divide its size. Raises ShardError."""
+    devices = devices_along(dim.axes)
+    if size % devices:
+        raise ShardError(
+            f"dim {dim.name} of size {size} is not divisible by its axes {'/'.join(dim.axes)}, {devices} devices",
+            f"make {dim.name} a multiple of {devices}, or shard it over fewer devices",
+        )
+
+
+def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -> None:
     kind = jax.typeof(value).manual_axis_type
     extra = sort_axes(kind.varying - spec.sharded - set(spec.partial) - set(copies) - set(stage_axes()))
     if extra:
@@ -204,16 +219,14 @@ def _check_varying(spec: ShapeSpec, value, copies: tuple[str, ...]) -> None:
             f"a gather or a reduction over {names} is missing before this point (all_gather, psum_scatter, psum), "
             f"or the spec lacks `/{extra[0]}` on the dim sharded over it, or `+{extra[0]}` for a partial sum",
         )
-    missing = set(spec.partial) - kind.varying
-    if missing:
+    if missing := sort_axes(set(spec.partial) - kind.varying):
         raise ShardError(
-            f"the value is the same on every device of {', '.join(sort_axes(missing))}: it is no partial sum over it",
+            f"the value is the same on every device of {', '.join(missing)}: it is not a partial sum over it",
             "make partial sums with einsum_unreduced or index_unreduced only",
         )
-    whole = kind.reduced & spec.sharded
-    if whole:
+    if whole := sort_axes(kind.reduced & spec.sharded):
         raise ShardError(
-            f"the value was gathered over {', '.join(sort_axes(whole))}, but `{spec}` says it is sharded over it",
+            f"the value was gathered over {', '.join(whole)}, but `{spec}` says it is sharded over it",
             "drop the gather, or the axis from the spec",
         )
     if kind.unreduced:
@@ -223,14 +236,11 @@ def _check_varying(spec: ShapeSpec, value, copies: tuple[str, ...]) -> None:
         )
 
 
-def _check_placement(spec: ShapeSpec, value) -> None:
-    placement = outside_placement(value)
-    if placement is None or spec.open:
-        return
-    wanted = tuple(dim.axes for dim in spec.dims)
-    if without_trivial(placement) != without_trivial(wanted):
+def check_sharding(spec: ShapeSpec, value: Any) -> None:
+    """Checks that a whole array is sharded as `spec` says, where JAX knows its sharding. Raises ShardError."""
+    found, wanted = sharding_of(value), tuple(dim.axes for dim in spec.dims)
+    if found is not None and without_trivial(found) != without_trivial(wanted):
         raise ShardError(
-            f"the array is sharded as ({', '.join(map(placement_text, placement))}), but `{spec}` says "
-            f"({', '.join(map(placement_text, wanted))})",
+            f"the array is sharded as ({sharding_text(found)}), but `{spec}` says ({sharding_text(wanted)})",
             "place it with jax.device_put(x, make_shardings(type)), or inside jit with jax.reshard",
         )

@@ -1,27 +1,28 @@
-"""Functions whose annotations are checked at each call, while JAX traces: `typed`, `typed_shard_map`, typeguard."""
+"""Decorators for functions whose annotations are checked at each call, while JAX traces: `typed`, `typed_shard_map`."""
 
 import ast
 import functools
 import inspect
 import types
+import typing
 import warnings
 
 import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, check_boundary, is_typed, partition_spec
-from shardlib.checks import Bindings, Scope, check_sizes, check_value, current_scope
+from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, is_typed, partition_spec
+from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope
 from shardlib.parsing import ShardError, sort_axes
 from shardlib.values import (
     SHORT_DTYPES,
     Copy,
-    axes_product,
     describe,
+    devices_along,
     inside_shard_map,
     is_opaque,
     mesh_axes,
-    outside_placement,
+    sharding_of,
     without_trivial,
 )
 
@@ -30,7 +31,7 @@ from shardlib.values import (
 
 def _check_dtype(t: ArrayType, value) -> None:
     if not hasattr(value, "dtype"):
-        raise ShardError(f"a {type(value).__name__} is no array", "pass an array")
+        raise ShardError(f"a {type(value).__name__} is not an array", "pass an array")
     found, wanted = (SHORT_DTYPES.get(dtype.name, dtype.name) for dtype in (value.dtype, DType(t.dtype).dtype))
     if found != wanted:
         bound_by = f" ({t.dtype} here)" if wanted != t.dtype else ""
@@ -39,35 +40,30 @@ def _check_dtype(t: ArrayType, value) -> None:
         )
 
 
+def _location(*parts: str) -> str:
+    """Where an error is: the parts that are not empty, from the outermost in."""
+    return ": ".join(filter(None, parts))
+
+
 def _check(t, value, where: str):
     """Checks `value` against the annotation `t` and returns it."""
-    try:
+    with checking(where):
         for path, array, part in arrays_of(t, value):
             if part is ABSENT:
                 continue
-            bindings = Bindings()
-            try:
-                check_value(array.spec, part, bindings, gathered_ahead=True)
+            with checking(_location(where, path, repr(array)), value=part) as sizes:
+                check_value(array.spec, part, sizes, gathered_ahead=True)
                 if not (isinstance(part, Copy) and set(part.axes) & array.spec.sharded):
-                    # A weight gathered ahead may be in the compute dtype: the ops compare it with what it meets.
+                    # A weight gathered ahead may have the compute dtype: ops compare it with their other operands.
                     _check_dtype(array, part)
-            except ShardError as error:
-                name = f"{where}: {path}" if path else where
-                context = f"  value: {describe(part)}\n{bindings.context()}"
-                raise ShardError(f"{name}: {array!r}: {error.problem}", error.remedy, context) from None
-            bindings.commit()
-    except ShardError as error:
-        if error.context:
-            raise
-        raise ShardError(f"{where}: {error.problem}", error.remedy, Bindings().context()) from None
     return value
 
 
 class _CheckLocals(ast.NodeTransformer):
-    """`x: T = v` becomes `x: T = __check_local__(T, v, 'x')`, in nested functions too."""
+    """Turns `x: T = v` into `x: T = __check_local__(T, v, 'x')`, also in nested functions."""
 
     def visit_ClassDef(self, node: ast.ClassDef):
-        return node  # its annotations declare fields
+        return node  # annotations there declare fields
 
     def visit_AnnAssign(self, node: ast.AnnAssign):
         if node.value is not None and isinstance(node.target, ast.Name):
@@ -81,11 +77,11 @@ class _CheckLocals(ast.NodeTransformer):
 
 
 def _source(fn) -> ast.FunctionDef | None:
-    """The definition of `fn` with the line numbers of its file; None where Python finds no source."""
+    """The definition of `fn`, with the line numbers of its file; None if Python finds no source."""
     try:
         lines, first_line = inspect.getsourcelines(fn)
         indented = lines[0][:1].isspace()
-        # Under an `if`, code may stand indented as in its file; dedenting it would break on multi-line strings.
+        # Under an `if`, code keeps the indentation it has in its file; dedenting would change multi-line strings.
         module = ast.parse("".join(["if True:\n", *lines] if indented else lines))
     except (OSError, TypeError, SyntaxError):
         return None
@@ -95,7 +91,7 @@ def _source(fn) -> ast.FunctionDef | None:
 
 def _with_checked_locals(fn):
     """`fn` recompiled with a check at each annotated assignment; `fn` itself if it has none, or no source."""
-    if hasattr(fn, "_checks_locals"):  # typed already, maybe below other decorators: wraps() hands the mark on
+    if hasattr(fn, "_checks_locals"):  # typed already, perhaps below other decorators: functools.wraps copies the mark
         return fn
     node = _source(fn)
     if node is None:
@@ -108,16 +104,12 @@ def _with_checked_locals(fn):
         return fn
     if inspect.unwrap(fn) is not fn:
         raise ShardError(
-            f"{fn.__qualname__} is decorated below its shardlib decorator, which so cannot check its annotated locals",
-            "put @typed directly above its def; other decorators, typed_shard_map too, may stand above that",
+            f"{fn.__qualname__} is decorated below its shardlib decorator, which cannot check annotated locals then",
+            "put @typed directly above its def; other decorators, also typed_shard_map, go above @typed",
         )
     node = _CheckLocals().visit(node)
-    # Only the code object is taken from the compiled tree: decorators, defaults and annotations stay those of `fn`.
-    node.decorator_list, node.returns = [], None
-    for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-        arg.annotation = None
-    node.args.defaults = [ast.Constant(None) for _ in node.args.defaults]
-    node.args.kw_defaults = [d and ast.Constant(None) for d in node.args.kw_defaults]
+    # A function around it has the variables of its closure. Only the code of `fn` itself is used: nothing is run, so
+    # that decorators, defaults and annotations are not evaluated again.
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
     cells["__check_local__"] = types.CellType(
         lambda t, value, name: _check(t, value, f"{fn.__name__}, local {name}") if is_typed(t) else value
@@ -139,14 +131,17 @@ def _with_checked_locals(fn):
 
 
 def typed(fn):
-    """Decorator: checks array types on arguments, result and annotated assignments at each call, while JAX traces.
+    """Decorator: checks the array types of arguments, result and annotated locals at each call, while JAX traces.
 
-    Each call has a `Scope` of its own, so dims of different functions are unrelated; a function defined inside a typed
-    one starts from the sizes bound there. Annotations of other types are not looked at. Raises ShardError.
+    Each call has a `Scope` of its own, so dims of different functions are unrelated. A function defined inside a typed
+    one starts with the sizes bound there. Annotations without array types are ignored.
 
-    It stands directly above the `def`. Locals are checked where they are assigned with an annotation, not where the
-    same name is assigned again without one. Where Python finds no source (`python -c`, `exec`) it warns that they go
-    unchecked.
+    The decorator goes directly above the `def`. A local is checked where it is assigned with an annotation, not where
+    it is assigned again without one. If Python finds no source (`python -c`, `exec`), a warning says that locals are
+    not checked.
+
+    Raises:
+        ShardError: a value that is not of its type; an annotation that cannot be checked.
     """
     annotations = {k: t for k, t in inspect.get_annotations(fn, eval_str=True).items() if is_typed(t)}
     result = annotations.pop("return", None)
@@ -176,42 +171,35 @@ def typed(fn):
 
 
 def _place(array: ArrayType, value, where: str):
-    """`value` sharded as the type says: replicated and host arrays are placed, other shardings rejected."""
-    bindings = Bindings()
-    try:
-        axes_product(sorted(array.spec.sharded))
-        spec = partition_spec(array)
+    """`value` sharded as its type says: replicated and host arrays are placed, other shardings are refused."""
+    with checking(f"{where}: {array!r}", value=value) as sizes:
+        devices_along(sorted(array.spec.sharded))
         if is_opaque(value):
             raise ShardError("a partial sum or copy exists inside shard_map only", "pass an array")
         if not hasattr(value, "shape"):
             value = np.asarray(value, dtype=DType(array.dtype).dtype)
-        if isinstance(value, np.ndarray | np.generic):
-            value = jax.dtypes.canonicalize_dtype(value.dtype).type(value) if value.shape == () else value
+        if isinstance(value, np.ndarray | np.generic) and value.shape == ():
+            value = jax.dtypes.canonicalize_dtype(value.dtype).type(value)
         _check_dtype(array, value)
-        check_sizes(array.spec, value.shape, bindings, per_device=False)
-        placement = outside_placement(value)
-        wanted = tuple(dim.axes for dim in array.spec.dims)
-        if placement is not None and any(without_trivial(placement)):
-            check_value(array.spec, value, bindings)
-    except ShardError as error:
-        context = f"  value: {describe(value)}\n{bindings.context()}"
-        raise ShardError(f"{where}: {array!r}: {error.problem}", error.remedy, context) from None
-    bindings.commit()
-    if placement == wanted:
+        check_sizes(array.spec, value.shape, sizes)
+        sharding = sharding_of(value)
+        if sharding is not None and any(without_trivial(sharding)):
+            check_sharding(array.spec, value)
+    if sharding == tuple(dim.axes for dim in array.spec.dims):
         return value
     if not isinstance(value, jax.core.Tracer):
-        return jax.device_put(value, spec)
-    # Under a mesh of Auto axes JAX tells no shardings while it traces: shard_map itself places the value.
+        return jax.device_put(value, partition_spec(array))
+    # On a mesh of Auto axes JAX knows no shardings while it traces: shard_map itself places the value.
     explicit = all(kind == AxisType.Explicit for kind in jax.sharding.get_abstract_mesh().axis_types)
-    return jax.reshard(value, spec) if explicit else value
+    return jax.reshard(value, partition_spec(array)) if explicit else value
 
 
 def typed_shard_map(fn):
-    """`jax.shard_map` over all axes of the mesh in force, its specs read from the annotations of `fn`, all checked.
+    """Decorator: `jax.shard_map` over all axes of the current mesh, with specs from the annotations, all checked.
 
-    Every argument and the result are annotated with array types, pytree_dataclasses or tuples of them. The function
-    returned takes whole arrays: those sharded as annotated go in as they are, replicated and host arrays are placed,
-    any other sharding is a ShardError. Inside, `fn` sees this device's blocks, with everything that `typed` checks.
+    Every argument and the result are annotated with array types, pytree_dataclasses or tuples of them. The decorated
+    function takes whole arrays. Those sharded as annotated go in as they are, replicated and host arrays are placed,
+    and any other sharding is a ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
     """
     annotations = dict(inspect.get_annotations(fn, eval_str=True))
     signature = inspect.signature(fn)
@@ -224,9 +212,10 @@ def typed_shard_map(fn):
                 "annotate it, e.g. f32['B/d M']; constants and options come in through the enclosing function",
             )
         try:
-            check_boundary(t)
+            for _, array, _ in arrays_of(t, ABSENT, only_arrays=True):
+                partition_spec(array)  # refuses + and * marks
         except ShardError as error:
-            raise ShardError(f"{what}: {error.problem}", error.remedy) from None
+            raise error.located(what) from None
     result = annotations.pop("return")
     checked = typed(fn)
 
@@ -238,48 +227,43 @@ def typed_shard_map(fn):
             raise ShardError(f"{fn.__name__}: no mesh is set", "call it under `with jax.set_mesh(mesh):`")
         if inside_shard_map():
             raise ShardError(f"{fn.__name__}: called inside shard_map", "decorate functions called there with typed")
-        arrays, specs, structures = [], [], []
+        arrays, specs = [], []
         with Scope():
             for name, value in bound.arguments.items():
                 where = f"{fn.__name__}, argument {name}"
-                try:
+                with checking(where):
                     parts = [entry for entry in arrays_of(annotations[name], value) if entry[2] is not ABSENT]
-                except ShardError as error:
-                    raise ShardError(f"{where}: {error.problem}", error.remedy) from None
-                leaves = [_place(array, part, f"{where}: {path}" if path else where) for path, array, part in parts]
-                arrays.append(leaves)
-                specs.append([partition_spec(array) for _, array, _ in parts])
-                structures.append(jax.tree.structure(value))
-        result_structure = None
+                arrays += [_place(array, part, _location(where, path)) for path, array, part in parts]
+                specs += [partition_spec(array) for _, array, _ in parts]
+        structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
 
-        def per_device(*arrays):
+        def per_device(arrays):
             nonlocal result_structure
-            values = [jax.tree.unflatten(s, leaves) for s, leaves in zip(structures, arrays, strict=True)]
-            call = inspect.BoundArguments(signature, dict(zip(bound.arguments, values, strict=True)))
+            values = dict(zip(bound.arguments, structure.unflatten(arrays), strict=True))
+            call = inspect.BoundArguments(signature, values)
             value = checked(*call.args, **call.kwargs)
             result_structure = jax.tree.structure(value, is_leaf=is_opaque)
             return [_leaving(array, part, fn.__name__, path) for path, array, part in arrays_of(result, value)]
 
-        # One entry for each array of the type, None for an absent one: what is absent shows only when fn has run.
+        # One entry for each array of the type: which parts are absent is known only after fn has run.
         out_specs = [partition_spec(array) for _, array, _ in arrays_of(result, ABSENT)]
-        out = jax.shard_map(per_device, in_specs=tuple(specs), out_specs=out_specs)(*arrays)
+        out = jax.shard_map(per_device, in_specs=(specs,), out_specs=out_specs)(arrays)
         return jax.tree.unflatten(result_structure, [part for part in out if part is not None])
 
     return mapped
 
 
 def _leaving(array: ArrayType, part, fn_name: str, path: str):
-    """One array of the result; None if absent. Raises ShardError for what only exists inside shard_map."""
+    """One array of the result; None if absent. Raises ShardError for what cannot leave shard_map."""
     if part is ABSENT:
         return None
     gathered = () if is_opaque(part) else sort_axes(jax.typeof(part).manual_axis_type.reduced)
     if is_opaque(part) or gathered:
-        raise ShardError(
-            f"{fn_name}, result{': ' + path if path else ''}: {array!r}: "
-            + ("a copy cannot leave shard_map" if is_opaque(part) else "a gathered array cannot leave shard_map"),
+        error = ShardError(
+            "a copy cannot leave shard_map" if is_opaque(part) else "a gathered array cannot leave shard_map",
             f"return it as it was before, sharded over {', '.join(gathered)}" if gathered else "return what was copied",
-            f"  value: {describe(part)}",
         )
+        raise error.located(_location(f"{fn_name}, result", path, repr(array)), f"  value: {describe(part)}")
     return part
 
 
@@ -287,26 +271,26 @@ def _leaving(array: ArrayType, part, fn_name: str, path: str):
 
 
 def register_with_typeguard() -> None:
-    """Makes typeguard's `@typechecked` check array types too: arguments, results and annotated locals.
+    """Makes typeguard's `@typechecked` check array types too, of arguments, results and annotated locals.
 
     typeguard evaluates string annotations, so specs of functions under it must be `bytes`: `f32[b'B/d M']`. Sizes are
-    bound in the `Scope` in force; decorate with `scope` as well to give each call its own. The errors are both
+    bound in the current `Scope`: decorate with `scope` as well to give each call its own. The errors are both
     ShardError and typeguard.TypeCheckError.
     """
     import typeguard
 
     class ArgumentError(ShardError, typeguard.TypeCheckError):
-        def append_path_element(self, element: str) -> None:  # typeguard says which argument, local or result it is
+        def append_path_element(self, element: str) -> None:  # typeguard calls it with the argument, local or result
             self.problem = f"{element}: {self.problem}"
 
     def check(value, origin_type, args, memo) -> None:
         try:
-            _check(origin_type, value, "value")
+            _check(origin_type, value, "")
         except ShardError as error:
-            raise ArgumentError(error.problem.removeprefix("value: "), error.remedy, error.context) from None
+            raise ArgumentError(error.problem, error.remedy, error.context) from None
 
     def lookup_array_type(origin_type, args, extras):
-        return check if isinstance(origin_type, type) and is_typed(origin_type) else None
+        return check if is_typed(origin_type) and not isinstance(origin_type, typing.TypeVar) else None
 
     lookups = typeguard.checker_lookup_functions
     if not any(getattr(known, "__qualname__", "") == lookup_array_type.__qualname__ for known in lookups):

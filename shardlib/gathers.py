@@ -1,8 +1,8 @@
-"""Gathers of weights ahead of where they are used: those that the code which uses them writes, found by tracing it.
+"""Gathers of weights ahead of their use. They are found by tracing the code that uses the weights.
 
-The spec of a gather stands once, at the use of the weight. `note_gathers` traces that code and notes, for each weight,
-the gathers and the dtype it has by then; `gather_ahead` does the same gathers before a loop or a schedule, where they
-run once. At its use the gather of a weight that was gathered ahead does nothing.
+The spec of a gather is written once, where the weight is used. `note_gathers` traces that code and notes the gathers
+of each weight, with its dtype there. `gather_ahead` runs the same gathers before a loop or a schedule, once. For a
+weight that was gathered ahead, the gather at its use does nothing.
 """
 
 import dataclasses
@@ -20,19 +20,20 @@ from shardlib.values import Copy, Noted, is_opaque
 
 @dataclasses.dataclass(eq=False)
 class Note:
-    """Gathers of one weight: (dims before, dims after, dtype) of each."""
+    """The gathers of one weight: (type before, type after, dtype) of each."""
 
     gathers: list[tuple] = dataclasses.field(default_factory=list)
 
     def __call__(self, before: Any, after: Any, dtype: Any) -> None:
+        """Notes a gather."""
         if (before, after, dtype) not in self.gathers:
             self.gathers.append((before, after, dtype))
 
 
 def note_gathers(fn: Callable, w: Any) -> Any:
-    """Traces fn(w), and gives a `Note` in the place of each array of the pytree `w`. Nothing is computed.
+    """Traces fn(w) and returns a `Note` for each array of the pytree `w`, in its place. Nothing is computed.
 
-    What `fn` gathers is, within it, a copy, as it will be once it is gathered ahead.
+    Within `fn` a gathered weight is a copy, as it will be when it is gathered ahead.
     """
     leaves, structure = jax.tree.flatten(w, is_leaf=is_opaque)
     notes = [Note() for _ in leaves]
@@ -47,24 +48,24 @@ def note_gathers(fn: Callable, w: Any) -> Any:
 
 
 def gather_ahead(w: Any, notes: Any, which: Callable[[str], bool], needed: Callable[[str], bool]) -> Any:
-    """`w` with the weights gathered and cast as `notes` say; copies over the axes that they are gathered over.
+    """`w` with weights gathered and cast as `notes` say: copies over the axes over which they are gathered.
 
     Args:
-        w: weights, of a dataclass of array types.
-        notes: from `note_gathers`. A weight in a stack was noted in one layer, without the dim of the stack.
+        w: weights, a dataclass of array types.
+        notes: from `note_gathers`. A weight in a stack was noted in one layer, without the dims of the stack.
         which: whether to gather the weight of this path, such as `layers.w_q`.
-        needed: whether this weight has to be gathered ahead. Otherwise one that is gathered in two ways, so that no one
-            copy serves both, is left to its uses.
+        needed: whether this weight must be gathered ahead. If not, a weight that is gathered in two ways, for which
+            there is no single copy, is left as it is.
 
     Raises:
-        ShardError: a weight that has to be gathered ahead is gathered in two ways.
+        ShardError: a weight that must be gathered ahead is gathered in two ways.
     """
     leaves, structure = jax.tree.flatten(w, is_leaf=is_opaque)
     types = [(path, array) for path, array, leaf in arrays_of(type(w), w) if leaf is not ABSENT]
-    found = []
+    gathered = []
     for leaf, note, (path, array) in zip(leaves, jax.tree.leaves(notes), types, strict=True):
         if not note.gathers or not which(path) or (len(note.gathers) > 1 and not needed(path)):
-            found.append(leaf)
+            gathered.append(leaf)
             continue
         if len(note.gathers) > 1:
             ways = " and ".join(f"`{before} -> {after}` in {dtype.name}" for before, after, dtype in note.gathers)
@@ -74,9 +75,8 @@ def gather_ahead(w: Any, notes: Any, which: Callable[[str], bool], needed: Calla
                 + "; or set training.gather_weights=layer, which gathers none ahead" * path.startswith("layers."),
             )
         ((before, after, dtype),) = note.gathers
-        axes = sorted(before.sharded - after.sharded)
         stack = [str(dim) for dim in array.spec.dims[: len(array.spec.dims) - len(before.dims)]]
         side = lambda shape, stack=stack: " ".join([*stack, *map(str, shape.dims)])
-        marks = " ".join(f"*{axis}" for axis in axes)
-        found.append(shardops.all_gather(f"{side(before)} -> {side(after)} {marks}", leaf.astype(dtype)))
-    return structure.unflatten(found)
+        marks = " ".join(f"*{axis}" for axis in sorted(before.sharded - after.sharded))
+        gathered.append(shardops.all_gather(f"{side(before)} -> {side(after)} {marks}", leaf.astype(dtype)))
+    return structure.unflatten(gathered)

@@ -18,25 +18,25 @@ from shardlib.values import describe, is_opaque, stage_axes
 
 @pytree_dataclass
 class LayerNumbers:
-    """Which layer of the model each row of a stack of layers is."""
+    """The number of the layer in each row of a stack of layers."""
 
     index: jax.Array
-    """i32[rows], or one of them in the loop over layers. -1: none; the row only makes all stages the same size."""
+    """i32[rows], or a scalar for one row in the loop over layers. -1: padding, which makes all stages the same size."""
     padded: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether there are such rows."""
+    """Whether there are rows of padding."""
 
 
 @pytree_dataclass
 class Extras:
-    """What a layer gives besides x: scalars, the same on all devices of r, d and t."""
+    """What a layer returns besides x: scalars, the same on all devices of r, d and t."""
 
     loss: jax.Array | None = None
-    """What it adds to the loss of training, with any factor in it."""
+    """Added to the training loss, with any factor included."""
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    """By name, what the log shows of each layer."""
+    """Metrics of the layer, which the log shows, by name."""
 
     def check(self) -> None:
-        """Raises ShardError for what is no scalar, or differs between devices."""
+        """Raises ShardError for values that are not scalars, or that differ between devices."""
         for name, x in {"loss": self.loss, **self.metrics}.items():
             if x is None:
                 continue
@@ -48,25 +48,25 @@ class Extras:
                 )
 
 
-def parts_of(result: Any) -> tuple[Any, Extras]:
-    """x and the Extras of what a layer gives."""
+def split_extras(result: Any) -> tuple[Any, Extras]:
+    """The parts x and Extras of a layer's result."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Extras)
     return result if is_pair else (result, Extras())
 
 
 @pytree_dataclass
 class LayerMetrics:
-    """What the layers of a model told in their Extras, in the order of the layers."""
+    """The metrics in the Extras of a model's layers, in the order of the layers."""
 
     values: f32["N depth"]
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    """Of the N metrics."""
+    """Names of the N metrics."""
 
     @classmethod
     def of_rows(cls, metrics: dict[str, jax.Array], rows: jax.Array, layers: int) -> Any:
-        """Of metrics[rows] of each device of p, where `rows` are the numbers of its layers, -1 for none.
+        """Metrics of the layers in one device's rows, 0 for other layers; None without metrics.
 
-        None where there are none.
+        `metrics` has a value for each row, and `rows` the number of its layer, -1 for padding.
         """
         if not metrics:
             return None
@@ -93,30 +93,33 @@ def run_layers(
     unroll: int | None = 1,
     scan: Callable = lax.scan,
 ) -> tuple[Any, Any, Extras]:
-    """`x` after all layers of a stack, one after the other; the caches as they are then; and the Extras of the rows.
-
-    Per-device code.
+    """`x` after all layers of a stack, their caches afterwards, and their Extras, stacked. Per-device code.
 
     Args:
-        layer: (weights, x, index, turn, attend) -> x of one layer, or a tuple of that and its Extras. x keeps its type;
-            `attend` is what follows; `turn` is its place in its period, an int.
+        layer: (weights, x, index, turn, attend) -> x of one layer, or a tuple of x and its Extras. x keeps its type.
+            `turn` is the position of the layer in its period, an int. `attend` is described below.
         w: weights of the layers, each array with one leading dim of rows.
-        numbers: of these rows. Rows that are no layer leave x as it is. None: the rows are the layers in order.
-        attend: (cache, q, k, v, …) -> what each query reads, and the layer's cache then. A layer calls it without the
-            cache, once if there are caches.
-        caches: of the layers, each array with one leading dim of rows; or None.
-        period: layers after which the model repeats; divides the rows.
-        save: what the backward pass of a layer gets from its forward pass, one of jax_extra.KEPT.
-        unroll: layers in one turn of the loop, at least 1; None: all.
-        scan: `lax.scan`, or what takes its place for a tool that looks into the loop.
+        x: the residual stream.
+        numbers: number of the layer in each row. Rows of padding leave x as it is. None: the rows are the layers in
+            order.
+        attend: (cache, q, k, v, …) -> what each query reads, and the new cache of the layer. A layer calls it without
+            the cache, once if there are caches.
+        caches: caches of the layers, each array with one leading dim of rows; or None.
+        period: number of layers after which the model's pattern of layers repeats. It divides the rows.
+        save: what the forward pass of a layer keeps for its backward pass, one of jax_extra.KEPT.
+        unroll: number of layers in one turn of the loop, at least 1; None: all.
+        scan: `lax.scan`, or a replacement for it in a tool that looks into the loop.
+
+    Raises:
+        ShardError: a layer that does not return x and Extras as described, or does not call `attend` once.
     """
     if numbers is None:
         numbers = LayerNumbers(jnp.arange(len(jax.tree.leaves(w)[0])))
     periods = len(numbers.index) // period
     turn = periods if unroll is None else min(max(1, unroll // period), periods)
-    # In a loop nothing need keep XLA from taking what is computed again from the forward pass, which is another loop.
-    # And what would (prevent_cse) ties each layer's gathers to the gradient that comes to it.
-    prevent_cse = turn == periods or periods % turn != 0  # no loop, or layers that are left over after it
+    # XLA must not replace a recomputed value by that of the forward pass. It cannot if both passes are loops, and
+    # preventing it (prevent_cse) would make the gathers of each layer wait for the gradient that arrives there.
+    prevent_cse = turn == periods or periods % turn != 0  # no loop, or layers left over after it
 
     def run(turn, x, of_layer):
         weights, number, cache = of_layer
@@ -130,7 +133,7 @@ def run_layers(
             return read
 
         y = layer(weights, x, number.index, turn, attend_in_layer)
-        y, extras = parts_of(y)
+        y, extras = split_extras(y)
         extras.check()
         if (getattr(y, "shape", None), getattr(y, "dtype", None)) != (x.shape, x.dtype):
             raise ShardError(
@@ -171,16 +174,16 @@ def run_layers(
 
 
 def _of_one_structure(rows: list[tuple[Any, Extras]]) -> list[tuple[Any, Extras]]:
-    """Caches and Extras of the layers of a period, where some add nothing to the loss: 0.
+    """Caches and Extras of the layers of a period, with a loss of 0 for layers that have none if others have one.
 
-    Raises ShardError for layers that give other metrics than the first.
+    Raises ShardError for layers with other metrics than the first.
     """
     names = [sorted(extras.metrics) for _, extras in rows]
     if different := [turn for turn, found in enumerate(names) if found != names[0]]:
         raise ShardError(
             f"layer {different[0]} of a period gives the metrics {', '.join(names[different[0]]) or 'none'}, and layer "
             f"0 gives {', '.join(names[0]) or 'none'}",
-            "give the same from each layer, 0 where there is nothing to tell",
+            "return the same metrics from each layer, 0 where a layer has no value",
         )
     if all(extras.loss is None for _, extras in rows):
         return rows

@@ -1,39 +1,51 @@
-"""What the ops of `shardops` share: reading their specs, checking operands, casts, the rules of einsum, messages."""
+"""Parts that the ops in shardops.py share: reading specs, checking operands, casts, the rules of einsum."""
 
 import contextlib
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.checks import Bindings, check_divisible, check_value
-from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes
-from shardlib.values import Copy, Origin, Partial, describe, inside_shard_map, on_mesh, stage_axes
+from shardlib.checks import Sizes, check_divisible, check_value, checking, error_context
+from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes, spec_text
+from shardlib.values import Copy, Origin, Partial, inside_shard_map, on_mesh, stage_axes
+
+# ---- specs and operands -----------------------------------------------------------------------------------------
+
+
+def checked_op(name: str, spec: str | bytes, *operands: Any) -> contextlib.AbstractContextManager[Sizes]:
+    """The context `checking` for a call of an op: its errors show the op, its spec and its operands."""
+    return checking(f"{name}({spec_text(spec)!r})", **_numbered(operands))
+
+
+def _numbered(operands: Iterable[Any]) -> dict[str, Any]:
+    return {f"operand {i}": x for i, x in enumerate(operands, 1)}
 
 
 @contextlib.contextmanager
-def checked_op(name: str, spec, *operands):
-    """Adds op, spec, operands, sizes and mesh to a ShardError raised inside; commits the size bindings otherwise."""
-    bindings = Bindings()
-    try:
-        yield bindings
-    except ShardError as error:
-        if error.context:
-            raise
-        raise full_error(error, name, spec, operands, bindings) from None
-    bindings.commit()
+def checked_collective(
+    name: str, spec: str | bytes, x: Any, *, copies: bool = False
+) -> Iterator[tuple[OpSpec, jax.Array, Sizes]]:
+    """`checked_op` for a collective of one operand. Gives its spec, the array in `x`, and the sizes.
+
+    `copies` says whether the spec may have * marks, and the operand may be a copy that was gathered ahead.
+    """
+    with checked_op(name, spec, x) as sizes:
+        op = parse(spec, 1, copies=copies)
+        require_shard_map()
+        yield op, check_operand(1, op.lhs[0], x, sizes, gathered_ahead=copies), sizes
 
 
-def full_error(error: ShardError, name: str, spec, operands, bindings: Bindings) -> ShardError:
-    text = spec.decode("ascii") if isinstance(spec, bytes) else spec
-    lines = [f"  operand {i}: {describe(x)}" for i, x in enumerate(operands, 1)]
-    return ShardError(f"{name}({text!r}): {error.problem}", error.remedy, "\n".join([*lines, bindings.context()]))
+def parse(
+    spec: str | bytes, operands: int, *, index: bool = False, any_dims: bool = False, copies: bool = False
+) -> OpSpec:
+    """The spec of an op of so many operands, as the current mesh has it.
 
-
-def parse(spec, operands: int, *, index: bool = False, any_dims: bool = False, copies: bool = False) -> OpSpec:
-    """The spec of an op that takes `operands` operands; the keywords say which marks of the grammar it knows."""
+    `index`, `any_dims` and `copies` say whether the op allows `[dim]`, `...` and `*axis`. Raises ShardError.
+    """
     op = parse_op(spec)
     op = OpSpec(tuple(map(on_mesh, op.lhs)), on_mesh(op.rhs))
     if len(op.lhs) != operands:
@@ -53,12 +65,32 @@ def parse(spec, operands: int, *, index: bool = False, any_dims: bool = False, c
     return op
 
 
-def is_idle(spec, op: OpSpec) -> bool:
-    """Whether `spec` is only about the pipeline axis, which this mesh lacks: `op`, what it means here, does nothing."""
+def does_nothing(spec: str | bytes, op: OpSpec) -> bool:
+    """Whether the op is only about the pipeline axis, which this mesh lacks; `op` is `spec` on this mesh."""
     return op.lhs == (op.rhs,) and op != parse_op(spec)
 
 
-def not_in_stage(axes) -> None:
+def check_operand(position: int, spec: ShapeSpec, value: Any, sizes: Sizes, **allowed: bool) -> jax.Array:
+    """`check_value`, whose errors show the position of the operand."""
+    try:
+        return check_value(spec, value, sizes, **allowed)
+    except ShardError as error:
+        raise error.located(f"operand {position} `{spec}`") from None
+
+
+def require_shard_map() -> None:
+    """Raises ShardError outside of shard_map."""
+    if not inside_shard_map():
+        raise ShardError("called outside of shard_map, where no device is on its own", "call it under typed_shard_map")
+
+
+def refuse_copy(position: int, value: Any) -> None:
+    """Raises ShardError for a copy."""
+    if isinstance(value, Copy):
+        raise ShardError(f"operand {position} is a copy over {', '.join(value.axes)}", value.remedy())
+
+
+def refuse_in_stage(axes: Iterable[str]) -> None:
     """Raises ShardError for a collective over an axis whose devices run different tasks."""
     if inside := sort_axes(set(axes) & set(stage_axes())):
         raise ShardError(
@@ -68,41 +100,47 @@ def not_in_stage(axes) -> None:
         )
 
 
-def check_result_copies(rhs: ShapeSpec, copies) -> None:
-    extra = sort_axes(set(rhs.copies) - set(copies))
-    if extra:
+def check_same_dims(lhs: ShapeSpec, rhs: ShapeSpec) -> None:
+    """Raises ShardError if the dims differ in more than their axes."""
+    if lhs.names != rhs.names:
         raise ShardError(
-            f"the result says *{extra[0]}, but no operand is a copy over it", "drop the *, or replicate an operand"
+            f"the dims change from `{lhs}` to `{rhs}`", "keep the names and the order of the dims on both sides"
         )
 
 
-def no_copy(position: int, value) -> None:
-    if isinstance(value, Copy):
-        raise ShardError(f"operand {position} is a copy over {', '.join(value.axes)}", value.remedy())
+def last_axes(longer: Dim, shorter: Dim) -> tuple[str, ...]:
+    """The axes that `shorter` lacks.
+
+    They must be the last ones of `longer`, along which the blocks are contiguous in those of `shorter`; otherwise it is
+    a ShardError.
+    """
+    if longer.axes[: len(shorter.axes)] != shorter.axes:
+        raise ShardError(
+            f"{longer} and {shorter} differ in more than their last axes: the blocks would be in another order",
+            f"remove or add {longer.name}'s axes from the right, one op after the other",
+        )
+    return longer.axes[len(shorter.axes) :]
 
 
-def check_operand(position: int, spec: ShapeSpec, value, bindings: Bindings, **allowed) -> jax.Array:
-    try:
-        return check_value(spec, value, bindings, **allowed)
-    except ShardError as error:
-        raise ShardError(f"operand {position} `{spec}`: {error.problem}", error.remedy) from None
+def check_result_divisible(spec: ShapeSpec, sizes: Sizes) -> None:
+    """Raises ShardError for a dim of the result that its axes do not divide."""
+    for dim in spec.dims:
+        check_divisible(dim, dim.literal_size if dim.literal_size is not None else sizes[dim.name])
 
 
-def need_manual() -> None:
-    if not inside_shard_map():
-        raise ShardError("called outside of shard_map, where no device is on its own", "call it under typed_shard_map")
+# ---- values of ops ----------------------------------------------------------------------------------------------
 
 
 def zeros_like_traced(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
-    """Zeros of the shape and dtype of a traced value, with `leading` dims more, that vary over the axes it varies."""
-    return varying(jnp.zeros((*leading, *like.shape), like.dtype), set(like.manual_axis_type.varying))
+    """Zeros with the dtype, the shape after dims `leading`, and the varying axes of a traced value."""
+    return varying(jnp.zeros((*leading, *like.shape), like.dtype), like.manual_axis_type.varying)
 
 
-def varying(x: jax.Array, axes) -> jax.Array:
-    """Casts `x` to differ over `axes` in JAX's types; no operation. Its gradient stays correct.
+def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x`, which may differ over `axes` in JAX's types. No operation forward; the gradient stays correct.
 
-    From a gathered value the gradient is a partial sum, as it is to be; from one that JAX knows to be the same on
-    every device it is all-reduced here, which `_meet` keeps from happening unseen.
+    The gradient of a gathered value becomes a partial sum, as it should. That of a value which JAX knows to be the
+    same on every device is all-reduced here; `cast` refuses to do that unseen.
     """
     kind = jax.typeof(x).manual_axis_type
     missing = sort_axes(set(axes) - kind.varying)
@@ -115,37 +153,8 @@ def varying(x: jax.Array, axes) -> jax.Array:
     return x
 
 
-def same_dims(lhs: ShapeSpec, rhs: ShapeSpec) -> None:
-    if lhs.names != rhs.names:
-        raise ShardError(
-            f"the dims change from `{lhs}` to `{rhs}`", "keep the names and the order of the dims on both sides"
-        )
-
-
-def last_axes(longer: Dim, shorter: Dim) -> tuple[str, ...]:
-    """The axes that `shorter` lacks. They must be the last ones: blocks along them are contiguous in what remains."""
-    if longer.axes[: len(shorter.axes)] != shorter.axes:
-        raise ShardError(
-            f"{longer} and {shorter} differ in more than their last axes: the blocks would stand in another order",
-            f"remove or add {longer.name}'s axes from the right, one op after the other",
-        )
-    return longer.axes[len(shorter.axes) :]
-
-
-def wrap(value: jax.Array, partial, copies, origin: str):
-    if copies:
-        value = Copy(varying(value, copies), sort_axes(copies), Origin(origin))
-    return Partial(value, sort_axes(partial), Origin(origin)) if partial else value
-
-
-def copy_axes(value) -> tuple[str, ...]:
-    if isinstance(value, Partial):
-        value = value.value
-    return value.axes if isinstance(value, Copy) else ()
-
-
-def meet(position: int, spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...], axes) -> jax.Array:
-    """Casts an operand to vary over the axes of the result, where that hides no reduction of its gradient."""
+def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str], axes: Iterable[str]) -> jax.Array:
+    """An operand, cast to vary over `axes`. Raises ShardError if that hides a reduction of its gradient."""
     kind = jax.typeof(value).manual_axis_type
     same = sort_axes(set(axes) - kind.varying - kind.reduced - set(copies))
     if same and jnp.issubdtype(value.dtype, jnp.inexact):
@@ -163,25 +172,57 @@ def meet(position: int, spec: ShapeSpec, value: jax.Array, copies: tuple[str, ..
     return varying(value, axes)
 
 
-def check_result_divisible(spec: ShapeSpec, bindings: Bindings) -> None:
-    for dim in spec.dims:
-        size = dim.literal_size if dim.literal_size is not None else bindings.sizes[dim.name]
-        check_divisible(dim, size)
+def cast_to_result(
+    op: OpSpec, values: Iterable[jax.Array], operands: Iterable[Any]
+) -> tuple[list[jax.Array], set[str], set[str]]:
+    """Operands of a product, cast to vary over the axes of its result; these axes; and those it is a copy over.
+
+    `values` are the arrays in `operands`. Raises ShardError for a copy in the result that no operand is, and for a cast
+    that hides a reduction of a gradient.
+    """
+    axes = op.rhs.sharded | set(op.rhs.partial) | set(stage_axes())
+    copies = {axis for x in operands for axis in copy_axes(x)} - axes
+    if extra := sort_axes(set(op.rhs.copies) - copies):
+        raise ShardError(
+            f"the result says *{extra[0]}, but no operand is a copy over it", "drop the *, or replicate an operand"
+        )
+    triples = zip(op.lhs, values, operands, strict=True)
+    values = [cast(i, spec, value, copy_axes(x), axes | copies) for i, (spec, value, x) in enumerate(triples, 1)]
+    return values, axes, copies
 
 
-def refuse_idle_gradient(position: int, x: jax.Array, op: str, spec, operands, bindings: Bindings) -> jax.Array:
-    """`x`; no operation. If `x` was gathered over an axis on which the result does not depend, a derivative with
-    respect to it is a ShardError: JAX too rejects it, but tells neither the op nor the axis."""
-    idle = sort_axes(jax.typeof(x).manual_axis_type.reduced)
-    if not idle:
+def wrap(value: jax.Array, partial: Iterable[str], copies: Iterable[str], origin: str) -> Any:
+    """`value` as a partial sum over `partial` of a copy over `copies`; the array itself if both are empty."""
+    if copies:
+        value = Copy(varying(value, copies), sort_axes(copies), Origin(origin))
+    return Partial(value, sort_axes(partial), Origin(origin)) if partial else value
+
+
+def copy_axes(value: Any) -> tuple[str, ...]:
+    """Axes over which a value, or what a partial sum adds up, is a copy."""
+    if isinstance(value, Partial):
+        value = value.value
+    return value.axes if isinstance(value, Copy) else ()
+
+
+def refuse_repeated_gradient(
+    position: int, x: jax.Array, name: str, spec: str | bytes, operands: Iterable[Any], sizes: Sizes
+) -> jax.Array:
+    """`x`, no operation, whose derivative is a ShardError if all devices would compute the same gradient.
+
+    They would where `x` was gathered over an axis on which the result does not depend. JAX refuses that too, but its
+    error shows neither the op nor the axis.
+    """
+    repeated = sort_axes(jax.typeof(x).manual_axis_type.reduced)
+    if not repeated:
         return x
-    names = ", ".join(idle)
+    names = ", ".join(repeated)
     error = ShardError(
         f"operand {position} was gathered over {names}, but the result is neither sharded nor partial over {names}: "
         "each of its devices would compute the whole gradient, and the gather's backward pass would add them up",
         f"shard another operand over {names}, so that its devices share the work; without a gradient this is right",
     )
-    error = full_error(error, op, spec, operands, bindings)
+    error = error.located(f"{name}({spec_text(spec)!r})", error_context(sizes, **_numbered(operands)))
 
     @jax.custom_jvp
     def identity(x):
@@ -194,9 +235,12 @@ def refuse_idle_gradient(position: int, x: jax.Array, op: str, spec, operands, b
     return identity(x)
 
 
+# ---- einsum -----------------------------------------------------------------------------------------------------
+
+
 @functools.lru_cache(maxsize=4096)
-def einsum_rules(op: OpSpec) -> str:
-    """Checks the spec against itself and gives the formula for jnp.einsum. Raises ShardError."""
+def einsum_formula(op: OpSpec) -> str:
+    """The formula for jnp.einsum of a spec whose dims and axes agree. Raises ShardError if they do not."""
     dims: dict[str, Dim] = {}
     sharded_by: dict[str, str] = {}
     for i, operand in enumerate(op.lhs, 1):
@@ -232,21 +276,18 @@ def einsum_rules(op: OpSpec) -> str:
                 f"{dims[dim.name]} in an operand becomes {dim} in the result: einsum_unreduced does not communicate",
                 "all_gather before it, or psum_scatter its result",
             )
-    contracted = [dim for name, dim in dims.items() if name not in op.rhs.names]
-    partial = sort_axes(axis for dim in contracted for axis in dim.axes)
-    if partial != op.rhs.partial:
-        missing, extra = set(partial) - set(op.rhs.partial), set(op.rhs.partial) - set(partial)
-        if missing:
-            axis = sort_axes(missing)[0]
-            dim = next(dim for dim in contracted if axis in dim.axes)
-            raise ShardError(
-                f"contracting {dim} sums only this device's block: the result is a partial sum over {axis}",
-                f"write `+{axis}` in the result, then reduce it with psum_scatter or psum; or all_gather {dim} first",
-            )
+    summed = {axis: dim for name, dim in dims.items() if name not in op.rhs.names for axis in dim.axes}
+    if missing := sort_axes(summed.keys() - set(op.rhs.partial)):
+        axis, dim = missing[0], summed[missing[0]]
         raise ShardError(
-            f"the result says +{sort_axes(extra)[0]}, but no contracted dim is sharded over it",
-            f"drop the +; a contracted dim sharded over it would be written {contracted[0].name if contracted else 'F'}"
-            f"/{sort_axes(extra)[0]}",
+            f"contracting {dim} sums only this device's block: the result is a partial sum over {axis}",
+            f"write `+{axis}` in the result, then reduce it with psum_scatter or psum; or all_gather {dim} first",
+        )
+    if extra := sort_axes(set(op.rhs.partial) - summed.keys()):
+        example = next((name for name in dims if name not in op.rhs.names), "F")
+        raise ShardError(
+            f"the result says +{extra[0]}, but no contracted dim is sharded over it",
+            f"drop the +; a contracted dim sharded over it would be written {example}/{extra[0]}",
         )
     letters = {name: chr(ord("a") + i) if i < 26 else chr(ord("A") + i - 26) for i, name in enumerate(dims)}
     words = ["".join(letters[name] for name in shape.names) for shape in (*op.lhs, op.rhs)]

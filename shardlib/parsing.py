@@ -1,25 +1,26 @@
-"""Spec strings, parsed: `B/r/d L M +t` and `M/d F/t -> M F/t`. Knows no arrays and no JAX.
+"""Parser of spec strings: `B/r/d L M +t` and `M/d F/t -> M F/t`. It knows neither arrays nor JAX.
 
-Grammar, words separated by spaces:
+The grammar, in words separated by spaces:
 
-    dim       `B`  `B/r/d`  `3`     a tensor dimension, then the mesh axes that shard it, major to minor
-    index     `[V/t]`               the dimension looked up (first operand of index_unreduced only)
-    any dims  `...`                 any dimensions, sharded in any way (replicate only)
+    dim       `B`  `B/r/d`  `3`     a dim of an array, then the mesh axes that shard it, major to minor
+    index     `[V/t]`               the dim that is looked up (first operand of index_unreduced only)
+    any dims  `...`                 any dims, sharded in any way (replicate only)
     partial   `+t`                  a partial sum over mesh axis t, still to be reduced
     copy      `*d`                  a copy on each device of d, whose gradient is a partial sum over d
 
-A mesh axis stands at most once in a shape: a device has one coordinate on it, so it selects one block of one dim.
-Within a dim the axes stand in `AXIS_ORDER`, other names behind those in alphabetical order: `M/t/d` and `M/d/t` place
-different data on a device, so one order holds in the whole project.
+A spec names a mesh axis at most once: a device has one coordinate on the axis, which selects one block of one dim.
+Within a dim the axes follow `AXIS_ORDER`, and then the alphabet. `M/t/d` and `M/d/t` would place different data on a
+device, so there is one order for the whole project.
 """
 
 import dataclasses
 import functools
 import re
+from collections.abc import Iterable
 
 AXIS_ORDER = ("r", "t", "d", "p")
 PIPELINE_AXIS = "p"
-"""The one axis that a mesh may lack: specs name it, and without it they mean what they say with its marks left out."""
+"""The only axis that a mesh may lack. On such a mesh a spec means what it says without that axis."""
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _DIM = re.compile(rf"({_NAME}|[0-9]+)((?:/{_NAME})*)")
@@ -27,10 +28,12 @@ _MARK = re.compile(rf"([+*])({_NAME})")
 
 
 class ShardError(ValueError):
-    """A shape, dtype, sharding or collective that is not what its spec says. The one error family of shardlib.
+    """A shape, dtype, sharding or collective that contradicts its spec. The only kind of error that shardlib raises.
 
-    `problem` says what is wrong in one sentence, `remedy` what to write instead; the public functions add the op, the
-    spec, the operands as they are, the sizes bound so far and the mesh.
+    Attributes:
+        problem: what is wrong, in one sentence.
+        remedy: what to write instead.
+        context: the operands, the sizes bound so far and the mesh, one to a line.
     """
 
     def __init__(self, problem: str, remedy: str = "", context: str = ""):
@@ -38,23 +41,24 @@ class ShardError(ValueError):
         super().__init__(problem, remedy, context)
 
     def __str__(self) -> str:
-        lines = [self.problem]
-        if self.context:
-            lines.append(self.context)
-        if self.remedy:
-            lines.append(f"  remedy: {self.remedy}")
-        return "\n".join(lines)
+        return "\n".join(filter(None, [self.problem, self.context, self.remedy and f"  remedy: {self.remedy}"]))
+
+    def located(self, where: str, context: str = "") -> "ShardError":
+        """This error with `where` before its problem, and with `context` if it has none yet."""
+        problem = f"{where}: {self.problem}" if where else self.problem
+        return ShardError(problem, self.remedy, self.context or context)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """One dimension: its name (or a literal size such as `3`) and the axes that shard it, major to minor."""
+    """A dim: its name, or a literal size such as `3`, and the axes that shard it, major to minor."""
 
     name: str
     axes: tuple[str, ...] = ()
 
     @property
     def literal_size(self) -> int | None:
+        """The size of a dim such as `3`; None for a name."""
         return int(self.name) if self.name.isdigit() else None
 
     def __str__(self) -> str:
@@ -63,7 +67,15 @@ class Dim:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeSpec:
-    """The type of a tensor but for its dtype. `index` is the position of the `[dim]`; `open` says `...`."""
+    """The type of an array without its dtype.
+
+    Attributes:
+        dims: its dims, in order.
+        partial: axes over which it is a partial sum.
+        copies: axes over which it is a copy.
+        index: position of the `[dim]`, None if there is none.
+        open: whether the dims are `...`.
+    """
 
     dims: tuple[Dim, ...] = ()
     partial: tuple[str, ...] = ()
@@ -73,14 +85,16 @@ class ShapeSpec:
 
     @property
     def sharded(self) -> frozenset[str]:
+        """Axes that shard a dim."""
         return frozenset(axis for dim in self.dims for axis in dim.axes)
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the dims."""
         return tuple(dim.name for dim in self.dims)
 
     def without(self, axis: str) -> "ShapeSpec":
-        """The type on a mesh that has no such axis."""
+        """The type on a mesh without `axis`."""
         kept = lambda axes: tuple(a for a in axes if a != axis)
         dims = tuple(Dim(dim.name, kept(dim.axes)) for dim in self.dims)
         return ShapeSpec(dims, kept(self.partial), kept(self.copies), self.index, self.open)
@@ -94,7 +108,7 @@ class ShapeSpec:
 
 @dataclasses.dataclass(frozen=True)
 class OpSpec:
-    """`lhs[0], lhs[1], … -> rhs`."""
+    """The type of an op: `lhs[0], lhs[1], … -> rhs`."""
 
     lhs: tuple[ShapeSpec, ...]
     rhs: ShapeSpec
@@ -103,17 +117,14 @@ class OpSpec:
         return f"{', '.join(map(str, self.lhs))} -> {self.rhs}".rstrip()
 
 
-def axis_sort_key(axis: str) -> tuple[int, str]:
-    """Where an axis stands among others: AXIS_ORDER first, then the alphabet."""
-    return (AXIS_ORDER.index(axis) if axis in AXIS_ORDER else len(AXIS_ORDER), axis)
+def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes without repeats, in AXIS_ORDER, and then alphabetically."""
+    rank = lambda axis: AXIS_ORDER.index(axis) if axis in AXIS_ORDER else len(AXIS_ORDER)
+    return tuple(sorted(set(axes), key=lambda axis: (rank(axis), axis)))
 
 
-def sort_axes(axes) -> tuple[str, ...]:
-    """The axes in the project's one order, without repeats."""
-    return tuple(sorted(set(axes), key=axis_sort_key))
-
-
-def _text(spec: str | bytes) -> str:
+def spec_text(spec: str | bytes) -> str:
+    """The spec as a str, without spaces around it."""
     return (spec.decode("ascii") if isinstance(spec, bytes) else spec).strip()
 
 
@@ -128,16 +139,15 @@ def _parse_dim(word: str) -> Dim:
     if len(ordered) == len(dim.axes) and dim.axes != ordered:
         raise ShardError(
             f"dim {dim} has its axes in the wrong order: another order would silently permute the data",
-            f"within a dim, axes stand in the order {', '.join(AXIS_ORDER)}, then alphabetically: "
-            f"write {Dim(dim.name, ordered)}",
+            f"order the axes of a dim as {', '.join(AXIS_ORDER)}, then alphabetically: write {Dim(dim.name, ordered)}",
         )
     return dim
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_shape(spec: str | bytes) -> ShapeSpec:
-    """Parses `B/d L M +t`. Raises ShardError for anything that is not in the grammar."""
-    text = _text(spec)
+    """Parses `B/d L M +t`. Raises ShardError for what is not in the grammar."""
+    text = spec_text(spec)
     dims, marks, index, open_ = [], {"+": [], "*": []}, None, False
     for word in text.split():
         mark = _MARK.fullmatch(word)
@@ -145,7 +155,7 @@ def parse_shape(spec: str | bytes) -> ShapeSpec:
             marks[mark[1]].append(mark[2])
             continue
         if marks["+"] or marks["*"]:
-            raise ShardError(f"in spec {text!r}, {word!r} stands behind a + or * mark", "write all dims first")
+            raise ShardError(f"in spec {text!r}, {word!r} comes after a + or * mark", "write all dims first")
         if word == "...":
             open_ = True
             continue
@@ -155,7 +165,7 @@ def parse_shape(spec: str | bytes) -> ShapeSpec:
             index, word = len(dims), word[1:-1]
         dims.append(_parse_dim(word))
     if open_ and dims:
-        raise ShardError(f"spec {text!r} has dims beside '...'", "'...' stands for all dims")
+        raise ShardError(f"spec {text!r} has dims beside '...'", "'...' means all dims")
     axes = [axis for dim in dims for axis in dim.axes] + marks["+"] + marks["*"]
     for axis in axes:
         if axes.count(axis) > 1:
@@ -168,8 +178,8 @@ def parse_shape(spec: str | bytes) -> ShapeSpec:
 
 @functools.lru_cache(maxsize=4096)
 def parse_op(spec: str | bytes) -> OpSpec:
-    """Parses `B/d L F/t, M F/t -> B/d L M +t`. Raises ShardError for anything that is not in the grammar."""
-    text = _text(spec)
+    """Parses `B/d L F/t, M F/t -> B/d L M +t`. Raises ShardError for what is not in the grammar."""
+    text = spec_text(spec)
     sides = text.split("->")
     if len(sides) != 2:
         raise ShardError(f"spec {text!r} has no single '->'", "write `operand, operand -> result`")

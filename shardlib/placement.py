@@ -1,6 +1,6 @@
-"""Where the layers of a model are: which stage has which, and in which order the rows of a stack of layers are at rest.
+"""Placement of layers on pipeline stages, and the order of the rows of a stack of layers at rest.
 
-This is the only place that knows of that order. Checkpoints hold every stack in the order of the layers.
+Only this module knows that order. Checkpoints have every stack in the order of the layers.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackOrder:
-    """Order of the rows of a stack of layers at rest, where it is not that of the layers.
+    """Order of the rows of a stack of layers at rest, if it is not that of the layers.
 
     Attributes:
         layer_of_row: i32, the layer of each row; -1 for padding, a row of zeros.
@@ -35,7 +35,7 @@ class StackOrder:
     @functools.cached_property
     def row_of_layer(self) -> np.ndarray:
         """The row of each layer."""
-        return np.array([int(np.flatnonzero(self.layer_of_row == layer)[0]) for layer in range(self.layers)])
+        return np.argsort(self.layer_of_row)[-self.layers :]  # padding, -1, is sorted to the front
 
     @property
     def padding(self) -> np.ndarray:
@@ -43,18 +43,18 @@ class StackOrder:
         return self.layer_of_row < 0
 
     def to_rows(self, x: Any, **options: Any) -> Any:
-        """x[layers, …] as rows at rest: a NumPy array, or a jax.Array with `options` of `.at[…].get`."""
+        """x[layers, …] as rows at rest: a NumPy array, or a jax.Array with `options` of its `.at[…].get`."""
         found = np.where(self.padding, len(x), self.layer_of_row)
         if isinstance(x, np.ndarray):
             return np.concatenate([x, np.zeros_like(x[:1])])[found]
         return x.at[jnp.asarray(found)].get(mode="fill", fill_value=0, **options)
 
     def to_layers(self, x: Any, **options: Any) -> Any:
-        """x[rows, …] in the order of the layers, without padding; `x` and `options` as for `to_rows`."""
+        """x[rows, …] in the order of the layers, without padding. `x` and `options` are as for `to_rows`."""
         return x[self.row_of_layer] if isinstance(x, np.ndarray) else x.at[self.row_of_layer].get(**options)
 
     def runs(self, rows: slice) -> list[tuple[slice, slice]]:
-        """Each run of rows that are layers in a row: as layers, and as rows counted from the first of `rows`."""
+        """Runs of consecutive layers in `rows`: for each, its layers, and its rows counted from the first of `rows`."""
         start, stop, _ = rows.indices(self.rows)
         own = self.layer_of_row[start:stop]
         ends = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
@@ -64,15 +64,15 @@ class StackOrder:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which layers each stage has, and where they lie at rest.
+    """The layers of each stage, and the rows that hold them at rest.
 
-    At rest, the rows of a stack `layers/p` are those of device 0 of p, then those of device 1, …; a device's are those
-    of its chunks, one after the other; a chunk's are its layers and, up to the size of the longest, padding.
+    At rest, a stack `layers/p` has the rows of device 0 of p, then those of device 1, and so on. The rows of a device
+    are those of its chunks in order. The rows of a chunk are its layers, and then padding up to the longest chunk.
 
     Attributes:
-        p: devices of the axis; 1 without it.
-        v: chunks of a device. Stage s is chunk s // p of device s % p.
-        counts: the layers of each of the p·v stages, at least 1 each.
+        p: number of devices along p; 1 on a mesh without p.
+        v: number of chunks per device. Stage s is chunk s // p of device s % p.
+        counts: number of layers of each of the p·v stages, at least 1 each.
     """
 
     p: int
@@ -81,16 +81,17 @@ class Placement:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a chunk: the layers of the longest stage."""
+        """Number of rows of a chunk: the layers of the longest stage."""
         return max(self.counts)
 
     @property
     def padded(self) -> bool:
+        """Whether there are rows of padding."""
         return len(set(self.counts)) > 1
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
-        """i32[p, v·chunk_rows]: the layer of each row of each device, -1 for padding."""
+        """The layer of each row of each device, i32[p, v·chunk_rows]; -1 for padding."""
         first = np.concatenate([[0], np.cumsum(self.counts)])
         rows = np.full((self.p, self.v, self.chunk_rows), -1, np.int32)
         for stage, count in enumerate(self.counts):
@@ -99,16 +100,18 @@ class Placement:
 
     @property
     def order(self) -> StackOrder | None:
-        """Order of the rows of a stack at rest; None where it is that of the layers."""
+        """Order of the rows of a stack at rest; None if it is that of the layers."""
         rows = self.rows.reshape(-1)
         return None if np.array_equal(rows, np.arange(len(rows))) else StackOrder(rows)
 
 
 def place_layers(layers: int, p: int, v: int, counts: Sequence[int] | None = None, period: int = 1) -> Placement:
-    """The placement of `layers` on p·v stages: equal parts, or as `counts` says; whole periods of `period` layers each.
+    """The placement of `layers` layers on p·v stages: `counts` on each, or the same number on all.
+
+    All these numbers must be multiples of `period`, after which the pattern of the model's layers repeats.
 
     Raises:
-        ValueError: they cannot be placed so.
+        ValueError: the layers cannot be placed so.
     """
     stages = p * v
     if layers % period:

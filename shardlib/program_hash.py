@@ -1,8 +1,8 @@
 """Hash of a traced program as a graph of values.
 
-Names, the order of independent equations, equations done twice and results that nothing uses do not count: XLA sees the
-same program either way. What counts is each result as an expression of the arguments, and what stands in which loop,
-conditional or checkpoint.
+The hash depends on each result as an expression of the arguments, and on which loop, conditional or checkpoint each
+equation is in. It does not depend on names, on the order of independent equations, on repeated equations or on results
+that nothing uses: XLA compiles the same program with and without them.
 """
 
 import functools
@@ -17,11 +17,11 @@ from jax.extend.core import Literal
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 """Primitives that only run a jaxpr."""
 WITHOUT_EFFECT = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "out_trees", "symbolic_zeros", "name")
-"""Parameters of primitives that say nothing of what is computed."""
+"""Parameters of primitives that do not affect the result."""
 
 
 def hash_of(traced: jax.stages.Traced) -> str:
-    """Hash of a jitted function's program, as `jax.jit(f).trace(*args)` gives it."""
+    """Hash of the program of a jitted function, from `jax.jit(f).trace(*args)`."""
     closed = traced.jaxpr
     return _hash(_run(closed, [_hash("argument", i, str(v.aval)) for i, v in enumerate(closed.jaxpr.invars)]))
 
@@ -31,7 +31,7 @@ def _hash(*parts: Any) -> str:
 
 
 def _run(jaxpr: Any, arguments: list[str], depth: int = 0) -> list[str]:
-    """Hashes of the results of a jaxpr, closed or open, for those of its arguments, within `depth` loops."""
+    """Hashes of the results of a jaxpr, closed or open, from those of its arguments, within `depth` loops."""
     constants = map(_constant, getattr(jaxpr, "consts", ()))
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one; from jax 0.12 on they are one class
     known = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
@@ -62,7 +62,7 @@ def _results(equation: Any, inputs: list[str], depth: int) -> list[str]:
         return [_hash("checkpoint", p["prevent_cse"], p["differentiated"], x) for x in _run(p["jaxpr"], inputs, depth)]
     if name == "scan":
         constants, carries = _counts(equation)
-        # By depth, so that what an inner loop carries is not taken for what the outer one does.
+        # With the depth, so that the carries of an inner loop differ from those of the outer one.
         carried = [_hash("carry", depth, i, str(v.aval)) for i, v in enumerate(equation.invars[constants:][:carries])]
         turns = [_hash("turn", depth, x) for x in inputs[constants + carries :]]
         results = _run(p["jaxpr"], inputs[:constants] + carried + turns, depth + 1)
@@ -84,15 +84,16 @@ def _results(equation: Any, inputs: list[str], depth: int) -> list[str]:
 
 
 def _counts(scan: Any) -> tuple[int, int]:
-    """Numbers of constants and of carried values of a scan: what comes or goes turn by turn has one dim more outside.
+    """Numbers of constants and of carried values of a scan.
 
-    Told by shapes, as the parameters that say it differ between versions of JAX.
+    The other inputs and outputs have one dim more outside of the loop than inside. The shapes are compared because the
+    parameters with these numbers differ between versions of JAX.
     """
     body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
     pairs = lambda outside, inside: zip(outside, inside, strict=True)
-    by_turn = lambda *sides: sum(len(a.aval.shape) != len(b.aval.shape) for a, b in pairs(*sides))
-    carries = len(scan.outvars) - by_turn(scan.outvars, body.outvars)
-    return len(scan.invars) - carries - by_turn(scan.invars, body.invars), carries
+    stacked = lambda *sides: sum(len(a.aval.shape) != len(b.aval.shape) for a, b in pairs(*sides))
+    carries = len(scan.outvars) - stacked(scan.outvars, body.outvars)
+    return len(scan.invars) - carries - stacked(scan.invars, body.invars), carries
 
 
 @functools.singledispatch

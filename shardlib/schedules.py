@@ -1,19 +1,20 @@
-"""Pipeline schedules as data: the ordered tasks of each device, and the table of ticks that runs them. Knows no JAX.
+"""Pipeline schedules as data: the ordered tasks of each device, and the table of ticks that the executor runs.
 
-A model of p·v **stages** runs on p devices; stage s is on device s % p, as that device's **chunk** s // p. A
-**schedule** is a function of (p devices, m microbatches, v chunks of a device) that gives the list of `Task`s of each
-device, in the order in which the device does them. Any function that gives every forward and backward once, on its
-device and without a deadlock, is a schedule: `check_schedule` says whether it is, `tick_table` turns it into what
-the executor scans over, docs/pipeline.md shows the published ones and how to write another.
+A model of p·v **stages** runs on p devices. Stage s is on device s % p, as that device's **chunk** s // p. A
+**schedule** is a function of p devices, m microbatches and v chunks per device. It returns the list of `Task`s of each
+device, in the order in which the device runs them. Any function that returns every forward and backward once, on its
+device and without a deadlock, is a schedule. `check_schedule` checks that, and `tick_table` makes the table that the
+executor scans over. docs/pipeline.md shows the published schedules and how to write another.
 
-A **tick** is one forward slot and then one backward slot, on every device. What a task gives to the neighbouring
-device is sent at the end of its slot and arrives at the start of the next tick.
+A **tick** is one forward slot and then one backward slot on every device. What a task gives to the neighbouring device
+is sent at the end of its slot and arrives at the start of the next tick. This module does not import JAX.
 """
 
 import importlib
 import inspect
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,16 +27,18 @@ class Task(NamedTuple):
     kind: str
     """`forward` or `backward`."""
     stage: int
-    """In [0, p·v)."""
+    """Number of the stage, in [0, p·v)."""
     microbatch: int
-    """In [0, m)."""
+    """Number of the microbatch, in [0, m)."""
 
     def __str__(self) -> str:
         return f"the {self.kind} of stage {self.stage}, microbatch {self.microbatch}"
 
 
 Orders = Sequence[Sequence[Task]]
+"""The tasks of each device, in order."""
 Schedule = Callable[[int, int, int], list[list[Task]]]
+"""A function of (p, m, v)."""
 
 
 # ---- published schedules ------------------------------------------------------------------------------------------
@@ -43,50 +46,46 @@ Schedule = Callable[[int, int, int], list[list[Task]]]
 
 def gpipe(p: int, m: int, v: int = 1) -> list[list[Task]]:
     """All forwards, then all backwards in the same order (arXiv 1811.06965, section 2.2). Any m; v is 1."""
-    _check_one_chunk("gpipe", p, m, v)
-    return [_warmed_up(*_one_stage(device, m), warmup=m) for device in range(p)]
+    return _one_chunk("gpipe", p, m, v, warmup=lambda device: m)
 
 
 def one_f_one_b(p: int, m: int, v: int = 1) -> list[list[Task]]:
-    """1F1B: a device has the fewest forwards ahead that fill the pipeline (arXiv 2104.04473, section 2.2.1, called
-    PipeDream-Flush there). At most p - device activations live on a device. Any m; v is 1."""
-    _check_one_chunk("1f1b", p, m, v)
-    return [_warmed_up(*_one_stage(device, m), warmup=p - 1 - device) for device in range(p)]
+    """1F1B: each device runs only as many forwards ahead as it takes to fill the pipeline. Any m; v is 1.
+
+    At most p - device activations are alive on a device. arXiv 2104.04473, section 2.2.1, calls it PipeDream-Flush.
+    """
+    return _one_chunk("1f1b", p, m, v, warmup=lambda device: p - 1 - device)
 
 
 def eager_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
-    """1F1B with twice the forwards ahead, so that a transfer has the time of a task to arrive (arXiv
-    2211.05322). At most 2(p - device) - 1 activations live on a device. Any m; v is 1."""
-    _check_one_chunk("eager_1f1b", p, m, v)
-    return [_warmed_up(*_one_stage(device, m), warmup=2 * (p - 1 - device)) for device in range(p)]
+    """1F1B with twice the forwards ahead, so that a transfer has the time of a task to arrive. Any m; v is 1.
+
+    At most 2(p - device) - 1 activations are alive on a device (arXiv 2211.05322).
+    """
+    return _one_chunk("eager_1f1b", p, m, v, warmup=lambda device: 2 * (p - 1 - device))
 
 
 def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
-    """1F1B over v chunks a device, in groups of p microbatches (arXiv 2104.04473, section 2.2.2). At v = 1 it is
-    `eager_1f1b`: the warmup of (v - 1)p + 2(p - 1 - device) forwards is Megatron's, not the shorter one of plain 1F1B.
+    """1F1B over v chunks per device, in groups of p microbatches (arXiv 2104.04473, section 2.2.2).
+
+    At v = 1 it is `eager_1f1b`: the warmup of (v - 1)p + 2(p - 1 - device) forwards is that of Megatron, not the
+    shorter one of plain 1F1B.
 
     Raises:
-        ValueError: m is no multiple of p.
+        ValueError: m is not a multiple of p.
     """
     _check_sizes(p, m, v)
     if m % p:
         near = " or ".join(str(n) for n in (m - m % p, m - m % p + p) if n)
         raise ValueError(
-            f"interleaved_1f1b takes microbatches in groups of one a device: {m} microbatches are no multiple of "
+            f"interleaved_1f1b takes microbatches in groups of one per device: {m} microbatches are not a multiple of "
             f"{p} devices. Use {near} microbatches, or {'v=1 and ' * (v > 1)}eager_1f1b, which takes any number."
         )
-    orders = []
-    for device in range(p):
-        # The i-th pass over any chunk: p microbatches through one chunk, the same ones through the next, the next p.
-        passes = [(i // p % v, i // (p * v) * p + i % p) for i in range(m * v)]
-        forwards = [Task("forward", chunk * p + device, k) for chunk, k in passes]
-        backwards = [Task("backward", (v - 1 - chunk) * p + device, k) for chunk, k in passes]
-        orders.append(_warmed_up(forwards, backwards, warmup=(v - 1) * p + 2 * (p - 1 - device)))
-    return orders
+    return _with_warmup(p, m, v, lambda device: (v - 1) * p + 2 * (p - 1 - device))
 
 
 def forward_only(p: int, m: int, v: int = 1) -> list[list[Task]]:
-    """The forwards alone, for evaluation: groups of p microbatches (the last one may be smaller) chunk by chunk."""
+    """Only forwards, for evaluation: groups of p microbatches (the last one may be smaller), chunk by chunk."""
     _check_sizes(p, m, v)
     groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
     return [
@@ -95,27 +94,31 @@ def forward_only(p: int, m: int, v: int = 1) -> list[list[Task]]:
     ]
 
 
-def _one_stage(device: int, m: int) -> tuple[list[Task], list[Task]]:
-    return [Task("forward", device, k) for k in range(m)], [Task("backward", device, k) for k in range(m)]
+def _one_chunk(name: str, p: int, m: int, v: int, warmup: Callable[[int], int]) -> list[list[Task]]:
+    _check_sizes(p, m, v)
+    if v != 1:
+        raise ValueError(f"{name} is defined for one chunk per device, not for v={v}. Use v=1, or interleaved_1f1b.")
+    return _with_warmup(p, m, v, warmup)
 
 
-def _warmed_up(forwards: list[Task], backwards: list[Task], warmup: int) -> list[Task]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
-    warmup = min(warmup, len(forwards))
-    pairs = zip(forwards[warmup:], backwards, strict=False)
-    return [*forwards[:warmup], *(task for pair in pairs for task in pair), *backwards[len(forwards) - warmup :]]
+def _with_warmup(p: int, m: int, v: int, warmup: Callable[[int], int]) -> list[list[Task]]:
+    """On each device `warmup(device)` forwards, then one forward and one backward in turn, then remaining backwards."""
+    # (chunk, microbatch): p microbatches pass through one chunk, then through the next, then the next p.
+    passes = [(i // p % v, i // (p * v) * p + i % p) for i in range(m * v)]
+    orders = []
+    for device in range(p):
+        forwards = [Task("forward", chunk * p + device, k) for chunk, k in passes]
+        backwards = [Task("backward", (v - 1 - chunk) * p + device, k) for chunk, k in passes]
+        ahead = min(warmup(device), m * v)
+        pairs = zip(forwards[ahead:], backwards, strict=False)
+        orders.append([*forwards[:ahead], *itertools.chain(*pairs), *backwards[m * v - ahead :]])
+    return orders
 
 
 def _check_sizes(p: int, m: int, v: int) -> None:
-    for value, what in ((p, "devices of the axis p"), (m, "microbatches"), (v, "chunks of a device (v)")):
+    for value, what in ((p, "devices of the axis p"), (m, "microbatches"), (v, "chunks per device (v)")):
         if operator.index(value) < 1:
             raise ValueError(f"{value} {what}: there must be at least 1.")
-
-
-def _check_one_chunk(name: str, p: int, m: int, v: int) -> None:
-    _check_sizes(p, m, v)
-    if v != 1:
-        raise ValueError(f"{name} is defined for one chunk a device, not for v={v}. Use v=1, or interleaved_1f1b.")
 
 
 # ---- schedules by name --------------------------------------------------------------------------------------------
@@ -128,16 +131,16 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 ONE_CHUNK = ("gpipe", "1f1b", "eager_1f1b")
-"""Those of SCHEDULES that are defined for v = 1 alone."""
+"""Names of the schedules that are defined only for v = 1."""
 
 
 def schedule_of(name: str) -> Schedule:
-    """The schedule that a setting names: one of SCHEDULES, or `module:function` of the user's own file.
+    """The schedule of this name: one of SCHEDULES, or `module:function` of the user's own file.
 
-    What a user's function gives is checked by `check_schedule` at each call.
+    Each call of a user's function is checked by `check_schedule`.
 
     Raises:
-        ValueError: there is no such name, module or function, or it is not for (p, m, v).
+        ValueError: there is no such name, module or function, or it does not take (p, m, v).
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
@@ -148,12 +151,12 @@ def schedule_of(name: str) -> Schedule:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
-        # A module that the user's own file lacks is that file's error, with its traceback.
+        # If the user's own file lacks a module, its traceback says so.
         if e.name is None or not f"{module_name}.".startswith(f"{e.name}."):
             raise
         raise ValueError(
-            f"schedule {name!r}: there is no module {module_name!r}. It is looked for as `import {module_name}` would, "
-            f"from the directory the program is started in. {choices}"
+            f"schedule {name!r}: there is no module {module_name!r}. It is looked for as by `import {module_name}`, "
+            f"from the directory in which the program starts. {choices}"
         ) from None
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -162,14 +165,13 @@ def schedule_of(name: str) -> Schedule:
         inspect.signature(function).bind(1, 1, 1)
     except TypeError as e:
         raise ValueError(
-            f"schedule {name!r} cannot be called as {function_name}(p, m, v): {e}. It takes the devices of p, the "
-            "microbatches, and the chunks of a device."
+            f"schedule {name!r} cannot be called as {function_name}(p, m, v): {e}. It must take the numbers of devices "
+            "along p, of microbatches, and of chunks per device."
         ) from None
 
     def checked(p: int, m: int, v: int) -> list[list[Task]]:
         try:
-            orders = function(p, m, v)
-            return check_schedule(orders, p, m, v)
+            return check_schedule(function(p, m, v), p, m, v)
         except ValueError as e:
             raise ValueError(f"schedule {name!r} for p={p}, m={m}, v={v}: {e}") from e
 
@@ -179,19 +181,16 @@ def schedule_of(name: str) -> Schedule:
 # ---- validity -----------------------------------------------------------------------------------------------------
 
 
-def check_schedule(orders: Orders, p: int, m: int, v: int, *, training: bool = True) -> list[list[Task]]:
-    """Checks that every task is there once, on its device, and that no device waits for ever; gives the orders back,
-    every task as a `Task`.
+def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
+    """Checks a schedule of forwards and backwards, in which a task is any (kind, stage, microbatch).
 
-    Args:
-        orders: the tasks of each of p devices, in order; any (kind, stage, microbatch) will do as a task.
-        training: there is a backward of every stage and microbatch; otherwise there is none.
+    Returns the orders, with every task as a `Task`.
 
     Raises:
-        ValueError: names the task, the device, and what is wrong: missing, twice, on another device's list, or a circle
-            of devices that wait for each other.
+        ValueError: a task is missing, listed twice or on another device's list, or devices wait for each other for
+            ever.
     """
-    orders = _check_tasks(orders, p, m, v, training)
+    orders = _check_tasks(orders, p, m, v, training=True)
     _place(orders, p * v, fuse_last=False)
     return orders
 
@@ -202,7 +201,7 @@ def _check_tasks(orders: Orders, p: int, m: int, v: int, training: bool) -> list
         size = f"a list of {len(orders)}" if isinstance(orders, Sequence) else f"{type(orders).__name__}"
         raise ValueError(f"a schedule is a list of tasks for each of {p} devices, not {size}.")
     kinds = ("forward", "backward") if training else ("forward",)
-    seen: dict[Task, int] = {}
+    seen: set[Task] = set()
     checked = []
     for device, order in enumerate(orders):
         if not isinstance(order, Iterable):
@@ -215,13 +214,11 @@ def _check_tasks(orders: Orders, p: int, m: int, v: int, training: bool) -> list
                     f"(stage s is on device s % {p})."
                 )
             if task in seen:
-                raise ValueError(f"{task} is twice in the list of device {device}. Every task is done once.")
-            seen[task] = device
-    for kind in kinds:
-        for stage in range(p * v):
-            for k in range(m):
-                if (task := Task(kind, stage, k)) not in seen:
-                    raise ValueError(f"{task} is missing from the list of device {stage % p}.")
+                raise ValueError(f"{task} is twice in the list of device {device}. Every task runs once.")
+            seen.add(task)
+    for task in itertools.starmap(Task, itertools.product(kinds, range(p * v), range(m))):
+        if task not in seen:
+            raise ValueError(f"{task} is missing from the list of device {task.stage % p}.")
     return checked
 
 
@@ -241,7 +238,7 @@ def _as_task(task: object, i: int, device: int, kinds: Sequence[str], stages: in
 
 
 def needs(task: Task, stages: int) -> list[Task]:
-    """What must be done before `task`, on its own device or another."""
+    """The tasks whose results `task` needs."""
     kind, stage, k = task
     if kind == "forward":
         return [Task("forward", stage - 1, k)] if stage else []
@@ -249,11 +246,11 @@ def needs(task: Task, stages: int) -> list[Task]:
 
 
 def _place(orders: Orders, stages: int, *, fuse_last: bool) -> tuple[dict[Task, int], int]:
-    """The earliest tick of each task, and how many ticks there are.
+    """The earliest tick of each task, and the number of ticks.
 
-    A device takes tasks off its list, in order, while their slots in this tick are free and what they need is there. A
-    backward and the forward behind it may share a tick; the forward then runs first, though it stands second.
-    With `fuse_last` a forward of the last stage takes no slot, as it is part of its backward.
+    A device takes tasks off its list, in order, as long as their slots in this tick are free and their inputs are
+    there. A backward and the forward after it in the list may share a tick; then the forward runs first. With
+    `fuse_last` a forward of the last stage takes no slot, as it is part of its backward.
     """
     place, done, tick = [0] * len(orders), {}, 0
     while any(i < len(order) for i, order in zip(place, orders, strict=True)):
@@ -262,7 +259,7 @@ def _place(orders: Orders, stages: int, *, fuse_last: bool) -> tuple[dict[Task, 
             used = set()
             while place[device] < len(order) and order[place[device]].kind not in used:
                 task = order[place[device]]
-                # What arrives does so at the next tick; the stage's own forward is one slot ahead of its backward.
+                # Results of other stages arrive at the next tick; a forward is one slot before its own backward.
                 if not all(q in done or (q in new and q.stage == task.stage) for q in needs(task, stages)):
                     break
                 new.add(task)
@@ -277,7 +274,7 @@ def _place(orders: Orders, stages: int, *, fuse_last: bool) -> tuple[dict[Task, 
 
 
 def _deadlock(orders: Orders, place: Sequence[int], done: Mapping[Task, int], stages: int) -> str:
-    """Who waits for whom: follows one device to the next that it waits for, until one comes again."""
+    """The devices that wait for each other: from one device to the one that it waits for, until they repeat."""
     device = next(d for d, order in enumerate(orders) if place[d] < len(order))
     path: list[int] = []
     waits = {}
@@ -304,48 +301,42 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class TickTable:
-    """What every device does in every tick, as `tick_table` makes it."""
+    """The task and the buffer slots of every device in every tick."""
 
     columns: dict[str, np.ndarray]
-    """Each int32 [ticks, p]; 0 where a device is idle, unless said.
+    """Columns by name, each int32 [ticks, p], 0 where a device is idle if not said otherwise.
 
-    forward, backward: 1 where the slot is used. Of the task in it:
-    …_first, …_last: 1 if the stage is the first (it embeds), the last (it unembeds; its backward computes the loss).
+    forward, backward: 1 where the slot of the tick has a task. Of that task:
+    …_first, …_last: 1 if its stage is the first (which embeds) or the last (which computes the loss in its backward).
     …_chunk in [0, v), …_microbatch in [0, m).
-    forward_input, backward_input: the slot of `inputs` that holds what the stage reads; the first stage reads none.
+    forward_input, backward_input: the slot of `inputs` to read; the first stage reads none.
     backward_cotangent: the slot of `cotangents` to read; the last stage reads none.
-    forward_residuals, backward_residuals: the slot of `residuals` to write, to read.
-    arriving_input, arriving_cotangent: the slot in which to put what arrives at the start of this tick, before anything
-        is read; where nothing arrives, `inputs` or `cotangents`: one slot past the last, for junk.
+    forward_residuals, backward_residuals: the slot of `residuals` to write, and to read.
+    arriving_input, arriving_cotangent: the slot to write what arrives at the start of this tick, before anything is
+        read. Where nothing arrives it is `inputs` or `cotangents`: one slot past the last, which is never read.
     """
     inputs: int
-    """Slots for stage inputs, the most that any device needs; likewise the others."""
+    """Number of slots for stage inputs: the most that any device needs."""
     cotangents: int
-    """Slots for gradients with respect to a stage's output."""
+    """Number of slots for gradients with respect to a stage's output."""
     residuals: int
-    """Slots for what a stage's forward keeps for its backward."""
-
-
-Place = tuple[int, int]  # (stage, microbatch)
-Span = tuple[int, int]  # first and last tick
+    """Number of slots for what a forward keeps for its backward."""
 
 
 def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_last: bool) -> TickTable:
     """Places the tasks in ticks, as early as their order allows, and gives everything that is kept a slot.
 
-    Args:
-        orders: those of a schedule, or of `forward_only`: no backward, and so the columns of backwards all 0.
-        recompute: the backward starts from the stage's input, which is kept until then, and there are no residuals.
-            Otherwise the input is kept until the forward, and residuals from the forward to the backward.
-        fuse_last: the last stage's forward is part of its backward: it is nowhere marked as a forward, keeps its input
-            until the backward, and no residuals.
+    `orders` is a schedule or `forward_only`, for which the columns of backwards are 0. With `recompute` a backward
+    starts from the input of its stage, which is kept until then, and there are no residuals. Otherwise the input is
+    kept until the forward, and residuals from the forward to the backward. With `fuse_last` the forward of the last
+    stage is part of its backward: the table has no such forward, and the stage keeps its input until the backward.
 
     Raises:
-        ValueError: as `check_schedule`; or `fuse_last` where there are no backwards.
+        ValueError: as `check_schedule` does; or `fuse_last` without backwards.
     """
     training = any(tuple(task)[:1] == ("backward",) for order in orders for task in order)
     if fuse_last and not training:
-        raise ValueError("fuse_last=True makes the last forward part of its backward, and there are no backwards here.")
+        raise ValueError("fuse_last=True makes the last forward part of its backward, but there are no backwards here.")
     orders = _check_tasks(orders, p, m, v, training)
     stages = p * v
     at, ticks = _place(orders, stages, fuse_last=fuse_last)
@@ -353,21 +344,23 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_
     b = {(task.stage, task.microbatch): t for task, t in at.items() if task.kind == "backward"}
     fused = lambda stage: fuse_last and stage == stages - 1
 
-    inputs, cotangents, residuals = _Ring(p), _Ring(p), _Ring(p)
+    # For what is kept of each stage and microbatch, the tick in which it is written, and in which it is last read.
+    kept_inputs, kept_cotangents, kept_residuals = {}, {}, {}
     for stage, k in f:
         if stage:
             last_read = b if training and (recompute or fused(stage)) else f
-            inputs.keep((stage, k), f[stage - 1, k] + 1, last_read[stage, k])
+            kept_inputs[stage, k] = f[stage - 1, k] + 1, last_read[stage, k]
         if training and stage < stages - 1:
-            cotangents.keep((stage, k), b[stage + 1, k] + 1, b[stage, k])
+            kept_cotangents[stage, k] = b[stage + 1, k] + 1, b[stage, k]
         if training and not recompute and not fused(stage):
-            residuals.keep((stage, k), f[stage, k], b[stage, k])
-    for ring in (inputs, cotangents, residuals):
-        ring.give_slots()
+            kept_residuals[stage, k] = f[stage, k], b[stage, k]
+    input_slots, inputs = _give_slots(kept_inputs, p)
+    cotangent_slots, cotangents = _give_slots(kept_cotangents, p)
+    residual_slots, residuals = _give_slots(kept_residuals, p)
 
     columns = {name: np.zeros((ticks, p), np.int32) for name in COLUMNS}
-    columns["arriving_input"][:] = inputs.size
-    columns["arriving_cotangent"][:] = cotangents.size
+    columns["arriving_input"][:] = inputs
+    columns["arriving_cotangent"][:] = cotangents
     for task, t in at.items():
         kind, stage, k = task
         device = stage % p
@@ -379,40 +372,30 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_
             "_last": stage == stages - 1,
             "_chunk": stage // p,
             "_microbatch": k,
-            "_residuals": residuals.slots.get((stage, k), 0),
+            "_residuals": residual_slots.get((stage, k), 0),
         }
         if kind == "forward" or recompute or fused(stage):
-            values["_input"] = inputs.slots.get((stage, k), 0)
+            values["_input"] = input_slots.get((stage, k), 0)
         if kind == "backward":
-            values["_cotangent"] = cotangents.slots.get((stage, k), 0)
+            values["_cotangent"] = cotangent_slots.get((stage, k), 0)
         for name, value in values.items():
             columns[kind + name][t, device] = value
         if kind == "forward" and stage < stages - 1:
-            columns["arriving_input"][t + 1, (device + 1) % p] = inputs.slots[stage + 1, k]
+            columns["arriving_input"][t + 1, (device + 1) % p] = input_slots[stage + 1, k]
         if kind == "backward" and stage > 0:
-            columns["arriving_cotangent"][t + 1, (device - 1) % p] = cotangents.slots[stage - 1, k]
-    return TickTable(columns, inputs.size, cotangents.size, residuals.size)
+            columns["arriving_cotangent"][t + 1, (device - 1) % p] = cotangent_slots[stage - 1, k]
+    return TickTable(columns, inputs, cotangents, residuals)
 
 
-class _Ring:
-    """Slots of a buffer that each of p devices has: `size` of them, the most that one device needs."""
+def _give_slots(kept: dict[tuple[int, int], tuple[int, int]], p: int) -> tuple[dict[tuple[int, int], int], int]:
+    """The slot of each kept (stage, microbatch) in a buffer, and the number of slots on the fullest of p devices.
 
-    def __init__(self, p: int):
-        self.spans: list[dict[Place, Span]] = [{} for _ in range(p)]
-        self.slots: dict[Place, int] = {}
-        self.size = 0
-
-    def keep(self, place: Place, first: int, last: int) -> None:
-        """From what is written in tick `first` to what is read in tick `last`, ticks in which the slot is its alone."""
-        self.spans[place[0] % len(self.spans)][place] = (first, last)
-
-    def give_slots(self) -> None:
-        """Each to the lowest slot that is free by then; in order of their starts that takes the fewest slots."""
-        for spans in self.spans:
-            busy_until: list[int] = []
-            for place, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-                free: Iterator[int] = (i for i, end in enumerate(busy_until) if end < first)
-                slot = next(free, len(busy_until))
-                busy_until[slot : slot + 1] = [last]
-                self.slots[place] = slot
-            self.size = max(self.size, len(busy_until))
+    In the order of the first ticks each gets the lowest slot that is free by then, which takes the fewest slots.
+    """
+    slots, busy_until = {}, [[] for _ in range(p)]
+    for (stage, k), (first, last) in sorted(kept.items(), key=lambda item: item[1]):
+        ends = busy_until[stage % p]
+        slot = next((i for i, end in enumerate(ends) if end < first), len(ends))
+        ends[slot : slot + 1] = [last]
+        slots[stage, k] = slot
+    return slots, max(map(len, busy_until))

@@ -1,10 +1,10 @@
-"""The mesh in force, and the values that stand for more than an array: partial sums and copies, opaque to jax.numpy."""
+"""The current mesh, and values that are not arrays: partial sums and copies, which jax.numpy must not touch."""
 
 import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,16 @@ SHORT_DTYPES = {
 
 
 def mesh_axes() -> Mapping[str, int]:
-    """Axis name → size of the mesh in force; empty if none is set."""
+    """Size of each axis of the current mesh; empty if no mesh is set."""
     mesh = jax.sharding.get_abstract_mesh()
     return {} if mesh.empty else dict(mesh.shape)
 
 
 def target_device():
-    """A device of those that what is traced is for: JAX's first.
+    """A device that the traced program is for: JAX's first one.
 
-    Where the mesh in force is of another platform, because a program is compiled for a machine elsewhere, it is an
-    abstract one, which knows its platform and its kind.
+    A program can also be compiled for a machine elsewhere, on an abstract mesh of another platform. Then it is the
+    mesh's abstract device, which has a platform and a kind.
     """
     device = jax.devices()[0]
     mesh = jax.sharding.get_abstract_mesh()
@@ -50,7 +50,7 @@ def target_device():
 
 
 def on_mesh(spec: ShapeSpec) -> ShapeSpec:
-    """What `spec` means on the mesh in force: without the pipeline axis, where the mesh has none."""
+    """What `spec` means on the current mesh: without the pipeline axis if the mesh lacks it."""
     sizes = mesh_axes()
     return spec.without(PIPELINE_AXIS) if sizes and PIPELINE_AXIS not in sizes else spec
 
@@ -60,10 +60,10 @@ _STAGE: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("shardl
 
 @contextlib.contextmanager
 def pipeline_stage() -> Iterator[None]:
-    """Inside, what is traced is a pipeline stage's own task: every value may differ over the pipeline axis.
+    """Context in which a task of one pipeline stage is traced: every value may differ over the pipeline axis.
 
-    So specs do not mention the axis, and collectives over it are a ShardError: its devices run different tasks at a
-    time, and would wait for each other forever. Nothing changes on a mesh without the axis.
+    Specs do not mention the axis there. Collectives over it are a ShardError: its devices run different tasks at the
+    same time, and would wait for each other forever. On a mesh without the axis nothing changes.
     """
     token = _STAGE.set((PIPELINE_AXIS,) if PIPELINE_AXIS in mesh_axes() else ())
     try:
@@ -73,15 +73,16 @@ def pipeline_stage() -> Iterator[None]:
 
 
 def stage_axes() -> tuple[str, ...]:
-    """The axes over which every value may differ, though specs do not mention them; none outside of a stage."""
+    """Axes over which any value may differ without its spec saying so: the pipeline axis within a stage."""
     return _STAGE.get()
 
 
 def inside_shard_map() -> bool:
+    """Whether per-device code is being traced."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def axes_product(axes) -> int:
+def devices_along(axes: Iterable[str]) -> int:
     """Number of devices along `axes` together. Raises ShardError for an axis that the mesh does not have."""
     sizes = mesh_axes()
     for axis in axes:
@@ -98,7 +99,7 @@ def axes_product(axes) -> int:
 
 
 class Origin(str):
-    """For messages: where an opaque value comes from. Equal to any other, so that it is no part of a type."""
+    """The op that made an opaque value, for messages. All origins are equal, so that types do not depend on them."""
 
     def __eq__(self, other):
         return isinstance(other, Origin)
@@ -111,12 +112,12 @@ class Origin(str):
 
 
 class _NoAttribute(ShardError, AttributeError):
-    """So that `hasattr` still answers."""
+    """A ShardError for which `hasattr` answers False."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Opaque:
-    """A per-device value that jax.numpy must not touch: only shardops take it."""
+    """A per-device value that only shardops may touch."""
 
     value: jax.Array
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
@@ -124,14 +125,17 @@ class _Opaque:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape on one device."""
         return self.value.shape
 
     @property
     def ndim(self) -> int:
+        """Number of dims."""
         return self.value.ndim
 
     @property
     def dtype(self):
+        """Dtype of the value."""
         return self.value.dtype
 
     def astype(self, dtype):
@@ -139,10 +143,10 @@ class _Opaque:
         return dataclasses.replace(self, value=self.value.astype(dtype))
 
     def __getattr__(self, name: str):
-        # For `x.sum()`, `x.T` and the like. Python's own probing (copy, pickle) gets the plain answer.
+        # For `x.sum()`, `x.T` and the like. Python itself (copy, pickle) must get an AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _NoAttribute(f".{name} was asked of {describe(self)}{self._made_by()}", self.remedy())
+        raise _NoAttribute(f".{name} was read from {describe(self)}{self._made_by()}", self.remedy())
 
     def _made_by(self) -> str:
         origin = str.__str__(self.origin)
@@ -152,7 +156,7 @@ class _Opaque:
         raise ShardError(f"{what} was given {describe(self)}{self._made_by()}", self.remedy())
 
     def remedy(self) -> str:
-        """What to do with the value instead, for messages."""
+        """What to do with the value instead, for error messages."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -160,7 +164,7 @@ class _Opaque:
 
     @property
     def __jax_array__(self):
-        # JAX looks this attribute up on whatever a jax.numpy or jax.lax function is given.
+        # JAX looks up this attribute on every argument of a jax.numpy or jax.lax function.
         self._reject("a jax.numpy or jax.lax function")
 
     def __array__(self, *args, **kwargs):
@@ -186,16 +190,18 @@ _Opaque.__hash__ = object.__hash__
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Partial(_Opaque):
-    """A sum still to be reduced: the true value is the sum of `value` over the devices of `axes`. Spec mark `+axis`.
+    """A partial sum: the true value is the sum of `value` over the devices of `axes`. Its mark in specs is `+axis`.
 
-    No array: jax.numpy and jax.lax reject it. psum and psum_scatter reduce it; two of the same axes can be added.
+    It is not an array: jax.numpy and jax.lax reject it. psum and psum_scatter reduce it. Two over the same axes can be
+    added.
     """
 
     def remedy(self) -> str:
+        """How to reduce it."""
         return f"reduce it over {', '.join(self.axes)} first, with psum_scatter or psum"
 
     def astype(self, dtype):
-        """The same partial sum in another dtype. Raises ShardError for one that rounds to integers or to bool."""
+        """The same partial sum in another dtype. Raises ShardError for integers and bool, which would round it."""
         if not jnp.issubdtype(dtype, self.dtype if self.dtype == dtype else jnp.inexact):
             self._reject(f".astype({jnp.dtype(dtype).name}), which would round each part of the sum,")
         return super().astype(dtype)
@@ -215,12 +221,13 @@ class Partial(_Opaque):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Copy(_Opaque):
-    """The same value on every device of `axes`, used independently: its gradient is a partial sum. Spec mark `*axis`.
+    """A copy on every device of `axes`, each used independently. Its gradient is a partial sum. Its mark is `*axis`.
 
-    No array: all_gather, einsum_unreduced and index_unreduced take it, so that every use of it is checked.
+    It is not an array: only all_gather, broadcast, einsum_unreduced and index_unreduced take it, which check its use.
     """
 
     def remedy(self) -> str:
+        """Which ops take it."""
         return (
             f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over {', '.join(self.axes)}"
         )
@@ -229,18 +236,19 @@ class Copy(_Opaque):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Noted(Copy):
-    """A weight whose gathers are noted while a function that uses it is traced: see gathers.py. As a copy otherwise."""
+    """A weight whose gathers are noted while a function that uses it is traced (gathers.py); otherwise a copy."""
 
     note: Callable | None = dataclasses.field(default=None, metadata={"static": True})
-    """Called by all_gather with the dims before, those after, and the dtype."""
+    """Called by all_gather with the spec before and after the gather, and the dtype."""
 
 
 def is_opaque(value) -> bool:
+    """Whether `value` is a partial sum or a copy."""
     return isinstance(value, Partial | Copy)
 
 
 def describe(value) -> str:
-    """`f32[4,8] {varying over d, t}`: dtype, per-device shape and what JAX tracks for the value."""
+    """Dtype, shape and axes of a value, for error messages: `f32[4,8] {varying over d, t}`."""
     if isinstance(value, Partial):
         return f"{_array_text(value.value)}, a partial sum over {', '.join(value.axes)}"
     if isinstance(value, Copy):
@@ -256,8 +264,8 @@ def describe(value) -> str:
             if axes
         ]
         return f"{text} {{{'; '.join(states) or 'the same on every device'}}}"
-    placement = outside_placement(value)
-    return text if placement is None else f"{text} sharded as ({', '.join(map(placement_text, placement))})"
+    sharding = sharding_of(value)
+    return text if sharding is None else f"{text} sharded as ({sharding_text(sharding)})"
 
 
 def _array_text(value) -> str:
@@ -265,32 +273,30 @@ def _array_text(value) -> str:
     return f"{SHORT_DTYPES.get(name, name)}[{','.join(map(str, value.shape))}]"
 
 
-def placement_text(axes: tuple[str, ...]) -> str:
-    return "/".join(axes) or "-"
+# ---- shardings of whole arrays, outside of shard_map ------------------------------------------------------------
+
+Sharding = tuple[tuple[str, ...], ...]
+"""Axes that shard each dim."""
 
 
-# ---- placement outside of shard_map -----------------------------------------------------------------------------
-
-
-def outside_placement(value) -> tuple[tuple[str, ...], ...] | None:
-    """Outside shard_map: for each dim the axes that shard it, or None where JAX does not say (no mesh, Auto axes)."""
-    sharding = getattr(jax.typeof(value) if isinstance(value, jax.core.Tracer) else value, "sharding", None)
+def sharding_of(value) -> Sharding | None:
+    """Axes that shard each dim of a whole array; None where JAX does not know them (no mesh, or Auto axes)."""
+    is_traced = isinstance(value, jax.core.Tracer)
+    sharding = getattr(jax.typeof(value) if is_traced else value, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
-    if isinstance(value, jax.core.Tracer) and any(
-        kind != jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types
-    ):
+    if is_traced and any(kind != jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types):
         return None
-    return spec_placement(sharding.spec, len(value.shape))
+    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in sharding.spec]
+    return tuple(axes + [()] * (len(value.shape) - len(axes)))
 
 
-def spec_placement(spec, rank: int) -> tuple[tuple[str, ...], ...]:
-    """A PartitionSpec as one tuple of axes a dim."""
-    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-    return tuple(entries + [()] * (rank - len(entries)))
-
-
-def without_trivial(placement):
-    """The placement without axes of one device, over which sharded and replicated are the same thing."""
+def without_trivial(sharding: Sharding) -> Sharding:
+    """`sharding` without axes of one device, over which sharded and replicated are the same."""
     sizes = mesh_axes()
-    return tuple(tuple(axis for axis in axes if sizes.get(axis, 0) != 1) for axes in placement)
+    return tuple(tuple(axis for axis in axes if sizes.get(axis, 0) != 1) for axes in sharding)
+
+
+def sharding_text(sharding: Sharding) -> str:
+    """Text of a sharding, for error messages: `d, -, t/d`."""
+    return ", ".join("/".join(axes) or "-" for axes in sharding)

@@ -208,7 +208,7 @@ CASES = {
     "reduction twice": Case(
         lambda h: psum("B/d L +t -> B/d L", psum("B/d L +t -> B/d L", total(h))),
         "psum('B/d L +t -> B/d L'): operand 1 `B/d L +t`: `B/d L +t` says a partial sum over t, but the "
-        "value is none: it is reduced already, or was never summed",
+        "value is not one: it is reduced already, or was never summed",
         "drop the + mark, or the second reduction; einsum_unreduced makes partial sums",
         lambda h: psum("B/d L +t -> B/d L", total(h)),
         f32["B/d L"],
@@ -216,7 +216,7 @@ CASES = {
     "reduction by jax.lax, then by shardops": Case(
         lambda h: psum("B/d L +t -> B/d L", lax.psum(total(h), "t")),
         "psum('B/d L +t -> B/d L'): operand 1 `B/d L +t`: the value is the same on every device of t: "
-        "it is no partial sum over it",
+        "it is not a partial sum over it",
         "make partial sums with einsum_unreduced or index_unreduced only",
         lambda h: psum("B/d L +t -> B/d L", total(h)),
         f32["B/d L"],
@@ -346,7 +346,7 @@ CASES = {
         lambda norm: all_gather("M/d/t -> M", norm),
         "all_gather('M/d/t -> M'): dim M/d/t has its axes in the wrong order: another order would "
         "silently permute the data",
-        "within a dim, axes stand in the order r, t, d, p, then alphabetically: write M/t/d",
+        "order the axes of a dim as r, t, d, p, then alphabetically: write M/t/d",
         lambda norm: drop(all_gather("M/t/d -> M", norm)),
     ),
     "axis that the mesh does not have": Case(
@@ -364,14 +364,14 @@ CASES = {
     "size mismatch": Case(
         lambda norm, h: drop(all_gather("F/t/d -> F", norm)),
         "all_gather('F/t/d -> F'): operand 1 `F/t/d`: size mismatch: dim F is 12, but here it is 8",
-        "give the two dims different names, or mend the shape; a dim that is sharded in fact must say "
+        "give the two dims different names, or correct the shape; a dim that is in fact sharded must say "
         "so in its spec, e.g. `M/d`",
         lambda norm: drop(all_gather("M/t/d -> M", norm)),
     ),
     "size mismatch between two ops": Case(
         lambda norm, small: drop(all_gather("X/t/d -> X", norm), all_gather("X/t U -> X U", small)),
         "all_gather('X/t U -> X U'): operand 1 `X/t U`: size mismatch: dim X is 8, but here it is 12",
-        "give the two dims different names, or mend the shape; a dim that is sharded in fact must say so "
+        "give the two dims different names, or correct the shape; a dim that is in fact sharded must say so "
         "in its spec, e.g. `M/d`",
         lambda norm, small: drop(all_gather("X/t/d -> X", norm), all_gather("Y/t U -> Y U", small)),
     ),
@@ -399,14 +399,14 @@ CASES = {
     "gather of the major axis first": Case(
         lambda norm: all_gather("M/t/d -> M/d", norm),
         "all_gather('M/t/d -> M/d'): M/t/d and M/d differ in more than their last axes: the blocks "
-        "would stand in another order",
+        "would be in another order",
         "remove or add M's axes from the right, one op after the other",
         lambda norm: drop(all_gather("M/t -> M", all_gather("M/t/d -> M/t", norm))),
     ),
     "scatter into the major place": Case(
         lambda w_square: psum_scatter("M/d +t -> M/t/d", einsum_unreduced("M/d N/t -> M/d +t", w_square)),
         "psum_scatter('M/d +t -> M/t/d'): M/t/d and M/d differ in more than their last axes: the blocks "
-        "would stand in another order",
+        "would be in another order",
         "remove or add M's axes from the right, one op after the other",
         lambda w_square: psum_scatter("N/t +d -> N/t/d", einsum_unreduced("M/d N/t -> N/t +d", w_square)),
         f32["N/t/d"],
@@ -454,15 +454,15 @@ CASES = {
     ),
     "broadcast that changes a dim": Case(
         lambda x, norm: x + broadcast("M/t -> B/d L/t M", all_gather("M/t/d -> M/t", norm)),
-        "broadcast('M/t -> B/d L/t M'): `B/d L/t M` is not `M/t` with some dims more",
+        "broadcast('M/t -> B/d L/t M'): `B/d L/t M` is not `M/t` with some dims added",
         "keep the dims, their order and axes: `M -> B/d L M`",
         lambda x, norm: x + broadcast("M -> B/d L/t M", all_gather("M/t/d -> M", norm)),
         f32["B/d L/t M"],
     ),
     "broadcast to a size that nothing tells": Case(
         lambda x, norm: x + broadcast("M -> B/d S/t M", all_gather("M/t/d -> M", norm)),
-        "broadcast('M -> B/d S/t M'): no array here tells the size of S",
-        "annotate one that has it",
+        "broadcast('M -> B/d S/t M'): the size of S is not known here",
+        "annotate an array that has this dim",
         lambda x, norm: x + broadcast("M -> B/d L/t M", all_gather("M/t/d -> M", norm)),
         f32["B/d L/t M"],
     ),
@@ -575,7 +575,7 @@ CASES = {
     ),
     "copy reduced": Case(
         lambda bias: psum("M +d -> M", copies(bias)),
-        "psum('M +d -> M'): operand 1 `M +d`: `M +d` says a partial sum over d, but the value is none: "
+        "psum('M +d -> M'): operand 1 `M +d`: `M +d` says a partial sum over d, but the value is not one: "
         "it is reduced already, or was never summed",
         "drop the + mark, or the second reduction; einsum_unreduced makes partial sums",
         lambda losses: global_loss(losses),

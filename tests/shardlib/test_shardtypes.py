@@ -70,9 +70,9 @@ class Model:
 # ---- types and scopes -------------------------------------------------------------------------------------------
 
 
-def test_types_are_one_object_for_one_spec():
-    assert f32["B/d  M"] is f32[b"B/d M"]
-    assert f32["B/d M"] is not bf16["B/d M"]
+def test_types_are_equal_for_one_spec():
+    assert f32["B/d  M"] == f32[b"B/d M"]
+    assert f32["B/d M"] != bf16["B/d M"]
     assert repr(f32["B/d M +t"]) == "f32['B/d M +t']"
     assert repr(Array["layers", f32["M"]]) == "Array['layers', f32['M']]"
     assert isinstance(f32["B"], ArrayType)
@@ -190,7 +190,7 @@ def test_scope_names_dtypes_inwards():
             assert bound() == jnp.float32
         assert bound() == jnp.bfloat16
     with pytest.raises(
-        ShardError, match=r"^dtype name act stands for no dtype here\n  remedy: run under `with Scope\(act="
+        ShardError, match=r"^dtype name act is bound to no dtype here\n  remedy: run under `with Scope\(act="
     ):
         bound()
     with pytest.raises(ShardError, match=r"'f32' is a dtype already"):
@@ -201,7 +201,7 @@ def test_scopes_end_when_an_error_leaves_them():
     act = dtype_name("act")
     with pytest.raises(KeyError, match=r"left"), Scope(act=jnp.float32):
         raise KeyError("left")
-    with pytest.raises(ShardError, match=r"stands for no dtype"):
+    with pytest.raises(ShardError, match=r"is bound to no dtype"):
         _ = act.dtype
 
 
@@ -252,9 +252,6 @@ def test_fully_sharded_means_every_one_of_d_t_p(mesh):
     assert not is_fully_sharded(f32["M/d F"])
     assert not is_fully_sharded(Layer)  # its bias is not sharded over d
     assert is_fully_sharded(Array["layers", f32["M/t/d"]])
-    assert is_fully_sharded(P(("t", "d")))
-    assert is_fully_sharded(P("d", None, "t"))
-    assert not is_fully_sharded(P("d"))
     with pytest.raises(ShardError, match=r"holds no array types"):
         is_fully_sharded(int)
 
@@ -400,7 +397,7 @@ def test_what_a_type_variable_holds_is_checked(mesh):
     with pytest.raises(ShardError, match=r"kept, argument w: b: f32\['M/d N/t'\]: size mismatch: dim M is 32"):
         jax.jit(step)(moments())
 
-    with pytest.raises(ShardError, match="where ~W stands for a dataclass of arrays"):
+    with pytest.raises(ShardError, match="where ~W must be a dataclass of arrays"):
         kept(3)
 
 
@@ -416,7 +413,7 @@ def test_arrays_outside_of_a_subset_may_not_be_absent(mesh):
 
 
 def test_the_boundary_needs_to_know_the_class():
-    with pytest.raises(ShardError, match=r"argument state: weights: ~W stands for no class here"):
+    with pytest.raises(ShardError, match=r"argument state: weights: ~W is bound to no class here"):
 
         @typed_shard_map
         def step(state: Moments) -> Moments[TwoWeights]:

@@ -61,7 +61,7 @@ def test_arguments_and_result_by_name_and_with_defaults():
     np.testing.assert_array_equal(fn(x, z=x), 2)
     np.testing.assert_array_equal(fn(x, x, z=x, factor=3.0), 4)
     with pytest.raises(
-        ShardError, match=r"^fn, argument z: f32\['B'\]: a NoneType is no array\n(.|\n)*remedy: pass an array"
+        ShardError, match=r"^fn, argument z: f32\['B'\]: a NoneType is not an array\n(.|\n)*remedy: pass an array"
     ):
         fn(x)
     with pytest.raises(ShardError, match=r"^fn, argument y: .*size mismatch: dim B is 3, but here it is 4"):
@@ -83,7 +83,7 @@ def test_tuples_and_dataclasses_name_their_parts():
         fn((ones(2), (1, ones(2))), layer)
         with pytest.raises(ShardError, match=r"^fn, argument pair: \[1\]\[1\]: f32\['B'\]: size mismatch: dim B is 2"):
             fn((ones(2), (1, ones(3))), layer)
-        with pytest.raises(ShardError, match=r"^fn, argument pair: value: tuple\[.* wants a tuple of 2, not 3\n"):
+        with pytest.raises(ShardError, match=r"^fn, argument pair: value: tuple\[.* needs a tuple of 2, not 3\n"):
             fn((ones(2), 1, 2), layer)
         with pytest.raises(
             ShardError, match=r"^fn, argument layer: bias: f32\['F/t'\]: size mismatch: dim F is 2, but here it is 5"

@@ -148,11 +148,11 @@ def test_costs_by_stage():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["schedule=interleaved_1f1b", "m=6"], "6 microbatches are no multiple of 4 devices"),
+        (["schedule=interleaved_1f1b", "m=6"], "6 microbatches are not a multiple of 4 devices"),
         (["schedule=zb"], "no schedule is called 'zb'. Choose gpipe, 1f1b, interleaved_1f1b, eager_1f1b"),
         (["schedule=[]"], "schedule is []; give a name, or a list of names"),
         (["schedule=3"], "schedule is 3; give a name"),
-        (["v=2"], "gpipe is defined for one chunk a device, not for v=2"),
+        (["v=2"], "gpipe is defined for one chunk per device, not for v=2"),
         (["v=[1,2]"], "v is [1, 2] for 1 schedules: give one number of chunks, or one for each"),
         (["v=many"], "v is many; it is a number of chunks"),
         (["p=0"], "0 devices of the axis p: there must be at least 1"),

@@ -142,7 +142,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     "the MLP's output is reduced twice": (
         f"return x + {SCATTER}out)\n",
         f'return x + {SCATTER}shardops.psum("B/r/d L M +t -> B/r/d L M", out))\n',
-        "is none: it is reduced already",
+        "is not one: it is reduced already",
     ),
     "the MLP's output is reduced over d": (
         f"return x + {SCATTER}out)\n",
@@ -198,7 +198,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     "the loss stays per device": (
         'shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)',
         "jnp.sum(losses * mask)",
-        "summed_loss, result: f32['+r +d']: `+r +d` says a partial sum over r, d, but the value is none",
+        "summed_loss, result: f32['+r +d']: `+r +d` says a partial sum over r, d, but the value is not one",
     ),
     "the loss is reduced over d, not r": (
         'shardops.psum("+r +d ->", loss)',
