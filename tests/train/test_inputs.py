@@ -82,7 +82,7 @@ def test_zarr_python_reads_it_and_the_split_stays_what_it_was(tmp_path, small_sh
         ("new", lambda n: np.zeros(n, np.float32), r"values are float32, not uint32; .* values.view\(np.uint32\)"),
         ("new", lambda n: np.zeros(n, np.int64), r"values are int64, not uint32; give values.astype\(np.uint32\)"),
         ("kind", lambda n: np.zeros(n, np.uint32), r"input_kind is already there, or was begun; overwrite=True repl"),
-        ("a/b", lambda n: np.zeros(n, np.uint32), r"'a/b' is no name of an input"),
+        ("a/b", lambda n: np.zeros(n, np.uint32), r"'a/b' is not a name of an input"),
     ],
 )
 def test_what_cannot_be_added(dataset, name, values, message):
