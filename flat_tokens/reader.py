@@ -264,7 +264,6 @@ class Reader:
             A function that waits for the values, and joins those of all spans. It raises ValueError if a file of the
             dataset is missing, truncated or corrupt.
         """
-
         ends = starts + lengths
         # Spans that follow one another in the dataset are one read.
         first = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]))

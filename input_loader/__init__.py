@@ -1,6 +1,6 @@
-"""Training batches: which tokens stand in the batch of a step, and their way to the devices (docs/loading.md).
+"""Training batches: the tokens of the batch of a step, and their way to the devices (docs/loading.md).
 
-`make_loader` gives the loader that a configuration asks for: one flat-tokens dataset, a mixture of several, or a stream
+`make_loader` gives the loader that a configuration names: of one flat-tokens dataset, a mixture of several, or a stream
 that is tokenized on the fly. `Prefetcher` loads batches ahead of use.
 """
 

@@ -106,7 +106,7 @@ class SentencePiece(Reference):
 
 
 class Gigatoken:
-    """gigatoken's tokenizer of a tokenizer.json without special tokens (see `without_special_tokens`)."""
+    """The tokenizer by gigatoken of a tokenizer.json that `without_special_tokens` gave."""
 
     def __init__(self, definition: str):
         import gigatoken

@@ -279,7 +279,7 @@ def test_clear_errors(dataset, changes, message):
 def test_vocabulary_that_just_suffices(dataset):
     path, ids, _ = dataset
     loader = FlatTokensLoader(FlatTokensConfig(path), "train", 4, SEQ_LEN, vocab_size=int(ids.max()) + 1)
-    assert loader.max_token_id == ids.max()
+    assert loader.dataset.max_token_id == ids.max()
     with pytest.raises(ValueError, match=f"Set the vocabulary to {ids.max() + 1} or more"):
         FlatTokensLoader(FlatTokensConfig(path), "train", 4, SEQ_LEN, vocab_size=int(ids.max()))
 

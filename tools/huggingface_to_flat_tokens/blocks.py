@@ -28,6 +28,7 @@ class Tokenize:
     tokenizer: Tokenizer
 
     def __call__(self, item: tuple[int, int, Block]) -> Tokenized:
+        """The documents of the block."""
         texts = item[2].texts()
         # An empty document has no token to carry its start, and an end alone is not a document.
         kept = [text for text in texts if text]
