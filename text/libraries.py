@@ -131,7 +131,7 @@ def without_special_tokens(definition: str) -> str:
 
 
 def try_gigatoken(definition: str, reference: Reference) -> Gigatoken | str:
-    """gigatoken's tokenizer if it gives the same ids as the reference for PROBES; else the reason why not."""
+    """Gives the tokenizer by gigatoken if its ids for PROBES are those of the reference; else the reason why not."""
     try:
         fast = Gigatoken(without_special_tokens(definition))
     except ImportError:
