@@ -39,21 +39,14 @@ def batch_shapes(batch_size: int, seq_len: int, inputs: int = 0) -> TokenBatch:
     return jax.tree.map(lambda x, s: x.update(sharding=s), batch, make_shardings(TokenBatch, like=batch))
 
 
-class Rows(NamedTuple):
-    """Sequences of a batch on the host: the fields of TokenBatch, each of shape (sequences, seq_len)."""
-
-    targets: np.ndarray
-    is_seq_start: np.ndarray
-    loss_mask: np.ndarray
-
-
-class RowsWithInputs(NamedTuple):
-    """Sequences of a batch on the host, with `inputs` of shape (sequences, seq_len, inputs)."""
+class Sequences(NamedTuple):
+    """Sequences of a batch on the host: the fields of TokenBatch, each of shape (sequences, seq_len, …)."""
 
     targets: np.ndarray
     is_seq_start: np.ndarray
     loss_mask: np.ndarray
     inputs: np.ndarray
+    """The last dim has size 0 where the model reads none."""
 
 
 class Limit(NamedTuple):
@@ -72,7 +65,7 @@ class Loader:
         batch_size: sequences in a batch, over all hosts.
         seq_len: tokens in a sequence.
         shardings: of the batches that `load` gives; by default those of TokenBatch on the mesh that is set now.
-            Without either, only `rows` works.
+            Without either, only `sequences` works.
         inputs: names of the inputs that batches hold beside the tokens.
 
     Raises:
@@ -94,14 +87,14 @@ class Loader:
         if shardings is not None:
             self._check_divides(shardings)
             shardings = shardings if inputs else dataclasses.replace(shardings, inputs=None)
-        self._shardings = shardings
+        self.shardings = shardings
 
     @property
     def tokens_per_batch(self) -> int:
         """Tokens in a batch, over all hosts, padding included."""
         return self.batch_size * self.seq_len
 
-    def rows(self, step: int, rows: Indices) -> Rows | RowsWithInputs:
+    def sequences(self, step: int, indices: Indices) -> Sequences:
         """Sequences of the batch of `step`, at least 0, given by their indices in [0, batch_size).
 
         Raises:
@@ -140,12 +133,12 @@ class Loader:
         Raises:
             ValueError: the step cannot be read, or data is missing or damaged.
         """
-        if self._shardings is None:
+        if self.shardings is None:
             raise ValueError("The loader has no mesh to place batches on. Make it under jax.set_mesh(mesh).")
         shape = (self.batch_size, self.seq_len)
-        indices = self._shardings.targets.addressable_devices_indices_map(shape).values()
-        spans = sorted({rows.indices(self.batch_size)[:2] for rows, _ in indices})
-        host = self.rows(step, np.concatenate([np.arange(start, stop) for start, stop in spans]))
+        parts = self.shardings.targets.addressable_devices_indices_map(shape).values()
+        spans = sorted({part.indices(self.batch_size)[:2] for part, _ in parts})
+        host = self.sequences(step, np.concatenate([np.arange(start, stop) for start, stop in spans]))
         ends = np.cumsum([stop - start for start, stop in spans]).tolist()
         place = {span: slice(end - (span[1] - span[0]), end) for span, end in zip(spans, ends, strict=True)}
 
@@ -155,7 +148,8 @@ class Loader:
 
             return jax.make_array_from_callback((self.batch_size, *values.shape[1:]), sharding, shard)
 
-        return jax.tree.map(put, TokenBatch(*host), self._shardings)
+        inputs = None if self.shardings.inputs is None else host.inputs
+        return jax.tree.map(put, TokenBatch(*host[:3], inputs), self.shardings)
 
     def _check_step(self, step: int) -> None:
         if step < 0:

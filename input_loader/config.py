@@ -8,7 +8,7 @@ from typing import Any
 
 from input_loader.batches import Loader, TokenBatch, check_range
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
-from input_loader.mixture import MixtureLoader, SourceConfig
+from input_loader.mixture import MixtureLoader, SourceConfig, check_sources
 from input_loader.stream import StreamConfig, StreamLoader
 
 
@@ -76,10 +76,20 @@ def make_loader(
                 "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
             )
         return StreamLoader(config.stream, reading, *sizes, state=dict(state) if state else None)
+
+    def open_dataset(filespec: str, **settings: Any) -> FlatTokensLoader:
+        return FlatTokensLoader(FlatTokensConfig(filespec, **vars(reading) | settings), *sizes, inputs)
+
     if mixture:
-        loader: Loader = MixtureLoader(mixture, reading, *sizes, inputs)
+        check_sources(mixture)
+        cache_bytes = reading.cache_bytes // len(mixture)
+        sources = {
+            name: open_dataset(source.filespec, cache_bytes=cache_bytes, max_epochs=source.max_epochs)
+            for name, source in mixture.items()
+        }
+        loader: Loader = MixtureLoader(sources, [source.weight for source in mixture.values()], reading.seed)
     else:
-        loader = FlatTokensLoader(FlatTokensConfig(config.filespec, **vars(reading)), *sizes, inputs)
+        loader = open_dataset(config.filespec)
     if state:
         _check_same(state, loader.state(0))
     return loader
@@ -163,4 +173,4 @@ def _epochs_to_steps(loader: Loader, epochs: float) -> int:
         why = ", ".join(f"{name} takes {steps:.1f} steps" for name, steps in lengths.items())
         what = f"the sources of a mixture repeat at different steps ({why})" if why else "a stream's length is unknown"
         raise ValueError(f"epochs is {epochs}, but {what}. Give the length of the run in steps or tokens.")
-    return math.floor(epochs * loader.rows_per_epoch) // loader.batch_size
+    return math.floor(epochs * loader.sequences_per_epoch) // loader.batch_size

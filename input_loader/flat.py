@@ -10,7 +10,7 @@ import numpy as np
 import flat_tokens
 from flat_tokens.stores import open_reader
 from input_loader import shuffle
-from input_loader.batches import Limit, Loader, Rows, RowsWithInputs, TokenBatch, check_range
+from input_loader.batches import Limit, Loader, Sequences, TokenBatch, check_range
 from input_loader.shuffle import Indices
 
 CHECKED_DOCUMENTS = 2**16
@@ -86,16 +86,16 @@ class FlatTokensLoader(Loader):
                 f"Set the vocabulary to {largest + 1} or more, or choose a dataset made with the model's tokenizer."
             )
         self.num_tokens = self.dataset.num_tokens
-        self.rows_per_epoch = self.num_tokens // seq_len if config.sequence_packing else self.dataset.num_documents
-        if self.rows_per_epoch == 0:
+        self.sequences_per_epoch = self.num_tokens // seq_len if config.sequence_packing else self.dataset.num_documents
+        if self.sequences_per_epoch == 0:
             raise ValueError(
-                f"{path} is too short: {self.num_tokens} tokens do not fill one row of seq_len {seq_len}. "
+                f"{path} is too short: {self.num_tokens} tokens do not fill one sequence of seq_len {seq_len}. "
                 "Use a shorter seq_len or a larger dataset."
             )
         if not config.sequence_packing:
-            for first in {0, max(0, self.rows_per_epoch - CHECKED_DOCUMENTS)}:
-                self._document_spans(np.arange(first, min(first + CHECKED_DOCUMENTS, self.rows_per_epoch)))
-        if (most := self.most_rows()) is not None:
+            for first in {0, max(0, self.sequences_per_epoch - CHECKED_DOCUMENTS)}:
+                self._document_spans(np.arange(first, min(first + CHECKED_DOCUMENTS, self.sequences_per_epoch)))
+        if (most := self.most_sequences()) is not None:
             self.limit = Limit(most // batch_size, f"{path} has been read max_epochs={config.max_epochs:g} times")
 
     def state(self, step: int) -> dict[str, Any]:
@@ -106,32 +106,32 @@ class FlatTokensLoader(Loader):
     @property
     def steps_per_epoch(self) -> float:
         """Batches in an epoch. The next epoch follows without a gap, within a batch too."""
-        return self.rows_per_epoch / self.batch_size
+        return self.sequences_per_epoch / self.batch_size
 
     def epoch_steps(self) -> dict[str, float]:
         """Batches in an epoch, by the dataset's path."""
         return {self.config.filespec: self.steps_per_epoch}
 
-    def most_rows(self) -> int | None:
+    def most_sequences(self) -> int | None:
         """Sequences in max_epochs epochs, None if there is no such bound."""
         epochs = self.config.max_epochs
         if epochs is not None and not 0 < epochs < 2**31:
             raise ValueError(f"max_epochs is {epochs} for {self.config.filespec}; it must be above 0, or null.")
-        return None if epochs is None else math.floor(epochs * self.rows_per_epoch)
+        return None if epochs is None else math.floor(epochs * self.sequences_per_epoch)
 
-    def rows(self, step: int, rows: Indices) -> Rows | RowsWithInputs:
+    def sequences(self, step: int, indices: Indices) -> Sequences:
         """Sequences of the batch of `step`; see Loader."""
         self._check_step(step)
-        return self.begin(step * self.batch_size + rows)()
+        return self.begin(step * self.batch_size + indices)()
 
     def spans(self, numbers: Indices) -> tuple[Indices, Indices]:
         """`(starts, lengths)`, in tokens of the dataset, of sequences given by their numbers over all epochs."""
-        epoch, row = np.divmod(numbers, self.rows_per_epoch)
+        epoch, index = np.divmod(numbers, self.sequences_per_epoch)
         if self.config.shuffle:
-            row = shuffle.permute(row, self.rows_per_epoch, self.config.seed, epoch)
+            index = shuffle.permute(index, self.sequences_per_epoch, self.config.seed, epoch)
         if self.config.sequence_packing:
-            return row * self.seq_len, np.full_like(row, self.seq_len)
-        starts, lengths = self._document_spans(row)
+            return index * self.seq_len, np.full_like(index, self.seq_len)
+        starts, lengths = self._document_spans(index)
         return starts, np.minimum(lengths, self.seq_len)
 
     def _document_spans(self, documents: Indices) -> tuple[Indices, Indices]:
@@ -147,13 +147,13 @@ class FlatTokensLoader(Loader):
             )
         return starts, lengths
 
-    def begin(self, numbers: Indices) -> Callable[[], Rows | RowsWithInputs]:
+    def begin(self, numbers: Indices) -> Callable[[], Sequences]:
         """Begins to read sequences, given by their numbers over all epochs; the function returned waits for them."""
         starts, lengths = self.spans(numbers)
         reading = self.dataset.begin_read(starts, lengths)
         reading_inputs = [self.dataset.begin_read(starts, lengths, name) for name in self.dataset.inputs]
 
-        def finish() -> Rows | RowsWithInputs:
+        def finish() -> Sequences:
             if self.config.sequence_packing:
                 encoded = reading().reshape(-1, self.seq_len)
                 loss_mask = np.ones(encoded.shape, np.bool_)
@@ -167,12 +167,10 @@ class FlatTokensLoader(Loader):
                     f"{self.dataset.path} holds the token id {targets.max()}, but its attribute max_token_id is "
                     f"{self.dataset.max_token_id}. Write or copy the dataset again."
                 )
-            if not reading_inputs:
-                return Rows(targets, is_seq_start, loss_mask)
             inputs = np.zeros((*loss_mask.shape, len(reading_inputs)), np.uint32)
             for i, wait in enumerate(reading_inputs):
                 inputs[loss_mask, i] = wait()
-            return RowsWithInputs(targets, is_seq_start, loss_mask, inputs)
+            return Sequences(targets, is_seq_start, loss_mask, inputs)
 
         return finish
 

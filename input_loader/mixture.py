@@ -4,7 +4,7 @@ Sequences are numbered over the whole run. Each block of 1024 of them holds a fi
 order. A source's sequences come in the order in which the source alone would give them, so that its epochs are exact.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Int64
 
 from input_loader import shuffle
-from input_loader.batches import Limit, Loader, Rows, RowsWithInputs, TokenBatch
-from input_loader.flat import SAMPLED_TOKENS, FlatTokensConfig, FlatTokensLoader, ReadingConfig
+from input_loader.batches import Limit, Loader, Sequences
+from input_loader.flat import SAMPLED_TOKENS, FlatTokensLoader
 from input_loader.shuffle import Indices
 
 Counts = Int64[np.ndarray, "sources"]
@@ -79,9 +79,9 @@ class Quotas:
         source, rank = source[inverse, place], rank[inverse, place]
         return source, period * self.shares[source] + self._before[block, source] + rank
 
-    def counts(self, num_rows: int) -> Counts:
-        """Number of sequences of each source among the first `num_rows` of the mixture."""
-        which, rest = divmod(num_rows, BLOCK)
+    def counts(self, num_sequences: int) -> Counts:
+        """Number of sequences of each source among the first `num_sequences` of the mixture."""
+        which, rest = divmod(num_sequences, BLOCK)
         period, block = divmod(which, PERIOD)
         source, _ = self._blocks(np.array([which]))
         within = np.bincount(source[0, :rest], minlength=self.shares.size)
@@ -92,85 +92,49 @@ class Quotas:
         slots = np.tile(np.arange(BLOCK), which.size)
         place = shuffle.permute(slots, BLOCK, self._seed, np.repeat(which, BLOCK)).reshape(which.size, BLOCK)
         bounds = self._bounds[which % PERIOD]
-        source, rank = np.zeros_like(place), np.zeros_like(place)
-        for i in range(self.shares.size):
-            start = bounds[:, i - 1, None] if i else 0
-            own = (start <= place) & (place < bounds[:, i, None])
-            source[own] = i
-            rank[own] = (np.cumsum(own, axis=1) - 1)[own]
-        return source, rank
+        source = (place[:, :, None] >= bounds[:, None]).sum(axis=2)
+        so_far = np.cumsum(source[:, :, None] == np.arange(self.shares.size), axis=1)
+        return source, np.take_along_axis(so_far, source[:, :, None], axis=2)[:, :, 0] - 1
 
 
 class MixtureLoader(Loader):
     """Batches mixed from several datasets. Any step can be read at any time, from several threads, at the same cost.
 
     Args:
-        sources: the datasets by name, at least one.
-        reading: how all of them are read. Its max_epochs is not used: each source has its own.
-        split: `train` or `validation`; each source has it.
-        batch_size: see FlatTokensLoader.
-        seq_len: see FlatTokensLoader.
-        vocab_size: see FlatTokensLoader.
-        shardings: see Loader.
-        inputs: see Loader; each source has them.
+        sources: loaders of the datasets by name, at least one, alike but for the dataset and max_epochs.
+        weights: of the sources, in the same order.
+        seed: in [0, 2**63).
 
     Raises:
-        ValueError: a weight is out of range, a dataset is named twice, or what FlatTokensLoader raises for a source.
+        ValueError: a weight is too small.
     """
 
     parallel_loads = 8
 
-    def __init__(
-        self,
-        sources: Mapping[str, SourceConfig],
-        reading: ReadingConfig,
-        split: str,
-        batch_size: int,
-        seq_len: int,
-        vocab_size: int | None = None,
-        shardings: TokenBatch | None = None,
-        inputs: Sequence[str] = (),
-    ):
-        super().__init__(batch_size, seq_len, shardings, inputs)
-        _check_sources(sources)
-        shared = vars(reading) | {"cache_bytes": reading.cache_bytes // len(sources)}
-        self.sources = {
-            name: FlatTokensLoader(
-                FlatTokensConfig(source.filespec, **shared | {"max_epochs": source.max_epochs}),
-                split,
-                batch_size,
-                seq_len,
-                vocab_size,
-                shardings,
-                inputs,
-            )
-            for name, source in sources.items()
-        }
-        self.quotas = Quotas([source.weight for source in sources.values()], reading.seed)
-        for name, share in zip(sources, self.quotas.shares.tolist(), strict=True):
+    def __init__(self, sources: Mapping[str, FlatTokensLoader], weights: Sequence[float], seed: int):
+        first = next(iter(sources.values()))
+        super().__init__(first.batch_size, first.seq_len, first.shardings, first.dataset.inputs)
+        self.sources = sources
+        self.quotas = Quotas(weights, seed)
+        for name, weight, share in zip(sources, weights, self.quotas.shares.tolist(), strict=True):
             if share < 1:
                 raise ValueError(
-                    f"mixture.{name}.weight is {sources[name].weight}: less than one row in {BLOCK * PERIOD} would "
+                    f"mixture.{name}.weight is {weight}: less than one row in {BLOCK * PERIOD} would "
                     "come from it. Give it a larger weight, or leave it out."
                 )
-        self.num_tokens = sum(loader.num_tokens for loader in self.sources.values())
+        self.num_tokens = sum(loader.num_tokens for loader in sources.values())
         self.limit = self._find_limit()
 
-    def rows(self, step: int, rows: Indices) -> Rows | RowsWithInputs:
+    def sequences(self, step: int, indices: Indices) -> Sequences:
         """Sequences of the batch of `step`; see Loader."""
         self._check_step(step)
-        source, number = self.quotas.locate(step * self.batch_size + rows)
-        reading: list[tuple[np.ndarray, Callable[[], Rows | RowsWithInputs]]] = []
-        for i, loader in enumerate(self.sources.values()):
-            where = np.flatnonzero(source == i)
-            if where.size:
-                reading.append((where, loader.begin(number[where])))
-        parts = [(where, finish()) for where, finish in reading]
-        batch = [np.zeros((rows.size, *x.shape[1:]), x.dtype) for x in parts[0][1]]
-        for where, part in parts:
-            for whole, x in zip(batch, part, strict=True):
-                whole[where] = x
-        return type(parts[0][1])(*batch)
+        source, number = self.quotas.locate(step * self.batch_size + indices)
+        order = np.argsort(source, kind="stable")
+        places = np.split(order, np.cumsum(np.bincount(source, minlength=len(self.sources)))[:-1])
+        reading = [loader.begin(number[p]) for loader, p in zip(self.sources.values(), places, strict=True) if p.size]
+        parts = [finish() for finish in reading]
+        back = np.argsort(order)
+        return Sequences(*(np.concatenate(field)[back] for field in zip(*parts, strict=True)))
 
     def source_tokens(self, step: int) -> dict[str, int]:
         """Tokens of each source in the batch of `step`, padding included."""
@@ -207,7 +171,7 @@ class MixtureLoader(Loader):
 
     def _find_limit(self) -> Limit | None:
         """The last step at which every source is within its max_epochs, by bisection: counts only grow."""
-        bounds = [(i, loader.most_rows()) for i, loader in enumerate(self.sources.values())]
+        bounds = [(i, loader.most_sequences()) for i, loader in enumerate(self.sources.values())]
         bounds = [(i, most) for i, most in bounds if most is not None]
         if not bounds:
             return None
@@ -227,9 +191,8 @@ class MixtureLoader(Loader):
         return Limit(low, f"the source {name} of the mixture has been read max_epochs={epochs:g} times")
 
 
-def _check_sources(sources: Mapping[str, SourceConfig]) -> None:
-    if not sources:
-        raise ValueError("The mixture has no sources; name at least one, with its filespec and weight.")
+def check_sources(sources: Mapping[str, SourceConfig]) -> None:
+    """Raises ValueError if a weight is out of range or a dataset is named twice."""
     seen: dict[str, str] = {}
     for name, source in sources.items():
         if not 0 < source.weight < float("inf"):

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 # Dims of the same name agree within a call.
-Indices = Int64[np.ndarray, "rows"]
+Indices = Int64[np.ndarray, "sequences"]
 Words = UInt64[np.ndarray, "*shape"]
 
 _U64 = np.uint64

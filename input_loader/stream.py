@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from input_loader import shuffle
-from input_loader.batches import Loader, Rows, TokenBatch, check_range
+from input_loader.batches import Loader, Sequences, TokenBatch, check_range
 from input_loader.flat import ReadingConfig
 from input_loader.shuffle import Indices
 from text import hub
@@ -72,8 +72,8 @@ class _Place(NamedTuple):
 class StreamLoader(Loader):
     """Batches of one split of a stream. Every host reads the whole stream and places its own sequences.
 
-    `load` and `rows` give the steps in order, from the one that `state` belongs to or from 0. Step 0 and steps whose
-    state is kept can be given again: the stream is then read again from there.
+    `load` and `sequences` give the steps in order, from the one that `state` belongs to or from 0. Step 0 and steps
+    whose state is kept can be given again: the stream is then read again from there.
 
     Args:
         config: the stream.
@@ -124,12 +124,12 @@ class StreamLoader(Loader):
             )
         self._states: dict[int, dict[str, Any]] = {0: beginning, first["step"]: first}
         self._lock = threading.Lock()
-        self._last: tuple[int, Rows] | None = None
+        self._last: tuple[int, Sequences] | None = None
         self._documents: Generator[tuple[_Place, _Place, np.ndarray], None, None] | None = None
         self._seek(first["step"])
 
-    def rows(self, step: int, rows: Indices) -> Rows:
-        """The given sequences of the batch of `step`; see Loader."""
+    def sequences(self, step: int, indices: Indices) -> Sequences:
+        """Sequences of the batch of `step`; see Loader."""
         self._check_step(step)
         with self._lock:
             if self._last is None or self._last[0] != step:
@@ -140,7 +140,7 @@ class StreamLoader(Loader):
                 self._states[self._next] = {"step": self._next} | self._place._asdict()
                 for old in sorted(self._states)[1:-KEPT_STATES]:
                     del self._states[old]
-            return Rows(*(part[rows] for part in self._last[1]))
+            return Sequences(*(part[indices] for part in self._last[1]))
 
     def state(self, step: int) -> dict[str, Any]:
         """The state from which the batch of `step` is the next, known once the batch before it has been read."""
@@ -164,7 +164,7 @@ class StreamLoader(Loader):
         self._ids = np.zeros(0, np.uint32)
         self._offset = 0
 
-    def _read_batch(self) -> Rows:
+    def _read_batch(self) -> Sequences:
         shape = (self.batch_size, self.seq_len)
         targets, is_seq_start = np.zeros(shape, np.uint32), np.zeros(shape, np.bool_)
         loss_mask = np.zeros(shape, np.bool_)
@@ -178,7 +178,7 @@ class StreamLoader(Loader):
                 sequence[:count], starts[0], mask[:count] = ids[:count], True, True
                 self._offset = self._ids.size
                 self._place = self._after
-        return Rows(targets, is_seq_start, loss_mask)
+        return Sequences(targets, is_seq_start, loss_mask, np.zeros((*shape, 0), np.uint32))
 
     def _fill(self, targets: np.ndarray, is_seq_start: np.ndarray) -> None:
         """Fills arrays of rank 1 with documents, one after the other."""

@@ -162,7 +162,7 @@ def rows_of_batch(loader: Loader, step: int, rows: np.ndarray) -> list[Row]:
         starts, lengths = source.spans(numbers)
         documents = find_documents(source.dataset, starts)
         for index, number, *span in zip(indices, numbers, starts, lengths, documents, strict=True):
-            epoch = int(number) // source.rows_per_epoch
+            epoch = int(number) // source.sequences_per_epoch
             result.append(Row(int(index), name, epoch, source.dataset, *map(int, span)))
     return sorted(result, key=lambda row: row.number)
 

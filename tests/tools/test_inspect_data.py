@@ -111,7 +111,7 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
     loader = make_loader(data, "train", 16, 50)
     codec = open_codec(dataset, {"tokenizer": {"kind": "bytes"}})
     for step in (0, 7, 10**6):
-        batch = loader.rows(step, np.arange(16))
+        batch = loader.sequences(step, np.arange(16))
         rows = rows_of_batch(loader, step, np.arange(16))
         assert [row.number for row in rows] == list(range(16))
         for row in rows:
@@ -131,7 +131,7 @@ def test_a_batch_of_a_run(tmp_path, dataset):
     run = make_run(tmp_path / "run", f"{{filespec: {dataset}, seed: 5}}")
     text = show(run=run, step=4, rows=2, first_row=3, characters=20)
     loader = FlatTokensLoader(FlatTokensConfig(dataset, seed=5), "train", 8, 50)
-    first = bytes((loader.rows(4, np.array([3])).targets[0] - 3).astype(np.uint8)).decode(errors="replace")
+    first = bytes((loader.sequences(4, np.array([3])).targets[0] - 3).astype(np.uint8)).decode(errors="replace")
     assert one_line(first)[:10] in text
     assert "row 3, epoch" in text
     assert "row 4, epoch" in text
