@@ -250,12 +250,14 @@ def show_lengths(console: Console, reader: flat_tokens.Reader, sample: int) -> N
     counts = np.bincount(bins)
     weights = np.bincount(bins, lengths) / max(lengths.sum(), 1)
     for i in range(bins.min(), counts.size):
-        table.add_row(f"{2**i:,} – {2 ** (i + 1) - 1:,}", f"{counts[i]:,}", _bar(counts, i), f"{weights[i]:.1%}")
+        table.add_row(
+            f"{2**i:,} – {2 ** (i + 1) - 1:,}", f"{counts[i]:,}", _bar(counts[i] / counts.max()), f"{weights[i]:.1%}"
+        )
     console.print(table)
 
 
-def _bar(counts: np.ndarray, i: int) -> str:
-    return "█" * round(30 * counts[i] / counts.max())
+def _bar(fraction: float) -> str:
+    return "█" * round(30 * fraction)
 
 
 def show_tokens(console: Console, reader: flat_tokens.Reader, codec: TextCodec, sample: int, top: int) -> None:
@@ -273,7 +275,7 @@ def show_tokens(console: Console, reader: flat_tokens.Reader, codec: TextCodec, 
         table.add_column(name, justify=justify)
     for i in np.argsort(-counts, kind="stable")[:top]:
         text = Text(repr(codec.decode([int(ids[i])])))
-        table.add_row(f"{ids[i]:,}", text, f"{counts[i]:,}", f"{p[i]:.2%}", _bar(counts, i))
+        table.add_row(f"{ids[i]:,}", text, f"{counts[i]:,}", f"{p[i]:.2%}", _bar(counts[i] / counts.max()))
     console.print(table)
 
 
