@@ -161,7 +161,7 @@ def measure_start(directory: Path, report: Report) -> None:
 
 
 def first_batch(directory: Path, batch_size: int, seed: int, step: int) -> None:
-    loader_for(str(directory / "ours"), batch_size, seed).rows(step, np.arange(batch_size))
+    loader_for(str(directory / "ours"), batch_size, seed).sequences(step, np.arange(batch_size))
 
 
 # ---- random -------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def measure_random(directory: Path, report: Report) -> None:
 
     def read_ahead(start: int) -> None:
         rows = np.arange(batch_size)
-        with Prefetcher(lambda step: loader.rows(step, rows), start, start + many, depth=2, threads=2) as batches:
+        with Prefetcher(lambda step: loader.sequences(step, rows), start, start + many, depth=2, threads=2) as batches:
             for _ in batches:
                 pass
 
@@ -217,7 +217,7 @@ def measure_random(directory: Path, report: Report) -> None:
     for i in range(rounds):
         taken = seconds(lambda i=i: read_ahead(i * many))
         speeds["this loader"].append(many * batch_size * SEQ_LEN / taken)
-        order = permute(np.arange(batch_size), loader.rows_per_epoch, i + 1, np.zeros(batch_size, np.int64))
+        order = permute(np.arange(batch_size), loader.sequences_per_epoch, i + 1, np.zeros(batch_size, np.int64))
         for name, read in ways.items():
             taken = seconds(lambda read=read, order=order: read(order * SEQ_LEN))
             speeds[name].append(batch_size * SEQ_LEN / taken)
@@ -249,7 +249,7 @@ def measure_paced(filespec: str, batch_size: int, threads: int, report: Report) 
     turns, steps = 5, 100
     loader = loader_for(filespec, batch_size)
     bare, waits, excess = [], [], []
-    with Prefetcher(lambda step: loader.rows(step, np.arange(batch_size)), 0, 10**9, 8, threads) as batches:
+    with Prefetcher(lambda step: loader.sequences(step, np.arange(batch_size)), 0, 10**9, 8, threads) as batches:
         first = seconds(lambda: next(batches))
         # In turns, so that what else the machine does falls on both.
         for _ in range(turns):

@@ -13,6 +13,7 @@ from .format import (
     mark_starts,
     open_kvstore,
     opening_context,
+    read_file,
     unigram_entropy,
 )
 from .inputs import add_input
@@ -35,5 +36,6 @@ __all__ = [
     "mark_starts",
     "open_kvstore",
     "opening_context",
+    "read_file",
     "unigram_entropy",
 ]

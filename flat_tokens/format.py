@@ -1,5 +1,6 @@
 """The flat-tokens dataset format (docs/flat-tokens.md): constants, encoding, and the splits of a dataset."""
 
+import glob
 import os
 
 import numpy as np
@@ -12,7 +13,7 @@ from flat_tokens.growing_array import CRC, LITTLE_ENDIAN
 Ids = Integer[np.ndarray, "tokens"]
 Encoded = UInt32[np.ndarray, "tokens"]
 Lengths = Integer[np.ndarray, "documents"]
-Places = Int64[np.ndarray, "rows"]
+Places = Int64[np.ndarray, "spans"]
 SomeTokens = UInt32[np.ndarray, "_"]
 Starts = UInt64[np.ndarray, "_"]
 AnyIds = Integer[np.ndarray, "*shape"]
@@ -21,21 +22,23 @@ AnyEncoded = UInt32[np.ndarray, "*shape"]
 
 FORMAT = "flat-tokens"
 FORMAT_VERSION = 1
+MARKERS = ("zarr.json", ".zgroup")
+"""Files of which a complete split has one: of zarr v3, of zarr v2."""
 MAX_TOKEN_ID = 2**31 - 1
 """The largest id that leaves room for the start bit in a uint32."""
 
 INNER_CHUNK = 2**13
-"""Elements compressed together: what reading one row costs."""
+"""Elements compressed together: what reading one sequence costs."""
 TOKENS_SHARD = 2**24
 """Tokens in one file, 64 MiB uncompressed: what the writer holds in memory."""
 STARTS_SHARD = 2**22
 """Entries of seq_starts in one file, 32 MiB uncompressed."""
 
 STORE_REQUESTS = 256
-"""Most requests that a reader has under way at a remote store."""
+"""Bound on the requests that a reader has under way at a remote store."""
 OPENING_RETRIES = 3
-"""How often a request is repeated while a dataset is opened: a wrong address should show in seconds. Later, when a run
-depends on it, tensorstore goes on asking for a quarter of an hour."""
+"""Repetitions of a request while a dataset is opened: a wrong address should show in seconds. Later, when a run depends
+on it, tensorstore repeats a request for a quarter of an hour."""
 
 TOKENS_CODECS = [LITTLE_ENDIAN, {"name": "zstd", "configuration": {"level": 3}}, CRC]
 STARTS_CODECS = [
@@ -49,14 +52,15 @@ STARTS_CODECS = [
 
 
 def mark_starts(ids: Ids, lengths: Lengths, where: str = "flat-tokens") -> Encoded:
-    """Whole documents as they are stored: 2·id, plus 1 where one starts.
+    """Whole documents as they are stored: 2·id, plus 1 where a document starts.
 
     Args:
         ids: of one document after the other.
-        lengths: the number of tokens of each.
+        lengths: number of tokens in each document.
+        where: place of the documents, for messages.
 
     Raises:
-        ValueError: an empty document, or lengths that do not add up to the tokens; it names `where`.
+        ValueError: a document is empty, or the lengths do not add up to the tokens.
     """
     if (ids.size and not lengths.size) or (lengths < 1).any():
         raise ValueError(f"{where}: a document is empty, and has no token to carry its start. Leave it out.")
@@ -73,7 +77,7 @@ def decode(encoded: AnyEncoded) -> tuple[AnyEncoded, AnyIsStart]:
 
 
 def unigram_entropy(ids: AnyIds) -> float:
-    """Entropy of the distribution of single tokens, in nats: the loss of a model that knows nothing but frequencies."""
+    """Entropy of single tokens in nats: the loss of a model that knows only their frequencies."""
     counts = np.unique_counts(ids).counts
     p = counts / counts.sum()
     return float(-(p * np.log(p)).sum())
@@ -87,25 +91,30 @@ def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore
 
 
 def opening_context() -> ts.Context:
-    """For `open_kvstore`, where a wrong address should show."""
+    """A context for `open_kvstore` in which a wrong address shows in seconds."""
     return ts.Context({f"{name}_request_retries": {"max_retries": OPENING_RETRIES} for name in ("http", "gcs", "s3")})
 
 
-def list_splits(root: ts.KvStore) -> str:
-    if root.spec().to_json()["driver"] != "file":
+def list_splits(filespec: str) -> str:
+    """A sentence, for a message, about the splits that a local dataset has; or about what to check of a remote one."""
+    if "://" in filespec:
         return "Check the address, and that its writer has finished."
-    if not os.path.isdir(root.path):
+    if not os.path.isdir(filespec):
         return "There is no such directory: write the dataset with one of the programs in tools/, or correct the path."
-    groups = ("zarr.json", ".zgroup")
-    splits = sorted(
-        name for name in os.listdir(root.path) if any(os.path.exists(f"{root.path}{name}/{g}") for g in groups)
-    )
+    groups = (path for marker in MARKERS for path in glob.glob(f"*/{marker}", root_dir=filespec))
+    splits = sorted({os.path.dirname(path) for path in groups})
     return f"The splits there are {splits}." if splits else "The directory holds no flat-tokens dataset."
+
+
+def read_file(root: ts.KvStore, name: str) -> bytes | None:
+    """The content of a file, None if it is missing."""
+    read = root.read(name).result()
+    return read.value if read.state == "value" else None
 
 
 def is_there(root: ts.KvStore, split: str) -> bool:
     """Whether the dataset has a complete split of that name."""
-    return any(root.read(f"{split}/{marker}").result().state == "value" for marker in ("zarr.json", ".zgroup"))
+    return any(read_file(root, f"{split}/{marker}") is not None for marker in MARKERS)
 
 
 def check_absent(filespec: str, split: str) -> None:
@@ -119,6 +128,6 @@ def delete_split(filespec: str, split: str) -> None:
     root = open_kvstore(filespec)
     if is_there(root, split):
         # The marker goes first: a split that is half deleted must not look whole.
-        for marker in ("zarr.json", ".zgroup"):
+        for marker in MARKERS:
             root.write(f"{split}/{marker}", None).result()
         root.delete_range(ts.KvStore.KeyRange(f"{split}/", f"{split}0")).result()

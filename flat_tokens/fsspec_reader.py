@@ -23,7 +23,7 @@ T = TypeVar("T")
 class FsspecReader(Reader):
     """A split at a URL that fsspec opens, e.g. `hf://datasets/me/tokens`, `memory://tokens`, `sftp://host/tokens`.
 
-    The Reader's arguments and errors. `cache_bytes` bounds the shard indexes that are kept; no tokens are.
+    Arguments and errors are those of Reader. `cache_bytes` bounds the shard indexes that are kept; tokens are not kept.
     """
 
     def _connect(self, filespec: str, cache_bytes: int) -> None:
@@ -46,9 +46,6 @@ class FsspecReader(Reader):
         except Exception as e:
             raise self._unreachable(e) from e
         return None if content is None else content.to_bytes()
-
-    def _list_splits(self) -> str:
-        return "Check the address, and that its writer has finished."
 
     def _open_array(self, key: str, dtype: type) -> Any:
         try:
@@ -81,7 +78,7 @@ class FsspecReader(Reader):
 
 
 class _DatasetStore(WrapperStore[Store]):
-    """Keeps the indexes of shards, which zarr-python would read again at each access, and takes no chunk for zeros."""
+    """Keeps the indexes of shards, which zarr-python would read at each access. A missing chunk is an error, not 0."""
 
     def __init__(self, store: Store, cache_bytes: int):
         super().__init__(store)
@@ -110,7 +107,7 @@ class _DatasetStore(WrapperStore[Store]):
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """A loop in a thread of its own. File systems that are not asynchronous run in its executor's threads."""
+    """An event loop in its own thread. File systems that are not asynchronous run in the threads of its executor."""
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(STORE_REQUESTS // 4, thread_name_prefix="fsspec"))
     threading.Thread(target=loop.run_forever, daemon=True, name="fsspec").start()

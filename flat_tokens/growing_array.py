@@ -1,4 +1,4 @@
-"""A one-dimensional zarr v3 array that grows by whole shards, each written once; and that can go on after a kill."""
+"""A one-dimensional zarr v3 array that grows by whole shards, each written once, and that resumes after a kill."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ CRC = {"name": "crc32c"}
 
 
 class GrowingArray:
-    """Holds up to a shard in memory, and the one that is being written.
+    """Holds up to a shard in memory, and the shard that is being written.
 
     Args:
         kvstore: the array's directory.
@@ -18,7 +18,7 @@ class GrowingArray:
         shard: elements in one file, a multiple of `inner_chunk`. An array with fewer has one smaller file.
         inner_chunk: elements compressed together.
         codecs: zarr v3's, as JSON.
-        resume: what `state` gave; the array goes on from there. None to begin it.
+        resume: what `state` gave, to resume the array; None to begin it.
     """
 
     def __init__(
@@ -33,16 +33,13 @@ class GrowingArray:
         self._kvstore, self._dtype, self._shard = kvstore, dtype, shard
         self._inner_chunk, self._codecs = inner_chunk, codecs
         written, pending = resume or (0, np.zeros(0, dtype))
-        self._pending = [pending] if pending.size else []
-        self._num_pending = pending.size
+        self._pending, self._num_pending = [pending], pending.size
         self._array: ts.TensorStore | None = None
         self._write: ts.WriteFutures | None = None
         self.length = written + pending.size
         if written:
-            # The shards beyond, if any, are written again; they would come out the same.
-            spec = self._spec(shard)
-            del spec["metadata"]["shape"]
-            self._array = ts.open(spec, open=True).result().resize(exclusive_max=[written]).result()
+            # Shards after these, if any, will be written again, with the same bytes.
+            self._array = self._open(shard, open=True).resize(exclusive_max=[written]).result()
         else:
             # What an interrupted writer left must not mix with what comes.
             kvstore.delete_range(ts.KvStore.KeyRange()).result()
@@ -61,14 +58,28 @@ class GrowingArray:
             self._num_pending = pending.size - whole
 
     def state(self) -> tuple[int, np.ndarray]:
-        """How many elements are in the files for good, and those that are not. Raises ValueError if a write failed."""
+        """The number of elements in complete files, and the other elements. Raises ValueError if a write failed."""
         self._wait()
-        return self.length - self._num_pending, np.concatenate([np.zeros(0, self._dtype), *self._pending])
+        return self.length - self._num_pending, np.concatenate(self._pending)
+
+    def close(self) -> None:
+        """Writes what is left. Raises ValueError if a write failed."""
+        if self._num_pending or self._array is None:
+            self._write_shard(np.concatenate(self._pending))
+        self._wait()
+
+    def abandon(self) -> None:
+        """Waits for the write under way: it would land in what another writer puts here."""
+        if self._write is not None:
+            # Whether it fails does not matter.
+            self._write.exception()
 
     def _write_shard(self, values: np.ndarray) -> None:
         self._wait()
         if self._array is None:
-            self._array = self._create()
+            # The index of a shard has a fixed size, so an array smaller than a shard takes a smaller one.
+            chunks = min(self._shard, max(self.length, 1) + self._inner_chunk - 1) // self._inner_chunk
+            self._array = self._open(chunks * self._inner_chunk, create=True, shape=[0])
         start = self._array.shape[0]
         self._array = self._array.resize(exclusive_max=[start + values.size], expand_only=True).result()
         self._write = self._array[start:].write(values)
@@ -78,41 +89,22 @@ class GrowingArray:
             self._write.result()
             self._write = None
 
-    def _create(self) -> ts.TensorStore:
-        # The index of a shard has a fixed size, so an array smaller than one takes a smaller shard.
-        chunks = min(self._shard, max(self.length, 1) + self._inner_chunk - 1) // self._inner_chunk
-        return ts.open(self._spec(chunks * self._inner_chunk), create=True).result()
-
-    def _spec(self, shard: int) -> dict[str, Any]:
+    def _open(self, shard: int, **how: Any) -> ts.TensorStore:
         sharding = {
             "chunk_shape": [self._inner_chunk],
             "codecs": self._codecs,
             "index_codecs": [LITTLE_ENDIAN, CRC],
         }
-        return {
+        spec = {
             "driver": "zarr3",
             "kvstore": self._kvstore.spec().to_json(),
             # Readers take a missing chunk for damage, so chunks of zeros are stored too.
             "store_data_equal_to_fill_value": True,
             "metadata": {
-                "shape": [0],
                 "data_type": self._dtype.name,
                 "fill_value": 0,
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard]}},
                 "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
             },
         }
-
-    def close(self) -> None:
-        """Writes what is left. Raises ValueError if a write failed."""
-        if self._array is None:
-            self._array = self._create()
-        if self._num_pending:
-            self._write_shard(np.concatenate(self._pending))
-        self._wait()
-
-    def abandon(self) -> None:
-        """Waits for the write under way: it would land in what another writer puts here."""
-        if self._write is not None:
-            # Whether it fails no longer matters.
-            self._write.exception()
+        return ts.open(spec, **how).result()

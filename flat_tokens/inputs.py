@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from flat_tokens.format import INNER_CHUNK, TOKENS_CODECS, TOKENS_SHARD, open_kvstore
+from flat_tokens.format import INNER_CHUNK, TOKENS_CODECS, TOKENS_SHARD, open_kvstore, read_file
 from flat_tokens.growing_array import GrowingArray
 from flat_tokens.reader import Reader
 
@@ -10,20 +10,19 @@ from flat_tokens.reader import Reader
 def add_input(filespec: str, split: str, name: str, values: np.ndarray, *, overwrite: bool = False) -> None:
     """Adds the array `input_<name>` to a complete split, in zarr v3.
 
-    If it is interrupted, what there is of the array is shorter than the tokens or lacks its last file, which readers
-    refuse.
+    If the call is interrupted, the array is shorter than the tokens or lacks its last file. Readers refuse it.
 
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
         name: of the input; letters, digits, _ and -.
         values: uint32[num_tokens], or of a smaller unsigned type: one for each token, in their order. It is read a
-            piece at a time, so it may be a np.memmap.
-        overwrite: replace an array of that name, or what an interrupted call left of one.
+            part at a time, so it may be a np.memmap.
+        overwrite: replace an array of that name, or the part of one that an interrupted call left.
 
     Raises:
-        ValueError: the split is missing or in zarr v2, the array is there already, `values` are of another length or
-            type, or a failed write.
+        ValueError: the split is missing or in zarr v2, it has such an array already, `values` have another length or
+            type, or a write failed.
     """
     reader = Reader(filespec, split)
     where = f"{reader.path}/input_{name}"
@@ -37,7 +36,7 @@ def add_input(filespec: str, split: str, name: str, values: np.ndarray, *, overw
             f"{where}: values are {values.dtype}, not uint32; give values.astype(np.uint32), or of numbers in float32 "
             "their bits, values.view(np.uint32)."
         )
-    if not overwrite and kvstore.read("zarr.json").result().state == "value":
+    if not overwrite and read_file(kvstore, "zarr.json") is not None:
         raise ValueError(f"{where} is already there, or was begun; overwrite=True replaces it.")
     array = GrowingArray(kvstore, np.dtype(np.uint32), TOKENS_SHARD, INNER_CHUNK, TOKENS_CODECS)
     for start in range(0, reader.num_tokens, TOKENS_SHARD):

@@ -2,11 +2,11 @@
 
 import sys
 import time
-from typing import Any
+from datetime import timedelta
 
 import rich.progress
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn
 
 LINE_SECONDS = 30
 """Time between two lines where there is no terminal."""
@@ -17,21 +17,21 @@ class Progress:
 
     Args:
         name: of the split.
-        tokens: that are there already, by an earlier run.
-        fraction: of the work that they are, in [0, 1]; None if that is unknown.
+        tokens: number of tokens that an earlier run has written.
+        fraction: of the work that they are, in [0, 1]; None if unknown.
     """
 
     def __init__(self, name: str, tokens: int, fraction: float | None):
         self._name, self._first_tokens, self._first_fraction = name, tokens, fraction or 0.0
         self._begin = self._last_line = time.monotonic()
         self._terminal = sys.stderr.isatty()
-        columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[numbers]}")
+        columns = "{task.description}", BarColumn(20), "{task.fields[numbers]}"
         self._bar = rich.progress.Progress(*columns, console=Console(stderr=True), disable=not self._terminal)
-        self._task: Any = self._bar.add_task(name, total=None, numbers="")
+        self._task = self._bar.add_task(name, total=None, numbers="")
         self.update(tokens, fraction)
 
     def update(self, tokens: int, fraction: float | None) -> None:
-        """Shows the tokens so far, and the fraction of the work that they are."""
+        """Shows the number of tokens, and the fraction of the work that they are."""
         now = time.monotonic()
         elapsed = now - self._begin
         rate = (tokens - self._first_tokens) / elapsed if elapsed else 0.0
@@ -43,7 +43,7 @@ class Progress:
             self._bar.update(self._task, completed=fraction or 0.0, total=total, numbers=numbers)
         elif now - self._last_line >= LINE_SECONDS:
             self._last_line = now
-            share = "" if fraction is None else f" {100 * fraction:.1f}%"
+            share = "" if fraction is None else f" {fraction:.1%}"
             print(f"{self._name}{share}: {numbers}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Progress":
@@ -55,6 +55,4 @@ class Progress:
 
 
 def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
+    return str(timedelta(seconds=int(seconds)))

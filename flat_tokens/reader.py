@@ -24,7 +24,7 @@ from flat_tokens.format import (
 
 
 class Reader:
-    """One split of a dataset in zarr v3 (written by `Writer`) or zarr v2 (written by seqax), open for random reads.
+    """Reads any part of one split of a dataset in zarr v3 (as `Writer` writes it) or zarr v2 (as seqax writes it).
 
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
@@ -61,7 +61,7 @@ class Reader:
 
     def _connect(self, filespec: str, cache_bytes: int) -> None:
         self._root = open_kvstore(filespec, opening_context())
-        # The rows of a batch are asked for at once: a store that answers slowly should see them all at once too.
+        # A store that answers slowly should get all requests of a batch at once.
         limit = {"limit": STORE_REQUESTS}
         stores = dict.fromkeys(("http_request_concurrency", "gcs_request_concurrency", "s3_request_concurrency"), limit)
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
@@ -76,7 +76,7 @@ class Reader:
         except ValueError as e:
             raise ValueError(f"{self.path}: {key} is not JSON: {e}. Write or copy the dataset again.") from e
         if not isinstance(found, dict):
-            raise ValueError(f"{self.path}: {key} is no JSON object. Write or copy the dataset again.")
+            raise ValueError(f"{self.path}: {key} is not a JSON object. Write or copy the dataset again.")
         return found
 
     def _read_key(self, key: str) -> bytes | None:
@@ -89,15 +89,12 @@ class Reader:
     def _unreachable(self, error: Exception) -> ValueError:
         return ValueError(f"{self.path} cannot be reached: {error}. Check the address, the connection and your rights.")
 
-    def _list_splits(self) -> str:
-        return list_splits(self._root)
-
     def _read_attributes(self, split: str) -> tuple[dict[str, Any], str]:
         if group := self._read_json(f"{split}/zarr.json"):
             kind, version = group.get("node_type"), group.get("zarr_format")
             if (kind, version) != ("group", 3):
                 raise ValueError(
-                    f"{self.path} is no group of zarr v3: its zarr.json says node_type {kind!r} and zarr_format "
+                    f"{self.path} is not a group of zarr v3: its zarr.json states node_type {kind!r} and zarr_format "
                     f"{version!r}. Correct the path, or write the dataset again."
                 )
             attributes, driver = group.get("attributes") or {}, "zarr3"
@@ -108,7 +105,7 @@ class Reader:
                 f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
             )
         else:
-            raise ValueError(f"No flat-tokens split at {self.path}. {self._list_splits()}")
+            raise ValueError(f"No flat-tokens split at {self.path}. {list_splits(self.path.removesuffix(f'/{split}'))}")
         if "max_token_id" not in attributes:
             raise ValueError(
                 f"{self.path} is not a flat-tokens split: its group has no attribute max_token_id, "
@@ -125,7 +122,7 @@ class Reader:
 
     @property
     def zarr_format(self) -> int:
-        """2 or 3."""
+        """Version of the zarr format, 2 or 3."""
         return 3 if self._driver == "zarr3" else 2
 
     @property
@@ -168,9 +165,9 @@ class Reader:
         return array
 
     def input_key(self, split: str, name: str) -> str:
-        """Where the array of an input is. Raises ValueError for a name that it cannot have, or a split in zarr v2."""
+        """Key of the array of an input. Raises ValueError if it cannot have that name, or the split is in zarr v2."""
         if not re.fullmatch("[A-Za-z0-9_-]+", name):
-            raise ValueError(f"{name!r} is no name of an input; it may have letters, digits, _ and -.")
+            raise ValueError(f"{name!r} is not a name of an input; it may have letters, digits, _ and -.")
         if self._driver != "zarr3":
             raise ValueError(f"{self.path} is in zarr v2, which has no inputs; write it again with the tools.")
         return f"{split}/input_{name}"
@@ -191,7 +188,7 @@ class Reader:
         return array
 
     def _open_with_zarr(self, filespec: str, key: str, memory: int) -> Any:
-        """The array, in `memory` if that many bytes hold it, else as zarr reads it at each access."""
+        """The array, in memory if `memory` bytes hold it, else read by zarr at each access."""
         import zarr
 
         array = zarr.open_array(filespec, path=key, mode="r")
@@ -210,7 +207,7 @@ class Reader:
             )
 
     def _check_extent(self) -> None:
-        """Truncation shows here: in the counts, or in the last element of either array."""
+        """Raises ValueError if the split is truncated, by its counts and the last element of either array."""
         for name, found in (("num_tokens", self.num_tokens), ("num_documents", self.num_documents)):
             if name in self.attributes and (stated := self._attribute(name)) != found:
                 raise ValueError(
@@ -229,7 +226,7 @@ class Reader:
             self.read(np.array([0, self.num_tokens - 1]), np.array([1, 1]), name)
 
     def _begin(self, array: Any, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
-        """Begins to read `array` over each (start, end); the function returned waits, and joins them."""
+        """Begins to read `array` over each (start, end). Returns a function that waits for the parts and joins them."""
         if not isinstance(array, ts.TensorStore):
             try:
                 joined = np.concatenate([array[start:end] for start, end in spans])
@@ -256,14 +253,19 @@ class Reader:
         )
 
     def begin_read(self, starts: Places, lengths: Places, name: str | None = None) -> Callable[[], SomeTokens]:
-        """Begins to read the stored tokens `[starts[i], starts[i] + lengths[i])` of each row i, all at once.
+        """Begins to read the stored tokens `[starts[i], starts[i] + lengths[i])` of all spans i at once.
 
-        With `name`, the values of that input for these tokens. Returns a function that waits for them and gives them
-        one row after the other, or raises ValueError where a file of the dataset is missing, truncated or corrupt. At
-        least one row; lengths of at least 1.
+        Args:
+            starts: of the spans, at least one.
+            lengths: of the spans, each at least 1.
+            name: of an input, to read its values for these tokens instead.
+
+        Returns:
+            A function that waits for the values, and joins those of all spans. It raises ValueError if a file of the
+            dataset is missing, truncated or corrupt.
         """
         ends = starts + lengths
-        # Rows that follow one another in the dataset are one read.
+        # Spans that follow one another in the dataset are one read.
         first = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]))
         last = np.concatenate([first[1:], [starts.size]]) - 1
         spans = list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
@@ -274,7 +276,7 @@ class Reader:
         return self._begin(self._tokens, spans, what)
 
     def read(self, starts: Places, lengths: Places, name: str | None = None) -> list[SomeTokens]:
-        """The stored tokens `[starts[i], starts[i] + lengths[i])` of each row i, or of input `name`; all read at once.
+        """The stored tokens `[starts[i], starts[i] + lengths[i])` of each span i, or the values of the input `name`.
 
         Raises:
             ValueError: a file of the dataset is missing, truncated or corrupt.
@@ -282,7 +284,7 @@ class Reader:
         return np.split(self.begin_read(starts, lengths, name)(), np.cumsum(lengths)[:-1]) if starts.size else []
 
     def document_spans(self, documents: Places) -> tuple[Places, Places]:
-        """`(starts, lengths)` of documents, given by their index in [0, num_documents), in tokens."""
+        """`(starts, lengths)`, in tokens, of documents given by their index in [0, num_documents)."""
         if not documents.size:
             return documents, documents
         pairs = self._begin(self._starts, [(i, i + 2) for i in documents.tolist()], "seq_starts")()
@@ -295,9 +297,9 @@ class Reader:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Tells the split from others wherever it lies: its sizes, and a checksum of tokens at 16 places in it.
+        """Tells the split from others, wherever it is stored: its sizes, and a checksum of tokens at 16 places in it.
 
-        Of each input that is read too, a checksum at the same places.
+        Also a checksum of each input that is read, at the same places.
 
         Raises:
             ValueError: a file of the dataset is missing, truncated or corrupt.
@@ -313,7 +315,7 @@ class Reader:
         return ", ".join([sizes, checksum(None), *(f"{name} {checksum(name)}" for name in self.inputs)])
 
     def blocks(self, max_tokens: int | None = None) -> Iterator[SomeTokens]:
-        """The stored tokens in order, in blocks of a few MiB; the first `max_tokens` of them, or all."""
+        """Yields the stored tokens in order, in blocks of a few MiB: the first `max_tokens` of them, or all."""
         stop = self.num_tokens if max_tokens is None else min(max_tokens, self.num_tokens)
         block = 2**20
         for start in range(0, stop, block):

@@ -14,43 +14,46 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Shard:
+    """Share `index` of `count`."""
+
     index: int
     count: int
 
     @staticmethod
     def parse(text: str) -> "Shard":
-        """Raises ValueError unless `text` is `i/n` with 0 ≤ i < n."""
+        """The shard `i/n`. Raises ValueError unless 0 ≤ i < n."""
         found = re.fullmatch(r"(\d+)/(\d+)", text)
         if not found or int(found[1]) >= int(found[2]):
             raise ValueError(f"shard is {text!r}; it must be i/n with 0 ≤ i < n, for example 0/4.")
         return Shard(int(found[1]), int(found[2]))
 
     def directory(self, out: str) -> str:
-        """Where the shard is written: a dataset of its own, beside the one at `out`."""
+        """Directory of the shard: a dataset of its own, beside the one at `out`."""
         return f"{out.rstrip('/')}.shards/{self.index}-of-{self.count}"
 
     def share(self, items: list[Item]) -> list[Item]:
+        """Every count-th item."""
         return items[self.index :: self.count]
 
 
 def write_counts(directory: str, split: str, counts: np.ndarray) -> None:
-    """Tells others the tokens and documents of this shard's finished pieces."""
+    """Tells the other shards the tokens and documents of this shard's finished pieces, int64[pieces, 2]."""
     content = io.BytesIO()
     np.save(content, counts)
     flat_tokens.open_kvstore(directory).write(f"pieces_{split}.npy", content.getvalue()).result()
 
 
 def read_counts(directory: str, split: str) -> np.ndarray:
-    """int64[pieces, 2]: tokens and documents of a shard's finished pieces, as far as it has told."""
-    read = flat_tokens.open_kvstore(directory).read(f"pieces_{split}.npy").result()
-    return np.load(io.BytesIO(read.value)) if read.state == "value" else np.zeros((0, 2), np.int64)
+    """int64[pieces, 2]: tokens and documents of a shard's finished pieces, as written last."""
+    content = flat_tokens.read_file(flat_tokens.open_kvstore(directory), f"pieces_{split}.npy")
+    return np.zeros((0, 2), np.int64) if content is None else np.load(io.BytesIO(content))
 
 
-class Others:
-    """What the other shards of a dataset have told of their progress.
+class OtherShards:
+    """What the other shards of a dataset have written of their progress.
 
-    A shard may stop where the pieces before its own next one hold all tokens that the dataset needs. Each knows only
-    what the others have told, which is less than they have done: none stops too early.
+    A shard may stop where the pieces before its own next one hold all tokens that the dataset needs. The others have
+    done more than they have written of: no shard stops too early.
     """
 
     def __init__(self, out: str, split: str, shard: Shard):
@@ -59,7 +62,7 @@ class Others:
         self._tokens = 0
 
     def tokens_before(self, piece: int, own: np.ndarray) -> int:
-        """Tokens known to stand before this shard's `piece`, its own given for all pieces before that."""
+        """Number of tokens known to precede this shard's `piece`. `own` are those of its earlier pieces."""
         if piece != self._piece:
             self._piece = piece
             self._tokens = int(own.sum())

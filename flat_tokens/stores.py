@@ -1,6 +1,6 @@
-"""Opens flat-tokens datasets wherever they lie, and checks that their files are all there.
+"""Opens flat-tokens datasets wherever they are stored, and checks that none of their files is missing.
 
-Local paths and the URLs that tensorstore knows are read by it; any other URL by zarr-python through fsspec, which is
+tensorstore reads local paths and the URLs that it knows. zarr-python reads any other URL through fsspec, which is
 several times slower but reaches every store that has an fsspec package: `hf://`, `abfs://`, `sftp://`, `memory://` …
 """
 
@@ -16,11 +16,11 @@ from flat_tokens.fsspec_reader import FsspecReader
 TENSORSTORE_SCHEMES = ("file", "gs", "http", "https", "s3")
 MOST_PROBES_LOCAL = 4096
 MOST_PROBES_REMOTE = 64
-"""Files that `check_files` reads from at most, which bounds what opening a dataset costs."""
+"""Bound on the files that `check_files` reads from, and so on the time to open a dataset."""
 
 
 def open_reader(filespec: str, split: str, *, cache_bytes: int = 2**28, inputs: Sequence[str] = ()) -> Reader:
-    """A reader of one split and these inputs, its files checked as far as `check_files` says.
+    """A reader of one split and of inputs, whose files `check_files` has checked.
 
     Raises:
         ValueError: the split is missing, incomplete, truncated, not in this format, or at a URL that nothing can read.
@@ -33,12 +33,12 @@ def open_reader(filespec: str, split: str, *, cache_bytes: int = 2**28, inputs: 
 
 
 def check_files(reader: Reader, local: bool) -> None:
-    """Looks into the files of a split for what cuts it short, without reading it all.
+    """Checks that no file of a split is missing or truncated, without reading it all.
 
-    In zarr v3 it reads the index and one token at the end of each file, whose checksums show a file that is missing,
+    In zarr v3 it reads the index and one token at the end of each file. Their checksums show a file that is missing,
     truncated, or of another array; of at most 4096 files of an array of a local dataset and 64 of a remote one. In
     zarr v2 it compares the size of each local file with what its Blosc header states; remote files are not looked at.
-    What these leave out is found, by checksums in zarr v3, when it is read.
+    Other damage is found when it is read, in zarr v3 by checksums.
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -67,7 +67,7 @@ def _check_blosc_files(reader: Reader) -> None:
             size = os.path.getsize(path)
         except FileNotFoundError as e:
             raise ValueError(f"{path} is missing. Write or copy the dataset again.") from e
-        # Another codec has another header, which says nothing of the size; Blosc's begins with its format's version.
+        # The header of another codec does not state the size. Blosc's begins with the version of its format.
         if len(header) == 16 and header[0] == 2:
             (stated,) = struct.unpack("<I", header[12:])
             if stated != size:

@@ -1,7 +1,7 @@
-"""What a program that writes a dataset for hours leaves beside it, so that the same command goes on after a kill.
+"""Files beside a dataset while it is being written, so that the same command resumes after a kill.
 
-`unfinished.json` holds the settings, from before the first token until all splits are written; `unfinished_<split>.npz`
-holds the state of the split under way. Both are gone when the dataset is finished.
+`unfinished.json` holds the settings, from before the first token until all splits are written. `unfinished_<split>.npz`
+holds the state of the split under way. Both are deleted when the dataset is finished.
 """
 
 import io
@@ -55,17 +55,17 @@ class Unfinished:
             pass
 
     def read_settings(self) -> dict[str, Any] | None:
-        """Those of the run that was interrupted here, None if there was none."""
-        read = self._root.read("unfinished.json").result()
-        return json.loads(read.value) if read.state == "value" else None
+        """The settings of the run that was interrupted here, None if there was none."""
+        content = flat_tokens.read_file(self._root, "unfinished.json")
+        return None if content is None else json.loads(content)
 
     def begin(self, settings: Mapping[str, Any], splits: list[str], overwrite: bool) -> bool:
-        """Begins the work, or goes on with it; returns whether it goes on.
+        """Begins or resumes the work; returns whether it resumes.
 
         Args:
             settings: JSON values by name, all that the result depends on.
-            splits: what will be written.
-            overwrite: replace splits that are there, and begin anew what was begun with other settings.
+            splits: names of the splits that will be written.
+            overwrite: replace splits that are there, and begin again what was begun with other settings.
 
         Raises:
             ValueError: a split is already there, or the work was begun with other settings.
@@ -77,8 +77,8 @@ class Unfinished:
         if not overwrite:
             if before is not None:
                 raise ValueError(
-                    f"{self.out} is unfinished, and was begun with other settings: {difference}. Give the same to go "
-                    "on, overwrite=true to begin anew, or another path."
+                    f"{self.out} is unfinished, and was begun with other settings: {difference}. Give the same to "
+                    "resume, overwrite=true to begin again, or another path."
                 )
             for split in splits:
                 flat_tokens.check_absent(self.out, split)
@@ -89,32 +89,32 @@ class Unfinished:
         return False
 
     def is_complete(self, split: str) -> bool:
+        """Whether the split is finished."""
         return flat_tokens.is_there(self._root, split)
 
     def read_state(self, split: str) -> State | None:
-        """What `write_state` wrote last, None if nothing."""
-        read = self._root.read(f"unfinished_{split}.npz").result()
-        if read.state != "value":
-            return None
-        with np.load(io.BytesIO(read.value)) as arrays:
-            return dict(arrays)
+        """The arrays that `write_state` wrote last, None if there are none."""
+        content = flat_tokens.read_file(self._root, f"unfinished_{split}.npz")
+        return None if content is None else dict(np.load(io.BytesIO(content)))
 
     def write_state(self, split: str, state: State) -> None:
+        """Replaces the state of a split."""
         content = io.BytesIO()
         np.savez(content, **state)
         self._root.write(f"unfinished_{split}.npz", content.getvalue()).result()
 
     def delete_state(self, split: str) -> None:
+        """Deletes the state of a split, if there is one."""
         self._root.write(f"unfinished_{split}.npz", None).result()
 
     def finish(self, splits: list[str]) -> None:
-        """Forgets it all: the dataset is finished."""
+        """Deletes all these files: the dataset is finished."""
         for split in splits:
             self.delete_state(split)
         self._root.write("unfinished.json", None).result()
 
     def release(self) -> None:
-        """Lets another process work on it."""
+        """Lets another process work on the dataset."""
         if "://" not in self.out:
             os.close(self._directory)
 

@@ -1,10 +1,10 @@
-"""Training batches: which tokens stand in the batch of a step, and their way to the devices (docs/loading.md).
+"""Training batches: the tokens of the batch of a step, and their way to the devices (docs/loading.md).
 
-`make_loader` gives the loader that a configuration asks for: one flat-tokens dataset, a mixture of several, or a stream
+`make_loader` gives the loader that a configuration names: of one flat-tokens dataset, a mixture of several, or a stream
 that is tokenized on the fly. `Prefetcher` loads batches ahead of use.
 """
 
-from input_loader.batches import Limit, Loader, Prefetcher, Rows, RowsWithInputs, TokenBatch, batch_shapes
+from input_loader.batches import Limit, Loader, Prefetcher, Sequences, TokenBatch, batch_shapes
 from input_loader.config import DataConfig, fixed_settings, make_loader, steps_for
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.mixture import MixtureLoader, SourceConfig
@@ -20,8 +20,7 @@ __all__ = [
     "MixtureLoader",
     "Prefetcher",
     "ReadingConfig",
-    "Rows",
-    "RowsWithInputs",
+    "Sequences",
     "SourceConfig",
     "StreamConfig",
     "StreamLoader",

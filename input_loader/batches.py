@@ -23,15 +23,15 @@ class TokenBatch:
     targets: u32["B/r/d L"]
     """Token ids, each to be predicted from those before it in its document; 0 in padding."""
     is_seq_start: bool_["B/r/d L"]
-    """Where a document starts. Nothing before such a place in its row may be seen from it or after it."""
+    """True where a document starts. Nothing before such a position in its sequence may be seen from it or after it."""
     loss_mask: bool_["B/r/d L"]
     """False in padding, where there is nothing to predict."""
     inputs: u32["B/r/d L inputs"] | None = None
-    """What else the dataset has of each target, for a model that reads it; 0 in padding. None where no model asks."""
+    """Further values of the dataset for each target; 0 in padding. None where the model reads none."""
 
 
 def batch_shapes(batch_size: int, seq_len: int, inputs: int = 0) -> TokenBatch:
-    """The `jax.ShapeDtypeStruct` of each array of a batch on the mesh in force: enough to compile a step."""
+    """The `jax.ShapeDtypeStruct` of each array of a batch on the mesh that is set: enough to compile a step."""
     shape = batch_size, seq_len
     struct = jax.ShapeDtypeStruct
     tokens, flags = struct(shape, np.uint32), struct(shape, np.bool_)
@@ -39,73 +39,66 @@ def batch_shapes(batch_size: int, seq_len: int, inputs: int = 0) -> TokenBatch:
     return jax.tree.map(lambda x, s: x.update(sharding=s), batch, make_shardings(TokenBatch, like=batch))
 
 
-class Rows(NamedTuple):
-    """Rows of a batch on the host: the fields of TokenBatch, each of shape (rows, seq_len)."""
-
-    targets: np.ndarray
-    is_seq_start: np.ndarray
-    loss_mask: np.ndarray
-
-
-class RowsWithInputs(NamedTuple):
-    """Rows of a batch on the host where a model reads inputs: Rows, and `inputs` of shape (rows, seq_len, inputs)."""
+class Sequences(NamedTuple):
+    """Sequences of a batch on the host: the fields of TokenBatch, each of shape (sequences, seq_len, …)."""
 
     targets: np.ndarray
     is_seq_start: np.ndarray
     loss_mask: np.ndarray
     inputs: np.ndarray
+    """The last dim has size 0 where the model reads none."""
 
 
 class Limit(NamedTuple):
-    """How long the data lasts."""
+    """The end of the data."""
 
     steps: int
-    """Batches that can be read."""
+    """Number of batches that can be read."""
     reason: str
-    """What ends then, in words."""
+    """What ends then, as a clause."""
 
 
 class Loader:
-    """Batches of one split. What a batch holds does not depend on the mesh or on the number of hosts.
+    """Batches of one split. The content of a batch does not depend on the mesh or on the number of hosts.
 
     Args:
-        batch_size: rows in a batch, over all hosts.
-        seq_len: tokens in a row.
-        shardings: where `load` places a batch; by default as TokenBatch says, on the mesh that is set now. Without
-            either, only `rows` works.
+        batch_size: sequences in a batch, over all hosts.
+        seq_len: tokens in a sequence.
+        shardings: of the batches that `load` gives; by default those of TokenBatch on the mesh that is set now.
+            Without either, only `sequences` works.
         inputs: names of the inputs that batches hold beside the tokens.
 
     Raises:
-        ValueError: a size out of range, or a batch that the mesh does not divide.
+        ValueError: a size is out of range, or the mesh does not divide a batch.
     """
 
     parallel_loads: int
-    """How many calls of `load` may run at once in different threads: the `threads` for a Prefetcher."""
+    """Number of calls of `load` that may run at once in different threads: the `threads` for a Prefetcher."""
     num_tokens: int | None
-    """Tokens in the split, all sources together; None where nobody knows."""
+    """Tokens in the split, all sources together; None if unknown."""
     limit: Limit | None = None
-    """How long the data lasts, None if it repeats without end."""
+    """The end of the data, None if it repeats without end."""
 
     def __init__(self, batch_size: int, seq_len: int, shardings: TokenBatch | None = None, inputs: Sequence[str] = ()):
         check_range({"batch_size": (batch_size, 1), "seq_len": (seq_len, 1)})
         self.batch_size, self.seq_len = batch_size, seq_len
         if shardings is None and not jax.sharding.get_abstract_mesh().empty:
             shardings = make_shardings(TokenBatch)
-        self._shardings = shardings
         if shardings is not None:
-            self._shardings = shardings if inputs else dataclasses.replace(shardings, inputs=None)
             self._check_divides(shardings)
+            shardings = shardings if inputs else dataclasses.replace(shardings, inputs=None)
+        self.shardings = shardings
 
     @property
     def tokens_per_batch(self) -> int:
         """Tokens in a batch, over all hosts, padding included."""
         return self.batch_size * self.seq_len
 
-    def rows(self, step: int, rows: Indices) -> Rows | RowsWithInputs:
-        """The given rows, each in [0, batch_size), of the batch of `step`, at least 0.
+    def sequences(self, step: int, indices: Indices) -> Sequences:
+        """Sequences of the batch of `step`, at least 0, given by their indices in [0, batch_size).
 
         Raises:
-            ValueError: a step that cannot be read, or data that is missing or damaged.
+            ValueError: the step cannot be read, or data is missing or damaged.
         """
         raise NotImplementedError
 
@@ -115,37 +108,37 @@ class Loader:
         return {}
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON, for a run to go on with the batch of `step`; for `make_loader`.
+        """The JSON values that a checkpoint needs so that a run can resume with the batch of `step`; for `make_loader`.
 
-        Where any step can be read at any time, it only says which datasets the batches come from.
+        Where any step can be read at any time, they only name the datasets.
         """
         self._check_step(step)
         return {}
 
     def epoch_steps(self) -> dict[str, float]:
-        """Batches until each row of a source has come once, by the source's name; empty where nobody knows."""
+        """Batches until each sequence of a source has come once, by the source's name; empty if unknown."""
         return {}
 
     def unigram_entropy(self) -> float | None:
-        """Entropy of single tokens in nats, None where nobody knows: the loss of a model of frequencies alone."""
+        """Entropy of single tokens in nats, the loss of a model that knows only their frequencies; None if unknown."""
         return None
 
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of the split's text for each of its tokens; None where nobody knows."""
+        """UTF-8 bytes of the split's text for each of its tokens; None if unknown."""
         return None
 
     def load(self, step: int) -> TokenBatch:
-        """The batch of `step` on the devices, read as far as this host's devices need it.
+        """The batch of `step` on the devices. Each host reads the sequences of its own devices.
 
         Raises:
-            ValueError: a step that cannot be read, or data that is missing or damaged.
+            ValueError: the step cannot be read, or data is missing or damaged.
         """
-        if self._shardings is None:
+        if self.shardings is None:
             raise ValueError("The loader has no mesh to place batches on. Make it under jax.set_mesh(mesh).")
         shape = (self.batch_size, self.seq_len)
-        indices = self._shardings.targets.addressable_devices_indices_map(shape).values()
-        spans = sorted({rows.indices(self.batch_size)[:2] for rows, _ in indices})
-        host = self.rows(step, np.concatenate([np.arange(start, stop) for start, stop in spans]))
+        parts = self.shardings.targets.addressable_devices_indices_map(shape).values()
+        spans = sorted({part.indices(self.batch_size)[:2] for part, _ in parts})
+        host = self.sequences(step, np.concatenate([np.arange(start, stop) for start, stop in spans]))
         ends = np.cumsum([stop - start for start, stop in spans]).tolist()
         place = {span: slice(end - (span[1] - span[0]), end) for span, end in zip(spans, ends, strict=True)}
 
@@ -155,7 +148,8 @@ class Loader:
 
             return jax.make_array_from_callback((self.batch_size, *values.shape[1:]), sharding, shard)
 
-        return jax.tree.map(put, TokenBatch(*host), self._shardings)
+        inputs = None if self.shardings.inputs is None else host.inputs
+        return jax.tree.map(put, TokenBatch(*host[:3], inputs), self.shardings)
 
     def _check_step(self, step: int) -> None:
         if step < 0:
@@ -173,7 +167,7 @@ class Loader:
 
 
 def check_range(values: Mapping[str, tuple[int, int]]) -> None:
-    """Raises ValueError unless each value, given with its lower bound, lies between that and 2**63."""
+    """Raises ValueError unless each value, given with its lower bound, is between that and 2**63."""
     for name, (value, low) in values.items():
         if not low <= value < 2**63:
             raise ValueError(f"{name} is {value}; it must lie in [{low}, 2**63).")
@@ -182,15 +176,15 @@ def check_range(values: Mapping[str, tuple[int, int]]) -> None:
 class Prefetcher(Generic[T]):
     """Yields `load(step)` for each step in [start, stop), in order, computed in background threads ahead of use.
 
-    An error in `load` is raised by the `next` that asks for its step. To be closed, best as a context manager: that
-    drops what nobody asked for, and waits for the calls of `load` that are running.
+    An error in `load` is raised by the `next` for its step. A context manager: on exit it drops the batches that are
+    left, and waits for the calls of `load` that are running.
 
     Args:
         load: with more than one thread, it has to be thread-safe. It sees no mesh: `jax.set_mesh` is per thread.
         start: the first step.
         stop: one past the last step.
-        depth: batches in flight ahead of the one in use, at least 1; each takes its place on the devices.
-        threads: calls of `load` that run at once, at least 1. Several hide the time that a store takes to answer.
+        depth: batches loaded ahead of the one in use, at least 1; each takes memory on the devices.
+        threads: calls of `load` that run at once, at least 1. Several of them hide the latency of a store.
     """
 
     def __init__(self, load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1):

@@ -1,4 +1,4 @@
-"""The `data` section of a run's configuration, the loader it asks for, and the length of a run."""
+"""The `data` section of a run's configuration, the loader that it names, and the length of a run."""
 
 import dataclasses
 import math
@@ -8,13 +8,13 @@ from typing import Any
 
 from input_loader.batches import Loader, TokenBatch, check_range
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
-from input_loader.mixture import MixtureLoader, SourceConfig
+from input_loader.mixture import MixtureLoader, SourceConfig, check_sources
 from input_loader.stream import StreamConfig, StreamLoader
 
 
 @dataclass(kw_only=True)
 class DataConfig(ReadingConfig):
-    """Where the tokens come from: exactly one of `filespec`, `mixture` and `stream`. docs/loading.md has examples."""
+    """The source of the tokens: exactly one of `filespec`, `mixture` and `stream`. docs/loading.md has examples."""
 
     filespec: str | None = None
     """A flat-tokens dataset (docs/flat-tokens.md): a local path, or a URL (`gs://`, `s3://`, `http://`, and whatever
@@ -37,21 +37,21 @@ def make_loader(
     state: Mapping[str, Any] | None = None,
     inputs: Sequence[str] = (),
 ) -> Loader:
-    """The loader that `config` asks for. Splits other than `train` are read in order, and as often as one likes.
+    """The loader that `config` names. Splits other than `train` are read in order, and without a bound on epochs.
 
     Args:
-        config: where the tokens come from.
+        config: names the source of the tokens.
         split: `train` or `validation`.
-        batch_size: rows in a batch, over all hosts.
-        seq_len: tokens in a row.
+        batch_size: sequences in a batch, over all hosts.
+        seq_len: tokens in a sequence.
         vocab_size: bound on the token ids, or None for no check.
-        shardings: where `load` places a batch; by default as TokenBatch says, on the mesh that is set now.
-        state: what `Loader.state` gave for the step to go on with; None or empty for the beginning.
+        shardings: of the batches; by default those of TokenBatch on the mesh that is set now.
+        state: what `Loader.state` gave for the step to resume with; None or empty for the beginning.
         inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
 
     Raises:
-        ValueError: settings that contradict each other or are out of range, a state that does not fit them, or data
-            that is missing, damaged, too short, or beyond the vocabulary.
+        ValueError: settings contradict each other or are out of range, the state does not fit them, or data is missing,
+            damaged, too short, or beyond the vocabulary.
     """
     given = [name for name in ("filespec", "mixture", "stream") if getattr(config, name)]
     if len(given) != 1:
@@ -63,10 +63,10 @@ def make_loader(
             f"data.max_epochs is {config.max_epochs}, but the sources of a mixture repeat at different steps. "
             "Set data.mixture.<name>.max_epochs."
         )
-    reading = {field.name: getattr(config, field.name) for field in dataclasses.fields(ReadingConfig)}
+    reading = ReadingConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ReadingConfig)})
     mixture = config.mixture
     if split != "train":
-        reading |= {"shuffle": False, "max_epochs": None}
+        reading = dataclasses.replace(reading, shuffle=False, max_epochs=None)
         mixture = {name: dataclasses.replace(source, max_epochs=None) for name, source in mixture.items()}
     sizes = split, batch_size, seq_len, vocab_size, shardings
     if config.stream is not None:
@@ -75,18 +75,28 @@ def make_loader(
                 f"data.stream is set, but the model reads {', '.join(inputs)} beside the tokens, which a stream "
                 "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
             )
-        return StreamLoader(config.stream, ReadingConfig(**reading), *sizes, state=dict(state) if state else None)
+        return StreamLoader(config.stream, reading, *sizes, state=dict(state) if state else None)
+
+    def open_dataset(filespec: str, **settings: Any) -> FlatTokensLoader:
+        return FlatTokensLoader(FlatTokensConfig(filespec, **vars(reading) | settings), *sizes, inputs)
+
     if mixture:
-        loader: Loader = MixtureLoader(mixture, ReadingConfig(**reading), *sizes, inputs)
+        check_sources(mixture)
+        cache_bytes = reading.cache_bytes // len(mixture)
+        sources = {
+            name: open_dataset(source.filespec, cache_bytes=cache_bytes, max_epochs=source.max_epochs)
+            for name, source in mixture.items()
+        }
+        loader: Loader = MixtureLoader(sources, [source.weight for source in mixture.values()], reading.seed)
     else:
-        loader = FlatTokensLoader(FlatTokensConfig(config.filespec, **reading), *sizes, inputs)
+        loader = open_dataset(config.filespec)
     if state:
         _check_same(state, loader.state(0))
     return loader
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError unless both states name the same datasets, in the same order, on which a mixture depends."""
+    """Raises ValueError unless both states name the same datasets in the same order, on which a mixture depends."""
     if list(before) != list(now):
         raise ValueError(
             f"The checkpoint's place in its data is given by {', '.join(before)}, and this run's by {', '.join(now)}. "
@@ -96,14 +106,18 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if before[name] != now[name]:
             raise ValueError(
                 f"The checkpoint was made with another {name} than this one: with {before[name]}; not {now[name]}. "
-                "Resume with the same dataset, wherever it lies, or start another run."
+                "Resume with the same dataset, wherever it is stored, or start another run."
             )
 
 
 def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
-    """The settings that decide what stands in a batch, dotted, without `data.`: those of all the given `data` sections
-    (as plain dicts), so that a checkpoint's and a run's can be compared. max_epochs, cache and prefetch may change; and
-    so may a dataset's place, since `Loader.state` says which dataset it is."""
+    """Names of the settings that decide the content of batches, without `data.`, to compare a checkpoint's and a run's.
+
+    max_epochs, cache_bytes and prefetch may change. So may the path of a dataset, since `Loader.state` identifies it.
+
+    Args:
+        data: the `data` sections as plain dicts.
+    """
     names = {"stream", "seed", "shuffle", "sequence_packing"}
     for section in data:
         names |= {f"mixture.{name}.weight" for name in section.get("mixture") or {}}
@@ -113,17 +127,17 @@ def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
 def steps_for(
     loader: Loader, *, steps: int | None = None, tokens: int | None = None, epochs: float | None = None
 ) -> int:
-    """Steps in a run whose length is given in one of three ways.
+    """The number of steps in a run whose length is given in one of three ways.
 
     Args:
         loader: of the training split.
         steps: the steps themselves, at least 1.
-        tokens: the most tokens to train on, padding included; at least one batch.
-        epochs: how often the dataset is to be read, at least one batch; whole batches only, so that no row comes more
-            often. Only for a single flat-tokens dataset.
+        tokens: bound on the tokens to train on, padding included; at least one batch.
+        epochs: number of times to read the dataset, at least one batch. Only whole batches, so that no sequence comes
+            more often. Only for a single flat-tokens dataset.
 
     Raises:
-        ValueError: none or several of them, a value out of range, or a run for which the data does not last.
+        ValueError: none or several of them are given, a value is out of range, or the data is too short for the run.
     """
     given = {
         name: value for name, value in (("steps", steps), ("tokens", tokens), ("epochs", epochs)) if value is not None
@@ -159,4 +173,4 @@ def _epochs_to_steps(loader: Loader, epochs: float) -> int:
         why = ", ".join(f"{name} takes {steps:.1f} steps" for name, steps in lengths.items())
         what = f"the sources of a mixture repeat at different steps ({why})" if why else "a stream's length is unknown"
         raise ValueError(f"epochs is {epochs}, but {what}. Give the length of the run in steps or tokens.")
-    return math.floor(epochs * loader.rows_per_epoch) // loader.batch_size
+    return math.floor(epochs * loader.sequences_per_epoch) // loader.batch_size

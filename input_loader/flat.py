@@ -10,28 +10,30 @@ import numpy as np
 import flat_tokens
 from flat_tokens.stores import open_reader
 from input_loader import shuffle
-from input_loader.batches import Limit, Loader, Rows, RowsWithInputs, TokenBatch, check_range
+from input_loader.batches import Limit, Loader, Sequences, TokenBatch, check_range
 from input_loader.shuffle import Indices
 
 CHECKED_DOCUMENTS = 2**16
-"""Documents at either end of a split whose lengths are looked at when it is opened to be read unpacked."""
+"""Documents at either end of a split whose lengths are checked when it is opened to be read unpacked."""
+SAMPLED_TOKENS = 2**22
+"""Tokens at the beginning of a split that `unigram_entropy` counts."""
 
 
 @dataclass(kw_only=True)
 class ReadingConfig:
-    """How data is read, wherever it comes from."""
+    """How data is read."""
 
     seed: int = 0
-    """Selects the order of the rows, in [0, 2**63). Another seed and another epoch give unrelated orders."""
+    """Selects the order of the sequences, in [0, 2**63). Other seeds and other epochs have unrelated orders."""
     shuffle: bool = True
-    """Whether rows come in random order, drawn anew for each epoch, or as they lie in the dataset."""
+    """True: sequences come in random order, another one in each epoch. False: in the order of the dataset."""
     sequence_packing: bool = True
-    """True: rows are consecutive windows of seq_len tokens, whatever documents they hold; the last num_tokens % seq_len
-    tokens are left out. False: each row is one document, cut or padded to seq_len."""
+    """True: sequences are consecutive windows of seq_len tokens, whatever documents they hold; the last
+    num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len."""
     max_epochs: float | None = None
-    """How often each row may come in a run, above 0: a longer run is an error at its start. Null for no bound."""
+    """Bound on the epochs of a run, above 0: a longer run is an error at its start. Null for no bound."""
     cache_bytes: int = 2**28
-    """Host memory for decoded chunks, in bytes, at least 0; shared out evenly among the sources of a mixture."""
+    """Host memory for decoded chunks, in bytes, at least 0; divided evenly among the sources of a mixture."""
 
 
 @dataclass
@@ -50,14 +52,15 @@ class FlatTokensLoader(Loader):
     Args:
         config: the dataset and its order.
         split: `train` or `validation`.
-        batch_size: rows in a batch, over all hosts.
-        seq_len: tokens in a row.
+        batch_size: sequences in a batch, over all hosts.
+        seq_len: tokens in a sequence.
         vocab_size: bound on the token ids, or None for no check.
-        shardings, inputs: see Loader.
+        shardings: see Loader.
+        inputs: see Loader.
 
     Raises:
-        ValueError: a setting out of range, a dataset or an input of it that is missing, damaged or too short, token ids
-            that exceed the vocabulary, or a batch that the mesh does not divide.
+        ValueError: a setting is out of range, the dataset or an input is missing, damaged or too short, token ids
+            exceed the vocabulary, or the mesh does not divide a batch.
     """
 
     parallel_loads = 8
@@ -83,54 +86,52 @@ class FlatTokensLoader(Loader):
                 f"Set the vocabulary to {largest + 1} or more, or choose a dataset made with the model's tokenizer."
             )
         self.num_tokens = self.dataset.num_tokens
-        self.rows_per_epoch = self.num_tokens // seq_len if config.sequence_packing else self.dataset.num_documents
-        if self.rows_per_epoch == 0:
+        self.sequences_per_epoch = self.num_tokens // seq_len if config.sequence_packing else self.dataset.num_documents
+        if self.sequences_per_epoch == 0:
             raise ValueError(
-                f"{path} is too short: {self.num_tokens} tokens do not fill one row of seq_len {seq_len}. "
+                f"{path} is too short: {self.num_tokens} tokens do not fill one sequence of seq_len {seq_len}. "
                 "Use a shorter seq_len or a larger dataset."
             )
         if not config.sequence_packing:
-            for first in {0, max(0, self.rows_per_epoch - CHECKED_DOCUMENTS)}:
-                self._document_spans(np.arange(first, min(first + CHECKED_DOCUMENTS, self.rows_per_epoch)))
-        if (most := self.most_rows()) is not None:
+            for first in {0, max(0, self.sequences_per_epoch - CHECKED_DOCUMENTS)}:
+                self._document_spans(np.arange(first, min(first + CHECKED_DOCUMENTS, self.sequences_per_epoch)))
+        if (most := self.most_sequences()) is not None:
             self.limit = Limit(most // batch_size, f"{path} has been read max_epochs={config.max_epochs:g} times")
 
-    @property
-    def max_token_id(self) -> int:
-        """The largest token id in the split."""
-        return self.dataset.max_token_id
-
     def state(self, step: int) -> dict[str, Any]:
+        """Identifies the dataset; see Loader."""
         self._check_step(step)
         return {"dataset": self.dataset.fingerprint}
 
     @property
     def steps_per_epoch(self) -> float:
-        """Batches until each row has come once. Epochs follow one another without a gap, within a batch too."""
-        return self.rows_per_epoch / self.batch_size
+        """Batches in an epoch. The next epoch follows without a gap, within a batch too."""
+        return self.sequences_per_epoch / self.batch_size
 
     def epoch_steps(self) -> dict[str, float]:
+        """Batches in an epoch, by the dataset's path."""
         return {self.config.filespec: self.steps_per_epoch}
 
-    def most_rows(self) -> int | None:
-        """Rows in max_epochs epochs, None if there is no such bound."""
+    def most_sequences(self) -> int | None:
+        """Sequences in max_epochs epochs, None if there is no such bound."""
         epochs = self.config.max_epochs
         if epochs is not None and not 0 < epochs < 2**31:
             raise ValueError(f"max_epochs is {epochs} for {self.config.filespec}; it must be above 0, or null.")
-        return None if epochs is None else math.floor(epochs * self.rows_per_epoch)
+        return None if epochs is None else math.floor(epochs * self.sequences_per_epoch)
 
-    def rows(self, step: int, rows: Indices) -> Rows | RowsWithInputs:
+    def sequences(self, step: int, indices: Indices) -> Sequences:
+        """Sequences of the batch of `step`; see Loader."""
         self._check_step(step)
-        return self.begin(step * self.batch_size + rows)()
+        return self.begin(step * self.batch_size + indices)()
 
     def spans(self, numbers: Indices) -> tuple[Indices, Indices]:
-        """`(starts, lengths)`, in tokens of the dataset, of the rows that have these numbers over all epochs."""
-        epoch, row = np.divmod(numbers, self.rows_per_epoch)
+        """`(starts, lengths)`, in tokens of the dataset, of sequences given by their numbers over all epochs."""
+        epoch, index = np.divmod(numbers, self.sequences_per_epoch)
         if self.config.shuffle:
-            row = shuffle.permute(row, self.rows_per_epoch, self.config.seed, epoch)
+            index = shuffle.permute(index, self.sequences_per_epoch, self.config.seed, epoch)
         if self.config.sequence_packing:
-            return row * self.seq_len, np.full_like(row, self.seq_len)
-        starts, lengths = self._document_spans(row)
+            return index * self.seq_len, np.full_like(index, self.seq_len)
+        starts, lengths = self._document_spans(index)
         return starts, np.minimum(lengths, self.seq_len)
 
     def _document_spans(self, documents: Indices) -> tuple[Indices, Indices]:
@@ -146,13 +147,13 @@ class FlatTokensLoader(Loader):
             )
         return starts, lengths
 
-    def begin(self, numbers: Indices) -> Callable[[], Rows | RowsWithInputs]:
-        """Begins to read rows, given by their numbers over all epochs, at least one; what it returns waits for them."""
+    def begin(self, numbers: Indices) -> Callable[[], Sequences]:
+        """Begins to read sequences, given by their numbers over all epochs; the function returned waits for them."""
         starts, lengths = self.spans(numbers)
         reading = self.dataset.begin_read(starts, lengths)
         reading_inputs = [self.dataset.begin_read(starts, lengths, name) for name in self.dataset.inputs]
 
-        def finish() -> Rows | RowsWithInputs:
+        def finish() -> Sequences:
             if self.config.sequence_packing:
                 encoded = reading().reshape(-1, self.seq_len)
                 loss_mask = np.ones(encoded.shape, np.bool_)
@@ -161,27 +162,26 @@ class FlatTokensLoader(Loader):
                 encoded = np.zeros(loss_mask.shape, np.uint32)
                 encoded[loss_mask] = reading()
             targets, is_seq_start = flat_tokens.decode(encoded)
-            if targets.max() > self.max_token_id:
+            if targets.max() > self.dataset.max_token_id:
                 raise ValueError(
                     f"{self.dataset.path} holds the token id {targets.max()}, but its attribute max_token_id is "
-                    f"{self.max_token_id}. Write or copy the dataset again."
+                    f"{self.dataset.max_token_id}. Write or copy the dataset again."
                 )
-            if not reading_inputs:
-                return Rows(targets, is_seq_start, loss_mask)
             inputs = np.zeros((*loss_mask.shape, len(reading_inputs)), np.uint32)
             for i, wait in enumerate(reading_inputs):
                 inputs[loss_mask, i] = wait()
-            return RowsWithInputs(targets, is_seq_start, loss_mask, inputs)
+            return Sequences(targets, is_seq_start, loss_mask, inputs)
 
         return finish
 
     def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of the text for each token, None if unknown."""
         utf8_bytes = self.dataset.attributes.get("utf8_bytes")
         return utf8_bytes / self.dataset.num_tokens if utf8_bytes else None
 
-    def unigram_entropy(self, max_tokens: int = 2**22) -> float:
-        """Entropy of single tokens in the first `max_tokens` of the split, in nats: see flat_tokens.unigram_entropy."""
-        return flat_tokens.unigram_entropy(self.sample(max_tokens))
+    def unigram_entropy(self) -> float:
+        """Entropy of single tokens in nats; see Loader."""
+        return flat_tokens.unigram_entropy(self.sample(SAMPLED_TOKENS))
 
     def sample(self, max_tokens: int) -> np.ndarray:
         """The first `max_tokens` token ids of the split."""

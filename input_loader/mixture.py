@@ -1,11 +1,10 @@
 """Batches mixed from several flat-tokens datasets by weight: a pure function of datasets, weights, seed and step.
 
-Rows are numbered over the whole run. Each block of 1024 of them holds a fixed number of rows from each source, in
-random order; a source's rows come as the source alone would give them, so that its epochs are exact.
+Sequences are numbered over the whole run. Each block of 1024 of them holds a fixed number from each source, in random
+order. A source's sequences come in the order in which the source alone would give them, so that its epochs are exact.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +12,18 @@ import numpy as np
 from jaxtyping import Int64
 
 from input_loader import shuffle
-from input_loader.batches import Limit, Loader, Rows, RowsWithInputs, TokenBatch
-from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
+from input_loader.batches import Limit, Loader, Sequences
+from input_loader.flat import SAMPLED_TOKENS, FlatTokensLoader
 from input_loader.shuffle import Indices
 
 Counts = Int64[np.ndarray, "sources"]
 
 BLOCK = 1024
-"""Rows within which each source has its share, up to less than one row."""
+"""Sequences within which each source has its share, to within less than one sequence."""
 PERIOD = 1024
-"""Blocks after which each source has had its share exactly: shares are counted in 1 / (BLOCK · PERIOD)."""
+"""Blocks within which each source has its share exactly: shares are multiples of 1 / (BLOCK · PERIOD)."""
 _SEED = 0x6D69_7874_7572_6573
-"""Sets the order within blocks apart from that of a dataset of BLOCK rows."""
+"""Makes the order within blocks another one than that of a dataset of BLOCK sequences."""
 
 
 @dataclass
@@ -34,17 +33,17 @@ class SourceConfig:
     filespec: str
     """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`, and whatever fsspec knows)."""
     weight: float = 1.0
-    """This source's part of the rows, relative to the other weights; above 0. Rows are as long as tokens go, so with
-    sequence_packing it is the part of the tokens too."""
+    """Share of the sequences that come from this source, relative to the other weights; above 0. With sequence_packing
+    it is the share of the tokens too."""
     max_epochs: float | None = None
-    """How often each of its rows may come in a run, above 0: a longer run is an error at its start. Null: no bound."""
+    """Bound on its epochs in a run, above 0: a longer run is an error at its start. Null for no bound."""
 
 
 class Quotas:
-    """Which source each row comes from.
+    """The source of each sequence.
 
     Args:
-        weights: one for each source, above 0, and large enough for one row in BLOCK · PERIOD.
+        weights: one for each source, above 0, and large enough for one sequence in BLOCK · PERIOD.
         seed: in [0, 2**63).
     """
 
@@ -55,22 +54,24 @@ class Quotas:
         # Largest remainders; the earlier source where they are equal.
         shares[np.argsort(shares - exact, kind="stable")[: total - shares.sum()]] += 1
         self.shares: Counts = shares
-        """Rows of each source in each BLOCK · PERIOD."""
+        """Sequences of each source in each BLOCK · PERIOD."""
         self._seed = seed ^ _SEED
-        # A share of c rows per block and a fraction r/PERIOD: c + 1 rows in r blocks of a period, c in the others. The
-        # sources take their turns as if at the marks of a ruler that shifts by 1/PERIOD a block; counted with the bits
-        # of the shift reversed, the larger blocks of each source are spread evenly over the period.
+        # A share of c + r/PERIOD sequences per block means c + 1 of them in r blocks of a period, and c in the others.
+        # The bounds between the sources shift by 1/PERIOD a block. With the bits of the shift reversed, the blocks in
+        # which a source has one sequence more are spread evenly over the period.
         bits = PERIOD.bit_length() - 1
         shift = np.array([int(f"{block:0{bits}b}"[::-1], 2) for block in range(PERIOD)])
         self._bounds = -((shift[:, None] - np.cumsum(shares)) // PERIOD)
         """[block of a period, source]: one past the source's places in the block, before they are permuted."""
         quotas = np.diff(self._bounds, axis=1, prepend=0)
         self._before = np.concatenate([np.zeros_like(quotas[:1]), np.cumsum(quotas, axis=0)])
-        """[block of a period, source]: rows of the source in the period before the block."""
+        """[block of a period, source]: sequences of the source in the period before the block."""
 
     def locate(self, numbers: Indices) -> tuple[Indices, Indices]:
-        """`(source, number)` of rows given by their numbers in the mixture: the source's index, and the row's number
-        among all rows of that source, over all epochs."""
+        """`(source, number)` of sequences given by their numbers in the mixture.
+
+        These are the index of the source, and the number among all sequences of that source, over all epochs.
+        """
         which, inverse = np.unique(numbers // BLOCK, return_inverse=True)
         source, rank = self._blocks(which)
         place = numbers % BLOCK
@@ -78,115 +79,86 @@ class Quotas:
         source, rank = source[inverse, place], rank[inverse, place]
         return source, period * self.shares[source] + self._before[block, source] + rank
 
-    def counts(self, num_rows: int) -> Counts:
-        """Rows of each source among the first `num_rows` of the mixture."""
-        which, rest = divmod(num_rows, BLOCK)
+    def counts(self, num_sequences: int) -> Counts:
+        """Number of sequences of each source among the first `num_sequences` of the mixture."""
+        which, rest = divmod(num_sequences, BLOCK)
         period, block = divmod(which, PERIOD)
         source, _ = self._blocks(np.array([which]))
         within = np.bincount(source[0, :rest], minlength=self.shares.size)
         return period * self.shares + self._before[block] + within
 
     def _blocks(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[block, place]: the source of each row in these blocks, and how many rows of that source stand before it."""
+        """[block, place]: the source of each sequence, and the number before it in the block from the same source."""
         slots = np.tile(np.arange(BLOCK), which.size)
         place = shuffle.permute(slots, BLOCK, self._seed, np.repeat(which, BLOCK)).reshape(which.size, BLOCK)
         bounds = self._bounds[which % PERIOD]
-        source, rank = np.zeros_like(place), np.zeros_like(place)
-        for i in range(self.shares.size):
-            start = bounds[:, i - 1, None] if i else 0
-            own = (start <= place) & (place < bounds[:, i, None])
-            source[own] = i
-            rank[own] = (np.cumsum(own, axis=1) - 1)[own]
-        return source, rank
+        source = (place[:, :, None] >= bounds[:, None]).sum(axis=2)
+        so_far = np.cumsum(source[:, :, None] == np.arange(self.shares.size), axis=1)
+        return source, np.take_along_axis(so_far, source[:, :, None], axis=2)[:, :, 0] - 1
 
 
 class MixtureLoader(Loader):
     """Batches mixed from several datasets. Any step can be read at any time, from several threads, at the same cost.
 
     Args:
-        sources: the datasets by name, at least one.
-        reading: how all of them are read. Its max_epochs is not used: each source has its own.
-        split: `train` or `validation`; each source has it.
-        batch_size, seq_len, vocab_size, shardings, inputs: as for FlatTokensLoader; each source has the inputs.
+        sources: loaders of the datasets by name, at least one, alike but for the dataset and max_epochs.
+        weights: of the sources, in the same order.
+        seed: in [0, 2**63).
 
     Raises:
-        ValueError: a weight out of range, one dataset named twice, or what FlatTokensLoader raises for one of them.
+        ValueError: a weight is too small.
     """
 
     parallel_loads = 8
 
-    def __init__(
-        self,
-        sources: Mapping[str, SourceConfig],
-        reading: ReadingConfig,
-        split: str,
-        batch_size: int,
-        seq_len: int,
-        vocab_size: int | None = None,
-        shardings: TokenBatch | None = None,
-        inputs: Sequence[str] = (),
-    ):
-        super().__init__(batch_size, seq_len, shardings, inputs)
-        _check_sources(sources)
-        shared = {field.name: getattr(reading, field.name) for field in dataclasses.fields(ReadingConfig)}
-        shared["cache_bytes"] //= len(sources)
-        self.sources = {
-            name: FlatTokensLoader(
-                FlatTokensConfig(source.filespec, **shared | {"max_epochs": source.max_epochs}),
-                split,
-                batch_size,
-                seq_len,
-                vocab_size,
-                shardings,
-                inputs,
-            )
-            for name, source in sources.items()
-        }
-        self.quotas = Quotas([source.weight for source in sources.values()], reading.seed)
-        for name, share in zip(sources, self.quotas.shares.tolist(), strict=True):
+    def __init__(self, sources: Mapping[str, FlatTokensLoader], weights: Sequence[float], seed: int):
+        first = next(iter(sources.values()))
+        super().__init__(first.batch_size, first.seq_len, first.shardings, first.dataset.inputs)
+        self.sources = sources
+        self.quotas = Quotas(weights, seed)
+        for name, weight, share in zip(sources, weights, self.quotas.shares.tolist(), strict=True):
             if share < 1:
                 raise ValueError(
-                    f"mixture.{name}.weight is {sources[name].weight}: less than one row in {BLOCK * PERIOD} would "
+                    f"mixture.{name}.weight is {weight}: less than one row in {BLOCK * PERIOD} would "
                     "come from it. Give it a larger weight, or leave it out."
                 )
-        self.num_tokens = sum(loader.num_tokens for loader in self.sources.values())
+        self.num_tokens = sum(loader.num_tokens for loader in sources.values())
         self.limit = self._find_limit()
 
-    def rows(self, step: int, rows: Indices) -> Rows | RowsWithInputs:
+    def sequences(self, step: int, indices: Indices) -> Sequences:
+        """Sequences of the batch of `step`; see Loader."""
         self._check_step(step)
-        source, number = self.quotas.locate(step * self.batch_size + rows)
-        reading: list[tuple[np.ndarray, Callable[[], Rows | RowsWithInputs]]] = []
-        for i, loader in enumerate(self.sources.values()):
-            where = np.flatnonzero(source == i)
-            if where.size:
-                reading.append((where, loader.begin(number[where])))
-        parts = [(where, finish()) for where, finish in reading]
-        batch = [np.zeros((rows.size, *x.shape[1:]), x.dtype) for x in parts[0][1]]
-        for where, part in parts:
-            for whole, x in zip(batch, part, strict=True):
-                whole[where] = x
-        return type(parts[0][1])(*batch)
+        source, number = self.quotas.locate(step * self.batch_size + indices)
+        order = np.argsort(source, kind="stable")
+        places = np.split(order, np.cumsum(np.bincount(source, minlength=len(self.sources)))[:-1])
+        reading = [loader.begin(number[p]) for loader, p in zip(self.sources.values(), places, strict=True) if p.size]
+        parts = [finish() for finish in reading]
+        back = np.argsort(order)
+        return Sequences(*(np.concatenate(field)[back] for field in zip(*parts, strict=True)))
 
     def source_tokens(self, step: int) -> dict[str, int]:
+        """Tokens of each source in the batch of `step`, padding included."""
         self._check_step(step)
         counts = self.quotas.counts((step + 1) * self.batch_size) - self.quotas.counts(step * self.batch_size)
         return dict(zip(self.sources, (counts * self.seq_len).tolist(), strict=True))
 
     def state(self, step: int) -> dict[str, Any]:
+        """Identifies the datasets; see Loader."""
         return {f"mixture.{name}": loader.state(step)["dataset"] for name, loader in self.sources.items()}
 
     def epoch_steps(self) -> dict[str, float]:
+        """Batches until each sequence of a source has come once, by the source's name."""
         total = self.quotas.shares.sum()
         return {
             name: loader.steps_per_epoch * float(total / share)
             for (name, loader), share in zip(self.sources.items(), self.quotas.shares, strict=True)
         }
 
-    def unigram_entropy(self, max_tokens: int = 2**22) -> float:
+    def unigram_entropy(self) -> float:
         """Entropy of single tokens in nats, in a sample of the mixture: the first tokens of each source, by weight."""
         shares = self.quotas.shares / self.quotas.shares.sum()
         samples = [
-            loader.sample(max(1, int(share * max_tokens)))
+            loader.sample(max(1, int(share * SAMPLED_TOKENS)))
             for loader, share in zip(self.sources.values(), shares, strict=True)
         ]
         size = max(int(sample.max()) for sample in samples) + 1
@@ -199,7 +171,7 @@ class MixtureLoader(Loader):
 
     def _find_limit(self) -> Limit | None:
         """The last step at which every source is within its max_epochs, by bisection: counts only grow."""
-        bounds = [(i, loader.most_rows()) for i, loader in enumerate(self.sources.values())]
+        bounds = [(i, loader.most_sequences()) for i, loader in enumerate(self.sources.values())]
         bounds = [(i, most) for i, most in bounds if most is not None]
         if not bounds:
             return None
@@ -219,9 +191,8 @@ class MixtureLoader(Loader):
         return Limit(low, f"the source {name} of the mixture has been read max_epochs={epochs:g} times")
 
 
-def _check_sources(sources: Mapping[str, SourceConfig]) -> None:
-    if not sources:
-        raise ValueError("The mixture has no sources; name at least one, with its filespec and weight.")
+def check_sources(sources: Mapping[str, SourceConfig]) -> None:
+    """Raises ValueError if a weight is out of range or a dataset is named twice."""
     seen: dict[str, str] = {}
     for name, source in sources.items():
         if not 0 < source.weight < float("inf"):

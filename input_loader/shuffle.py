@@ -1,4 +1,4 @@
-"""The random order in which rows are read: a permutation that is computed at each place, and stored nowhere."""
+"""The random order of sequences: a permutation that is computed at each place, and not stored."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 # Dims of the same name agree within a call.
-Indices = Int64[np.ndarray, "rows"]
+Indices = Int64[np.ndarray, "sequences"]
 Words = UInt64[np.ndarray, "*shape"]
 
 _U64 = np.uint64
@@ -20,7 +20,7 @@ def _mix(x: Words) -> Words:
 
 
 def permute(index: Indices, size: int, seed: int, epoch: Indices) -> Indices:
-    """Places of `index` under the random permutation of range(size) that (seed, epoch) select, epoch by epoch.
+    """Places of `index` under the random permutation of range(size) that (seed, epoch) select for each index.
 
     An eight-round Feistel network on pairs (high, low) of a grid just larger than `size`, walked again where it leads
     outside: any one place costs the same, whatever the size, and nothing is stored. The values are a promise: a change

@@ -7,15 +7,17 @@ can be read. Such a state is small, since it names a place in the stream and not
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from input_loader import shuffle
-from input_loader.batches import Loader, Rows, TokenBatch, check_range
+from input_loader.batches import Loader, Sequences, TokenBatch, check_range
 from input_loader.flat import ReadingConfig
 from input_loader.shuffle import Indices
-from text import definitions, hub, tokenizers
+from text import hub
+from text.sources import clean_text
+from text.tokenizers import Tokenizer, open_tokenizer
 
 KEPT_STATES = 256
 """Most recent steps whose states are kept: a checkpoint may be that many steps older than what is prefetched."""
@@ -55,23 +57,37 @@ class StreamConfig:
     and read again after a restart."""
 
 
-class StreamLoader(Loader):
-    """Batches of one split of a stream. Every host reads the whole stream and places its own rows.
+class _Place(NamedTuple):
+    """A place in the stream: some documents into a block, some tokens into the next document."""
 
-    `load` and `rows` give the steps in order, from the one that `state` belongs to or from 0; a step that was left
-    behind can be given again, by reading again, while its state is kept, and step 0 always.
+    epoch: int = 0
+    block: int = 0
+    """Blocks of the epoch before this one."""
+    source: dict[str, Any] | None = None
+    """State of the `datasets` library at the beginning of the block; None for the beginning of the epoch."""
+    documents: int = 0
+    tokens: int = 0
+
+
+class StreamLoader(Loader):
+    """Batches of one split of a stream. Every host reads the whole stream and places its own sequences.
+
+    `load` and `sequences` give the steps in order, from the one that `state` belongs to or from 0. Step 0 and steps
+    whose state is kept can be given again: the stream is then read again from there.
 
     Args:
         config: the stream.
         reading: how it is read. max_epochs bounds its repetitions; where the stream ends is known only once it does.
         split: `train` or `validation`.
-        batch_size, seq_len, shardings: see Loader.
+        batch_size: sequences in a batch, over all hosts.
+        seq_len: tokens in a sequence.
         vocab_size: bound on the tokenizer's ids, or None for no check.
+        shardings: see Loader.
         state: what `state(step)` gave in another run of the same config.
 
     Raises:
-        ValueError: a setting out of range or missing, a dataset or tokenizer that is missing, token ids that exceed the
-            vocabulary, a state of another kind of loader, or packages that are not installed.
+        ValueError: a setting is out of range or missing, a dataset or tokenizer is missing, token ids exceed the
+            vocabulary, the state is that of another kind of loader, or a package is not installed.
     """
 
     parallel_loads = 1
@@ -98,19 +114,22 @@ class StreamLoader(Loader):
                 f"The tokenizer of the stream {self._name} has {self._tokenizer.vocab_size} ids, more than the model's "
                 f"vocabulary of {vocab_size}. Set that to {self._tokenizer.vocab_size}, or choose another tokenizer."
             )
-        self._documents = _Documents(self._name, arguments, config, reading)
-        first = {"step": 0} | _Place().as_json() if state is None else state
-        if first.keys() != {"step", *_Place().as_json()}:
+        self._data = _open(self._name, arguments)
+        self._beginning = self._data.state_dict()
+        beginning = {"step": 0} | _Place()._asdict()
+        first = beginning if state is None else state
+        if first.keys() != beginning.keys():
             raise ValueError(
                 f"This is no state of a stream: {sorted(first)}. Resume with the data settings of the checkpoint."
             )
-        self._states: dict[int, dict[str, Any]] = {0: {"step": 0} | _Place().as_json(), first["step"]: first}
+        self._states: dict[int, dict[str, Any]] = {0: beginning, first["step"]: first}
         self._lock = threading.Lock()
-        self._last: tuple[int, Rows] | None = None
-        self._pieces: Generator[tuple[_Place, _Place, np.ndarray]] | None = None
+        self._last: tuple[int, Sequences] | None = None
+        self._documents: Generator[tuple[_Place, _Place, np.ndarray], None, None] | None = None
         self._seek(first["step"])
 
-    def rows(self, step: int, rows: Indices) -> Rows:
+    def sequences(self, step: int, indices: Indices) -> Sequences:
+        """Sequences of the batch of `step`; see Loader."""
         self._check_step(step)
         with self._lock:
             if self._last is None or self._last[0] != step:
@@ -118,10 +137,10 @@ class StreamLoader(Loader):
                     self._seek(step)
                 self._last = step, self._read_batch()
                 self._next = step + 1
-                self._states[self._next] = {"step": self._next} | self._place.as_json()
+                self._states[self._next] = {"step": self._next} | self._place._asdict()
                 for old in sorted(self._states)[1:-KEPT_STATES]:
                     del self._states[old]
-            return Rows(*(part[rows] for part in self._last[1]))
+            return Sequences(*(part[indices] for part in self._last[1]))
 
     def state(self, step: int) -> dict[str, Any]:
         """The state from which the batch of `step` is the next, known once the batch before it has been read."""
@@ -129,28 +148,23 @@ class StreamLoader(Loader):
         # Without the lock: it is held while a batch is read, and a checkpoint should not wait for that.
         found = self._states.get(step)
         if found is None:
-            raise ValueError(self._unknown(step))
+            known = sorted(dict(self._states))
+            raise ValueError(
+                f"The stream {self._name} has no state for step {step}, only for {known[0]} and {known[-1]}, and some "
+                "between them: a stream is read in order. Resume from a checkpoint that holds its state."
+            )
         return found
 
-    def _unknown(self, step: int) -> str:
-        known = sorted(dict(self._states))
-        return (
-            f"The stream {self._name} has no state for step {step}, only for {known[0]} and {known[-1]}, and some "
-            "between them: a stream is read in order. Resume from a checkpoint that holds its state."
-        )
-
     def _seek(self, step: int) -> None:
-        if step not in self._states:
-            raise ValueError(self._unknown(step))
-        self._place = _Place(**{key: value for key, value in self._states[step].items() if key != "step"})
+        self._place = _Place(**{key: value for key, value in self.state(step).items() if key != "step"})
         self._next = step
-        if self._pieces is not None:
-            self._pieces.close()
-        self._pieces = self._tokenize()
+        if self._documents is not None:
+            self._documents.close()
+        self._documents = self._tokenize(self._place)
         self._ids = np.zeros(0, np.uint32)
         self._offset = 0
 
-    def _read_batch(self) -> Rows:
+    def _read_batch(self) -> Sequences:
         shape = (self.batch_size, self.seq_len)
         targets, is_seq_start = np.zeros(shape, np.uint32), np.zeros(shape, np.bool_)
         loss_mask = np.zeros(shape, np.bool_)
@@ -158,15 +172,16 @@ class StreamLoader(Loader):
             self._fill(targets.reshape(-1), is_seq_start.reshape(-1))
             loss_mask[:] = True
         else:
-            for row, starts, mask in zip(targets, is_seq_start, loss_mask, strict=True):
+            for sequence, starts, mask in zip(targets, is_seq_start, loss_mask, strict=True):
                 ids = self._next_document()
                 count = min(ids.size, self.seq_len)
-                row[:count], starts[0], mask[:count] = ids[:count], True, True
+                sequence[:count], starts[0], mask[:count] = ids[:count], True, True
                 self._offset = self._ids.size
                 self._place = self._after
-        return Rows(targets, is_seq_start, loss_mask)
+        return Sequences(targets, is_seq_start, loss_mask, np.zeros((*shape, 0), np.uint32))
 
     def _fill(self, targets: np.ndarray, is_seq_start: np.ndarray) -> None:
+        """Fills arrays of rank 1 with documents, one after the other."""
         done = 0
         while done < targets.size:
             if self._offset == self._ids.size:
@@ -176,107 +191,60 @@ class StreamLoader(Loader):
             is_seq_start[done] = self._offset == 0
             done += count
             self._offset += count
-            self._place = self._here.at_token(self._offset)
+            self._place = self._here._replace(tokens=self._offset)
 
     def _next_document(self) -> np.ndarray:
-        """Makes the next document with tokens the current one, at the offset where the place in it says."""
-        self._here, self._after, self._ids = next(self._pieces)
+        """Makes the next document with tokens the current one, from the token on at which its place is."""
+        self._here, self._after, self._ids = next(self._documents)
         self._offset = self._here.tokens
         return self._ids
 
-    def _tokenize(self) -> "Generator[tuple[_Place, _Place, np.ndarray]]":
-        """Each document from the current place on: the place at its beginning, the one after it, and its tokens."""
-        place = self._place
-        for texts, places, after in self._documents.read(place):
-            encoded = self._tokenizer.encode(texts)
-            ends = np.cumsum(encoded.lengths)
-            pieces = np.split(encoded.ids, ends[:-1])
-            for ids, here, next_place in zip(pieces, places, [*places[1:], after], strict=True):
-                # Only the document that a state points into begins past its first token.
-                here = here.at_token(place.tokens) if here.same_document(place) else here
-                if ids.size:
-                    yield here, next_place, ids
+    def _tokenize(self, place: _Place) -> Generator[tuple[_Place, _Place, np.ndarray], None, None]:
+        """Each document with tokens from `place` on: its place, the place after it, and its ids."""
+        # Only the first document may be read from within.
+        tokens = place.tokens
+        for block, texts, after_block in self._blocks(place):
+            for start in range(block.documents, len(texts), TOKENIZED_AT_ONCE):
+                encoded = self._tokenizer.encode(texts[start : start + TOKENIZED_AT_ONCE])
+                for i, ids in enumerate(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), start):
+                    here = block._replace(documents=i, tokens=tokens)
+                    after = block._replace(documents=i + 1, tokens=0) if i + 1 < len(texts) else after_block
+                    tokens = 0
+                    if ids.size:
+                        yield here, after, ids
 
-
-@dataclass(frozen=True)
-class _Place:
-    """A place in the stream: some documents into a block, some tokens into the document after these."""
-
-    epoch: int = 0
-    block: int = 0
-    """Blocks of the epoch before this one."""
-    source: dict[str, Any] | None = None
-    """Where the `datasets` library stands at the beginning of the block; None for the beginning of the epoch."""
-    documents: int = 0
-    tokens: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def at_token(self, tokens: int) -> "_Place":
-        return _Place(self.epoch, self.block, self.source, self.documents, tokens)
-
-    def same_document(self, other: "_Place") -> bool:
-        return (self.epoch, self.block, self.documents) == (other.epoch, other.block, other.documents)
-
-
-class _Documents:
-    """The texts of a stream from any place on, epoch after epoch, those without text left out."""
-
-    def __init__(self, name: str, arguments: dict[str, Any], config: StreamConfig, reading: ReadingConfig):
-        self._name, self._config, self._reading = name, config, reading
-        self._data = _open(name, arguments)
-        self._beginning = self._data.state_dict()
-
-    def read(self, place: _Place) -> Iterator[tuple[list[str], list[_Place], _Place]]:
-        """Documents in groups, each with its place, and the place after the group."""
-        while self._reading.max_epochs is None or place.epoch < self._reading.max_epochs:
-            found = False
-            for texts, block, following in self._blocks(place):
-                found = True
-                order = np.arange(len(texts))
-                if self._reading.shuffle:
-                    key = np.full_like(order, place.epoch << 32 | block.block)
-                    order = shuffle.permute(order, len(texts), self._reading.seed, key)
-                for start in range(block.documents, len(texts), TOKENIZED_AT_ONCE):
-                    stop = min(start + TOKENIZED_AT_ONCE, len(texts))
-                    places = [_Place(block.epoch, block.block, block.source, i) for i in range(start, stop)]
-                    after = _Place(block.epoch, block.block, block.source, stop)
-                    yield (
-                        [texts[i] for i in order[start:stop]],
-                        places,
-                        following if stop == len(texts) else after,
-                    )
-            if not found and place == _Place(place.epoch):
+    def _blocks(self, place: _Place) -> Iterator[tuple[_Place, list[str], _Place]]:
+        """Blocks of the stream from `place` on, epoch after epoch: its place, its documents, the place after it."""
+        most = self._reading.max_epochs
+        while most is None or place.epoch < most:
+            self._data.load_state_dict(self._beginning if place.source is None else place.source)
+            texts: list[str] = []
+            for example in hub.readable(f"The stream {self._name}", self._data):
+                hub.check_column(self._name, example, "data.stream.text_field", self.config.text_field)
+                # Documents without text are left out.
+                if text := clean_text(example[self.config.text_field], self.config.text_field, lambda: self._name):
+                    texts.append(text)
+                if len(texts) == self.config.shuffle_block:
+                    after = _Place(place.epoch, place.block + 1, self._data.state_dict())
+                    yield place, self._shuffled(texts, place), after
+                    place, texts = after, []
+            after = _Place(place.epoch + 1)
+            if texts:
+                yield place, self._shuffled(texts, place), after
+            elif place == _Place(place.epoch):
                 raise ValueError(f"The stream {self._name} holds no text.")
-            place = _Place(place.epoch + 1)
+            place = after
         raise ValueError(
-            f"The stream {self._name} has been read max_epochs={self._reading.max_epochs:g} times. "
+            f"The stream {self._name} has been read max_epochs={most:g} times. "
             "Train for fewer steps, allow more epochs, or choose a larger source."
         )
 
-    def _blocks(self, place: _Place) -> Iterator[tuple[list[str], _Place, _Place]]:
-        """Blocks of the epoch from `place` on: texts in their order in the source, the place, and that after it."""
-        self._data.load_state_dict(self._beginning if place.source is None else place.source)
-        texts: list[str] = []
-        for example in hub.readable(f"The stream {self._name}", self._data):
-            if self._config.text_field not in example:
-                raise ValueError(
-                    f"{self._name}: no column {self._config.text_field!r}; "
-                    f"set data.stream.text_field to one of {sorted(example)}."
-                )
-            text = example[self._config.text_field]
-            if text is not None and not isinstance(text, str):
-                raise ValueError(f"{self._name}: {self._config.text_field!r} is {type(text).__name__}, not text.")
-            if not text:
-                continue
-            texts.append(text)
-            if len(texts) == self._config.shuffle_block:
-                following = _Place(place.epoch, place.block + 1, self._data.state_dict())
-                yield texts, place, following
-                texts, place = [], following
-        if texts:
-            yield texts, place, _Place(place.epoch + 1)
+    def _shuffled(self, texts: list[str], place: _Place) -> list[str]:
+        if not self._reading.shuffle:
+            return texts
+        order = np.arange(len(texts))
+        key = np.full_like(order, place.epoch << 32 | place.block)
+        return [texts[i] for i in shuffle.permute(order, len(texts), self._reading.seed, key)]
 
 
 def _source(config: StreamConfig, split: str) -> tuple[str, dict[str, Any]]:
@@ -322,7 +290,7 @@ def _open(name: str, arguments: dict[str, Any]) -> Any:
         ) from e
 
 
-def _make_tokenizer(config: StreamConfig) -> Any:
+def _make_tokenizer(config: StreamConfig) -> Tokenizer:
     kind, name = config.tokenizer_kind, config.tokenizer
     if kind not in TOKENIZER_KINDS:
         raise ValueError(f"data.stream.tokenizer_kind is {kind!r}; choose one of {', '.join(TOKENIZER_KINDS)}.")
@@ -330,17 +298,4 @@ def _make_tokenizer(config: StreamConfig) -> Any:
         raise ValueError(
             f"data.stream.tokenizer is {name!r} and tokenizer_kind {kind}: bytes need no name, all others do."
         )
-    match kind:
-        case "bytes":
-            if config.end_token not in (None, "</s>"):
-                raise ValueError(f"data.stream.end_token is {config.end_token!r}; that of bytes is </s>, or null.")
-            return tokenizers.ByteTokenizer(append_end=config.end_token is not None)
-        case "huggingface":
-            definition = definitions.find_huggingface(name)
-            reference = tokenizers.Tokenizers(definition)
-        case "tiktoken":
-            definition, reference = tokenizers.open_tiktoken(name)
-        case "mistral":
-            definition, reference = tokenizers.open_mistral(name)
-    tokenizer, _ = tokenizers.make_text_tokenizer(definition, reference, config.end_token, "reference")
-    return tokenizer
+    return open_tokenizer(kind, name, config.end_token)

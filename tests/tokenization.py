@@ -25,6 +25,7 @@ SIZES = [
 
 DRIVER = """
 import time
+from configuration.program import run_program
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens.blocks import Tokenize
 {sizes}
@@ -32,7 +33,7 @@ from tools.huggingface_to_flat_tokens.blocks import Tokenize
 tokenize = Tokenize.__call__
 Tokenize.__call__ = lambda self, item: (time.sleep({seconds}), tokenize(self, item))[1]
 if __name__ == "__main__":
-    tool.main()
+    run_program("huggingface_to_flat_tokens", tool.Config, tool.run)
 """
 
 

@@ -11,20 +11,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# GPT-2's alphabet of bytes: the printable ones of Latin-1 stand for themselves, the others for what follows 255.
+# GPT-2's letters for bytes: the printable ones of Latin-1 for themselves, characters from 256 on for the others.
 _PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _OTHERS.index(byte)) for byte in range(256)}
+_UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABLE.index(byte)) for byte in range(256)}
 
 
 @dataclass(frozen=True)
 class Tekken:
-    """What a tekken.json of Mistral's says: a byte-level BPE whose ids follow those of the special tokens."""
+    """The content of a tekken.json of Mistral's: a byte-level BPE whose ids follow those of the special tokens."""
 
     pattern: str
     ranks: dict[bytes, int]
     special: dict[str, int]
-    """All ids below those of the ranks; the ones left without a name have one made up, as in mistral-common."""
+    """The ids below those of the ranks. An id without a name is named `<SPECIAL_id>`, as in mistral-common."""
 
 
 # Files that list no special tokens have these.
@@ -34,10 +34,13 @@ _TEKKEN_SPECIAL += ["[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SY
 
 
 def find_huggingface(name: str) -> str:
-    """The tokenizer.json of a tokenizer: a name on the Hugging Face hub, that file, or a directory that holds it.
+    """The content of a tokenizer.json.
+
+    Args:
+        name: the file, a directory that holds it, or a name on the Hugging Face hub.
 
     Raises:
-        ValueError: it is missing, or not such a file.
+        ValueError: it is missing, or not a tokenizer.json.
     """
     path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
     if not os.path.exists(path):
@@ -55,13 +58,13 @@ def find_huggingface(name: str) -> str:
 
 
 def find_mistral(name: str) -> Tekken | bytes:
-    """A tokenizer of Mistral's: what its tekken.json says, or the content of its SentencePiece model.
+    """A tokenizer of Mistral's: the content of its tekken.json or of its SentencePiece model.
 
     Args:
         name: the path of such a file, a name on the Hugging Face hub, or the name of a file in mistral-common.
 
     Raises:
-        ValueError: it is missing, or not such a file.
+        ValueError: it is missing, or not a file of Mistral's.
     """
     path = name
     if not os.path.exists(path) and "/" in name:
@@ -110,12 +113,12 @@ def _download(name: str, files: list[str], instead: str) -> str:
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     try:
-        for file in files[:-1]:
+        for file in files:
             try:
                 return huggingface_hub.hf_hub_download(name, file)
             except EntryNotFoundError:
-                continue
-        return huggingface_hub.hf_hub_download(name, files[-1])
+                if file == files[-1]:
+                    raise
     # Without a connection it raises one of several errors of the system, else its own.
     except (OSError, ValueError, HfHubHTTPError) as e:
         raise ValueError(
@@ -128,11 +131,16 @@ def _download(name: str, files: list[str], instead: str) -> str:
 
 
 def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], offset: int = 0) -> str:
-    """The tokenizer.json of a byte-level BPE as tiktoken has it: tokens with ranks, text first split by `pattern`.
+    """The tokenizer.json of a byte-level BPE as tiktoken has it.
 
-    The id of a token is its rank plus `offset`. tiktoken merges the two neighbours whose bytes together have the lowest
-    rank, so each way to cut a token in two is a merge, at the place of its rank. A chunk of text that is itself a token
-    stays whole.
+    tiktoken splits text by a pattern, then merges the two neighbours whose bytes together have the lowest rank. So each
+    way to cut a token in two is a merge, in the order of the ranks. Split text that is itself a token stays whole.
+
+    Args:
+        ranks: of the tokens.
+        pattern: splits the text.
+        special: ids of the special tokens, by name.
+        offset: the id of rank 0.
     """
     merges = []
     for token in sorted((t for t in ranks if len(t) > 1), key=ranks.__getitem__):

@@ -1,11 +1,10 @@
-"""Documents of datasets on the Hugging Face hub, in pieces that are read apart from each other."""
+"""Documents of datasets on the Hugging Face hub, in pieces that are read independently of each other."""
 
-import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
-from text.sources import Block, Piece, group
+from text.sources import Block, Piece, group_texts
 
 Item = TypeVar("Item")
 
@@ -19,7 +18,12 @@ def open_huggingface(
     """A split of a dataset on the Hugging Face hub: a piece for each of its files, or for each PIECE_ROWS rows.
 
     Args:
+        dataset: name on the hub, or a local directory.
+        dataset_config: its configuration (subset); None if it has only one.
+        revision: a commit or tag; None for the newest.
+        split: name of the split.
         streaming: read the files while they download, or download them first.
+        text_field: the column that holds the document.
 
     Raises:
         ValueError: the dataset, the split or the column is missing.
@@ -36,23 +40,39 @@ def open_huggingface(
         ) from e
     where = f"{dataset} ({split})"
     if data.column_names is not None:
-        _check_column(where, data.column_names, text_field)
+        check_column(where, data.column_names, "text_field", text_field)
         data = data.select_columns([text_field])
     if not streaming:
-        starts = range(0, len(data), PIECE_ROWS)
-        return [Rows(where, data, start, min(start + PIECE_ROWS, len(data)), text_field) for start in starts]
+        spans = [range(start, min(start + PIECE_ROWS, len(data))) for start in range(0, len(data), PIECE_ROWS)]
+        return [Piece(len(rows), partial(_blocks, where, partial(data.select, rows), text_field)) for rows in spans]
     info = data.info.splits.get(split) if data.info.splits else None
     size = info.num_examples // data.num_shards if info is not None and info.num_examples else None
-    return [StreamedFile(where, data, index, size, text_field) for index in range(data.num_shards)]
+    files = [partial(data.shard, data.num_shards, index) for index in range(data.num_shards)]
+    return [Piece(size, partial(_blocks, f"{where}, file {i}", file, text_field)) for i, file in enumerate(files)]
+
+
+def _blocks(where: str, open_part: Callable[[], Any], text_field: str) -> Iterator[Block]:
+    def values() -> Iterator[Any]:
+        for batch in readable(where, open_part().iter(batch_size=64)):
+            check_column(where, batch, "text_field", text_field)
+            yield from batch[text_field]
+
+    return group_texts(where, values(), text_field)
+
+
+def check_column(where: str, names: Iterable[str], setting: str, text_field: str) -> None:
+    """Raises ValueError unless `names` has the column `text_field`. The message suggests to change `setting`."""
+    if text_field not in names:
+        raise ValueError(f"{where}: no column {text_field!r}; set {setting} to one of {sorted(names)}.")
 
 
 def in_words(error: BaseException) -> str:
-    """The error, and what it stands for: `datasets` often says only that something went wrong."""
+    """The messages of an error and of its causes: `datasets` often says only that something went wrong."""
     return f"{error}".rstrip(".") + (f": {in_words(error.__cause__)}" if error.__cause__ is not None else "")
 
 
 def readable(where: str, values: Iterable[Item]) -> Iterator[Item]:
-    """The same values; raises ValueError, which says `where`, when they cannot be read on."""
+    """Yields `values`. Raises ValueError, which names `where`, if one of them cannot be read."""
     values = iter(values)
     while True:
         try:
@@ -63,48 +83,3 @@ def readable(where: str, values: Iterable[Item]) -> Iterator[Item]:
         except Exception as e:
             raise ValueError(f"{where} is corrupt, or cannot be read: {type(e).__name__} {in_words(e)}.") from e
         yield value
-
-
-def _check_column(where: str, names: Iterable[str], text_field: str) -> None:
-    if text_field not in names:
-        raise ValueError(f"{where}: no column {text_field!r}; set text_field to one of {sorted(names)}.")
-
-
-@dataclass(frozen=True)
-class StreamedFile(Piece):
-    where: str
-    dataset: Any
-    index: int
-    size: int | None
-    text_field: str
-
-    def blocks(self, skip: int) -> Iterator[Block]:
-        return itertools.islice(group(self.where, self._values(), self.text_field), skip, None)
-
-    def _values(self) -> Iterator[Any]:
-        file = self.dataset.shard(self.dataset.num_shards, self.index)
-        for batch in readable(f"{self.where}, file {self.index}", file.iter(batch_size=64)):
-            _check_column(self.where, batch, self.text_field)
-            yield from batch[self.text_field]
-
-
-@dataclass(frozen=True)
-class Rows(Piece):
-    """Rows [start, stop) of a downloaded dataset."""
-
-    where: str
-    dataset: Any
-    start: int
-    stop: int
-    text_field: str
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def blocks(self, skip: int) -> Iterator[Block]:
-        return itertools.islice(group(self.where, self._values(), self.text_field), skip, None)
-
-    def _values(self) -> Iterator[Any]:
-        for start in range(self.start, self.stop, 256):
-            yield from self.dataset[start : min(start + 256, self.stop)][self.text_field]

@@ -1,15 +1,13 @@
 """The tokenizer of a run's dataset, as the files that transformers' AutoTokenizer opens."""
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import fsspec
-
 from flat_tokens.stores import open_reader
 from text import definitions
-from text.tokenizers import ByteTokenizer, open_mistral, open_tiktoken
+from text.codec import read_definition
+from text.tokenizers import ByteTokenizer, open_library
 
 BYTE_SPECIAL_TOKENS = {"<s>": 0, "</s>": ByteTokenizer.END, "<unk>": 2}
 """Names for the ids below those of the bytes."""
@@ -22,53 +20,39 @@ def byte_definition() -> str:
 
 
 def find_tokenizer(data: Mapping[str, Any], dataset: str | None = None) -> tuple[str, str | None]:
-    """The tokenizer.json of what a run reads, and the token at the end of each document, if there is one.
+    """The tokenizer.json of the data that a run reads, and the token at the end of each document, None for none.
 
     Args:
         data: the run's data section.
         dataset: a flat-tokens dataset to look at instead.
 
     Raises:
-        ValueError: the dataset is not there, or says nothing of its tokenizer; or the sources of a mixture differ.
+        ValueError: the dataset is missing or names no tokenizer, or the sources of a mixture have different ones.
     """
     stream = data.get("stream")
     if dataset is None and stream is not None:
-        return _of_stream(stream)
+        kind = stream.get("tokenizer_kind", "bytes")
+        definition = byte_definition() if kind == "bytes" else open_library(kind, stream.get("tokenizer"))[0]
+        return definition, stream.get("end_token")
     mixture = [source["filespec"] for source in (data.get("mixture") or {}).values()]
     filespecs = [dataset or data.get("filespec")] if dataset or data.get("filespec") else mixture
     if not filespecs:
         raise ValueError("the checkpoint names no dataset; give dataset=<one with its tokenizer>")
-    found = {filespec: _of_dataset(filespec) for filespec in filespecs}
+    found = {filespec: _find_in_dataset(filespec) for filespec in filespecs}
     if len(set(found.values())) > 1:
         raise ValueError(f"the datasets have different ones: {', '.join(found)}")
     return found[filespecs[0]]
 
 
-def _of_stream(stream: Mapping[str, Any]) -> tuple[str, str | None]:
-    kind, name = stream.get("tokenizer_kind", "bytes"), stream.get("tokenizer")
-    makers = {
-        "bytes": lambda name: byte_definition(),
-        "huggingface": definitions.find_huggingface,
-        "tiktoken": lambda name: open_tiktoken(name)[0],
-        "mistral": lambda name: open_mistral(name)[0],
-    }
-    return makers[kind](name), stream.get("end_token")
-
-
-def _of_dataset(filespec: str) -> tuple[str, str | None]:
-    stated = open_reader(filespec, "train").attributes.get("tokenizer")
-    if not stated:
-        raise ValueError(f"{filespec} says of none")
-    if stated.get("kind") == "bytes":
-        return byte_definition(), stated.get("end_token")
-    if "://" in filespec:
-        with fsspec.open(f"{filespec.rstrip('/')}/tokenizer.json", "rt") as file:
-            return file.read(), stated.get("end_token")
-    path = os.path.join(filespec, "tokenizer.json")
-    if not os.path.exists(path):
-        raise ValueError(f"{path} is missing")
-    with open(path, encoding="utf-8") as file:
-        return file.read(), stated.get("end_token")
+def _find_in_dataset(filespec: str) -> tuple[str, str | None]:
+    about = open_reader(filespec, "train").attributes.get("tokenizer")
+    if not about:
+        raise ValueError(f"{filespec} names none")
+    try:
+        definition = byte_definition() if about.get("kind") == "bytes" else read_definition(filespec).decode()
+    except FileNotFoundError as e:
+        raise ValueError(f"{filespec}/tokenizer.json is missing") from e
+    return definition, about.get("end_token")
 
 
 def tokenizer_files(
@@ -78,11 +62,11 @@ def tokenizer_files(
 
     Args:
         definition: tokenizer.json of the dataset.
-        bos_id: the id that stands before each document.
+        bos_id: the id put before each document.
         end_token: the token at the end of each document.
 
     Returns:
-        the content of the files, by name; the id of the end token; and what is not as one would expect, in sentences.
+        The content of the files, by name; the id of the end token; and sentences about what a user may not expect.
     """
     from tokenizers import Tokenizer
 

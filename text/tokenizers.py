@@ -1,47 +1,38 @@
 """Tokenizers as the tools use them: from many documents to flat arrays of ids. They can be sent to other processes.
 
-The library that defines a tokenizer is its reference. A faster one stands in for it only where it gives the same ids:
-it is asked for trying texts before the first document, and for a sample of the documents all along.
+A faster library replaces the one that defines a tokenizer only where both give the same ids: they are compared on
+difficult texts before the first document, and on a sample of the documents later.
 """
 
-import itertools
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt32
 
 from text import definitions
+from text.libraries import (
+    Flat,
+    Gigatoken,
+    Reference,
+    SentencePiece,
+    Tiktoken,
+    Tokenizers,
+    find_difference,
+    load_definition,
+    try_gigatoken,
+)
 
 Ids = UInt32[np.ndarray, "tokens"]
 PerDocument = Int64[np.ndarray, "documents"]
 
 CHECKED_CHARACTERS = 2**11
-"""Text of each call to `encode` that is also given to the reference, which is a hundred times slower; on average."""
+"""Characters of each call to `encode` that the reference encodes too; it is a hundred times slower."""
 FIRST_CHECKED_CHARACTERS = 2**16
 """The same in the first call."""
-
-PROBES = [
-    " a  b   c",
-    "Hello, world! Don't I'LL we've they'd; (quoted) \"so\" -- and… —that’s “it”.",
-    "naïve café, Ångström a\u0301 ﬁ ǅ İ ß ½ ² №",
-    "東京は夜の七時。 한국어 텍스트 العربية מִלָּה हिन्दी ไทย Ελληνικά Кириллица",
-    "👩‍👩‍👧‍👦 🇩🇪 👍🏽 z̴̛a \U0010ffff \ue000 \ufffd",
-    "0 12 345 6789 1234567890 3.14e-10 0x1F 1,000,000 v2.0.1",
-    "\n\n \t\r\n x\r\n\r\n\ny \x0b\x0c\x1c\x85z\n ",
-    "\x00\x01\x7f\xa0\xad\u1680\u200b\u2009\u202f\u3000\ufeff",
-    "    def f(x):\n\t\treturn x  # CamelCaseHTTPServer snake_case __init__\n",
-    "https://example.org/a_b?c=1&d=%20#e <p class='x'>&nbsp;</p> \\frac{a}{b} $x^2$ {}[]()<>|~`@",
-    "</s><s>[INST] <|endoftext|> <|im_start|> <|end|><unk><pad> <0x0A> ▁a▁ ",
-    "x" * 300 + " " * 300 + "ab" * 150 + "\n" * 100 + "!" * 100,
-    "the The THE tHe 'the' the's thE",
-    " ",
-    "\n",
-]
-"""Texts on which implementations of one tokenizer tend to differ."""
 
 
 class Encoded(NamedTuple):
@@ -54,154 +45,15 @@ class Encoded(NamedTuple):
     """UTF-8 bytes of each document."""
 
 
-Flat = tuple[np.ndarray, np.ndarray]
-"""The ids of documents one after the other, and how many there are of each."""
-
-
-def _flatten(ids: list[list[int]]) -> Flat:
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    return np.fromiter(itertools.chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
-
-
 def _with_end(ids: np.ndarray, lengths: np.ndarray, end: int | None) -> Flat:
     if end is None:
         return ids, lengths
     return np.insert(ids, np.cumsum(lengths), np.uint32(end)), lengths + 1
 
 
-# ---- references ---------------------------------------------------------------------------------------------------
-
-
-class Reference(ABC):
-    """The library that defines a tokenizer, used on plain text: no special tokens around it, none read in it."""
-
-    library: str
-
-    @abstractmethod
-    def encode(self, texts: list[str]) -> Flat: ...
-
-
-@dataclass(frozen=True)
-class Tokenizers(Reference):
-    definition: str
-    library = "tokenizers"
-
-    def __post_init__(self):
-        object.__setattr__(self, "tokenizer", load_definition(self.definition))
-
-    def __reduce__(self) -> tuple:
-        return Tokenizers, (self.definition,)
-
-    def encode(self, texts: list[str]) -> Flat:
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return _flatten([encoding.ids for encoding in encodings])
-
-
-@dataclass(frozen=True)
-class Tiktoken(Reference):
-    encoding: Any
-    """A tiktoken.Encoding."""
-    offset: int = 0
-    """The id of rank 0."""
-    library = "tiktoken"
-
-    def encode(self, texts: list[str]) -> Flat:
-        # Unlike encode_ordinary, this makes no list; it finds no special tokens either if none are allowed.
-        ids = [self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=()) for text in texts]
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        flat = np.concatenate(ids) if ids else np.zeros(0, np.uint32)
-        return flat.astype(np.uint32, copy=False) + np.uint32(self.offset), lengths
-
-
-@dataclass(frozen=True)
-class SentencePiece(Reference):
-    model: bytes
-    library = "sentencepiece"
-
-    def __post_init__(self):
-        object.__setattr__(self, "_tokenizer", definitions.load_sentencepiece(self.model))
-
-    def __reduce__(self) -> tuple:
-        return SentencePiece, (self.model,)
-
-    def encode(self, texts: list[str]) -> Flat:
-        return _flatten(self._tokenizer.encode(texts))
-
-
-# ---- gigatoken ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Gigatoken:
-    definition: str
-    """A tokenizer.json without special tokens, as `without_special_tokens` gives it."""
-
-    def __post_init__(self):
-        import gigatoken
-
-        object.__setattr__(self, "_tokenizer", gigatoken.Tokenizer.from_json(self.definition))
-
-    def __reduce__(self) -> tuple:
-        return Gigatoken, (self.definition,)
-
-    def encode(self, texts: list[str]) -> Flat:
-        rows = self._tokenizer.encode_batch(texts).layout
-        offsets = np.asarray(rows.offsets.data).astype(np.int64)
-        return np.asarray(rows.content.data)[offsets[0] : offsets[-1]].astype(np.uint32, copy=False), np.diff(offsets)
-
-    def encode_one(self, text: str) -> np.ndarray:
-        return self._tokenizer.encode(text)
-
-
-def without_special_tokens(definition: str) -> str:
-    """A tokenizer.json that neither finds special tokens in text, where it quotes them, nor puts others around it."""
-    content = json.loads(definition)
-    content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
-    return json.dumps(content | {"post_processor": None, "truncation": None, "padding": None})
-
-
-def try_gigatoken(definition: str, reference: Reference) -> Gigatoken | str:
-    """The tokenizer if it gives the same ids as the reference for PROBES; else why not."""
-    try:
-        fast = Gigatoken(without_special_tokens(definition))
-    except ImportError:
-        return "gigatoken is not installed: pip install gigatoken"
-    except BaseException as e:
-        # A panic of its Rust code is no Exception.
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
-            raise
-        return f"gigatoken does not take this tokenizer: {e}"
-    for text in PROBES:
-        if difference := find_difference(fast.encode, reference.encode, text):
-            return f"gigatoken gives other ids than {reference.library}: {difference}"
-    return fast
-
-
-def find_difference(
-    encode: Callable[[list[str]], Flat], reference: Callable[[list[str]], Flat], text: str
-) -> str | None:
-    """Names a part of `text` for which the two give different ids, None if there is none."""
-
-    def ids(text: str) -> tuple[list[int], list[int]]:
-        return encode([text])[0].tolist(), reference([text])[0].tolist()
-
-    found, expected = ids(text)
-    if found == expected:
-        return None
-    while len(text) > 1:
-        half = len(text) // 2
-        parts = [part for part in (text[:half], text[half:], text[half // 2 : half // 2 + half]) if part != text]
-        if (part := next((part for part in parts if len(set(map(tuple, ids(part)))) > 1), None)) is None:
-            break
-        text = part
-    found, expected = ids(text)
-    return f"{text!r} becomes {found}, not {expected}"
-
-
-# ---- what the tools use -------------------------------------------------------------------------------------------
-
-
 class Tokenizer(ABC):
+    """From documents to ids, and back."""
+
     vocab_size: int
     definition: str | None
     """Its tokenizer.json; None for bytes."""
@@ -209,6 +61,14 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, texts: list[str]) -> Encoded:
         """The ids of documents, each with the end token if there is one."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens by their names. Ids that the tokenizer does not have are left out."""
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token, None if it is not in the vocabulary."""
 
     @abstractmethod
     def prefix_bytes(self, ids: Ids) -> int:
@@ -227,12 +87,23 @@ class ByteTokenizer(Tokenizer):
     definition = None
 
     def encode(self, texts: list[str]) -> Encoded:
+        """The ids of documents, each with the end token if there is one."""
         data = [text.encode() for text in texts]
         utf8_bytes = np.fromiter(map(len, data), np.int64, len(data))
         ids = np.frombuffer(b"".join(data), np.uint8).astype(np.uint32) + np.uint32(self.OFFSET)
         return Encoded(*_with_end(ids, utf8_bytes, self.END if self.append_end else None), utf8_bytes)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids; those that are not bytes are left out."""
+        codes = np.array(ids, np.int64) - self.OFFSET
+        return bytes(codes[(codes >= 0) & (codes < 256)].astype(np.uint8)).decode(errors="replace")
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of `</s>`; None for another token."""
+        return self.END if token == "</s>" else None
+
     def prefix_bytes(self, ids: Ids) -> int:
+        """UTF-8 bytes among `ids`."""
         return int((ids >= self.OFFSET).sum())
 
 
@@ -242,32 +113,37 @@ class TextTokenizer(Tokenizer):
     Args:
         definition: its tokenizer.json.
         reference: the library that defines it.
-        fast: what stands in for the reference, None for nothing.
+        fast: replaces the reference; None for nothing.
         end: the id put at the end of each document, None for nothing.
-        decoder: what `load_definition` gives, if that has been called.
     """
 
-    def __init__(
-        self, definition: str, reference: Reference, fast: Gigatoken | None, end: int | None, decoder: Any = None
-    ):
+    def __init__(self, definition: str, reference: Reference, fast: Gigatoken | None, end: int | None):
         self.definition, self._reference, self._fast, self._end = definition, reference, fast, end
-        self._decoder = decoder
-        self._budget, self._is_first = FIRST_CHECKED_CHARACTERS, True
+        self._is_first = True
 
     def __reduce__(self) -> tuple:
         return TextTokenizer, (self.definition, self._reference, self._fast, self._end)
 
     @property
     def library(self) -> str:
-        """What does the work."""
+        """Name of the library that encodes."""
         return self._reference.library if self._fast is None else "gigatoken"
+
+    @cached_property
+    def _decoder(self) -> Any:
+        return load_definition(self.definition)
 
     @property
     def vocab_size(self) -> int:
-        return max(self._load_decoder().get_vocab(with_added_tokens=True).values()) + 1
+        """The largest id, plus 1."""
+        return max(self._decoder.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: list[str]) -> Encoded:
-        """Raises ValueError if the stand-in gives other ids than the reference for one of the texts compared."""
+        """The ids of documents, each with the end token if there is one.
+
+        Raises:
+            ValueError: the fast library gives other ids than the reference for one of the texts compared.
+        """
         ids, lengths = (self._fast or self._reference).encode(texts)
         if self._fast is not None and texts:
             self._check(texts, ids, lengths)
@@ -275,40 +151,92 @@ class TextTokenizer(Tokenizer):
         return Encoded(*_with_end(ids, lengths, self._end), np.fromiter(utf8_bytes, np.int64, len(texts)))
 
     def _check(self, texts: list[str], ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Compares documents until the budget is used up, the first ones at first, then from a place on that varies."""
+        """Compares some documents: the first ones in the first call, later those after one that varies."""
+        left = FIRST_CHECKED_CHARACTERS if self._is_first else CHECKED_CHARACTERS
         ends = np.cumsum(lengths)
-        place = int(ids[:: max(1, ids.size // 64)].sum())
-        first = 0 if self._is_first else place % len(texts)
-        self._is_first = False
-        for i in range(first, len(texts)):
-            if self._budget <= 0:
-                break
-            text = texts[i]
-            found = ids[ends[i] - lengths[i] : ends[i]]
-            if len(text) > FIRST_CHECKED_CHARACTERS:
-                # As a whole it would take long, so a part of it is encoded apart.
-                start = place % (len(text) - CHECKED_CHARACTERS)
-                text = text[start : start + CHECKED_CHARACTERS]
-                found = self._fast.encode_one(text)
+        # Differs from call to call, but not from run to run.
+        random = int(ids[:: max(1, ids.size // 64)].sum())
+        for i in range(0 if self._is_first else random % len(texts), len(texts)):
+            text, found = texts[i], ids[ends[i] - lengths[i] : ends[i]]
+            if len(text) > left:
+                # A part of the text has ids of its own.
+                start = random % (len(text) - left + 1)
+                text = text[start : start + left]
+                found, _ = self._fast.encode([text])
             if not np.array_equal(found, self._reference.encode([text])[0]):
                 difference = find_difference(self._fast.encode, self._reference.encode, text)
                 raise ValueError(
-                    f"gigatoken gives other ids than {self._reference.library}: {difference or repr(text)}. Others "
+                    f"gigatoken gives other ids than {self._reference.library}: {difference or repr(text)}. Ids "
                     "written before may be wrong too: write the dataset again, with tokenizer.backend=reference "
                     "overwrite=true."
                 )
-            self._budget -= len(text)
-        self._budget = min(self._budget, 0) + CHECKED_CHARACTERS
+            left -= len(text)
+            if left == 0:
+                break
+        self._is_first = False
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens by their names. Ids that the tokenizer does not have are left out."""
+        return self._decoder.decode(list(ids), skip_special_tokens=False)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token, None if it is not in the vocabulary."""
+        return self._decoder.token_to_id(token)
 
     def prefix_bytes(self, ids: Ids) -> int:
+        """UTF-8 bytes of the text that the first tokens of a document stand for; a cut character counts as U+FFFD."""
         if self._end is not None and ids.size and ids[-1] == self._end:
             ids = ids[:-1]
-        return len(self._load_decoder().decode(ids.tolist(), skip_special_tokens=False).encode())
+        return len(self.decode(ids.tolist()).encode())
 
-    def _load_decoder(self) -> Any:
-        if self._decoder is None:
-            self._decoder = load_definition(self.definition)
-        return self._decoder
+
+def imports_of(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The modules that `encode` needs, which take their time to import."""
+    if not isinstance(tokenizer, TextTokenizer):
+        return ()
+    return ("tokenizers", "tiktoken") + (("gigatoken", "awkward") if tokenizer.library == "gigatoken" else ())
+
+
+# ---- opening ------------------------------------------------------------------------------------------------------
+
+
+def open_tokenizer(kind: str, name: str | None, end_token: str | None = None) -> Tokenizer:
+    """A tokenizer, encoding with the library that defines it.
+
+    Args:
+        kind: `bytes`, `huggingface`, `tiktoken` or `mistral`.
+        name: as `open_library` says; None for bytes.
+        end_token: put at the end of each document, None for nothing.
+
+    Raises:
+        ValueError: the tokenizer is missing or damaged, or has no such end token.
+    """
+    if kind == "bytes":
+        return open_bytes(end_token)
+    return make_text_tokenizer(*open_library(kind, name), end_token, "reference")[0]
+
+
+def open_bytes(end_token: str | None) -> ByteTokenizer:
+    """The tokenizer of bytes. Raises ValueError unless the end token is `</s>` or None."""
+    if end_token not in (None, "</s>"):
+        raise ValueError(f"end_token is {end_token!r}; that of bytes is </s>, or null.")
+    return ByteTokenizer(append_end=end_token is not None)
+
+
+def open_library(kind: str, name: str) -> tuple[str, Reference]:
+    """The tokenizer.json of a tokenizer of text, and the library that defines it.
+
+    Args:
+        kind: `huggingface`, `tiktoken` or `mistral`.
+        name: what `definitions.find_huggingface`, `open_tiktoken` or `open_mistral` takes.
+
+    Raises:
+        ValueError: the tokenizer is missing or damaged.
+    """
+    if kind != "huggingface":
+        return {"tiktoken": open_tiktoken, "mistral": open_mistral}[kind](name)
+    definition = definitions.find_huggingface(name)
+    return definition, Tokenizers(definition)
 
 
 def open_tiktoken(name: str) -> tuple[str, Tiktoken]:
@@ -332,7 +260,7 @@ def open_tiktoken(name: str) -> tuple[str, Tiktoken]:
             "directory that has the file from elsewhere."
         ) from e
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-    # Its ranks are its ids, and it shows them one at a time.
+    # The rank of a token is its id. tiktoken gives the ranks one at a time.
     ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
     return definitions.from_ranks(ranks, encoding._pat_str, special), Tiktoken(encoding)
 
@@ -341,7 +269,7 @@ def open_mistral(name: str) -> tuple[str, Reference]:
     """The tokenizer.json of a tokenizer of Mistral's, and the library that defines it.
 
     Raises:
-        ValueError: it is missing, or not such a file.
+        ValueError: the tokenizer is missing, or its file is not one of Mistral's.
     """
     found = definitions.find_mistral(name)
     if isinstance(found, bytes):
@@ -354,69 +282,44 @@ def open_mistral(name: str) -> tuple[str, Reference]:
     return definition, Tiktoken(encoding, num_special)
 
 
-def imports_of(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The modules that `encode` needs, which take their time to import."""
-    if not isinstance(tokenizer, TextTokenizer):
-        return ()
-    return ("tokenizers", "tiktoken") + (("gigatoken", "awkward") if tokenizer.library == "gigatoken" else ())
-
-
 def open_for_decoding(definition: bytes | None, about: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a dataset, given its tokenizer.json and the attribute `tokenizer`."""
+    """The tokenizer of a dataset, given its tokenizer.json and its attribute `tokenizer`."""
+    end_token = about.get("end_token")
     if definition is None:
-        return ByteTokenizer(append_end=about["end_token"] is not None)
+        return open_bytes(end_token)
     text = definition.decode()
-    end = about["end_token"]
-    return TextTokenizer(text, Tokenizers(text), None, None if end is None else load_definition(text).token_to_id(end))
-
-
-def load_definition(definition: str) -> Any:
-    """The tokenizers.Tokenizer of a tokenizer.json, which reads no special tokens in text and neither cuts nor pads.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_str(definition)
-    # It raises no narrower class.
-    except Exception as e:
-        raise ValueError(
-            f"`tokenizers` cannot read the tokenizer.json: {e}. Download or write it again; or, if a newer version of "
-            "`tokenizers` wrote it, install that."
-        ) from e
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    # A document that quotes "</s>" does not end there.
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+    return make_text_tokenizer(text, Tokenizers(text), end_token, "reference")[0]
 
 
 def make_text_tokenizer(
     definition: str, reference: Reference, end_token: str | None, backend: str
 ) -> tuple[TextTokenizer, str | None]:
-    """A tokenizer with the fastest backend that is sound, and why that is not gigatoken where it is not.
+    """A tokenizer that encodes with the fastest library that gives the right ids.
 
     Args:
+        definition: its tokenizer.json.
+        reference: the library that defines it.
+        end_token: put at the end of each document, None for nothing.
         backend: `auto` for gigatoken where it gives the same ids, else the reference; `gigatoken`; or `reference`.
 
+    Returns:
+        The tokenizer; and why it does not use gigatoken where `auto` would have liked to.
+
     Raises:
-        ValueError: the vocabulary has no such end token; or gigatoken is asked for and does not do.
+        ValueError: the vocabulary has no such end token; or the backend is `gigatoken`, and its ids are not the same.
     """
-    decoder = reference.tokenizer if isinstance(reference, Tokenizers) else load_definition(definition)
-    end = None if end_token is None else decoder.token_to_id(end_token)
-    if end_token is not None and end is None:
-        special = sorted(token.content for token in decoder.get_added_tokens_decoder().values())
+    end = None
+    if end_token is not None and (end := load_definition(definition).token_to_id(end_token)) is None:
+        tokens = load_definition(definition).get_added_tokens_decoder().values()
         # Mistral's have a thousand, most of them fillers.
-        named = [token for token in special if not token.startswith("<SPECIAL_")]
+        special = sorted((token.content for token in tokens), key=lambda name: (name.startswith("<SPECIAL_"), name))
         more = f" and {len(special) - 30} more" if len(special) > 30 else ""
         raise ValueError(
             f"The tokenizer has no token {end_token!r} for tokenizer.end_token. Its special tokens are "
-            f"{(named + special)[: min(30, len(special))]}{more}."
+            f"{special[:30]}{more}."
         )
     fast = try_gigatoken(definition, reference) if backend != "reference" else None
     why = fast if isinstance(fast, str) else None
     if why is not None and backend == "gigatoken":
         raise ValueError(f"{why}. Leave tokenizer.backend=auto, or set it to reference.")
-    return TextTokenizer(definition, reference, None if why else fast, end, decoder), why
+    return TextTokenizer(definition, reference, None if why else fast, end), why

@@ -1,4 +1,4 @@
-"""A function applied to many things by several processes, with the results in order."""
+"""A function applied to many items by several processes, with the results in order."""
 
 import itertools
 import multiprocessing
@@ -15,13 +15,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 ENOUGH = 5
-"""With fewer things to do, starting processes takes longer than doing them."""
+"""Number of items for which processes are started: fewer take less time than starting processes."""
 
 _function: Callable[[Any], Any]
 
 
 def available_cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -46,47 +46,48 @@ class WorkerPool:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
-        """Each item with its result, in order; at most three of them a worker are held.
+        """Each item with its result, in order. At most three items for each worker are held.
 
         Raises:
-            ValueError: what the function raises, or a process that was killed.
+            ValueError: the function raises it, or a process was killed.
         """
         items = iter(items)
         first = [] if self._num_workers == 1 else list(itertools.islice(items, ENOUGH))
+        items = itertools.chain(first, items)
         if len(first) < ENOUGH:
-            for item in itertools.chain(first, items):
-                yield item, self._function(item)
+            yield from ((item, self._function(item)) for item in items)
             return
-        try:
-            yield from self._map(itertools.chain(first, items))
-        except BrokenProcessPool as e:
-            raise ValueError(
-                f"One of {self._num_workers} processes was killed, perhaps for want of memory: try fewer num_workers."
-            ) from e
-
-    def _map(self, items: Iterator[Item]) -> Iterator[tuple[Item, Result]]:
-        if self._pool is None:
-            context = multiprocessing.get_context("forkserver")
-            # What is imported before the fork, all workers share.
-            context.set_forkserver_preload(["__main__", *self._imports])
-            self._pool = ProcessPoolExecutor(self._num_workers, context, _start, (self._function,))
+        pool = self._start()
         ahead: deque[tuple[Item, Future[Result]]] = deque()
         try:
             for item in items:
-                ahead.append((item, self._pool.submit(_apply, item)))
+                ahead.append((item, pool.submit(_apply, item)))
                 if len(ahead) == 3 * self._num_workers:
                     item, future = ahead.popleft()
                     yield item, future.result()
             while ahead:
                 item, future = ahead.popleft()
                 yield item, future.result()
+        except BrokenProcessPool as e:
+            raise ValueError(
+                f"One of {self._num_workers} processes was killed, perhaps for want of memory: try fewer num_workers."
+            ) from e
         finally:
-            # Whoever asks for no more has what it needs.
+            # Not all results may have been taken.
             for _, future in ahead:
                 future.cancel()
 
+    def _start(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            context = multiprocessing.get_context("forkserver")
+            # What is imported before the fork, all workers share.
+            context.set_forkserver_preload(["__main__", *self._imports])
+            self._pool = ProcessPoolExecutor(self._num_workers, context, _begin, (self._function,))
+        return self._pool
 
-def _start(function: Callable[[Any], Any]) -> None:
+
+def _begin(function: Callable[[Any], Any]) -> None:
+    """Begins a process of the pool."""
     # The processes are the parallelism here.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Ctrl-C reaches all processes; the first one ends the others.
@@ -97,7 +98,7 @@ def _start(function: Callable[[Any], Any]) -> None:
 
 
 def _exit_with_parent() -> None:
-    """A killed parent cannot say so: its children would wait for work for ever."""
+    """Ends this process when its parent ends, which may be killed: this process would wait for work for ever."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

@@ -1,20 +1,19 @@
-"""Shows what is in a flat-tokens dataset, and which documents stand in a batch of a run.
+"""Shows what is in a flat-tokens dataset, and which documents are in a batch of a run.
 
     python -m tools.inspect_data filespec=data/austen_bpe.zarr
     python -m tools.inspect_data filespec=data/austen_bpe.zarr document=3
     python -m tools.inspect_data filespec=data/austen_bpe.zarr check=true
     python -m tools.inspect_data run=runs/<name> step=123
 
-The third reads the whole dataset and compares all it says about itself. The last answers what stood in the batch of a
-step at which the loss jumped. Text is decoded with the dataset's own tokenizer; without one, token ids are shown.
+The third reads the whole dataset and compares its parts. The last shows the batch of a step, for example one at which
+the loss jumped. Text is decoded with the dataset's own tokenizer; without one, token ids are shown.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
 from jaxtyping import Int64
 from omegaconf import OmegaConf
@@ -27,21 +26,23 @@ import flat_tokens
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import DataConfig, FlatTokensLoader, Loader, MixtureLoader, make_loader
-from text.tokenizers import ByteTokenizer, load_definition
+from text.codec import TextCodec, codec_of_attributes
 
 Places = Int64[np.ndarray, "places"]
 
 
 @dataclass
 class Config:
+    """The settings of the program."""
+
     filespec: str | None = None
-    """The dataset: a local path or a URL. Null: that of `run`; with `run`, where its dataset lies now."""
+    """The dataset: a local path or a URL. With `run`: where its dataset is now; null for where it was."""
     split: str = "train"
     """`train` or `validation`."""
     run: str | None = None
-    """Directory of a run, whose config.yaml says what it read."""
+    """Directory of a run, whose config.yaml names its data."""
     source: str | None = None
-    """Which source of the run's mixture to show, where no step is asked for."""
+    """The source of the run's mixture to show, where no step is given."""
     step: int | None = None
     """Show the batch of this step of `run`, at least 0."""
     rows: int = 4
@@ -51,59 +52,30 @@ class Config:
     document: int | None = None
     """Show this document, whole, in [0, num_documents)."""
     documents: int = 5
-    """How many documents to show otherwise, evenly spaced over the split, at least 0."""
+    """Number of documents to show otherwise, evenly spaced over the split, at least 0."""
     characters: int = 200
     """Most characters of a document to show, at least 1; `document` is not cut."""
     sample: int = 2**22
-    """Tokens and documents that the statistics look at, at least 1; the first ones of the split."""
+    """Number of tokens and of documents for the statistics, at least 1: the first ones of the split."""
     top: int = 15
-    """How many of the most frequent tokens to list, at least 0."""
+    """Number of the most frequent tokens to list, at least 0."""
     check: bool = False
-    """Read everything, and compare it with what the dataset says of itself."""
+    """Read everything, and compare the parts of the dataset."""
 
 
 # ---- text ---------------------------------------------------------------------------------------------------------
 
 
-class Decoder:
-    """Turns token ids into text with the tokenizer of a dataset; into numbers if it names none."""
-
-    def __init__(self, filespec: str, attributes: Any):
-        self.description = "none known: token ids are shown"
-        self._tokenizer = None
-        stated = attributes.get("tokenizer") or {}
-        self._is_bytes = stated.get("kind") == "bytes"
-        if self._is_bytes:
-            self.description = "UTF-8 bytes"
-        elif stated:
-            self._tokenizer = _load_tokenizer(filespec)
-            self.description = f"{stated.get('kind')} {stated.get('name') or ''}".strip()
-
-    def __call__(self, ids: np.ndarray) -> str:
-        if self._is_bytes:
-            text = ids[ids >= ByteTokenizer.OFFSET] - ByteTokenizer.OFFSET
-            return bytes(text.astype(np.uint8)).decode(errors="replace")
-        if self._tokenizer is not None:
-            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        return " ".join(map(str, ids.tolist()))
-
-
-def _load_tokenizer(filespec: str) -> Any:
-    """The tokenizer.json of the dataset, None if it has none."""
-    if "://" in filespec:
-        with fsspec.open(f"{filespec.rstrip('/')}/tokenizer.json", "rt") as file:
-            definition = file.read()
-    else:
-        path = os.path.join(filespec, "tokenizer.json")
-        if not os.path.exists(path):
-            return None
-        with open(path, encoding="utf-8") as file:
-            definition = file.read()
-    return load_definition(definition)
+def open_codec(filespec: str, attributes: Mapping[str, Any]) -> TextCodec:
+    """The codec of a dataset; it shows token ids if the dataset names no tokenizer, or has lost it."""
+    try:
+        return codec_of_attributes(filespec, attributes)
+    except FileNotFoundError:
+        return TextCodec()
 
 
 def one_line(text: str, characters: int | None = None) -> str:
-    """The text with its line ends and unprintable characters shown as such, cut to so many characters."""
+    """The first characters of a text, or all, with signs for line ends and for unprintable characters."""
     cut = text if characters is None or len(text) <= characters else text[:characters] + "…"
     return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "�") for c in cut)
 
@@ -112,24 +84,24 @@ def one_line(text: str, characters: int | None = None) -> str:
 
 
 class Piece(NamedTuple):
-    """The part of a document that stands in a row."""
+    """The part of a document in a row."""
 
     document: int
     """Its index in the split."""
     position: int
-    """Where in the row it begins, in tokens."""
+    """Its first position in the row."""
     start: int
-    """Its first token's place in the document."""
+    """The place of its first token in the document."""
     length: int
-    """Tokens."""
+    """Number of tokens."""
     document_length: int
-    """Tokens in the whole document."""
+    """Number of tokens of the whole document."""
 
 
 def find_documents(reader: flat_tokens.Reader, places: Places) -> Places:
-    """The index of the document that each token, given by its place in the split, belongs to."""
+    """The index of the document that each token belongs to. Tokens are given by their places in the split."""
     low, high = np.zeros_like(places), np.full_like(places, reader.num_documents)
-    # All places at once, so that a remote dataset is asked some thirty times at most.
+    # All places at once, so that a remote dataset gets some thirty requests at most.
     while (high - low > 1).any():
         middle = (low + high) // 2
         starts, _ = reader.document_spans(middle)
@@ -137,39 +109,44 @@ def find_documents(reader: flat_tokens.Reader, places: Places) -> Places:
     return low
 
 
-def pieces_of_row(reader: flat_tokens.Reader, first: int, start: int, length: int) -> list[Piece]:
-    """The documents in the tokens [start, start + length) of the split, where `first` is the document of the first."""
-    pieces, place, document = [], start, first
-    while place < start + length:
-        (begin,), (size,) = reader.document_spans(np.array([document]))
-        stop = min(int(begin + size), start + length)
-        pieces.append(Piece(document, place - start, int(place - begin), int(stop - place), int(size)))
+class Row(NamedTuple):
+    """One sequence of a batch."""
+
+    number: int
+    """Its index in the batch."""
+    source: str | None
+    """The name of its source in the mixture."""
+    epoch: int
+    reader: flat_tokens.Reader
+    start: int
+    """The place of its first token in the split."""
+    length: int
+    document: int
+    """The index of the document of its first token."""
+
+
+def pieces_of_row(row: Row) -> list[Piece]:
+    """The parts of documents in a row."""
+    pieces, place, document = [], row.start, row.document
+    while place < row.start + row.length:
+        (begin,), (size,) = row.reader.document_spans(np.array([document]))
+        stop = min(int(begin + size), row.start + row.length)
+        pieces.append(Piece(document, place - row.start, int(place - begin), int(stop - place), int(size)))
         place, document = stop, document + 1
     return pieces
 
 
-class Row(NamedTuple):
-    number: int
-    """In the batch."""
-    source: str | None
-    """Its name in the mixture."""
-    epoch: int
-    reader: flat_tokens.Reader
-    start: int
-    """Its first token's place in the split."""
-    length: int
-
-
 def rows_of_batch(loader: Loader, step: int, rows: np.ndarray) -> list[Row]:
-    """Where the rows of a batch come from.
+    """The origin of some rows of a batch.
 
     Raises:
-        ValueError: a stream, of which nothing is known without reading it.
+        ValueError: the loader reads a stream, whose batches are known only once they are read.
     """
+    numbers = step * loader.batch_size + rows
     if isinstance(loader, FlatTokensLoader):
-        found = [(None, loader, rows, step * loader.batch_size + rows)]
+        found = [(None, loader, rows, numbers)]
     elif isinstance(loader, MixtureLoader):
-        which, numbers = loader.quotas.locate(step * loader.batch_size + rows)
+        which, numbers = loader.quotas.locate(numbers)
         found = [
             (name, source, rows[which == i], numbers[which == i])
             for i, (name, source) in enumerate(loader.sources.items())
@@ -181,15 +158,21 @@ def rows_of_batch(loader: Loader, step: int, rows: np.ndarray) -> list[Row]:
             "with tools/huggingface_to_flat_tokens to be able to look at any step."
         )
     result = []
-    for name, source, places, numbers in found:
+    for name, source, indices, numbers in found:
         starts, lengths = source.spans(numbers)
-        epochs = numbers // source.rows_per_epoch
-        for row, epoch, start, length in zip(places, epochs, starts, lengths, strict=True):
-            result.append(Row(int(row), name, int(epoch), source.dataset, int(start), int(length)))
+        documents = find_documents(source.dataset, starts)
+        for index, number, *span in zip(indices, numbers, starts, lengths, documents, strict=True):
+            epoch = int(number) // source.sequences_per_epoch
+            result.append(Row(int(index), name, epoch, source.dataset, *map(int, span)))
     return sorted(result, key=lambda row: row.number)
 
 
 def show_batch(console: Console, config: Config, run: Any) -> None:
+    """Prints a table for each row of a batch: the documents in it.
+
+    Raises:
+        ValueError: the step or the first row is out of range, or the run reads a stream.
+    """
     data, training = _data_config(config, run), run.training
     loader = make_loader(data, config.split, training.batch_size, training.seq_len)
     if not 0 <= config.first_row < loader.batch_size:
@@ -200,31 +183,26 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
     console.print(f"[bold]Step {config.step:,}[/] of {config.run}: {loader.batch_size} rows of {loader.seq_len} tokens")
     if counts := loader.source_tokens(config.step):
         console.print("Tokens by source: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
-    decoders: dict[str, Decoder] = {}
     filespecs = {name: source.filespec for name, source in data.mixture.items()} | {None: data.filespec}
-    found = rows_of_batch(loader, config.step, rows)
-    firsts: dict[int, int] = {}
-    for reader in {id(row.reader): row.reader for row in found}.values():
-        own = [row for row in found if row.reader is reader]
-        documents = find_documents(reader, np.array([row.start for row in own]))
-        firsts |= {row.number: int(document) for row, document in zip(own, documents, strict=True)}
-    for row in found:
-        filespec = filespecs[row.source]
-        decode = decoders.setdefault(filespec, Decoder(filespec, row.reader.attributes))
+    codecs: dict[str | None, TextCodec] = {}
+    for row in rows_of_batch(loader, config.step, rows):
+        reader = row.reader
+        if row.source not in codecs:
+            codecs[row.source] = open_codec(filespecs[row.source], reader.attributes)
         title = f"row {row.number}" + (f", {row.source}" if row.source else "")
         table = Table(title=f"{title}, epoch {row.epoch}, tokens {row.start:,} to {row.start + row.length - 1:,}")
         table.title_justify = "left"
         for name in ("at", "document", "its tokens", "of"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("text", ratio=1, overflow="fold")
-        for piece in pieces_of_row(row.reader, firsts[row.number], row.start, row.length):
-            ids = _read_ids(row.reader, row.start + piece.position, piece.length)
+        for piece in pieces_of_row(row):
+            text = _read_text(reader, codecs[row.source], row.start + piece.position, piece.length)
             table.add_row(
                 str(piece.position),
                 f"{piece.document:,}",
                 f"{piece.start:,} – {piece.start + piece.length - 1:,}",
                 f"{piece.document_length:,}",
-                Text(one_line(decode(ids), config.characters)),
+                Text(one_line(text, config.characters)),
             )
         console.print(table)
     left = loader.batch_size - rows.size
@@ -232,20 +210,24 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
         console.print(f"{left} more rows: rows={loader.batch_size} first_row=0 shows all.", style="dim")
 
 
-def _read_ids(reader: flat_tokens.Reader, start: int, length: int) -> np.ndarray:
-    return flat_tokens.decode(reader.read(np.array([start]), np.array([length]))[0])[0]
+def _read_text(reader: flat_tokens.Reader, codec: TextCodec, start: int, length: int) -> str:
+    (encoded,) = reader.read(np.array([start]), np.array([length]))
+    return codec.decode(flat_tokens.decode(encoded)[0].tolist())
 
 
 # ---- a dataset ----------------------------------------------------------------------------------------------------
 
 
-def show_overview(console: Console, reader: flat_tokens.Reader, decode: Decoder) -> None:
+def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
+    """Prints the sizes of a split, and how it was made."""
     attributes, tokens, documents = reader.attributes, reader.num_tokens, reader.num_documents
+    about = attributes.get("tokenizer")
+    tokenizer = f"{about.get('kind')} {about.get('name') or ''}".strip() if about else "none known: token ids are shown"
     table = Table(show_header=False, box=None, title=f"{reader.path}", title_justify="left", title_style="bold")
     table.add_row("tokens", f"{tokens:,}")
     table.add_row("documents", f"{documents:,}, {tokens / max(documents, 1):,.1f} tokens on average")
     table.add_row("largest token id", f"{reader.max_token_id:,}")
-    table.add_row("tokenizer", decode.description)
+    table.add_row("tokenizer", tokenizer)
     if size := attributes.get("utf8_bytes"):
         table.add_row("text", f"{size:,} bytes, {size / max(tokens, 1):.2f} a token")
     if source := attributes.get("source"):
@@ -255,8 +237,9 @@ def show_overview(console: Console, reader: flat_tokens.Reader, decode: Decoder)
 
 
 def show_lengths(console: Console, reader: flat_tokens.Reader, sample: int) -> None:
+    """Prints a histogram of the lengths of the first `sample` documents."""
     count = min(sample, reader.num_documents)
-    lengths = _lengths(reader, 0, count)
+    lengths = np.diff(reader.read_starts(0, count + 1))
     of = "" if count == reader.num_documents else f" (the first {count:,})"
     quartiles = np.percentile(lengths, [0, 5, 50, 95, 100]).astype(int)
     table = Table(title=f"Document lengths{of}", title_justify="left", caption_justify="left")
@@ -267,19 +250,20 @@ def show_lengths(console: Console, reader: flat_tokens.Reader, sample: int) -> N
     counts = np.bincount(bins)
     weights = np.bincount(bins, lengths) / max(lengths.sum(), 1)
     for i in range(bins.min(), counts.size):
-        bar = "█" * round(30 * counts[i] / counts.max())
-        table.add_row(f"{2**i:,} – {2 ** (i + 1) - 1:,}", f"{counts[i]:,}", bar, f"{weights[i]:.1%}")
+        table.add_row(
+            f"{2**i:,} – {2 ** (i + 1) - 1:,}", f"{counts[i]:,}", _bar(counts[i] / counts.max()), f"{weights[i]:.1%}"
+        )
     console.print(table)
 
 
-def _lengths(reader: flat_tokens.Reader, start: int, stop: int) -> np.ndarray:
-    return np.diff(reader.read_starts(start, stop + 1))
+def _bar(fraction: float) -> str:
+    return "█" * round(30 * fraction)
 
 
-def show_tokens(console: Console, reader: flat_tokens.Reader, decode: Decoder, sample: int, top: int) -> None:
+def show_tokens(console: Console, reader: flat_tokens.Reader, codec: TextCodec, sample: int, top: int) -> None:
+    """Prints the `top` most frequent of the first `sample` tokens."""
     encoded = np.concatenate(list(reader.blocks(sample)))
     ids, counts = np.unique_counts(flat_tokens.decode(encoded)[0])
-    order = np.argsort(-counts, kind="stable")
     of = "" if encoded.size == reader.num_tokens else f" (the first {encoded.size:,})"
     p = counts / counts.sum()
     table = Table(title=f"Most frequent tokens{of}", title_justify="left", caption_justify="left")
@@ -289,14 +273,14 @@ def show_tokens(console: Console, reader: flat_tokens.Reader, decode: Decoder, s
     )
     for name, justify in (("id", "right"), ("text", "left"), ("count", "right"), ("share", "right"), ("", "left")):
         table.add_column(name, justify=justify)
-    for i in order[:top]:
-        bar = "█" * round(30 * counts[i] / counts[order[0]])
-        text = Text(repr(decode(ids[i : i + 1])))
-        table.add_row(f"{ids[i]:,}", text, f"{counts[i]:,}", f"{p[i]:.2%}", bar)
+    for i in np.argsort(-counts, kind="stable")[:top]:
+        text = Text(repr(codec.decode([int(ids[i])])))
+        table.add_row(f"{ids[i]:,}", text, f"{counts[i]:,}", f"{p[i]:.2%}", _bar(counts[i] / counts.max()))
     console.print(table)
 
 
-def show_documents(console: Console, reader: flat_tokens.Reader, decode: Decoder, count: int, characters: int) -> None:
+def show_documents(console: Console, reader: flat_tokens.Reader, codec: TextCodec, count: int, characters: int) -> None:
+    """Prints the beginnings of `count` documents, evenly spaced over the split."""
     which = np.unique(np.linspace(0, reader.num_documents - 1, min(count, reader.num_documents)).astype(np.int64))
     if not which.size:
         return
@@ -306,60 +290,60 @@ def show_documents(console: Console, reader: flat_tokens.Reader, decode: Decoder
     table.add_column("text", ratio=1, overflow="fold")
     for i, start, length in zip(which, *reader.document_spans(which), strict=True):
         # A token stands for one character or more, nearly always.
-        ids = _read_ids(reader, int(start), min(int(length), characters + 8))
-        table.add_row(f"{i:,}", f"{length:,}", Text(one_line(decode(ids), characters)))
+        text = _read_text(reader, codec, int(start), min(int(length), characters + 8))
+        table.add_row(f"{i:,}", f"{length:,}", Text(one_line(text, characters)))
     console.print(table)
 
 
-def show_document(console: Console, reader: flat_tokens.Reader, decode: Decoder, document: int) -> None:
+def show_document(console: Console, reader: flat_tokens.Reader, codec: TextCodec, document: int) -> None:
+    """Prints a document, whole. Raises ValueError if there is none of that index."""
     if not 0 <= document < reader.num_documents:
         raise ValueError(f"document is {document}; {reader.path} has documents 0 to {reader.num_documents - 1}.")
     (start,), (length,) = reader.document_spans(np.array([document]))
     console.print(f"[bold]Document {document:,}[/]: tokens {start:,} to {start + length - 1:,}")
-    console.print(Text(decode(_read_ids(reader, int(start), int(length)))))
+    console.print(Text(_read_text(reader, codec, int(start), int(length))))
 
 
-def find_faults(reader: flat_tokens.Reader) -> Iterator[str | int]:
-    """Reads a split whole: yields the tokens read so far, and a line for each kind of fault.
+def find_faults(reader: flat_tokens.Reader, blocks: Iterable[np.ndarray]) -> list[str]:
+    """Compares all parts of a split. Returns a sentence for each kind of fault.
+
+    Args:
+        reader: of the split.
+        blocks: all stored tokens, in order.
 
     Raises:
         ValueError: a file cannot be read.
     """
     place = document = largest = 0
-    said: set[str] = set()
-    for encoded in reader.blocks():
+    faults: dict[str, str] = {}
+    for encoded in blocks:
         ids, is_start = flat_tokens.decode(encoded)
         largest = max(largest, int(ids.max()))
         marked = place + np.flatnonzero(is_start)
-        stated = reader.read_starts(document, min(document + marked.size + 1, reader.num_documents + 1))
-        in_block = stated[stated < place + encoded.size].astype(np.int64)
-        if "marks" not in said and not np.array_equal(in_block, marked):
+        end = min(document + marked.size, reader.num_documents)
+        stated = reader.read_starts(document, end + 1).astype(np.int64)
+        in_block = stated[stated < place + encoded.size]
+        if not np.array_equal(in_block, marked):
             both = min(in_block.size, marked.size)
-            differ = np.flatnonzero(in_block[:both] != marked[:both])
-            at = document + (int(differ[0]) if differ.size else both)
-            said.add("marks")
-            yield f"the marks in encoded_tokens and seq_starts differ from document {at:,} on"
-        if "empty" not in said and (np.diff(stated.astype(np.int64)) <= 0).any():
-            said.add("empty")
-            at = document + int(np.flatnonzero(np.diff(stated.astype(np.int64)) <= 0)[0])
-            yield f"document {at:,} is empty, or seq_starts decreases there"
+            at = document + np.append(np.flatnonzero(in_block[:both] != marked[:both]), both)[0]
+            faults.setdefault("marks", f"the marks in encoded_tokens and seq_starts differ from document {at:,} on")
+        if (empty := np.flatnonzero(np.diff(stated) <= 0)).size:
+            faults.setdefault("empty", f"document {document + empty[0]:,} is empty, or seq_starts decreases there")
         document += marked.size
         place += encoded.size
-        yield place
+    result = list(faults.values())
     if document != reader.num_documents:
-        yield f"{document:,} documents are marked in encoded_tokens, seq_starts has {reader.num_documents:,}"
+        result.append(f"{document:,} documents are marked in encoded_tokens, seq_starts has {reader.num_documents:,}")
     if largest != reader.max_token_id:
-        yield f"the largest token id is {largest:,}, the attribute max_token_id says {reader.max_token_id:,}"
+        result.append(f"the largest token id is {largest:,}, the attribute max_token_id says {reader.max_token_id:,}")
+    return result
 
 
 def check(console: Console, reader: flat_tokens.Reader) -> None:
-    """Raises ValueError if the split is not what it says of itself."""
-    faults = []
-    steps = (found for found in find_faults(reader) if isinstance(found, int) or faults.append(found))
+    """Reads a split whole. Raises ValueError if parts of it contradict each other."""
     total = -(-reader.num_tokens // 2**20)
-    for _ in track(steps, description="reading", total=total, console=console, transient=True):
-        pass
-    if faults:
+    blocks = track(reader.blocks(), description="reading", total=total, console=console, transient=True)
+    if faults := find_faults(reader, blocks):
         raise ValueError(f"{reader.path} is damaged: {'; '.join(faults)}. Write or copy the dataset again.")
     console.print(
         f"{reader.path}: all {reader.num_tokens:,} tokens read; marks, starts and attributes agree.", soft_wrap=True
@@ -401,10 +385,10 @@ def _filespec(config: Config, run: Any) -> str:
 
 
 def run(config: Config, console: Console | None = None) -> None:
-    """Prints what `config` asks for.
+    """Shows a batch, a document or a dataset, as the settings say.
 
     Raises:
-        ValueError: a setting out of range or contradicting another, or a dataset that is missing or damaged.
+        ValueError: a setting is out of range or contradicts another, or a dataset is missing or damaged.
     """
     console = console or Console()
     bounds = {"rows": 1, "documents": 0, "characters": 1, "sample": 1, "top": 0}
@@ -419,24 +403,20 @@ def run(config: Config, console: Console | None = None) -> None:
         return
     filespec = _filespec(config, settings)
     reader = open_reader(filespec, config.split)
-    decode = Decoder(filespec, reader.attributes)
+    codec = open_codec(filespec, reader.attributes)
     if config.check:
         check(console, reader)
     elif config.document is not None:
-        show_document(console, reader, decode, config.document)
+        show_document(console, reader, codec, config.document)
     else:
-        show_overview(console, reader, decode)
+        show_overview(console, reader)
         console.print()
         show_lengths(console, reader, config.sample)
         console.print()
-        show_tokens(console, reader, decode, config.sample, config.top)
+        show_tokens(console, reader, codec, config.sample, config.top)
         console.print()
-        show_documents(console, reader, decode, config.documents, config.characters)
-
-
-def main() -> None:
-    run_program("inspect_data", Config, run)
+        show_documents(console, reader, codec, config.documents, config.characters)
 
 
 if __name__ == "__main__":
-    main()
+    run_program("inspect_data", Config, run)

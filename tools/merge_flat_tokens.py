@@ -1,7 +1,8 @@
 """Joins the shards of a dataset: `python -m tools.merge_flat_tokens out=data/c4_en.zarr`.
 
 The shards are those that tools.huggingface_to_flat_tokens wrote with `shard=i/n` and the same `out`. Nothing is
-tokenized again, and the dataset has the same bytes as if one process had written it all. Killed, it begins anew.
+tokenized again, and the dataset has the same bytes as if one process had written it all. After a kill, the program
+begins again.
 """
 
 import os
@@ -27,6 +28,8 @@ BLOCK_TOKENS = 2**20
 
 @dataclass
 class Config:
+    """The settings of the program."""
+
     out: str = MISSING
     """Directory of the dataset, a local path; its shards are in `<out>.shards/`."""
     overwrite: bool = False
@@ -39,7 +42,7 @@ class ShardReader:
     """One split of one shard, read from its beginning to its end.
 
     Raises:
-        ValueError: the shard is missing, incomplete or damaged, or no shard at all.
+        ValueError: the shard is missing, incomplete or damaged, or not a shard.
     """
 
     def __init__(self, directory: str, split: str):
@@ -64,7 +67,7 @@ class ShardReader:
         self._last_start = 0
 
     def next_piece(self) -> int | None:
-        """Tokens in the next piece; None if the shard ends before it."""
+        """Goes to the next piece, and returns its number of tokens; None if the shard has no more pieces."""
         self._piece += 1
         return int(self.counts[self._piece - 1, 0]) if self._piece <= len(self.counts) else None
 
@@ -84,7 +87,7 @@ class ShardReader:
         return encoded, num_bytes
 
     def cut_bytes(self, tokenizer: tokenizers.Tokenizer) -> int:
-        """How many UTF-8 bytes less the last document read has if it ends where the reading stopped."""
+        """UTF-8 bytes that the last document read loses if it ends where the reading stopped."""
         if self._token == self.reader.num_tokens or self._document == 0:
             return 0
         span = np.array([self._last_start]), np.array([self._token + 1 - self._last_start])
@@ -100,7 +103,7 @@ def run(config: Config) -> None:
     """Writes each split that the shards have.
 
     Raises:
-        ValueError: a shard is missing, incomplete, damaged or made with other settings; or a split is there already.
+        ValueError: a shard is missing, incomplete, damaged or made with other settings; or a split is already there.
     """
     directories = find_shards(config.out)
     splits = [split for split in ("train", "validation") if _has_split(directories[0], split)]
@@ -156,11 +159,11 @@ def _has_split(directory: str, split: str) -> bool:
 
 
 def _common_definition(directories: list[str]) -> bytes | None:
-    definitions = [flat_tokens.open_kvstore(directory).read("tokenizer.json").result() for directory in directories]
-    for directory, definition in zip(directories, definitions, strict=True):
-        if (definition.state, definition.value) != (definitions[0].state, definitions[0].value):
+    found = [flat_tokens.read_file(flat_tokens.open_kvstore(directory), "tokenizer.json") for directory in directories]
+    for directory, definition in zip(directories, found, strict=True):
+        if definition != found[0]:
             raise ValueError(f"{directory} and {directories[0]} have different tokenizers. Write one of them again.")
-    return definitions[0].value if definitions[0].state == "value" else None
+    return found[0]
 
 
 def _check(readers: list[ShardReader]) -> None:
@@ -215,9 +218,5 @@ def _merge(config: Config, split: str, readers: list[ShardReader], definition: b
     return "; ".join(notes)
 
 
-def main() -> None:
-    run_program("merge_flat_tokens", Config, run)
-
-
 if __name__ == "__main__":
-    main()
+    run_program("merge_flat_tokens", Config, run)

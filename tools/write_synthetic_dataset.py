@@ -5,13 +5,12 @@ Each document is a task id, then the task's data, of random length. `n` digits s
     copy                      COPY digits SEPARATOR digits
     reverse                   REVERSE digits SEPARATOR digits-in-reverse
     copy at a given distance  COPY_AT distance digits; from the distance on, each digit is the one `distance` before it
-    … at an unknown distance  COPY_AT_UNKNOWN digits; the same, but the distance shows in the data alone
+    … at an unknown distance  COPY_AT_UNKNOWN digits; the same, but the distance is not given
     Gaussian mixture          GAUSSIANS bins; samples from a mixture drawn for this document, rounded to bins
 
 Copy and reverse are the algorithmic tasks of Section 4 of arXiv 2002.09402: up to 40 integers from 0 to 9.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ import flat_tokens
 from configuration.program import run_program
 
 COPY, REVERSE, COPY_AT, COPY_AT_UNKNOWN, GAUSSIANS, SEPARATOR = range(1, 7)
-"""Token ids. 0 is left to begin documents and to pad."""
+"""Token ids. 0 begins documents, and pads."""
 FIRST_DIGIT = 8
 FIRST_DISTANCE = 32
 """The token of distance n is FIRST_DISTANCE + n."""
@@ -32,6 +31,8 @@ FIRST_BIN = 256
 
 @dataclass
 class Config:
+    """The settings of the program."""
+
     out: str = MISSING
     """Directory of the dataset."""
     overwrite: bool = False
@@ -97,13 +98,7 @@ def _gaussians(rng: np.random.RandomState, config: Config) -> Document:
     return np.concatenate([[GAUSSIANS], FIRST_BIN + np.clip(samples, 0, config.num_bins - 1)])
 
 
-TASKS: list[Callable[[np.random.RandomState, Config], Document]] = [
-    _copy,
-    _reverse,
-    _copy_at,
-    _copy_at_unknown,
-    _gaussians,
-]
+TASKS = (_copy, _reverse, _copy_at, _copy_at_unknown, _gaussians)
 
 
 def write(config: Config) -> None:
@@ -112,23 +107,15 @@ def write(config: Config) -> None:
     Raises:
         ValueError: a setting out of range, or a dataset that is already there.
     """
-    for name, low, high in (
-        ("seed", 0, 2**32 - 1),
-        ("train_tokens", 1, None),
-        ("validation_tokens", 1, None),
-        ("max_digits", 1, None),
-        ("max_distance", 1, FIRST_BIN - FIRST_DISTANCE - 1),
-        ("max_length", 1, None),
-        ("num_bins", 1, flat_tokens.MAX_TOKEN_ID - FIRST_BIN),
-        ("max_components", 1, None),
-        ("max_sigma", 1, None),
-    ):
-        value = getattr(config, name)
-        if value < low or (high is not None and value > high):
-            raise ValueError(f"{name} is {value}; it must lie in [{low}, {'∞' if high is None else high}].")
-    for index, (split, num_tokens) in enumerate(
-        (("train", config.train_tokens), ("validation", config.validation_tokens))
-    ):
+    bounds = {"seed": (0, 2**32 - 1), "max_distance": (1, FIRST_BIN - FIRST_DISTANCE - 1)}
+    bounds["num_bins"] = (1, flat_tokens.MAX_TOKEN_ID - FIRST_BIN)
+    for name in ("train_tokens", "validation_tokens", "max_digits", "max_length", "max_components", "max_sigma"):
+        bounds[name] = (1, float("inf"))
+    for name, (low, high) in bounds.items():
+        if not low <= getattr(config, name) <= high:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in [{low}, {high}].")
+    sizes = {"train": config.train_tokens, "validation": config.validation_tokens}
+    for index, (split, num_tokens) in enumerate(sizes.items()):
         # Unlike numpy's newer generators, RandomState promises the same values in every version of numpy.
         rng = np.random.RandomState([config.seed, index])
         with flat_tokens.Writer(config.out, split, overwrite=config.overwrite) as writer:
@@ -138,9 +125,5 @@ def write(config: Config) -> None:
         print(f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} documents")
 
 
-def main() -> None:
-    run_program("write_synthetic_dataset", Config, write)
-
-
 if __name__ == "__main__":
-    main()
+    run_program("write_synthetic_dataset", Config, write)

@@ -414,12 +414,12 @@ STUCK = """
 import time
 import input_loader.flat
 Loader = input_loader.flat.FlatTokensLoader
-rows = Loader.rows
+sequences = Loader.sequences
 def stuck(self, step, which):
     if self.dataset.path.endswith("train") and step == 12:
         {problem}
-    return rows(self, step, which)
-Loader.rows = stuck
+    return sequences(self, step, which)
+Loader.sequences = stuck
 """
 
 
@@ -469,12 +469,12 @@ SLOW_BATCH = """
 import time
 import input_loader.flat
 Loader = input_loader.flat.FlatTokensLoader
-rows = Loader.rows
+sequences = Loader.sequences
 def slowly_read(self, step, which):
     if step == 0:
         time.sleep(18)
-    return rows(self, step, which)
-Loader.rows = slowly_read
+    return sequences(self, step, which)
+Loader.sequences = slowly_read
 """
 SLOW_COMPILATION_AND_CHECKPOINT = """
 import jax

@@ -239,17 +239,17 @@ DAMAGES = {
     ),
     "a later zarr": (
         lambda d: edit_json(d / "zarr.json", lambda j: j.update(zarr_format=4)),
-        "is no group of zarr v3: .* node_type 'group' and zarr_format 4",
+        "is not a group of zarr v3: .* node_type 'group' and zarr_format 4",
     ),
     "no group": (
         lambda d: edit_json(d / "zarr.json", lambda j: j.update(node_type="array")),
-        "is no group of zarr v3: .* node_type 'array' and zarr_format 3",
+        "is not a group of zarr v3: .* node_type 'array' and zarr_format 3",
     ),
     "null for attributes": (
         lambda d: edit_json(d / "zarr.json", lambda j: j.update(attributes=None)),
         "no attribute max_token_id",
     ),
-    "no object": (lambda d: (d / "zarr.json").write_text("[1]"), "train/zarr.json is no JSON object"),
+    "no object": (lambda d: (d / "zarr.json").write_text("[1]"), "train/zarr.json is not a JSON object"),
 }
 
 

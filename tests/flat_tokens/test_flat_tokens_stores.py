@@ -67,7 +67,9 @@ def compare(url, path):
         config = [FlatTokensConfig(filespec, sequence_packing=packing) for filespec in (str(path), url)]
         local, remote = (FlatTokensLoader(c, "train", 16, SEQ_LEN) for c in config)
         for step in (0, 3, 10**6):
-            for one, other in zip(local.rows(step, np.arange(16)), remote.rows(step, np.arange(16)), strict=True):
+            for one, other in zip(
+                local.sequences(step, np.arange(16)), remote.sequences(step, np.arange(16)), strict=True
+            ):
                 np.testing.assert_array_equal(one, other)
 
 
@@ -96,11 +98,11 @@ def test_slow_answers_overlap(dataset, slow_server):
     """A hundred batches of 16 requests at 30 ms each take 48 s one after the other."""
     loader = FlatTokensLoader(FlatTokensConfig(f"{slow_server}/d", cache_bytes=0), "train", 16, SEQ_LEN)
     local = FlatTokensLoader(FlatTokensConfig(str(dataset)), "train", 16, SEQ_LEN)
-    rows = np.arange(16)
-    with Prefetcher(lambda step: loader.rows(step, rows), 0, 100, depth=8, threads=loader.parallel_loads) as batches:
+    all_16 = np.arange(16)
+    with Prefetcher(lambda step: loader.sequences(step, all_16), 0, 100, 8, loader.parallel_loads) as batches:
         start = time.perf_counter()
         for step, batch in enumerate(batches):
-            np.testing.assert_array_equal(batch.targets, local.rows(step, rows).targets)
+            np.testing.assert_array_equal(batch.targets, local.sequences(step, all_16).targets)
     assert time.perf_counter() - start < 12
 
 
@@ -254,7 +256,7 @@ def test_ids_beyond_what_the_dataset_states(dataset):
     set_attribute(dataset, max_token_id=500)
     loader = FlatTokensLoader(FlatTokensConfig(str(dataset)), "train", 32, SEQ_LEN, vocab_size=501)
     with pytest.raises(ValueError, match=r"holds the token id 9.., but its attribute max_token_id is 500"):
-        loader.rows(0, np.arange(32))
+        loader.sequences(0, np.arange(32))
 
 
 def test_an_empty_document(tmp_path, monkeypatch):
@@ -269,7 +271,7 @@ def test_an_empty_document(tmp_path, monkeypatch):
         ValueError, match=r"document 1 is empty. Write the dataset again without it, or set sequence_pack"
     ):
         FlatTokensLoader(FlatTokensConfig(path, sequence_packing=False), "train", 3, 4)
-    FlatTokensLoader(FlatTokensConfig(path), "train", 3, 4).rows(0, np.arange(3))
+    FlatTokensLoader(FlatTokensConfig(path), "train", 3, 4).sequences(0, np.arange(3))
 
 
 def test_an_empty_document_in_the_middle(tmp_path, monkeypatch):
@@ -280,6 +282,6 @@ def test_an_empty_document_in_the_middle(tmp_path, monkeypatch):
         writer.append(np.arange(12), np.array([4, 2, 3, 3]))
     zarr.open_array(path, path="train/seq_starts", mode="r+")[2] = 4
     loader = FlatTokensLoader(FlatTokensConfig(path, sequence_packing=False, shuffle=False), "train", 1, 4)
-    loader.rows(0, np.arange(1))
+    loader.sequences(0, np.arange(1))
     with pytest.raises(ValueError, match="document 1 is empty"):
-        loader.rows(1, np.arange(1))
+        loader.sequences(1, np.arange(1))

@@ -43,7 +43,7 @@ def dataset(tmp_path_factory):
 
 
 def all_rows(loader, num_steps):
-    batches = [loader.rows(step, np.arange(loader.batch_size)) for step in range(num_steps)]
+    batches = [loader.sequences(step, np.arange(loader.batch_size)) for step in range(num_steps)]
     return [np.concatenate(field) for field in zip(*batches, strict=True)]
 
 
@@ -160,7 +160,7 @@ def test_packed_in_order(dataset):
     loader = FlatTokensLoader(FlatTokensConfig(path, shuffle=False), "train", 4, SEQ_LEN)
     n = ids.size // SEQ_LEN
     num_steps = 2 * n // 4 + 1
-    targets, is_seq_start, loss_mask = all_rows(loader, num_steps)
+    targets, is_seq_start, loss_mask, _ = all_rows(loader, num_steps)
     windows = ids[: n * SEQ_LEN].reshape(n, SEQ_LEN)
     np.testing.assert_array_equal(targets, np.resize(windows, (num_steps * 4, SEQ_LEN)))
     marks = np.isin(np.arange(ids.size), starts)[: n * SEQ_LEN].reshape(n, SEQ_LEN)
@@ -175,7 +175,7 @@ def test_each_epoch_holds_each_window_once(dataset, seed, batch_size):
     path, ids, _ = dataset
     loader = FlatTokensLoader(FlatTokensConfig(path, seed=seed), "train", batch_size, SEQ_LEN)
     n = ids.size // SEQ_LEN
-    targets, _, _ = all_rows(loader, -(-3 * n // batch_size))
+    targets, *_ = all_rows(loader, -(-3 * n // batch_size))
     windows = ids[: n * SEQ_LEN].reshape(n, SEQ_LEN)
     which = {int(window[0]): i for i, window in enumerate(windows)}
     order = np.array([which[int(row[0])] for row in targets])
@@ -193,8 +193,8 @@ def test_unpacked(dataset, shuffle):
     config = FlatTokensConfig(path, sequence_packing=False, shuffle=shuffle)
     loader = FlatTokensLoader(config, "train", 8, SEQ_LEN)
     documents = {int(document[0]): document for document in np.split(ids, starts[1:])}
-    assert loader.rows_per_epoch == len(documents) == 40
-    targets, is_seq_start, loss_mask = all_rows(loader, 5)
+    assert loader.sequences_per_epoch == len(documents) == 40
+    targets, is_seq_start, loss_mask, _ = all_rows(loader, 5)
     assert any(len(document) > SEQ_LEN for document in documents.values())
     for row, mask in zip(targets, loss_mask, strict=True):
         document = documents.pop(int(row[0]))[:SEQ_LEN]
@@ -214,8 +214,10 @@ def test_hosts_together_see_the_global_batch(dataset, packing, num_hosts):
     whole = FlatTokensLoader(config, "train", 8, SEQ_LEN)
     hosts = [FlatTokensLoader(config, "train", 8, SEQ_LEN) for _ in range(num_hosts)]
     for step in (0, 1000, 3, 10**9):
-        expected = whole.rows(step, np.arange(8))
-        parts = [host.rows(step, rows) for host, rows in zip(hosts, np.split(np.arange(8), num_hosts), strict=True)]
+        expected = whole.sequences(step, np.arange(8))
+        parts = [
+            host.sequences(step, rows) for host, rows in zip(hosts, np.split(np.arange(8), num_hosts), strict=True)
+        ]
         for field, pieces in zip(expected, zip(*parts, strict=True), strict=True):
             np.testing.assert_array_equal(field, np.concatenate(pieces))
 
@@ -224,7 +226,7 @@ def test_rows_in_any_order(dataset):
     path, *_ = dataset
     loader = FlatTokensLoader(FlatTokensConfig(path), "train", 8, SEQ_LEN)
     rows = np.array([5, 0, 5])
-    for some, every in zip(loader.rows(2, rows), loader.rows(2, np.arange(8)), strict=True):
+    for some, every in zip(loader.sequences(2, rows), loader.sequences(2, np.arange(8)), strict=True):
         np.testing.assert_array_equal(some, every[rows])
 
 
@@ -234,7 +236,7 @@ def test_reads_datasets_of_seqax(packing):
     tokens, starts = group["encoded_tokens"][:], group["seq_starts"][:]
     config = FlatTokensConfig(SEQAX, shuffle=False, sequence_packing=packing)
     loader = FlatTokensLoader(config, "train", 16, 64, vocab_size=1280)
-    targets, is_seq_start, _ = loader.rows(3, np.arange(16))
+    targets, is_seq_start, *_ = loader.sequences(3, np.arange(16))
     if packing:
         expected = tokens[3 * 16 * 64 : 4 * 16 * 64].reshape(16, 64)
     else:
@@ -258,7 +260,7 @@ def test_unigram_entropy_of_the_synthetic_dataset():
     ("changes", "message"),
     [
         ({"vocab_size": 100}, r"holds token ids up to \d+, the model's vocabulary has 100. Set the vocabulary to \d+"),
-        ({"seq_len": 10**6}, r"is too short: \d+ tokens do not fill one row of seq_len 1000000"),
+        ({"seq_len": 10**6}, r"is too short: \d+ tokens do not fill one sequence of seq_len 1000000"),
         ({"batch_size": 0}, r"batch_size is 0; it must lie in \[1, "),
         ({"seq_len": 0}, r"seq_len is 0; it must lie in \[1, "),
         ({"seed": -1}, r"seed is -1; it must lie in \[0, "),
@@ -279,7 +281,7 @@ def test_clear_errors(dataset, changes, message):
 def test_vocabulary_that_just_suffices(dataset):
     path, ids, _ = dataset
     loader = FlatTokensLoader(FlatTokensConfig(path), "train", 4, SEQ_LEN, vocab_size=int(ids.max()) + 1)
-    assert loader.max_token_id == ids.max()
+    assert loader.dataset.max_token_id == ids.max()
     with pytest.raises(ValueError, match=f"Set the vocabulary to {ids.max() + 1} or more"):
         FlatTokensLoader(FlatTokensConfig(path), "train", 4, SEQ_LEN, vocab_size=int(ids.max()))
 
@@ -292,7 +294,7 @@ def test_numpy_annotations_are_checked():
 def test_negative_step(dataset):
     loader = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 4, SEQ_LEN)
     with pytest.raises(ValueError, match="step is -1; steps count from 0"):
-        loader.rows(-1, np.arange(4))
+        loader.sequences(-1, np.arange(4))
 
 
 def test_load_without_a_mesh(dataset):
@@ -331,7 +333,7 @@ def test_batches_are_the_same_on_every_mesh(dataset, axes, packing):
     # Outside of the mesh's scope, as in the prefetching thread.
     batch = loader.load(5)
     assert isinstance(batch, TokenBatch)
-    for array, expected in zip(jax.tree.leaves(batch), loader.rows(5, np.arange(8)), strict=True):
+    for array, expected in zip(jax.tree.leaves(batch), loader.sequences(5, np.arange(8))[:3], strict=True):
         np.testing.assert_array_equal(array, expected)
         num_blocks = axes["r"] * axes["d"]
         assert {shard.data.shape for shard in array.addressable_shards} == {(8 // num_blocks, SEQ_LEN)}
@@ -349,8 +351,8 @@ assert (jax.device_count(), jax.local_device_count()) == (8, 4)
 mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
 with jax.set_mesh(mesh):
     loader = input_loader.FlatTokensLoader(input_loader.FlatTokensConfig(path), "train", 8, 10)
-asked, rows = [], loader.rows
-loader.rows = lambda step, which: asked.append(which) or rows(step, which)
+asked, read = [], loader.sequences
+loader.sequences = lambda step, which: asked.append(which) or read(step, which)
 batch = loader.load(3)
 seen = [(shard.index[0].start, shard.data) for shard in batch.targets.addressable_shards]
 np.savez(f"{out}/{host}.npz", asked=asked, starts=[start for start, _ in seen], blocks=[block for _, block in seen])
@@ -367,7 +369,7 @@ def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path):
     hosts = [subprocess.Popen([*arguments, str(host)], env=env, cwd=root) for host in range(2)]
     assert [host.wait(100) for host in hosts] == [0, 0]
 
-    expected = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 8, SEQ_LEN).rows(3, np.arange(8)).targets
+    expected = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 8, SEQ_LEN).sequences(3, np.arange(8)).targets
     results = [np.load(tmp_path / f"{host}.npz") for host in range(2)]
     asked = [result["asked"] for result in results]
     assert [rows.shape for rows in asked] == [(1, 4), (1, 4)]
@@ -469,7 +471,7 @@ def test_prefetched_batches_are_those_of_load(dataset):
         loader = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 8, SEQ_LEN)
         with Prefetcher(loader.load, 2, 8) as batches:
             for step, batch in enumerate(batches, start=2):
-                np.testing.assert_array_equal(batch.targets, loader.rows(step, np.arange(8)).targets)
+                np.testing.assert_array_equal(batch.targets, loader.sequences(step, np.arange(8)).targets)
     assert step == 7
 
 
@@ -479,7 +481,7 @@ def test_prefetched_batches_are_those_of_load(dataset):
 def test_cache_is_bounded(tmp_path, monkeypatch):
     """Without a cache the same rows come out."""
     config = [FlatTokensConfig(SYNTHETIC, cache_bytes=cache_bytes) for cache_bytes in (0, 2**28)]
-    small, large = (FlatTokensLoader(c, "train", 4, 64).rows(1, np.arange(4)) for c in config)
+    small, large = (FlatTokensLoader(c, "train", 4, 64).sequences(1, np.arange(4)) for c in config)
     np.testing.assert_array_equal(small.targets, large.targets)
     assert Reader(SYNTHETIC, "train", cache_bytes=0).num_tokens
 

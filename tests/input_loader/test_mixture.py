@@ -109,12 +109,12 @@ def test_rows_of_a_source_are_those_it_gives_alone(filespecs, packing):
     settings = {"seed": 5, "sequence_packing": packing}
     loader = make_loader(data(filespecs, {"web": 2, "books": 1, "code": 1}, **settings), "train", 16, SEQ_LEN)
     steps = 3 * BLOCK // 16
-    targets = np.concatenate([loader.rows(step, np.arange(16)).targets for step in range(steps)])
+    targets = np.concatenate([loader.sequences(step, np.arange(16)).targets for step in range(steps)])
     source = targets[:, 0] // 1000
     for i, name in enumerate(ROWS):
         alone = make_loader(DataConfig(filespec=filespecs[name], **settings), "train", 1, SEQ_LEN)
         mine = targets[source == i]
-        expected = np.concatenate([alone.rows(step, np.arange(1)).targets for step in range(len(mine))])
+        expected = np.concatenate([alone.sequences(step, np.arange(1)).targets for step in range(len(mine))])
         np.testing.assert_array_equal(mine, expected)
         # Exact epochs: before a row comes for the n-th time, each has come n - 1 times.
         counts = np.bincount(mine[: len(mine) // ROWS[name] * ROWS[name], 0] - 1000 * i)
@@ -130,9 +130,9 @@ def test_rows_of_a_source_are_those_it_gives_alone(filespecs, packing):
 def test_any_step_and_any_rows(filespecs):
     loader = make_loader(data(filespecs, {"web": 2, "books": 1}), "train", 16, SEQ_LEN)
     for step in (10**9, 64, 3):
-        every = loader.rows(step, np.arange(16))
+        every = loader.sequences(step, np.arange(16))
         for rows in (np.array([15, 0, 3]), np.arange(8, 16), np.array([4])):
-            for some, whole in zip(loader.rows(step, rows), every, strict=True):
+            for some, whole in zip(loader.sequences(step, rows), every, strict=True):
                 np.testing.assert_array_equal(some, whole[rows])
 
 
@@ -140,7 +140,7 @@ def test_on_a_mesh(filespecs):
     mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
         loader = make_loader(data(filespecs, {"web": 1, "code": 1}), "train", 8, SEQ_LEN)
-    np.testing.assert_array_equal(loader.load(7).targets, loader.rows(7, np.arange(8)).targets)
+    np.testing.assert_array_equal(loader.load(7).targets, loader.sequences(7, np.arange(8)).targets)
 
 
 def test_unigram_entropy(filespecs):
@@ -295,11 +295,11 @@ def test_state_of_a_stream_for_a_dataset(filespecs):
 
 def test_validation_is_in_order_and_without_limit(filespecs):
     loader = make_loader(DataConfig(filespec=filespecs["web"], max_epochs=0.001), "validation", 4, SEQ_LEN)
-    assert loader.rows(0, np.arange(4)).targets[:, 0].tolist() == [0, 1, 2, 3]
+    assert loader.sequences(0, np.arange(4)).targets[:, 0].tolist() == [0, 1, 2, 3]
     assert loader.limit is None
     mixed = data(filespecs, {"web": 1, "code": 1}, {"code": 0.5})
     loader = make_loader(mixed, "validation", 64, SEQ_LEN)
-    first = loader.rows(0, np.arange(64)).targets[:, 0]
+    first = loader.sequences(0, np.arange(64)).targets[:, 0]
     assert first[first < 1000].tolist() == list(range((first < 1000).sum()))
     assert loader.limit is None
 

@@ -76,7 +76,7 @@ def make(files, *, batch_size=BATCH, vocab_size=None, state=None, split="train",
 
 def batches(loader, steps):
     """[step]: the fields of the batch, whole."""
-    return [loader.rows(step, np.arange(loader.batch_size)) for step in steps]
+    return [loader.sequences(step, np.arange(loader.batch_size)) for step in steps]
 
 
 def same(first, second):
@@ -102,13 +102,13 @@ def test_packed_in_order(files, texts, end):
     np.testing.assert_array_equal(found[0].ravel(), np.resize(ids, steps * loader.tokens_per_batch))
     np.testing.assert_array_equal(found[1].ravel(), np.resize(marks, steps * loader.tokens_per_batch))
     assert found[2].all()
-    assert [field.dtype for field in found] == [np.uint32, np.bool_, np.bool_]
+    assert [field.dtype for field in found] == [np.uint32, np.bool_, np.bool_, np.uint32]
 
 
 def test_unpacked(files, texts):
     loader = make(files, shuffle=False, sequence_packing=False)
     found = batches(loader, range(20))
-    targets, is_seq_start, loss_mask = (np.concatenate(field) for field in zip(*found, strict=True))
+    targets, is_seq_start, loss_mask, _ = (np.concatenate(field) for field in zip(*found, strict=True))
     documents = [as_bytes(text)[:SEQ_LEN] for text in texts if text][:60]
     expected = np.stack([np.pad(document, (0, SEQ_LEN - document.size)) for document in documents])
     np.testing.assert_array_equal(targets, expected)
@@ -239,7 +239,7 @@ def test_on_a_mesh(files):
         loader = make(files, batch_size=8)
     alone = make(files, batch_size=8)
     for step in range(3):
-        np.testing.assert_array_equal(loader.load(step).targets, alone.rows(step, np.arange(8)).targets)
+        np.testing.assert_array_equal(loader.load(step).targets, alone.sequences(step, np.arange(8)).targets)
 
 
 def test_hosts_see_the_same_batch(files):
@@ -247,9 +247,10 @@ def test_hosts_see_the_same_batch(files):
     whole = make(files, batch_size=8)
     for step in range(3):
         parts = [
-            host.rows(step, rows).targets for host, rows in zip(hosts, (np.arange(4), np.arange(4, 8)), strict=True)
+            host.sequences(step, rows).targets
+            for host, rows in zip(hosts, (np.arange(4), np.arange(4, 8)), strict=True)
         ]
-        np.testing.assert_array_equal(np.concatenate(parts), whole.rows(step, np.arange(8)).targets)
+        np.testing.assert_array_equal(np.concatenate(parts), whole.sequences(step, np.arange(8)).targets)
 
 
 def test_epochs_are_bounded(files):
@@ -335,7 +336,7 @@ def test_documents_without_tokens(tmp_path):
             [str(tmp_path / "a.jsonl")], shuffle=False, sequence_packing=packing, batch_size=1, stream_settings=settings
         )
         for step in range(7):
-            batch = loader.rows(step, np.arange(1))
+            batch = loader.sequences(step, np.arange(1))
             if packing:
                 continuing = np.roll(np.resize(expected[0], 5), -16 * step)
                 np.testing.assert_array_equal(batch.targets[0], np.resize(continuing, 16))

@@ -2,15 +2,17 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
+import pickle
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from text import excerpts, hub, sources
+from text import hub, sources
 from text.local_files import open_files
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -29,15 +31,16 @@ def random_texts(num_texts, seed=0):
 
 
 def read_all(pieces):
-    return [text for piece in pieces for block in piece.blocks(0) for text in block.texts()]
+    return [text for piece in pieces for block in piece.blocks() for text in block.texts()]
 
 
 def check_places(pieces):
-    """Every place in the source continues as reading from the beginning does."""
+    """Every place in the source continues as reading from the beginning does, and a block is the same elsewhere."""
     for piece in pieces:
-        blocks = [block.texts() for block in piece.blocks(0)]
+        blocks = [block.texts() for block in piece.blocks()]
         for skip in range(len(blocks) + 1):
-            assert [block.texts() for block in piece.blocks(skip)] == blocks[skip:]
+            assert [block.texts() for block in itertools.islice(piece.blocks(), skip, None)] == blocks[skip:]
+        assert [block.texts() for block in pickle.loads(pickle.dumps(list(piece.blocks())))] == blocks
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst"])
@@ -121,11 +124,11 @@ def test_slice(tmp_path, small_blocks):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     pieces = open_files([str(tmp_path / "a.jsonl")], "text", None)
     for start, stop in ((0, 7), (13, 14), (49, 60), (50, 51)):
-        part = excerpts.Slice(pieces, start, stop)
+        part = sources.slice_documents(pieces, start, stop)
         assert read_all([part]) == texts[start:stop]
         check_places([part])
     for start in (*range(20), 49, 50, 51):
-        rest = excerpts.skip_documents(pieces, start)
+        rest = sources.skip_documents(pieces, start)
         assert read_all(rest) == texts[start:]
         check_places(rest)
         assert len(pieces) - len(rest) >= start // 4

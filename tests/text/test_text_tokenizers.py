@@ -15,19 +15,12 @@ import numpy as np
 import pytest
 from numpy_checks import check_modules
 
-from text import definitions
+from text import definitions, libraries
 from text import tokenizers as text_tokenizers
-from text.tokenizers import (
-    PROBES,
-    Gigatoken,
-    TextTokenizer,
-    Tiktoken,
-    Tokenizers,
-    make_text_tokenizer,
-    without_special_tokens,
-)
+from text.libraries import PROBES, Gigatoken, Tiktoken, Tokenizers, without_special_tokens
+from text.tokenizers import TextTokenizer, make_text_tokenizer
 
-check_modules(text_tokenizers)
+check_modules(libraries, text_tokenizers)
 
 ROOT = Path(__file__).parents[2]
 TEKKEN = ["tekken_240718.json", "tekken_240911.json"]
@@ -88,14 +81,11 @@ class Wrong(Gigatoken):
                 ids[lengths[:i].sum() + lengths[i] // 2] += 1
         return ids, lengths
 
-    def encode_one(self, text):
-        return self.encode([text])[0]
-
 
 @pytest.mark.parametrize("backend", ["auto", "gigatoken"])
 def test_an_unsound_backend_is_not_begun_with(bpe, monkeypatch, backend):
     right = Tokenizers(bpe)
-    monkeypatch.setattr(text_tokenizers, "Gigatoken", lambda definition: Wrong(right, "snake_case"))
+    monkeypatch.setattr(libraries, "Gigatoken", lambda definition: Wrong(right, "snake_case"))
     message = "gigatoken gives other ids than tokenizers: '.{0,12}snake_case.{0,12}' becomes"
     if backend == "gigatoken":
         with pytest.raises(ValueError, match=message):
@@ -344,7 +334,7 @@ def test_gigatoken_is_pickled_by_its_definition(bpe):
     pytest.importorskip("gigatoken")
     tokenizer = Gigatoken(without_special_tokens(bpe))
     copy = pickle.loads(pickle.dumps(tokenizer))
-    assert copy.encode(["hello"])[0].tolist() == tokenizer.encode_one("hello").tolist()
+    assert copy.encode(["hello"])[0].tolist() == tokenizer.encode(["hello"])[0].tolist()
 
 
 def test_a_damaged_definition(tmp_path, bpe):

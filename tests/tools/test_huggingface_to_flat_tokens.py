@@ -16,7 +16,7 @@ from numpy_checks import check_modules
 
 import flat_tokens
 from flat_tokens import growing_array, shards, unfinished
-from text import excerpts, local_files, sources
+from text import libraries, local_files, sources
 from text import tokenizers as text_tokenizers
 from text.definitions import train_bpe
 from text.tokenizers import ByteTokenizer
@@ -26,7 +26,7 @@ from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, Tokeniz
 
 # Not text.definitions, whose large dictionaries take long to check.
 check_modules(flat_tokens, growing_array, shards, unfinished)
-check_modules(excerpts, local_files, sources, text_tokenizers, blocks, inputs, splits, tool)
+check_modules(libraries, local_files, sources, text_tokenizers, blocks, inputs, splits, tool)
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [
@@ -339,7 +339,7 @@ def test_keeps_what_is_there(tmp_path, bpe):
         TokenizerConfig(kind=TokenizerKind.huggingface, name=str(tmp_path / "other.json")),
         TokenizerConfig(),
     ):
-        with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the one asked for"):
+        with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the settings name"):
             tool.run(Config(out=str(tmp_path / "d"), **validation, tokenizer=tokenizer))
     tool.run(Config(out=str(tmp_path / "d"), **validation, tokenizer=bpe_config))
     assert read(tmp_path / "d", "validation")[0] == read(tmp_path / "d")[0]
@@ -406,6 +406,6 @@ def test_processes_are_for_what_has_no_threads(bpe, cores, monkeypatch):
     encoding = tiktoken.Encoding(
         "x", pat_str=r".", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={}
     )
-    references = [text_tokenizers.Tokenizers(definition), text_tokenizers.Tiktoken(encoding)]
+    references = [libraries.Tokenizers(definition), libraries.Tiktoken(encoding)]
     made = [text_tokenizers.TextTokenizer(definition, reference, None, None) for reference in references]
     assert [tool.default_workers(tokenizer) for tokenizer in made] == ([1, 2] if cores == 2 else [8, 8])

@@ -9,7 +9,8 @@ from written_datasets import write
 
 from text import definitions
 from text.huggingface import BYTE_SPECIAL_TOKENS, byte_definition, find_tokenizer, tokenizer_files
-from text.tokenizers import PROBES, ByteTokenizer, load_definition
+from text.libraries import PROBES, load_definition
+from text.tokenizers import ByteTokenizer
 
 TEXTS = [*[text for text in PROBES if "<s>" not in text], "", "It is a truth universally acknowledged, naïve 東京"]
 
@@ -102,7 +103,7 @@ def test_where_it_is_found(tmp_path, bpe):
     assert find_tokenizer({"stream": file}) == (bpe, "<|end|>")
     with pytest.raises(ValueError, match="the datasets have different ones"):
         find_tokenizer(mixture(by_bpe, by_bytes))
-    with pytest.raises(ValueError, match="says of none"):
+    with pytest.raises(ValueError, match="names none"):
         find_tokenizer({"filespec": nothing})
     with pytest.raises(ValueError, match="names no dataset; give dataset="):
         find_tokenizer({})

@@ -17,7 +17,7 @@ from flat_tokens.stores import open_reader
 from input_loader import DataConfig, FlatTokensConfig, FlatTokensLoader, SourceConfig, make_loader
 from text.definitions import train_bpe
 from tools import inspect_data
-from tools.inspect_data import Config, Decoder, find_documents, find_faults, one_line, pieces_of_row, rows_of_batch
+from tools.inspect_data import Config, find_documents, find_faults, one_line, open_codec, pieces_of_row, rows_of_batch
 
 check_modules(inspect_data)
 
@@ -71,7 +71,8 @@ def test_one_document(dataset):
 
 
 def test_decoding_with_the_datasets_tokenizer(tmp_path):
-    from text.tokenizers import Tokenizers, make_text_tokenizer
+    from text.libraries import Tokenizers
+    from text.tokenizers import make_text_tokenizer
 
     definition = train_bpe(TEXTS, 300)
     tokenizer, _ = make_text_tokenizer(definition, Tokenizers(definition), "<|end|>", "reference")
@@ -108,20 +109,19 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
     else:
         data = DataConfig(filespec=dataset, sequence_packing=packing, seed=3)
     loader = make_loader(data, "train", 16, 50)
-    decode = Decoder(dataset, {"tokenizer": {"kind": "bytes"}})
+    codec = open_codec(dataset, {"tokenizer": {"kind": "bytes"}})
     for step in (0, 7, 10**6):
-        batch = loader.rows(step, np.arange(16))
+        batch = loader.sequences(step, np.arange(16))
         rows = rows_of_batch(loader, step, np.arange(16))
         assert [row.number for row in rows] == list(range(16))
         for row in rows:
-            (first,) = find_documents(row.reader, np.array([row.start]))
-            pieces = pieces_of_row(row.reader, int(first), row.start, row.length)
+            pieces = pieces_of_row(row)
             text = "".join(
                 (TEXTS[piece.document] + "\0").encode()[piece.start : piece.start + piece.length].decode()
                 for piece in pieces
             )
             mask = batch.loss_mask[row.number]
-            assert decode(batch.targets[row.number][mask]) == text.replace("\0", "")
+            assert codec.decode(batch.targets[row.number][mask].tolist()) == text.replace("\0", "")
             begins = [piece.position for piece in pieces if piece.start == 0]
             assert begins == np.flatnonzero(batch.is_seq_start[row.number]).tolist()
             assert [piece.document_length for piece in pieces] == [len(TEXTS[piece.document]) + 1 for piece in pieces]
@@ -131,7 +131,7 @@ def test_a_batch_of_a_run(tmp_path, dataset):
     run = make_run(tmp_path / "run", f"{{filespec: {dataset}, seed: 5}}")
     text = show(run=run, step=4, rows=2, first_row=3, characters=20)
     loader = FlatTokensLoader(FlatTokensConfig(dataset, seed=5), "train", 8, 50)
-    first = bytes((loader.rows(4, np.array([3])).targets[0] - 3).astype(np.uint8)).decode(errors="replace")
+    first = bytes((loader.sequences(4, np.array([3])).targets[0] - 3).astype(np.uint8)).decode(errors="replace")
     assert one_line(first)[:10] in text
     assert "row 3, epoch" in text
     assert "row 4, epoch" in text
@@ -186,8 +186,10 @@ def test_check_reads_in_blocks(tmp_path):
     lengths = np.array([5, 2**20, 7, 3 * 2**20, 1])
     with Writer(str(tmp_path / "d"), "train") as writer:
         writer.append(np.zeros(lengths.sum(), np.uint32), lengths)
-    found = list(find_faults(open_reader(str(tmp_path / "d"), "train")))
-    assert found == [*(2**20 * i for i in (1, 2, 3, 4)), lengths.sum()]
+    reader = open_reader(str(tmp_path / "d"), "train")
+    blocks = list(reader.blocks())
+    assert [block.size for block in blocks] == [2**20] * 4 + [lengths.sum() - 2**22]
+    assert find_faults(reader, blocks) == []
 
 
 @pytest.mark.parametrize(
@@ -228,5 +230,5 @@ def test_command_line(dataset):
 
 def test_bytes_that_are_no_text():
     """The end token of bytes and padding decode to nothing."""
-    decode = Decoder("", {"tokenizer": {"kind": "bytes"}})
-    assert decode(np.array([0, 68, 1, 2, 69], np.uint32)) == "AB"
+    codec = open_codec("", {"tokenizer": {"kind": "bytes"}})
+    assert codec.decode([0, 68, 1, 2, 69]) == "AB"

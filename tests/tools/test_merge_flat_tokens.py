@@ -102,7 +102,7 @@ def test_what_is_known_to_stand_before_a_piece(tmp_path):
     for index in range(count):
         shards.write_counts(shards.Shard(index, count).directory(str(tmp_path / "d")), "train", told[index])
     for index in range(count):
-        others = shards.Others(str(tmp_path / "d"), "train", shards.Shard(index, count))
+        others = shards.OtherShards(str(tmp_path / "d"), "train", shards.Shard(index, count))
         for piece in range(len(told[index])):
             known = 0
             for place in range(piece * count + index):

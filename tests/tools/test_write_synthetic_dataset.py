@@ -140,7 +140,7 @@ def test_gaussian_mixtures():
     ("field", "value", "message"),
     [
         ("seed", -1, r"seed is -1; it must lie in \[0, 4294967295\]"),
-        ("train_tokens", 0, r"train_tokens is 0; it must lie in \[1, ∞\]"),
+        ("train_tokens", 0, r"train_tokens is 0; it must lie in \[1, inf\]"),
         ("max_distance", 224, r"max_distance is 224; it must lie in \[1, 223\]"),
     ],
 )

@@ -2,8 +2,8 @@
 
     python -m tools.huggingface_to_flat_tokens --config-name=tinystories
 
-config.py explains the settings; tools/configs/ holds examples; docs/data.md tells how to go about it. What is written
-is described in docs/flat-tokens.md. Killed, it goes on with the same command, and writes the same bytes.
+config.py explains the settings, tools/configs/ holds examples, docs/data.md is about their use, and docs/flat-tokens.md
+describes the format. After a kill, the same command resumes, and writes the same bytes.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ def run(config: Config) -> None:
     """Writes the splits that `config` asks for, and tokenizer.json beside them if the tokenizer has one.
 
     Raises:
-        ValueError: a setting that is out of range, missing or contradicts another; a source or tokenizer that is
-            missing or unfit; a split that is already there; or one that was begun with other settings.
+        ValueError: a setting is out of range, missing or contradicts another; a source or tokenizer is missing or
+            unfit; or a split is already there, or was begun with other settings.
     """
     _check(config)
     names = [name for name in SPLITS if getattr(config, name) is not None]
@@ -41,19 +41,19 @@ def run(config: Config) -> None:
     begun = False
     try:
         root = flat_tokens.open_kvstore(out)
-        definition = root.read("tokenizer.json").result()
-        before = definition.value.decode() if definition.state == "value" else None
-        going_on = unfinished.read_settings() is not None
-        tokenizer = inputs.make_tokenizer(config, before if going_on else None)
-        if not going_on:
+        content = flat_tokens.read_file(root, "tokenizer.json")
+        before = None if content is None else content.decode()
+        resuming = unfinished.read_settings() is not None
+        tokenizer = inputs.make_tokenizer(config, before if resuming else None)
+        if not resuming:
             _check_definition(out, before, tokenizer.definition, config.overwrite)
-        going_on = unfinished.begin(_settings(config, names, tokenizer), names, config.overwrite)
+        resuming = unfinished.begin(_settings(config, names, tokenizer), names, config.overwrite)
         begun = True
         root.write("tokenizer.json", tokenizer.definition and tokenizer.definition.encode()).result()
         num_workers = config.num_workers or default_workers(tokenizer)
         with WorkerPool(Tokenize(tokenizer), num_workers, tokenizers.imports_of(tokenizer)) as workers:
             for name in names:
-                if going_on and unfinished.is_complete(name):
+                if resuming and unfinished.is_complete(name):
                     print(f"{out}/{name}: complete", flush=True)
                     continue
                 work = SplitWork(config, name, out, opened[name], unfinished)
@@ -61,7 +61,7 @@ def run(config: Config) -> None:
                 unfinished.delete_state(name)
         unfinished.finish(names)
     except ValueError:
-        # What has done nothing yet need not be gone on with: the settings may be corrected.
+        # Nothing has been done that could be resumed: the settings may be corrected.
         if begun and not any(unfinished.is_complete(name) or unfinished.read_state(name) for name in names):
             unfinished.finish(names)
         raise
@@ -70,7 +70,7 @@ def run(config: Config) -> None:
 
 
 def default_workers(tokenizer: Tokenizer) -> int:
-    """As many processes as there are cores; but one for two, if the tokenizer is very fast or has threads of its own.
+    """As many processes as there are cores; but one for two cores, if the tokenizer is very fast or has threads.
 
     Measured on two cores: with gigatoken and 460 MB, 4.5 s with one process and 4.7 s with two more; with `tokenizers`,
     the vocabulary of Mistral and 120 MB, 28 s of CPU time with one and 39 s with two more.
@@ -81,7 +81,7 @@ def default_workers(tokenizer: Tokenizer) -> int:
 
 
 def _settings(config: Config, names: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """All that the result depends on, by name."""
+    """All values that the result depends on, by name."""
     settings: dict[str, Any] = {}
 
     def flatten(prefix: str, value: Any) -> None:
@@ -100,7 +100,7 @@ def _settings(config: Config, names: list[str], tokenizer: Tokenizer) -> dict[st
         settings[f"{name}.files found"] = [f"{path}, {s.st_size} bytes of {s.st_mtime_ns}" for path, s in stats]
     definition = tokenizer.definition
     settings["tokenizer.json"] = definition and hashlib.sha256(definition.encode()).hexdigest()
-    # Where the pieces and blocks begin.
+    # They decide where the pieces and blocks begin.
     settings["pieces"] = [sources.BLOCK_BYTES, sources.PIECE_BYTES, hub.PIECE_ROWS]
     return settings
 
@@ -108,8 +108,8 @@ def _settings(config: Config, names: list[str], tokenizer: Tokenizer) -> dict[st
 def _check_definition(out: str, before: str | None, definition: str | None, overwrite: bool) -> None:
     if before is not None and before != definition and not overwrite:
         raise ValueError(
-            f"{out}/tokenizer.json is another tokenizer than the one asked for. All splits of a dataset have "
-            "the same: choose another path, or replace the dataset with overwrite=true."
+            f"{out}/tokenizer.json is another tokenizer than the settings name. All splits of a dataset have the "
+            "same: choose another path, or replace the dataset with overwrite=true."
         )
 
 
@@ -128,9 +128,5 @@ def _check(config: Config) -> None:
         raise ValueError("text_separator is empty; null stands for files that are one document each.")
 
 
-def main() -> None:
-    run_program("huggingface_to_flat_tokens", Config, run)
-
-
 if __name__ == "__main__":
-    main()
+    run_program("huggingface_to_flat_tokens", Config, run)

@@ -1,4 +1,4 @@
-"""A block of documents as flat-tokens stores it: tokenized by the processes, and cut where tokens enough are there."""
+"""A block of documents as flat-tokens stores it: tokenized, and cut where there are enough tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,13 +23,14 @@ class Tokenized(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenize:
-    """What the processes do. The place of a block in the source comes along."""
+    """The function that the processes apply to (piece, number of the block in it, block)."""
 
     tokenizer: Tokenizer
 
     def __call__(self, item: tuple[int, int, Block]) -> Tokenized:
+        """The documents of the block."""
         texts = item[2].texts()
-        # An empty document has no token to carry its start, and an end alone is no document.
+        # An empty document has no token to carry its start, and an end alone is not a document.
         kept = [text for text in texts if text]
         if not kept:
             return Tokenized(np.zeros(0, np.uint32), np.zeros(0, np.int64), len(texts))
@@ -42,7 +43,7 @@ class Tokenize:
 def cut(
     encoded: np.ndarray, num_bytes: np.ndarray, room: int, prefix_bytes: Callable[[np.ndarray], int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The first `room` tokens of whole documents, `room` ≥ 1, and the UTF-8 bytes of each document that they hold."""
+    """The first `room` tokens of whole documents, `room` ≥ 1, and the UTF-8 bytes of each document in them."""
     starts = np.flatnonzero(encoded & np.uint32(1))
     kept = int(np.searchsorted(starts, room))
     encoded, num_bytes = encoded[:room], num_bytes[:kept].copy()

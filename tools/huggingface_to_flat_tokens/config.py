@@ -9,6 +9,8 @@ SPLITS = ("train", "validation")
 
 
 class TokenizerKind(Enum):
+    """The values of `tokenizer.kind`."""
+
     bytes = "bytes"
     huggingface = "huggingface"
     tiktoken = "tiktoken"
@@ -17,6 +19,8 @@ class TokenizerKind(Enum):
 
 
 class Backend(Enum):
+    """The values of `tokenizer.backend`."""
+
     auto = "auto"
     gigatoken = "gigatoken"
     reference = "reference"
@@ -24,6 +28,8 @@ class Backend(Enum):
 
 @dataclass
 class TokenizerConfig:
+    """The tokenizer."""
+
     kind: TokenizerKind = TokenizerKind.bytes
     """`bytes`: the UTF-8 bytes, with ids as in ByT5: byte + 3, after 0 padding, 1 end (`</s>`) and 2 unused.
     `huggingface`: a tokenizer of the `tokenizers` library. `tiktoken`: an encoding of tiktoken. `mistral`: a
@@ -36,16 +42,18 @@ class TokenizerConfig:
     end_token: str | None = None
     """A token put at the end of each document, null for none. Beginnings need none: the format marks them."""
     backend: Backend = Backend.auto
-    """What does the work. `auto`: gigatoken where it gives the same ids as the library that defines the tokenizer, else
-    that one. `gigatoken`: an error where it does not. `reference`: the library that defines the tokenizer."""
+    """The library that encodes. `reference`: the one that defines the tokenizer. `gigatoken`: an error where its ids
+    differ. `auto`: gigatoken where it gives the same ids, else the reference."""
     vocab_size: int = 4096
-    """For `train_bpe`: most tokens in the vocabulary, at least 258."""
+    """For `train_bpe`: bound on the size of the vocabulary, at least 258."""
     train_documents: int = 100_000
-    """For `train_bpe`: how many documents from the beginning of the training split to train on, at least 1."""
+    """For `train_bpe`: number of documents to train on, from the beginning of the training split, at least 1."""
 
 
 @dataclass
 class SplitConfig:
+    """The documents of a split."""
+
     source: str | None = None
     """The split of the Hugging Face dataset to read."""
     files: list[str] = field(default_factory=list)
@@ -53,15 +61,17 @@ class SplitConfig:
     unless `text_separator` is set; all but .parquet also compressed: .gz, .bz2, .xz, .zst. In this order, the matches
     of a glob sorted."""
     skip_documents: int = 0
-    """How many documents of the source to leave out first, at least 0."""
+    """Number of documents to leave out at the beginning of the source, at least 0."""
     max_documents: int | None = None
-    """How many documents of the source to read after that, at least 1; null for all."""
+    """Number of documents to read after these, at least 1; null for all."""
     max_tokens: int | None = None
-    """How many tokens to write, at least 1; null for all. The last document is cut to give exactly this number."""
+    """Number of tokens to write, at least 1; null for all. The last document is cut to give exactly this number."""
 
 
 @dataclass
 class Config:
+    """All settings."""
+
     out: str = MISSING
     """Directory of the dataset: a local path, or a URL that tensorstore knows."""
     overwrite: bool = False
@@ -77,15 +87,15 @@ class Config:
     text_field: str = "text"
     """The column or JSON key that holds the document."""
     text_separator: str | None = None
-    """What stands between the documents of a .txt file, as `<|endoftext|>`; the line breaks around it belong to it.
-    null if each such file is one document."""
+    """A separator between the documents of a .txt file, for example `<|endoftext|>`, to which the line breaks around it
+    belong. Null if each such file is one document."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train: SplitConfig | None = field(default_factory=SplitConfig)
     """Null to leave the training split out."""
     validation: SplitConfig | None = field(default_factory=SplitConfig)
     """Null to leave the validation split out."""
     num_workers: int | None = None
-    """Processes that tokenize, at least 1; null for as many as there are cores, or 1 for 2 cores and a tokenizer that
-    is very fast or has threads. With 1 this process does, by these threads. The result does not depend on it."""
+    """Number of processes that tokenize, at least 1. Null for one for each core, or 1 for 2 cores and a tokenizer that
+    is very fast or has threads. With 1, this process tokenizes. The result does not depend on it."""
     shard: str | None = None
     """`i/n`: write only share i of n, 0 ≤ i < n, to be joined by tools.merge_flat_tokens; null for all."""

@@ -1,8 +1,8 @@
-"""What the settings name: the documents of a split, and the tokenizer."""
+"""The documents of a split and the tokenizer, as the settings name them."""
 
 import itertools
 
-from text import definitions, excerpts, hub, local_files, tokenizers
+from text import definitions, hub, libraries, local_files, sources, tokenizers
 from text.sources import Piece
 from text.tokenizers import Tokenizer
 from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerKind
@@ -12,7 +12,7 @@ def open_source(config: Config, name: str) -> list[Piece]:
     """The documents of a split.
 
     Raises:
-        ValueError: settings that contradict each other, or a source that is missing or unfit.
+        ValueError: settings contradict each other, or the source is missing or unfit.
     """
     split: SplitConfig = getattr(config, name)
     if (config.dataset is None) == (not split.files):
@@ -34,42 +34,36 @@ def open_source(config: Config, name: str) -> list[Piece]:
             config.text_field,
         )
     if split.max_documents is None:
-        return excerpts.skip_documents(pieces, split.skip_documents)
-    return [excerpts.Slice(pieces, split.skip_documents, split.skip_documents + split.max_documents)]
+        return sources.skip_documents(pieces, split.skip_documents)
+    return [sources.slice_documents(pieces, split.skip_documents, split.skip_documents + split.max_documents)]
 
 
 def make_tokenizer(config: Config, trained: str | None) -> Tokenizer:
     """The tokenizer that the settings name; trains it, if they say so.
 
     Args:
+        config: the settings.
         trained: the tokenizer.json that an interrupted run has trained, None if there is none.
 
     Raises:
-        ValueError: settings that contradict each other, or a tokenizer that is missing or lacks the end token.
+        ValueError: settings contradict each other, or the tokenizer is missing or lacks the end token.
     """
     tokenizer = config.tokenizer
-    named = tokenizer.kind not in (TokenizerKind.bytes, TokenizerKind.train_bpe)
+    kind, end_token = tokenizer.kind, tokenizer.end_token
+    named = kind not in (TokenizerKind.bytes, TokenizerKind.train_bpe)
     if named != (tokenizer.name is not None):
         raise ValueError(
-            f"tokenizer.name is {tokenizer.name!r} and tokenizer.kind {tokenizer.kind.name}; "
+            f"tokenizer.name is {tokenizer.name!r} and tokenizer.kind {kind.name}; "
             "the kinds huggingface, tiktoken and mistral need a name, and no other kind has one."
         )
-    match tokenizer.kind:
-        case TokenizerKind.bytes:
-            if tokenizer.end_token not in (None, "</s>"):
-                raise ValueError(f"tokenizer.end_token is {tokenizer.end_token!r}; that of bytes is </s>, or null.")
-            return tokenizers.ByteTokenizer(append_end=tokenizer.end_token is not None)
-        case TokenizerKind.huggingface:
-            definition = definitions.find_huggingface(tokenizer.name)
-            reference = tokenizers.Tokenizers(definition)
-        case TokenizerKind.train_bpe:
-            definition = trained or _train_bpe(config)
-            reference = tokenizers.Tokenizers(definition)
-        case TokenizerKind.tiktoken:
-            definition, reference = tokenizers.open_tiktoken(tokenizer.name)
-        case TokenizerKind.mistral:
-            definition, reference = tokenizers.open_mistral(tokenizer.name)
-    made, why = tokenizers.make_text_tokenizer(definition, reference, tokenizer.end_token, tokenizer.backend.name)
+    if kind is TokenizerKind.bytes:
+        return tokenizers.open_bytes(end_token)
+    if kind is TokenizerKind.train_bpe:
+        definition = trained or _train_bpe(config)
+        reference = libraries.Tokenizers(definition)
+    else:
+        definition, reference = tokenizers.open_library(kind.name, tokenizer.name)
+    made, why = tokenizers.make_text_tokenizer(definition, reference, end_token, tokenizer.backend.name)
     print(f"Tokenizing with {made.library}." + (f" Slower than could be: {why}." if why else ""), flush=True)
     return made
 
@@ -83,6 +77,6 @@ def _train_bpe(config: Config) -> str:
             "tokenizer.kind=train_bpe and shard contradict each other: train one tokenizer first, with a small "
             "train.max_tokens, and give its tokenizer.json as tokenizer.kind=huggingface tokenizer.name=<path>."
         )
-    blocks = (block for piece in open_source(config, "train") for block in piece.blocks(0))
+    blocks = (block for piece in open_source(config, "train") for block in piece.blocks())
     texts = (text for block in blocks for text in block.texts())
     return definitions.train_bpe(itertools.islice(texts, num_documents), config.tokenizer.vocab_size)
