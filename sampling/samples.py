@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from cluster.progress import pause
+from cluster.watch import pause
 from input_loader.codec import codec_of_data
 from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler

@@ -1,6 +1,6 @@
 """A run: its configuration, start, checkpoints, metrics, profile and stages."""
 
-from cluster.progress import watched_batches
+from cluster.watch import watched_batches
 from cluster.stopping import StopRequest
 from cluster.watch import Watch
 from configuration.differences import config_differences

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from cluster.progress import mark, pause
+from cluster.watch import now_at, pause
 
 from .checkpoint_arrays import (
     DTYPES,
@@ -194,7 +194,7 @@ class Checkpointer:
             ValueError: the checkpoint's arrays are not those of `like`; with their names.
             OSError: an array is missing, truncated, corrupt, or not as the manifest says.
         """
-        mark(f"restoring the checkpoint of step {step}", paused=True)
+        now_at(f"restoring the checkpoint of step {step}", paused=True)
         path = self._path(step)
         arrays = self.manifest(step)["arrays"].items()
         saved = {name: array for name, array in arrays if name.startswith(part) and not name.startswith(leave)}

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from cluster.progress import pause
+from cluster.watch import pause
 
 
 def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: int) -> dict[str, float]:

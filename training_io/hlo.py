@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from cluster.devices import compile_program
-from cluster.progress import mark
+from cluster.watch import now_at
 
 
 def compile_with_hlo_dump(
@@ -29,7 +29,7 @@ def compile_with_hlo_dump(
         The compiled step, and the path of the graph: None where XLA wrote none (the step came from JAX's compilation
         cache), and on processes other than 0, which compile without it.
     """
-    mark("compiling the training step", paused=True)
+    now_at("compiling the training step", paused=True)
     if jax.process_index() != 0:
         return compile_program(lowered, options), None
     with tempfile.TemporaryDirectory() as dump:

@@ -13,7 +13,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from cluster.progress import mark
+from cluster.watch import now_at
 from shardlib.layers import LayerMetrics
 
 from .flops import ModelFlops, PeakFlops
@@ -163,7 +163,7 @@ class RunLog:
 
     def close(self) -> None:
         """Writes the last step's metrics and ends the bar. Further calls do nothing."""
-        mark("ending", paused=True)
+        now_at("ending", paused=True)
         self._close()
 
     def _close(self) -> None:

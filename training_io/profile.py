@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from cluster.progress import pause
+from cluster.watch import pause
 
 from . import bubble, perfetto
 from .flops import ModelFlops, PeakFlops

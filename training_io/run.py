@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cluster.devices import kept_programs, known_options
-from cluster.progress import watched_batches
+from cluster.watch import watched_batches
 from cluster.stopping import StopRequest
 from input_loader import Prefetcher, TokenBatch, batch_shapes, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
