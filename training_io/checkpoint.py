@@ -18,8 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from cluster.watch import now_at, pause
-
-from .checkpoint_arrays import (
+from training_io.checkpoint_arrays import (
     DTYPES,
     NO_ORDERS,
     HostArray,

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from .checkpoint import commit, manifest_text
-from .checkpoint_arrays import STORE_ERRORS, HostArray, array_spec, create_spec
-from .initial_weights import find_checkpoint
+from training_io.checkpoint import commit, manifest_text
+from training_io.checkpoint_arrays import STORE_ERRORS, HostArray, array_spec, create_spec
+from training_io.initial_weights import find_checkpoint
 
 CHUNK_BYTES = 2**26
 """Of a chunk at most, where one is written here: the least that can be read, so that a process reads little more than

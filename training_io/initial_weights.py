@@ -9,9 +9,8 @@ from typing import Any
 import jax
 
 from configuration.differences import config_differences
-
-from .checkpoint import Checkpointer
-from .checkpoint_arrays import NO_ORDERS, Orders
+from training_io.checkpoint import Checkpointer
+from training_io.checkpoint_arrays import NO_ORDERS, Orders
 
 REMEDY = (
     "training.init_from takes all weights of a model, and no others. Set it to a run whose model has these weights, or "

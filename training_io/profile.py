@@ -12,10 +12,9 @@ from typing import Any
 import jax
 
 from cluster.watch import pause
-
-from . import bubble, perfetto
-from .flops import ModelFlops, PeakFlops
-from .metrics import RunLog
+from training_io import bubble, perfetto
+from training_io.flops import ModelFlops, PeakFlops
+from training_io.metrics import RunLog
 
 # Reading a trace must not hold this process's interpreter lock while it trains.
 _READ_TIMEOUT_S = 300.0

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cluster.devices import kept_programs, known_options
-from cluster.watch import watched_batches
 from cluster.stopping import StopRequest
+from cluster.watch import watched_batches
 from input_loader import Prefetcher, TokenBatch, batch_shapes, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of

@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import pytest
 import zarr
+from cluster.progress import Limits, Peer, Place, culprits
 from hydra import compose, initialize_config_dir
 from processes import ROOT, SMALL, Run, free_port
 
 import train
 from cluster.config import DistributedConfig, HardwareConfig
 from cluster.devices import make_mesh, start_devices
-from cluster.progress import Limits, Peer, Place, culprits
 from cluster.watch import EXIT_CODE
 from input_loader import make_loader
 from modeling.model import load_model

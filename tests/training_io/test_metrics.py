@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from shardlib.layers import LayerMetrics
-from training_io import ModelFlops, PeakFlops, RunLog
-from training_io.metrics import check_metrics
+from training_io.flops import ModelFlops, PeakFlops
+from training_io.metrics import RunLog, check_metrics
 
 FLOPS = ModelFlops(1000, 1500, "c", "f")
 PEAK = PeakFlops(1e9, "test")

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from training_io import ModelFlops, PeakFlops, StepProfiler
+from training_io.flops import ModelFlops, PeakFlops
+from training_io.profile import StepProfiler
 
 FLOPS = ModelFlops(1e6, 1.5e6, "causal formula", "full formula")
 PEAK = PeakFlops(1e9, "the source of the peak")
