@@ -1,7 +1,6 @@
 """The metrics of a run: lines of JSON in metrics.jsonl, and progress on the terminal."""
 
 import collections
-import datetime
 import json
 import math
 import os
@@ -331,5 +330,6 @@ def _si(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The time for people to read: `0:01:05` for 65 seconds, `1 day, 0:00:00` for 86400."""
-    return str(datetime.timedelta(seconds=round(seconds)))
+    """The time as h:mm:ss: `0:01:05` for 65 seconds."""
+    seconds = round(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
