@@ -109,8 +109,8 @@ class Sweep(Callback):
                 self._failed.append(f"{config.hydra.job.override_dirname}: {_first_line(error)}")
             # The frames of the failed job hold its state, whose memory the next job needs.
             _forget_locals(error)
-            if jax.distributed.is_initialized():
-                sys.exit("The sweep stops here: after an error the processes of a run end.")
+            if jax.distributed.is_initialized() and config.hydra.launcher._target_.endswith(".BasicLauncher"):
+                sys.exit("The sweep stops here: after an error all processes of a run end.")
 
     def _say_failures(self, directory: str) -> None:
         if self._failed:

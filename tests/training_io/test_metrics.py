@@ -235,11 +235,6 @@ def test_the_device_is_not_waited_for(tmp_path):
     assert elapsed < 0.04
 
 
-def test_print_every_is_checked(tmp_path):
-    with pytest.raises(ValueError, match="print_every is 0"):
-        run_log(tmp_path, print_every=0)
-
-
 def test_metrics_of_a_run_without_a_checkpoint_are_kept(tmp_path):
     with run_log(tmp_path) as log:
         log.log(0, metrics(2.0))
