@@ -131,8 +131,9 @@ def _end_stalled(place: _Place, limit: str, who: str) -> None:
         where = place.what if place.step is None else f"{place.what}, at step {place.step}"
         message = (
             f"\n{show_cursor}shardwright: {who} stalled: it was {where}, for {limit}.\n"
-            "It ends, and so do the others. Where several stall, they wait for the one at the earliest place. Start all "
-            "processes again with the same command: the run resumes from its last checkpoint. The threads of this one:\n"
+            "It ends, and so do the others. Where several stall, they wait for the one at the earliest place. Start "
+            "all processes again with the same command: the run resumes from its last checkpoint. The threads of this "
+            "one:\n"
         )
         os.write(2, message.encode())  # sys.stderr may be locked by the thread that hangs
         faulthandler.dump_traceback(file=2, all_threads=True)
