@@ -282,7 +282,7 @@ def check_metrics(metrics: Any) -> None:
     for name, value in vars(metrics).items():
         if name in OF_A_STEP:
             raise ValueError(
-                f"the step's Metrics have a field {name!r}, which is a name of the log's own; choose another name."
+                f"the step's Metrics have a field {name!r}, which the log has itself; choose another name."
             )
         if isinstance(value, LayerMetrics):
             taken = {*OF_A_STEP, *vars(metrics)} & set(value.names)
