@@ -15,15 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from cluster.config import DistributedConfig
-
-T = TypeVar("T")
 
 EXIT_CODE = 75
 """Of a process that stalled: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -62,7 +60,7 @@ def pause(what: str) -> Iterator[None]:
     now_at(before.what, paused=before.paused)
 
 
-def watched_batches(batches: Iterator[T], start: int) -> Iterator[T]:
+def watched_batches(batches: Iterator[Any], start: int) -> Iterator[Any]:
     """The same batches, of the steps from `start`. Notes when the main thread waits for one, and when it has it.
 
     The first step may take longer, since devices and networks are set up in it.
