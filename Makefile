@@ -1,15 +1,15 @@
 # Two commands from a clean clone: `make demo` and `make test`. `make help` lists the rest.
 PYTHON ?= python3
 VENV ?= .venv
-# What development needs beside the run-time dependencies: extras of pyproject.toml. EXTRAS=test,tools spares torch.
+# Extras of pyproject.toml that development needs. EXTRAS=test,tools leaves out torch.
 EXTRAS ?= test,tools,oracle,bench
-# Processes that run tests side by side.
+# Number of processes that run tests.
 WORKERS ?= 2
 
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 CONSTRAINTS := $(wildcard constraints/py$(VERSION).txt)
 RUN = $(VENV)/bin/python -m
-# Each of these files says that an installation ended well.
+# Each of these files marks a complete installation.
 RUNTIME := $(VENV)/.installed
 DEVELOPMENT := $(VENV)/.installed-$(EXTRAS)
 fail = { echo "make: $(1)" >&2; exit 1; }
@@ -48,7 +48,7 @@ clean: ## remove the virtual environment and the caches
 	if [ -e $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi
 	rm -rf *.egg-info .pytest_cache .ruff_cache
 
-# A killed pip leaves packages that look installed, so an environment whose installation did not end is begun anew.
+# A killed pip leaves packages that look installed, so an environment with an unfinished installation is made anew.
 $(RUNTIME): PACKAGES = .
 $(DEVELOPMENT): PACKAGES = .[$(EXTRAS)]
 $(RUNTIME) $(DEVELOPMENT): pyproject.toml $(CONSTRAINTS) | check-venv
@@ -59,8 +59,8 @@ $(RUNTIME) $(DEVELOPMENT): pyproject.toml $(CONSTRAINTS) | check-venv
 	@$(RUN) pip install --quiet -e '$(PACKAGES)' $(CONSTRAINTS:%=-c %)
 	@rm $(VENV)/.unfinished && touch $(RUNTIME) $@
 
-# Local version suffixes go, because 2.13.0+cpu is on no registry, where 2.13.0 accepts either build; and so do the CUDA
-# packages of another torch build, whose versions would contradict those of the extra `cuda`.
+# Local version suffixes are removed: 2.13.0+cpu is on no registry, and 2.13.0 accepts either build. The CUDA packages of
+# another torch build are removed too: their versions would contradict those of the extra `cuda`.
 constraints: FRESH := $(VENV)-fresh
 constraints: check-python ## renew the constraints file of this Python, with the newest packages
 	rm -rf $(FRESH) && $(PYTHON) -m venv $(FRESH)

@@ -1,1 +1,1 @@
-"""Devices and processes: the mesh, compiler options, joining, watching, stopping."""
+"""Devices and processes of a run: mesh, compiler options, joining, watching, stopping."""

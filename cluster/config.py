@@ -1,4 +1,4 @@
-"""Settings of the devices: the mesh, what the hardware is told, and the processes of a run."""
+"""Settings of the devices: mesh, compiler and environment, and the processes of a run."""
 
 import dataclasses
 from typing import Any
@@ -8,10 +8,10 @@ from configuration.checks import check_choice, check_ranges
 
 @dataclasses.dataclass
 class MeshConfig:
-    """Devices along each axis; at most one may be -1, which takes what is left."""
+    """Number of devices along each axis. At most one may be -1, which takes the devices that are left."""
 
     p: int = 1
-    """Pipeline stages' devices: each holds some of the layers (docs/pipeline.md)."""
+    """Devices that each hold some of the layers, as stages of a pipeline (docs/pipeline.md)."""
     r: int = 1
     d: int = -1
     t: int = 1
@@ -19,48 +19,52 @@ class MeshConfig:
 
 @dataclasses.dataclass
 class HardwareConfig:
+    """Settings of the devices, their compiler and their environment."""
+
     name: str = "any"
-    """What the run is meant for, in words."""
+    """The devices that the run is meant for, in words."""
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """XLA's flags without their dashes, and what else XLA takes for a program, for the compilation of the steps. Left
-    out are those that are null and, with a line that says so, those that the installed XLA does not know. Flags in the
-    environment's XLA_FLAGS hold for all programs, and an unknown one there ends the run."""
+    """Options of XLA for the compilation of the steps: its flags without their dashes, and what else it takes for a
+    program. An option that is null is left out. One that the installed XLA does not know is left out too, and a line
+    is printed for it. Flags in the environment's XLA_FLAGS hold for all programs, and an unknown one there ends the
+    run."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Environment variables, such as NCCL's, that are set before the devices start; one that is set already stays."""
+    """Environment variables, such as NCCL's, that are set before the devices start. A variable that is set already
+    keeps its value."""
     memory_fraction: float | None = None
-    """Part of a GPU's memory that JAX reserves when it starts, in (0, 1]; null: JAX's own default, 0.75. Whoever sets
+    """Part of a GPU's memory that JAX reserves when it starts, in (0, 1]; null: JAX's own default, 0.75. The variable
     XLA_PYTHON_CLIENT_MEM_FRACTION overrides it."""
     compilation_cache: str | None = "~/.cache/shardwright/compiled"
-    """Directory in which compiled programs are kept, for the next run of the same step; null: none. It must be writable
-    by nobody whom you would not let run programs as you. It grows; what is in it can be deleted at any time. A run of
-    several processes, of which the first writes and all read, keeps none here, where hosts may each have their own:
-    give a directory that they share. Whoever sets JAX_COMPILATION_CACHE_DIR overrides it."""
+    """Directory in which compiled programs are kept for the next run of the same step; null: none. Let nobody write
+    there whom you would not let run programs as you. It grows, and what is in it can be deleted at any time. A run of
+    several processes, of which the first writes and all read, does not use the default, since each host may have its
+    own: give a directory that all hosts share. The variable JAX_COMPILATION_CACHE_DIR overrides it."""
 
 
 @dataclasses.dataclass
 class DistributedConfig:
-    """The processes of a run, on one host or on many. docs/multi-host.md tells how to start them."""
+    """The processes of a run, on one host or on many. docs/multi-host.md shows how to start them."""
 
     auto: bool = False
-    """Whether JAX finds out by itself who the processes are, as it can under Slurm, Open MPI, Kubernetes and on Cloud
-    TPU. Otherwise there is one, or coordinator, count and id say it."""
+    """Whether JAX finds the processes by itself, as it can under Slurm, Open MPI, Kubernetes and on Cloud TPU.
+    Otherwise there is one process, or coordinator, count and id describe them."""
     count: int | None = None
-    """Processes of the run, at least 1. Null: one; with auto, as many as there are."""
+    """Number of processes, at least 1. Null: one; with auto, as many as there are."""
     coordinator: str | None = None
-    """address:port of process 0, the same in all processes; the port is one that is free there."""
+    """Address and port of process 0, as address:port, the same in all processes. The port has to be free there."""
     id: int | None = None
-    """Which process this is, in [0, count)."""
+    """Number of this process, in [0, count)."""
     devices: str = "all"
-    """all: a process uses all devices that it sees. one: that of its number on the host, of those that all processes
-    there see; only with auto, under Slurm and Open MPI."""
+    """all: a process uses all devices that it sees. one: it uses the one with its number on the host, which needs
+    auto, and Slurm or Open MPI."""
     join_timeout: int = 300
     """Seconds, at least 1, that the processes have to find one another."""
     heartbeat_timeout: int = 60
-    """Seconds, at least 1. Of a process that is not heard of for so long, the others say that it is gone, and end."""
+    """Seconds, at least 1. When a process has sent no heartbeat for so long, JAX ends the others."""
     stall_timeout: int = 600
-    """Seconds, at least 1. A process that lives, but is so long at one point of a step, has stalled, and all end."""
+    """Seconds, at least 1. A process that stays so long at one place of a step has stalled, and ends."""
     pause_timeout: int = 3600
-    """The same for what may take longer than a step: start, compilation, first step, checkpoints, validation."""
+    """The same for places that may take longer: start, compilation, first step, checkpoints, validation, end."""
 
     @property
     def is_single(self) -> bool:
@@ -69,7 +73,7 @@ class DistributedConfig:
 
 
 def check_distributed(c: DistributedConfig) -> None:
-    """Raises ValueError for a setting out of its range, or that others contradict."""
+    """Raises ValueError for a setting that is out of its range or contradicts another one."""
     seconds = dict.fromkeys(("join_timeout", "heartbeat_timeout", "stall_timeout", "pause_timeout"), (1, 2**31))
     check_ranges("distributed", c, {"count": (1, 2**31), "id": (0, c.count or 2**31), **seconds})
     check_choice("distributed.devices", c.devices, ("all", "one"))

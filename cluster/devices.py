@@ -14,11 +14,14 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
+from cluster.config import DistributedConfig, HardwareConfig
+
 
 def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1) -> jax.sharding.Mesh:
-    """The mesh of axes r, d, t over all `devices`, t innermost: neighbours along it are nearest. p > 1: p outermost.
+    """The mesh of all `devices` with axes r, d, t, and with p outermost where p > 1. Neighbours along t are nearest.
 
-    One size may be -1, which takes what is left. Raises ValueError if they do not fit, with those that do.
+    One size may be -1, which takes the devices that are left. Raises ValueError, with the sizes that fit, for sizes
+    that do not.
     """
     sizes = [p, r, d, t]
     if sizes.count(-1) == 1:
@@ -28,37 +31,33 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1)
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
         divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
         fits = itertools.product([sizes[0]], *[divisors] * 3)
-        those = [shown(fit) for fit in fits if math.prod(fit) == len(devices)]
+        shapes = [shown(fit) for fit in fits if math.prod(fit) == len(devices)]
         raise ValueError(
             f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
-            + ", ".join(those or [f"p={n} …" for n in divisors])
+            + ", ".join(shapes or [f"p={n} …" for n in divisors])
             + ". (-1, for one axis, takes what is left.)"
         )
     axes = ("r", "d", "t")
     if sizes[0] > 1:
         axes = ("p", *axes)
-    # Without stages there is no axis p, and specs mean what they say without it.
+    # Without stages the mesh has no axis p, and neither has any spec.
     return jax.make_mesh(sizes[-len(axes) :], axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
 
 
-def start_devices(processes: Any, hardware: Any) -> None:
-    """Sets what `hardware` says and joins the other processes, if there are any, before anything else asks for devices.
+def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> None:
+    """Applies the settings of `hardware` and joins the other processes of the run, if there are any.
 
-    Ends this process, with a message and exit code 1, if they do not find one another within processes.join_timeout:
-    JAX waits for them outside of Python, and would abort.
-
-    Args:
-        processes: the run's DistributedConfig.
-        hardware: its HardwareConfig.
+    To be called before anything else asks for devices. Ends this process, with a message and exit code 1, if the
+    processes do not find one another within processes.join_timeout: JAX waits outside of Python, and would abort.
 
     Raises:
-        ValueError: JAX does not find out who the processes are, or process 0 cannot use its port.
+        ValueError: JAX does not find the processes, or process 0 cannot use its port.
     """
     for name, value in hardware.environment.items():
         os.environ.setdefault(name, value)
     if hardware.memory_fraction is not None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
-    # In homes that hosts do not share, process 0 alone would find programs, and not compile along with the others.
+    # Where hosts do not share their homes, process 0 alone would find programs, and not compile along with the others.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
     if hardware.compilation_cache is not None and not unshared and not jax.config.jax_compilation_cache_dir:
         _keep_programs(os.path.expanduser(hardware.compilation_cache))
@@ -74,12 +73,13 @@ def start_devices(processes: Any, hardware: Any) -> None:
     try:
         jax.distributed.initialize(
             **({} if processes.auto else named),
-            # Of None, JAX makes under Slurm and Open MPI the one device with the process's number on its host.
+            # None: under Slurm and Open MPI, the one device with the process's number on its host.
             local_device_ids=None if processes.devices == "one" else [],
-            # training_io.Watch notices earlier, and says more; these are for what happens before it, and after.
-            initialization_timeout=processes.join_timeout + _MARGIN_S,
-            heartbeat_timeout_seconds=processes.heartbeat_timeout + _MARGIN_S,
-            shutdown_timeout_seconds=processes.heartbeat_timeout + _MARGIN_S,
+            # Longer than join_timeout: _give_up_joining ends the process first, with a message of its own.
+            initialization_timeout=processes.join_timeout + 30,
+            heartbeat_timeout_seconds=processes.heartbeat_timeout,
+            # At the end the others wait for process 0, which writes the last files.
+            shutdown_timeout_seconds=processes.pause_timeout,
         )
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
@@ -89,16 +89,16 @@ def start_devices(processes: Any, hardware: Any) -> None:
     except ValueError as error:
         raise ValueError(
             f"distributed.auto is true, but JAX finds no cluster here ({error}) Start the processes with srun, mpirun, "
-            "or as a Kubernetes job, or give distributed.coordinator, count and id; docs/multi-host.md tells more."
+            "or as a Kubernetes job, or give distributed.coordinator, count and id: see docs/multi-host.md."
         ) from error
     finally:
         waiting.cancel()
 
 
 def kept_programs(name: str) -> Path | None:
-    """A directory of this name beside the compiled programs that JAX keeps; None where this process keeps none.
+    """Directory of this name beside the compiled programs that JAX keeps; None where this process keeps none.
 
-    None with several processes, too: they do the same, whatever each has kept.
+    None with several processes too, since all have to do the same, whatever each has kept.
     """
     directory = jax.config.jax_compilation_cache_dir
     keeps = directory and jax.config.jax_enable_compilation_cache and jax.process_count() == 1
@@ -106,7 +106,7 @@ def kept_programs(name: str) -> Path | None:
 
 
 def _keep_programs(directory: str) -> None:
-    """Has JAX keep compiled programs in `directory`; where it cannot be written, says so and goes on without."""
+    """Makes JAX keep compiled programs in `directory`. Prints a line and keeps none where it cannot be written."""
     try:
         if "://" not in directory:
             os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -116,14 +116,14 @@ def _keep_programs(directory: str) -> None:
         print(f"hardware.compilation_cache cannot be written, so compiled programs are not kept: {error}")
         return
     jax.config.update("jax_compilation_cache_dir", directory)
-    # All of them: a start compiles some fifty small programs, which together take as long as a small model's step.
+    # Short compilations too: a start has some fifty, which together take as long as a small model's step.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def known_options(options: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Those compiler options that the installed XLA knows; each other one is told to `say`, in a line.
+def known_options(options: Mapping[str, Any], print_line: Callable[[str], None]) -> dict[str, Any]:
+    """The compiler options that the installed XLA knows; `print_line` gets a line about each other one.
 
-    Those that are None are left out. Raises ValueError for a value that XLA does not take. Starts the devices.
+    Options that are None are left out. Raises ValueError for a value that XLA does not take. Starts the devices.
     """
     known = {name: value for name, value in options.items() if value is not None}
     for name in known:
@@ -139,26 +139,26 @@ def known_options(options: Mapping[str, Any], say: Callable[[str], None]) -> dic
             if not unknown:
                 raise ValueError(f"hardware.compiler_options: {error}") from error
             del known[unknown[0]]
-            say(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
-        except (TypeError, ValueError) as error:  # of JAX, before XLA sees it
+            print_line(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
+        except (TypeError, ValueError) as error:  # raised by JAX, before XLA sees the value
             raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}: {error}") from error
     return known
 
 
 def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-    """lowered.compile, after which the memory that the compiler took is the system's again.
+    """Compiles, and returns the memory that the compiler took to the system.
 
-    Without that it stays with the process, beside what the program takes: 220 MiB for a step of a small model on a CPU.
+    It would otherwise stay with the process: 220 MiB for the step of a small model on a CPU.
     """
     compiled = lowered.compile(compiler_options=options)
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's alone
+    if hasattr(libc, "malloc_trim"):  # in glibc alone
         libc.malloc_trim(0)
     return compiled
 
 
 def _check_port(address: str) -> None:
-    """Raises ValueError if the port of process 0 is in use: JAX may crash on that, without a word."""
+    """Raises ValueError if the port of process 0 is in use, on which JAX may crash without a message."""
     try:
         socket.create_server(("", int(address.rpartition(":")[2]))).close()
     except OSError as error:
@@ -168,12 +168,8 @@ def _check_port(address: str) -> None:
         ) from error
 
 
-_MARGIN_S = 30
-"""Seconds that JAX's own time limits come after ours."""
-
-
-def _give_up_joining(processes: Any) -> None:
-    """Says what is missing, and ends the process."""
+def _give_up_joining(processes: DistributedConfig) -> None:
+    """Prints what is missing, and ends the process."""
     who, where = f"process {processes.id}", processes.coordinator
     within = f"within {processes.join_timeout} s (distributed.join_timeout)"
     if processes.auto:

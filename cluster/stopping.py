@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop after the step under way."""
+"""Ctrl-C and SIGTERM as requests to stop after a step."""
 
 import os
 import signal
@@ -9,11 +9,11 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM is a wish to stop after a step; a second SIGINT acts as ever.
+    """While entered, the first SIGINT or SIGTERM asks the run to stop after a step. A second SIGINT acts as usual.
 
-    With several processes a signal to any of them stops all, after the same step: JAX's preemption service, which
-    handles SIGTERM from jax.distributed.initialize on, lets them agree on the next one that none has begun. Signals
-    reach the main thread only, so elsewhere this does nothing.
+    With several processes a signal to any of them stops all after the same step: by JAX's preemption service, which
+    handles SIGTERM from jax.distributed.initialize on, they agree on the next step that none of them has begun. Outside
+    of the main thread, which alone gets signals, this does nothing.
     """
 
     def __init__(self):
@@ -32,9 +32,9 @@ class StopRequest:
             signal.signal(*self._previous.popitem())
 
     def after(self, step: int) -> str | None:
-        """The signal because of which all processes stop after this step; None to go on.
+        """The name of the signal that stops all processes after this step; None where there is none.
 
-        To be called once a step, by every process. Nothing waits for the devices.
+        To be called once a step, by every process. Does not wait for the devices.
         """
         if jax.process_count() == 1:
             return self._name
@@ -44,4 +44,4 @@ class StopRequest:
         self._name = signal.Signals(number).name
         self.__exit__()
         if jax.process_count() > 1:
-            os.kill(os.getpid(), signal.SIGTERM)  # the only signal that JAX tells the other processes of
+            os.kill(os.getpid(), signal.SIGTERM)  # the only signal that JAX passes on to the other processes

@@ -1,1 +1,1 @@
-"""Checks of settings, and tools as programs."""
+"""Checks of settings, differences between configurations, and tools as programs."""

@@ -1,4 +1,4 @@
-"""Checks of settings: each raises ValueError with the setting's name, its value and what it may be."""
+"""Checks of settings. Each raises ValueError with the name of the setting, its value and the allowed values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from omegaconf import OmegaConf
 
 _UPPER = {2**31: "below 2**31", 2**63: "below 2**63", math.inf: "finite", math.nextafter(1, 2): "at most 1"}
-"""How messages say the ends of ranges."""
+"""Words for the upper limits of ranges, which are exclusive."""
 
 
 def check_ranges(section: str, settings, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Raises ValueError for a field of `settings` that is outside its [low, end). None is in every range."""
+    """Raises ValueError for a field of `settings` outside of its range [low, end). None is in every range."""
     for name, (low, end) in ranges.items():
         value = getattr(settings, name)
         if value is not None and not low <= value < end:  # NaN is in no range
@@ -19,13 +19,13 @@ def check_ranges(section: str, settings, ranges: Mapping[str, tuple[float, float
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raises ValueError for a value that is none of those allowed."""
+    """Raises ValueError for a value that is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.")
 
 
 def check_booleans(overrides: Sequence[str], config) -> None:
-    """Raises ValueError for an override like `data.shuffle=2`, which OmegaConf would take for true."""
+    """Raises ValueError for an override such as `data.shuffle=2`, which OmegaConf would take as true."""
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if isinstance(OmegaConf.select(config, key), bool) and value.lower().strip("'\"") not in ("true", "false"):

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+_ABSENT = object()
+
 
 def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> list[str]:
-    """How two nested plain dicts differ within the sections `fixed`, one line a difference.
+    """Differences between two nested plain dicts in the settings `fixed`.
 
     Args:
-        saved: the configuration stored with the checkpoint.
-        current: this run's.
-        fixed: dotted prefixes of what must agree, such as ("model", "optimizer", "data.seed").
+        saved: configuration stored with the checkpoint.
+        current: configuration of this run.
+        fixed: names of sections or settings, such as ("model", "optimizer", "data.seed").
 
     Returns:
         Lines like "optimizer.lr: checkpoint has 0.001, this run has 0.01", sorted by key; empty if all agree.
@@ -18,15 +20,12 @@ def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> li
         {key: value for key, value in _flatten(config) if any(key == p or key.startswith(p + ".") for p in fixed)}
         for config in (saved, current)
     )
-    lines = []
-    for key in sorted(before.keys() | now.keys()):
-        if key not in now:
-            lines.append(f"{key}: checkpoint has {before[key]!r}, this run does not have it")
-        elif key not in before:
-            lines.append(f"{key}: checkpoint does not have it, this run has {now[key]!r}")
-        elif before[key] != now[key]:
-            lines.append(f"{key}: checkpoint has {before[key]!r}, this run has {now[key]!r}")
-    return lines
+    shown = lambda config, key: f"has {config[key]!r}" if key in config else "does not have it"
+    return [
+        f"{key}: checkpoint {shown(before, key)}, this run {shown(now, key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key, _ABSENT) != now.get(key, _ABSENT)
+    ]
 
 
 def _flatten(config: dict, prefix: str = "") -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the tools have in common as programs: settings by Hydra, and errors a user can read."""
+"""The tools as programs: settings from Hydra, and errors that a user can read."""
 
 import functools
 import inspect
@@ -13,17 +13,18 @@ from omegaconf import OmegaConf
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
-    """Calls `run`, a function of the program's main module, with the settings of the command line.
+    """Calls `run` with the settings of the command line.
 
-    A ValueError, which is what a user can get wrong, is shown as its message alone; HYDRA_FULL_ERROR=1 shows where it
-    came from too. Other exceptions are shown with their traceback. Either way the exit status is 1.
+    Of a ValueError, which a user caused, only the message is shown; HYDRA_FULL_ERROR=1 shows the traceback too. Other
+    exceptions are shown with their traceback. The exit status is 1 for both.
 
     Args:
-        name: of the file in tools/configs/ that is read unless --config-name says another.
-        schema: the dataclass of the settings; the config names it as `<name>_schema`.
+        name: name of the file in tools/configs/ that is read where --config-name is not given.
+        schema: dataclass of the settings. The config names it as `<name>_schema`.
+        run: function of the program's main module, called with a `schema`.
     """
 
-    # Hydra looks for the configs beside the file of the function that is wrapped.
+    # functools.wraps: Hydra looks for the configs beside the file of the wrapped function.
     @functools.wraps(run)
     def job(config: Any) -> None:
         try:
@@ -34,6 +35,6 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
             raise CompactHydraException(f"Error: {e}") from e
 
     ConfigStore.instance().store(f"{name}_schema", schema)
-    # A program that is a folder has its configs beside the folder.
+    # The configs of a program that is a folder are beside the folder.
     configs = "../configs" if Path(inspect.getfile(run)).name == "__main__.py" else "configs"
     hydra.main(version_base=None, config_path=configs, config_name=name)(job)()

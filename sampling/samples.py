@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from cluster.progress import pause
+from cluster.watch import pause
 from input_loader.codec import codec_of_data
 from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler
@@ -64,7 +64,7 @@ class TrainingSamples:
             first = self._sampler.why_no_cache is None
             drawn = self._sampler.generate(weights, self._prompts)
         if first and self._sampler.why_no_cache:
-            self._run.say(f"sampling   without a cache, which is slower: {self._sampler.why_no_cache}")
+            self._run.print(f"sampling   without a cache, which is slower: {self._sampler.why_no_cache}")
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
             ended = ids[-1] in self._stop

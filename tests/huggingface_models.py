@@ -7,11 +7,11 @@ import numpy as np
 import tiny
 
 import train
-import training_io
 from input_loader import TokenBatch
 from modeling.model import load_model
 from modeling.settings import RopeScaling
 from shardlib.shardtypes import f32
+from training_io.checkpoint import Checkpointer
 
 LENGTH = 96
 LLAMA3 = RopeScaling(kind="llama3", factor=4.0, original_length=64, low_frequency_factor=1.0, high_frequency_factor=4.0)
@@ -51,7 +51,7 @@ def settings(c: train.ModelConfig, filespec: str = "unused", **training):
 def save(directory, w: train.Transformer, c: train.ModelConfig, step: int = 5, filespec: str = "unused") -> str:
     """A run's directory with a checkpoint of these weights, as train.py writes it."""
     metadata = {"config": dataclasses.asdict(settings(c, filespec)), "loader": {}}
-    with training_io.Checkpointer(directory / "checkpoints") as checkpoints:
+    with Checkpointer(directory / "checkpoints") as checkpoints:
         checkpoints.save(step, train.State(w, w, w, jax.tree.map(lambda _: None, w)), metadata)
     return str(directory)
 

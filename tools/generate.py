@@ -31,8 +31,9 @@ from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler
 from shardlib.shardtypes import make_shardings
 from text.codec import TextCodec, codec_by_name, codec_of_dataset
-from training_io import Checkpointer, find_checkpoint
 from training_io import config as run_config
+from training_io.checkpoint import Checkpointer
+from training_io.initial_weights import find_checkpoint
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
 

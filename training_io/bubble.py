@@ -1,11 +1,11 @@
-"""How long devices execute nothing between training steps, from a trace. Run by profile.py as a program of its own.
+"""Time in which devices execute nothing between training steps, from a trace. profile.py runs it as a program.
 
-Devices of a trace (xplane.pb, as jax.profiler writes it), and the executions of a program on them:
+Where a trace (xplane.pb, as jax.profiler writes it) has the executions of a program on the devices:
 
-    /device:TPU:0 …   the line "XLA Modules" has one event an execution, named jit_training_step(<number>)
-    /device:GPU:0 …   the same line where there is one; else lines "Stream #7(…)", one event a kernel or a copy. Kernels
-                      have the stat hlo_module, but nothing says which execution they are of: see _by_first_kernels
-    /host:CPU         of CPU devices: on any thread, one event an operation, with the stats hlo_module, run_id and
+    /device:TPU:0 …   the line "XLA Modules" has one event for each execution, named jit_training_step(<number>)
+    /device:GPU:0 …   the same line where there is one; else lines "Stream #7(…)", one event for each kernel or copy.
+                      Kernels have the stat hlo_module, but not the execution that they belong to: see _by_first_kernels
+    /host:CPU         for CPU devices: on any thread one event for each operation, with the stats hlo_module, run_id and
                       device_ordinal
 """
 
@@ -19,32 +19,33 @@ MODULES_LINE = "XLA Modules"
 
 
 class NotMeasured(Exception):
-    """The trace does not tell; the message says why, to follow "because"."""
+    """The trace does not have the executions. The message says why, to follow "because"."""
 
 
 class Execution(NamedTuple):
-    """Of one training step on one device: the start of its first operation and the end of its last, in ns."""
+    """One training step on one device: start of its first operation and end of its last, in ns."""
 
     start: float
     end: float
 
 
 def step_bubble(profile: Any, module: str, steps: int) -> dict[str, Any]:
-    """The share of time in which devices execute nothing between two steps.
+    """Share of the time in which devices execute nothing between two steps.
 
     Args:
-        profile: a jax.profiler.ProfileData. Planes, lines and events are only valid as long as it lives.
+        profile: a jax.profiler.ProfileData. Its planes, lines and events are valid only as long as it lives.
         module: name of the step's program, such as jit_training_step.
-        steps: how many were traced from their beginning, the first ones in the trace; at least 2.
+        steps: number of whole steps in the trace, at least 2. A part of another one may follow them.
 
     Returns:
-        step_bubble   of the time from the first step's start to the last one's, that between the end of each step and
-                      the start of the next; the mean over devices
+        step_bubble   share of the time from the start of the first step to the start of the last that is between the
+                      end of a step and the start of the next; mean over devices
         worst         the same on the device where it is largest
-        worst_device  its name
-        gap_seconds   from the end of a step to the start of the next, the mean over steps and devices
-        step_seconds  from the start of a step to that of the next, likewise
-        steps, devices  how many
+        worst_device  name of that device
+        gap_seconds   from the end of a step to the start of the next, mean over steps and devices
+        step_seconds  from the start of a step to the start of the next, mean over steps and devices
+        steps         number of steps
+        devices       number of devices
 
     Raises:
         NotMeasured: the trace has no such executions.
@@ -104,10 +105,9 @@ def _of_device(plane: Any, module: str, steps: int) -> list[Execution]:
 
 
 def _kernels(stream: Any, module: str) -> list[tuple[float, float, str, bool]]:
-    """Start, end, name, and whether it is known to be of the module, of what the module may have launched.
+    """Kernels that the module may have launched: start, end, name, and whether they name the module.
 
-    Kernels of a CUDA graph may come without the name of their module. Without it, copies are those of data loading and
-    checkpoints.
+    Kernels of a CUDA graph may not name their module. Copies that do not are of data loading and checkpoints.
     """
     kernels = []
     for event in stream.events:
@@ -118,22 +118,22 @@ def _kernels(stream: Any, module: str) -> list[tuple[float, float, str, bool]]:
 
 
 def _by_first_kernels(streams: list[list[tuple[float, float, str]]], steps: int) -> list[Execution]:
-    """The executions, told apart by the kernels that each begins with.
+    """The executions, found by the kernels that each begins with.
 
-    The same program launches the same kernels in the same order: on its busiest stream, the shortest sequence of names
-    that the trace begins with and that comes once a step marks the beginnings. An execution that the trace cuts off may
-    follow the `steps` that it has whole.
+    A program launches the same kernels in the same order each time. So on its busiest stream each execution begins with
+    the shortest sequence of names that the trace begins with and that occurs once a step. The trace may have the
+    beginning of one more execution than `steps`.
     """
     busiest = max(streams, key=len)
     names = [name for _, _, name in busiest]
-    places = list(range(len(names)))
+    first = list(range(len(names)))
     for length in range(len(names) // steps):
-        places = [place for place in places if names[place + length : place + length + 1] == [names[length]]]
-        if len(places) <= steps + 1:
+        first = [i for i in first if names[i + length : i + length + 1] == [names[length]]]
+        if len(first) <= steps + 1:
             break
-    if not steps <= len(places) <= steps + 1:
+    if not steps <= len(first) <= steps + 1:
         raise NotMeasured(f"the kernels do not show where each of the {steps} steps begins")
-    starts = [busiest[place][0] for place in places]
+    starts = [busiest[i][0] for i in first]
     ends = [*starts[1:], float("inf")]
     every = [kernel for stream in streams for kernel in stream]
     return [

@@ -1,4 +1,4 @@
-"""Checkpoints: one directory a step, one zarr v3 array a leaf, a manifest written last.
+"""Checkpoints: a directory for each step, with a zarr v3 array for each leaf and a manifest that is written last.
 
 The format is specified in docs/pytree-zarr-checkpoint.md.
 """
@@ -17,9 +17,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from cluster.progress import mark, pause
-
-from .checkpoint_arrays import (
+from cluster.watch import pause
+from training_io.checkpoint_arrays import (
     DTYPES,
     NO_ORDERS,
     HostArray,
@@ -34,29 +33,29 @@ from .checkpoint_arrays import (
 
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 1
-# The root group's metadata: zarr readers need the file in any case, and complain of any other beside the arrays.
 MANIFEST = "zarr.json"
+"""The metadata of the root group: zarr readers need this file, and complain of any other beside the arrays."""
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run in another directory."
 
 
 class Checkpointer:
     """Saves and restores pytrees of jax.Arrays under `<directory>/<step, 10 digits>/<leaf path>`.
 
-    With several processes, `directory` is on a file system that all of them share, every process makes the same calls
-    in the same order, and each writes only its own shards (those with replica_id 0).
+    With several processes, `directory` is on a file system that all of them share, all make the same calls in the same
+    order, and each writes its own shards only (those with replica_id 0).
 
     Args:
-        directory: a file-system path; created by the first save.
-        keep: how many of the latest complete checkpoints are kept, at least 1; None keeps all. Older ones are removed
-            when a new one is complete.
-        commit_timeout_s: seconds that a process waits for the others to finish writing, before it gives the save up.
+        directory: path in a file system; created by the first save.
+        keep: number of the latest complete checkpoints that are kept, at least 1; None keeps all. Older ones are
+            removed when a new one is complete.
+        commit_timeout_s: seconds that a process waits for the others to finish writing, before the save fails.
     """
 
     def __init__(self, directory: str | os.PathLike, *, keep: int | None = None, commit_timeout_s: float = 1800.0):
         if "://" in str(directory):
             raise ValueError(
                 f"checkpoint directory {str(directory)!r} is a URL: checkpoints are committed by renaming a directory, "
-                "which object stores cannot do. Give a path on a file system that all hosts share."
+                "which object stores cannot do. Give a path in a file system that all hosts share."
             )
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}; keep at least 1 checkpoint, or None for all.")
@@ -73,14 +72,14 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, ascending. A directory without a manifest is not a checkpoint."""
+        """Steps of all complete checkpoints, ascending. A directory without a manifest is not a checkpoint."""
         if not self.directory.is_dir():
             return []
         names = (entry.name for entry in self.directory.iterdir() if re.fullmatch(r"\d{10}", entry.name))
         return sorted(int(name) for name in names if (self.directory / name / MANIFEST).is_file())
 
     def latest_step(self) -> int | None:
-        """The last complete checkpoint's step, or None. With several processes all get process 0's answer."""
+        """Step of the last complete checkpoint, or None. With several processes all get the answer of process 0."""
         steps = self.steps()
         latest = steps[-1] if steps else -1
         if jax.process_count() > 1:
@@ -90,9 +89,10 @@ class Checkpointer:
         return None if latest < 0 else latest
 
     def metadata(self, step: int) -> dict:
-        """The metadata given to `save` for this step."""
+        """The metadata that `save` was given for this step."""
         return self.manifest(step)["metadata"]
 
+    @pause("saving a checkpoint")
     def save(
         self,
         step: int,
@@ -104,26 +104,22 @@ class Checkpointer:
     ) -> None:
         """Copies `state` to host memory, then writes it in the background.
 
-        When this returns, the buffers of `state` may be donated or deleted. Waits for the save before it first, and
-        raises that save's error.
+        Afterwards the buffers of `state` may be donated or deleted. Waits for the previous save first, and raises its
+        error.
 
         Args:
             step: 0 to 9,999,999,999; not saved before.
             state: a pytree of jax.Arrays of booleans, integers, f16, f32, or f64, in containers with named or numbered
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
             metadata: what json can write, without NaN or infinity. Kept in the manifest.
-            orders: by name, of stacks of layers that are written in the order of the layers.
-            check: called before the devices are waited for, in every process; nothing is written if it raises. What
-                waits for the step that makes `state` belongs here: all else that saving takes is done while that runs.
+            orders: by name, the orders of the stacks of layers, which are written in the order of the layers.
+            check: called in every process before it waits for the devices; nothing is written if it raises. A check
+                that waits for the step that makes `state` belongs here: the rest of the save is done while that runs.
 
         Raises:
             ValueError: a step, leaf or name that cannot be saved, by name.
             OSError: the previous save failed.
         """
-        with pause(f"saving the checkpoint of step {step}"):
-            self._save(step, state, metadata, orders, check)
-
-    def _save(self, step: int, state: Any, metadata: dict, orders: Orders, check: Callable[[], None]) -> None:
         self.wait()
         final = self._path(step)
         if final.exists():
@@ -153,20 +149,21 @@ class Checkpointer:
         arrays = copy_to_host(leaves, shards, orders)
         self._saving = self._executor.submit(self._write, temporary, final, arrays, manifest)
 
+    @pause("waiting for a checkpoint to be written")
     def wait(self) -> None:
-        """Returns when the save under way is complete on disk; raises OSError if it failed."""
+        """Waits until the save that is being written is complete. Raises OSError if it failed."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            with pause("waiting for a checkpoint to be written"):
-                saving.result()
+            saving.result()
 
     def close(self) -> None:
-        """Waits like `wait`, then ends the background thread."""
+        """Waits as `wait` does, then ends the background thread."""
         try:
             self.wait()
         finally:
             self._executor.shutdown()
 
+    @pause("restoring a checkpoint")
     def restore(
         self,
         step: int,
@@ -177,24 +174,23 @@ class Checkpointer:
         orders: Orders = NO_ORDERS,
         remedy: str = REMEDY,
     ) -> Any:
-        """The saved state of `step`, placed as `like` says.
+        """The state that was saved at `step`, with the shardings of `like`.
 
-        Each device receives its own region, read from disk by the process it belongs to, leaf after leaf. While it is
-        read, each chunk that overlaps the region is in host memory whole.
+        The process of each device reads the device's own region from disk, leaf after leaf. While it reads, each chunk
+        that overlaps the region is in host memory whole.
 
         Args:
-            step: a complete checkpoint's step.
-            like: a pytree of jax.ShapeDtypeStruct with shardings (or of arrays like those wanted), on any mesh.
-            part: read only the arrays whose names begin so, such as `weights/`, which `like` then holds.
+            step: step of a complete checkpoint.
+            like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh.
+            part: beginning of the names of the arrays that are read, such as `weights/`. `like` holds these alone.
             leave: beginnings of the names of arrays that are not read.
             orders: as for `save`; padding is 0.
-            remedy: what to do where the arrays are others; for the message.
+            remedy: end of the message where the checkpoint has other arrays: what to do.
 
         Raises:
-            ValueError: the checkpoint's arrays are not those of `like`; with their names.
-            OSError: an array is missing, truncated, corrupt, or not as the manifest says.
+            ValueError: the checkpoint has other arrays than `like`; with their names.
+            OSError: an array is missing, truncated, corrupt, or contradicts the manifest.
         """
-        mark(f"restoring the checkpoint of step {step}", paused=True)
         path = self._path(step)
         arrays = self.manifest(step)["arrays"].items()
         saved = {name: array for name, array in arrays if name.startswith(part) and not name.startswith(leave)}
@@ -212,7 +208,7 @@ class Checkpointer:
         return self.directory / f"{step:010}"
 
     def manifest(self, step: int) -> dict:
-        """What the checkpoint of this step says of itself. Raises ValueError if there is none, OSError for damage."""
+        """The checkpoint's manifest. Raises ValueError if there is no such checkpoint, OSError if it is damaged."""
         path = self._path(step) / MANIFEST
         if not path.is_file():
             raise ValueError(f"no complete checkpoint of step {step} in {self.directory}; there are {self.steps()}.")
@@ -237,7 +233,7 @@ class Checkpointer:
 
     def _remove_oldest(self) -> None:
         for step in self.steps()[: -self._keep] if self._keep else []:
-            # Renamed first, so that a checkpoint half removed is not taken for a whole one.
+            # Renamed first, so that a checkpoint that is half removed does not pass for a complete one.
             path = self._path(step)
             shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))
 
@@ -256,16 +252,16 @@ class Checkpointer:
             if temporary.is_dir():
                 (temporary / f".failed-{jax.process_index()}").touch()
             raise OSError(
-                f"checkpoint {final} was not saved: {error} It stays invisible; the checkpoints before it are whole."
+                f"checkpoint {final} was not saved: {error} It stays invisible; the checkpoints before it are complete."
             ) from error
 
-    def _await(self, temporary: Path, done) -> None:
-        """The barrier between writing and committing, made of files: a collective here, on a background thread, could
-        be queued between the training step's collectives in another order on each host, and hang them all."""
+    def _await(self, temporary: Path, done: Callable[[], bool]) -> None:
+        # A barrier made of files. A collective on this background thread could come between the collectives of the
+        # training step in another order on each host, and hang them all.
         deadline = time.monotonic() + self._commit_timeout_s
         while not done():
             if _count(temporary, "failed"):
-                raise OSError("another process failed to write its part; its own message says why.")
+                raise OSError("another process failed to write its part; see its own message.")
             if time.monotonic() > deadline:
                 raise OSError(
                     f"the other processes did not finish within {self._commit_timeout_s:g} s. "
@@ -275,17 +271,11 @@ class Checkpointer:
 
 
 def manifest_text(step: int, leaves: dict[str, jax.Array], metadata: dict) -> str:
-    """The manifest of a checkpoint of `leaves`. Raises ValueError for metadata that is no JSON."""
+    """Text of the manifest of a checkpoint with `leaves`. Raises ValueError for metadata that is not JSON."""
     arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in leaves.items()}
-    manifest = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "arrays": arrays,
-        "metadata": metadata,
-    }
+    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": step, "arrays": arrays}
     try:
-        return _group(manifest)
+        return _group(manifest | {"metadata": metadata})
     except (TypeError, ValueError) as error:
         raise ValueError(f"the checkpoint's metadata cannot be written as JSON: {error}.") from error
 
@@ -300,7 +290,7 @@ def _count(directory: Path, marker: str) -> int:
 
 
 def commit(temporary: Path, final: Path, names: list[str], manifest: str) -> None:
-    """Makes the arrays written to `temporary` a checkpoint: the manifest last, then the name of the directory."""
+    """Turns the arrays written to `temporary` into a checkpoint: writes the manifest, then renames the directory."""
     for group in {temporary / parent for name in names for parent in Path(name).parents} - {temporary}:
         _write_durably(group / "zarr.json", _group({}))
     for marker in temporary.glob(".written-*"):
@@ -329,18 +319,14 @@ def _sync_directory(path: Path) -> None:
 def _check_same_arrays(
     path: Path, saved: dict[str, dict], expected: dict[str, jax.ShapeDtypeStruct], remedy: str
 ) -> None:
-    problems = []
-    for name, leaf in expected.items():
-        wanted = f"{leaf.dtype}{list(leaf.shape)}"
-        if name not in saved:
-            problems.append(f"{name}: not in the checkpoint, expected {wanted}")
-        else:
-            found = f"{saved[name]['dtype']}{saved[name]['shape']}"
-            if found != wanted:
-                problems.append(f"{name}: {found} in the checkpoint, expected {wanted}")
-    for name, array in saved.items():
-        if name not in expected:
-            problems.append(f"{name}: {array['dtype']}{array['shape']} in the checkpoint, not expected")
+    wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in expected.items()}
+    found = {name: f"{array['dtype']}{array['shape']}" for name, array in saved.items()}
+    problems = [
+        f"{name}: {found.get(name, 'not')} in the checkpoint, "
+        + (f"expected {wanted[name]}" if name in wanted else "not expected")
+        for name in wanted | found
+        if found.get(name) != wanted.get(name)
+    ]
     if problems:
         more = f"\n  … and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise ValueError(

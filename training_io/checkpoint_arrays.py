@@ -3,6 +3,7 @@
 The format is specified in docs/pytree-zarr-checkpoint.md.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -16,19 +17,19 @@ import tensorstore as ts
 
 from shardlib.placement import StackOrder
 
-# What both tensorstore and zarr-python read and write. bfloat16 is missing because zarr-python rejects it.
 DTYPES = frozenset(
     ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
 )  # fmt: skip
-# tensorstore raises plain Python exceptions, by the kind of the failure.
+"""Types that both tensorstore and zarr-python read and write. zarr-python rejects bfloat16."""
 STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
+"""Exceptions of tensorstore, by the kind of the failure."""
 
 Orders = Mapping[str, StackOrder]
 NO_ORDERS: Orders = MappingProxyType({})
 
 
 class HostArray(NamedTuple):
-    """An array to be written, with what this process has of it."""
+    """An array to be written, with the part of it that this process has."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,9 +39,9 @@ class HostArray(NamedTuple):
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves by their path, `weights/layers/w_q`: field names, dict keys, and indices, joined by slashes.
+    """Leaves by their path, such as `weights/layers/w_q`: field names, dict keys, and indices, joined by slashes.
 
-    Raises ValueError for a path that cannot be a directory name, or that two leaves share.
+    Raises ValueError for a path that cannot be the name of a directory, or that two leaves share.
     """
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -49,8 +50,8 @@ def named_leaves(tree: Any) -> dict[str, Any]:
         bad = [part for part in parts if not re.fullmatch(r"[\w\-+=. ]+", part) or part.startswith(".")]
         if bad or not parts or "zarr.json" in parts:
             raise ValueError(
-                f"a leaf at {jax.tree_util.keystr(path)!r} has no usable name: each part of its path is to be letters, "
-                "digits, or any of '_-+=. ', not starting with a dot, and not zarr.json."
+                f"a leaf at {jax.tree_util.keystr(path)!r} has no usable name: each part of its path must be letters, "
+                "digits, or any of '_-+=. ', must not start with a dot, and must not be zarr.json."
             )
         if name in leaves:
             raise ValueError(f"two leaves are named {name!r}; rename one of them.")
@@ -68,29 +69,27 @@ def as_stored(leaves: dict[str, Any], orders: Orders) -> dict[str, jax.ShapeDtyp
 
 
 def start_copies(leaves: dict[str, jax.Array]) -> dict[str, list[jax.Shard]]:
-    """What this process saves of each leaf, on its way to the host."""
-    shards = {
-        name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0] for name, leaf in leaves.items()
-    }
-    for own in shards.values():
-        for shard in own:
-            shard.data.copy_to_host_async()
+    """Shards of each leaf that this process saves, with their copies to the host started."""
+    own = lambda leaf: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    shards = {name: own(leaf) for name, leaf in leaves.items()}
+    for shard in itertools.chain(*shards.values()):
+        shard.data.copy_to_host_async()
     return shards
 
 
 def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]], orders: Orders) -> list[HostArray]:
-    """The arrays with this process's part of them, whose copies have been started."""
+    """The arrays, each with the shards that `start_copies` began to copy."""
     arrays = []
     for name, leaf in leaves.items():
-        # On a CPU device this is no copy but a reference to the buffer, which JAX does not give to a step that is to
-        # donate it, as long as the reference lives: the step gets a copy.
+        # On a CPU device this is a reference to the buffer, not a copy. While it lives, JAX does not let a step take
+        # over the buffer that it was donated: the step gets a copy.
         pieces = [(shard.index, np.asarray(shard.data)) for shard in shards[name]]
         chunk = tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
         order = orders.get(name)
         if order is not None:
             runs = [(index, values, run) for index, values in pieces for run in order.runs(index[0])]
             pieces = [((stored, *index[1:]), values[own]) for index, values, (stored, own) in runs]
-            # A chunk that two processes share would be written by both.
+            # No chunk may be shared by two processes: both would write it.
             every = [stored for stored, _ in order.runs(slice(None))]
             chunk = (math.gcd(*(edge for run in every for edge in (run.start, run.stop))), *chunk[1:])
         arrays.append(HostArray(name, _stored_shape(leaf, order), str(leaf.dtype), chunk, pieces))
@@ -98,14 +97,13 @@ def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]
 
 
 def array_spec(path: Path) -> dict:
-    """What tensorstore opens the array in the directory `path` by."""
+    """Spec with which tensorstore opens the array in the directory `path`."""
     return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
 
 
 def create_spec(path: Path, array: HostArray) -> dict:
-    """What tensorstore creates the array in the directory `path` by."""
-    # Without store_data_equal_to_fill_value a chunk of zeros would not be written, and could then not be told from a
-    # lost one.
+    """Spec with which tensorstore creates the array in the directory `path`."""
+    # Without store_data_equal_to_fill_value a chunk of zeros would not be written, and look like a lost one.
     return array_spec(path) | {
         "metadata": {
             "shape": array.shape,
@@ -119,7 +117,7 @@ def create_spec(path: Path, array: HostArray) -> dict:
 
 
 def write_arrays(directory: Path, arrays: list[HostArray]) -> None:
-    """Writes this process's part of the arrays. Raises OSError, by the array's name, once all writing has ended."""
+    """Writes this process's part of the arrays. Raises OSError, with the array's name, once all writing has ended."""
     opening = [
         (array.name, ts.open(create_spec(directory / array.name, array), open=True, create=True)) for array in arrays
     ]
@@ -133,7 +131,7 @@ def write_arrays(directory: Path, arrays: list[HostArray]) -> None:
 
 
 def _results(futures: list[tuple[str, ts.Future]], action: str) -> list:
-    """All results, once all have ended: a write still under way would bring back files that the next save removes."""
+    """All results, when all have ended: a write that goes on would bring back files that the next save removes."""
     results, failures = [], []
     for name, future in futures:
         try:
@@ -146,7 +144,7 @@ def _results(futures: list[tuple[str, ts.Future]], action: str) -> list:
 
 
 def read_array(path: Path, name: str, leaf: jax.ShapeDtypeStruct, order: StackOrder | None) -> jax.Array:
-    """The array `name` of the checkpoint in `path`, placed as `leaf`. Raises OSError if it is damaged."""
+    """The array `name` of the checkpoint in `path`, sharded as `leaf`. Raises OSError if it is damaged."""
     shape = _stored_shape(leaf, order)
     remedy = f"The checkpoint {path} is damaged; restore another step, or copy it again."
     try:

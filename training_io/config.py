@@ -1,7 +1,7 @@
-"""Every setting of a run, typed: what configs/*.yaml and the command line are checked against.
+"""All settings of a run with their types, against which configs/*.yaml and the command line are checked.
 
-A field without a default has to be set by the run's configuration. The other sections stand beside what they set:
-modeling/settings.py, optimizers/config.py, input_loader/config.py, cluster/config.py, training_io/pipeline_config.py.
+The configuration of a run has to set each field that has no default. The other sections are in modeling/settings.py,
+optimizers/config.py, input_loader/config.py, cluster/config.py, training_io/pipeline_config.py.
 """
 
 import dataclasses
@@ -23,92 +23,101 @@ from optimizers.config import OptimizerConfig, check_optimizer
 from training_io.pipeline_config import PipelineConfig, check_pipeline
 
 WEIGHTS = ("weights", "ema")
-"""Which weights of a state are evaluated, sampled or exported: fields of train.State."""
+"""Weights of a state that can be evaluated, sampled or exported: fields of train.State."""
 
 
 @dataclasses.dataclass
 class TrainingConfig:
+    """Settings of the training loop, its step, and what it does between steps."""
+
     batch_size: int
-    """Sequences in a step, over all devices. A multiple of r·d devices."""
+    """Sequences in a step, over all devices. A multiple of the r·d devices."""
     seq_len: int
-    """Tokens in a sequence. A multiple of t devices."""
+    """Tokens in a sequence. A multiple of the t devices."""
     steps: int | None = None
-    """Length of the run: one of this, tokens and epochs."""
+    """Length of the run in steps. Give one of steps, tokens and epochs."""
     tokens: int | None = None
-    """Length of the run in tokens, padding included; the last batch is left out if it would go beyond."""
+    """Length of the run in tokens, padding included; a last batch that would exceed it is left out."""
     epochs: float | None = None
     """Length of the run in passes over the dataset."""
     seed: int = 0
-    """Selects the weights at init, in [0, 2**63)."""
+    """Random seed of the initial weights, in [0, 2**63)."""
     init_from: str | None = None
-    """A run's directory, or a checkpoint's, with the weights to begin with; the optimizer and the data begin anew. Its
-    model must be the same. A run that is resumed goes on from its own checkpoint."""
+    """Directory of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its model
+    must be the same. A run that is resumed resumes from its own checkpoint."""
     other_source: bool = False
-    """Whether a run may be resumed by source that computes something else than what made its checkpoint."""
+    """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
     microbatches: int = 1
-    """Parts of the batch that go through the model one after the other. batch_size is a multiple of them times r·d;
-    for interleaved_1f1b they are a multiple of p."""
+    """Parts of the batch that go through the model one after the other. batch_size is a multiple of r·d times this; for
+    interleaved_1f1b this is a multiple of p."""
     gather_weights: str = "layer"
-    """layer: weights are gathered over d where they are used, in each microbatch. step: once a step, ahead of the
-    microbatches, their gradients scattered once after them; each device of d then holds all weights and gradients."""
+    """layer: weights are gathered over d where they are used, in each microbatch. step: they are gathered once a step,
+    before the microbatches, and their gradients are scattered once after them; each device of d then holds all weights
+    and gradients."""
     compute_dtype: str = "bf16"
-    """bf16, or f32 for exact work. Weights and optimizer state are f32 either way."""
+    """bf16, or f32 for exact work. Weights and optimizer state are f32 with both."""
     attention: str = "auto"
-    """einsum: with the scores of all pairs of positions in memory. blockwise: a block of them at a time. cudnn:
-    NVIDIA's fused kernel. auto: the one that suits device and seq_len; the run says at its start which
-    (modeling/attention.py)."""
+    """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
+    scores at a time. cudnn: NVIDIA's fused kernel. auto: the path that suits device and seq_len, which the run prints
+    when it starts (modeling/attention.py)."""
     document_mask: bool = True
-    """Whether tokens see only those of their own document. false: a row of a batch is one text, with whatever documents
-    it has; cudnn, to which documents are a mask of seq_len² entries a row, is then faster."""
+    """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document; cudnn, for
+    which documents are a mask of seq_len² entries a sequence, is then faster."""
     fp8: bool = False
-    """Whether a layer's products with its weights are of operands rounded to FP8: faster on NVIDIA GPUs from Hopper on,
-    slower elsewhere, and never as exact (modeling/fp8.py)."""
+    """Whether the products of a layer with its weights have operands rounded to FP8: faster on NVIDIA GPUs from Hopper
+    on, slower elsewhere, and less exact (modeling/fp8.py)."""
     loss_chunk: int | None = None
     """Positions of each sequence whose logits are in memory at a time: a multiple of t that divides seq_len. Null: all,
     which is faster while they fit."""
     save: str = "marked"
-    """What a layer's backward pass gets from its forward pass, computing the rest again. marked: what the model marks
-    with save_for_backward. nothing: the layer's input. dots: products with weights. everything: all that it needs."""
+    """What the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: what the
+    model marks with save_for_backward. nothing: the layer's input only. dots: products with weights. everything: all
+    that it needs."""
     unroll: int | None = 1
-    """Layers in one turn of the loop over layers, at least 1; null: all, so that there is no loop. That compiles
-    longer, and saves a GPU copying what is kept for the backward pass."""
+    """Layers in one turn of the loop over layers, at least 1; null: all, so that there is no loop. That takes longer to
+    compile, and a GPU copies less of what is kept for the backward pass."""
     eval_batches: int = 8
-    """Batches of the validation split, at most, in an evaluation; 0 for no evaluations."""
+    """Largest number of batches of the validation split in an evaluation; 0 for no evaluations."""
     eval_interval: int | None = None
-    """Steps between evaluations; there is one after the last step too, and with null that one alone."""
+    """Steps between evaluations. There is one after the last step too; null: that one only."""
     sample_interval: int | None = None
-    """Steps between texts that the model writes into samples.jsonl, which has some from before the first step and after
-    the last too. Null: none."""
+    """Steps between samples, texts that the model writes into samples.jsonl. There are some before the first step and
+    after the last too. Null: none."""
     sample_prompts: list[str] = dataclasses.field(default_factory=lambda: [""])
-    """What these texts begin with; an empty one is a document from its beginning."""
+    """Beginnings of the samples. An empty one is the beginning of a document."""
     sample_tokens: int = 64
-    """Tokens to add to each, at least 1; fewer where a document ends."""
+    """Tokens to add to each prompt, at least 1; fewer where a document ends."""
     sample_temperature: float = 0.8
-    """What logits are divided by, at least 0; 0 always takes the likeliest token."""
+    """Number that logits are divided by, at least 0; 0 always takes the likeliest token."""
     sample_top_k: int | None = None
-    """Draw only from the likeliest this many tokens, at least 1; null: all."""
+    """Number of the likeliest tokens to draw from, at least 1; null: all."""
     ema_decay: float | None = None
     """Factor on the moving average of the weights at each step, in [0, 1); the rest is of the new weights. It begins
-    with the first weights, or with those of a checkpoint that has no average. Null: there is none."""
+    with the first weights, or with those of a checkpoint that has no average. Null: there is no average."""
     eval_weights: str = "weights"
-    """Which weights the validation and the samples are of. weights: those that are trained; ema: their average."""
+    """Weights for the validation and the samples. weights: those that are trained; ema: their average."""
     log_interval: int = 10
-    """Steps between progress lines where the output is no terminal."""
+    """Steps between progress lines where the output is not a terminal."""
     checkpoint_interval: int = 1000
-    """Steps between checkpoints; there is one after the last step too."""
+    """Steps between checkpoints. There is one after the last step too."""
     keep_checkpoints: int | None = 3
-    """How many of the latest checkpoints are kept, at least 1; null: all."""
+    """Number of the latest checkpoints that are kept, at least 1; null: all."""
 
 
 @dataclasses.dataclass
 class PathsConfig:
+    """Settings of the directory of a run."""
+
     root_working_dir: str = "runs"
     model_name: str | None = None
-    """The run's directory in root_working_dir; a run that is there already is resumed. Null: config name and time."""
+    """The run's directory in root_working_dir. If it has a run, that is resumed. Null: name of the configuration, and
+    the time."""
 
 
 @dataclasses.dataclass
 class Config:
+    """All settings of a run, by section."""
+
     model: Any
     """The ModelConfig of the module that model.module names."""
     optimizer: OptimizerConfig
@@ -122,18 +131,18 @@ class Config:
 
 
 def register_schema() -> None:
-    """Tells Hydra the types of all fields; required ones are there but missing, so that an override can name them."""
+    """Registers the types of all fields with Hydra. Required fields have no value, but overrides can set them."""
     schema = OmegaConf.structured(Config)
     for section in dataclasses.fields(Config):
         if section.name != "model":
             schema[section.name] = OmegaConf.structured(section.type)
-    # Which fields the model has, only its own module knows, and a composition can still name it: see to_config.
+    # Only the model's module knows its fields, and Hydra's composition chooses that module: see to_config.
     schema.model = OmegaConf.create({"module": "train"}, flags={"struct": False})
     ConfigStore.instance().store(name="config_schema", node=schema)
 
 
 def to_config(composed: DictConfig) -> Config:
-    """What Hydra composed, typed: the model section by the model's own ModelConfig, the rest was by the schema.
+    """The configuration that Hydra composed, with types: for the model those of its own ModelConfig.
 
     Raises ValueError for a setting that is missing, unknown, or out of its range.
     """
@@ -191,16 +200,16 @@ def check_config(c: Config) -> None:
 
 
 def check_weights(name: str, which: str, ema_decay: float | None) -> None:
-    """Raises ValueError for a setting `name` that is none of WEIGHTS, or the average in a run that has none."""
+    """Raises ValueError for a setting `name` that is not one of WEIGHTS, or is the average in a run without one."""
     check_choice(name, which, WEIGHTS)
     if which == "ema" and ema_decay is None:
         raise ValueError(f"{name} is ema, but training.ema_decay is null: the run keeps no average of its weights.")
 
 
 def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:
-    """Raises ValueError for a size that the axes of the mesh do not divide, or a `sharded` that names none.
+    """Raises ValueError for a size that the axes of the mesh do not divide, and for a `sharded` with unknown names.
 
-    `of_batch`: also for those of a batch, not only of weights.
+    `of_batch`: whether to check sizes of the batch too, not only of weights.
     """
     for name, axes in c.model.sharded.items():
         if not hasattr(c.model, name) or not set(axes.split("·")) <= {"p", *mesh}:

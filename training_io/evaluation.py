@@ -1,22 +1,22 @@
-"""Validation: the mean loss over a fixed set of batches; and whether a loss is one to go on from."""
+"""Validation: the mean loss over a fixed set of batches. The check that a loss is finite."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-from cluster.progress import pause
+from cluster.watch import pause
 
 
 def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: int) -> dict[str, float]:
-    """Mean loss in nats a token over the first `batches` of the validation split, no row of it twice.
+    """Mean loss in nats a token over the first `batches` batches of the validation split, no sequence twice.
 
-    Where the dataset knows how much text its tokens stand for, in bits a byte of UTF-8 too.
+    Where the dataset has the number of bytes of its text, also in bits a byte of UTF-8.
 
     Args:
         evaluation_step: (weights, batch) -> (nats summed over the batch's targets, number of targets).
-        weights: of the model.
+        weights: weights of the model.
         validation: loader of the validation split.
-        batches: at least 1; fewer where the split is shorter, but always one.
+        batches: at least 1. Where the split is shorter, fewer are used, but always one.
     """
     once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
     with pause("in the validation"):
@@ -29,15 +29,15 @@ def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: 
 
 
 def check_finite(loss: Any, step: int, saved: Callable[[], int | None]) -> None:
-    """Raises FloatingPointError if the loss after `step` steps, which is waited for, is not finite.
+    """Waits for the loss after `step` steps, and raises FloatingPointError if it is not finite.
 
-    `saved`: gives the step of the last checkpoint.
+    `saved` gives the step of the last checkpoint.
     """
     loss = float(loss)
     if not math.isfinite(loss):
         last = saved()
-        there_is = "there is no checkpoint yet" if last is None else f"the last checkpoint is of step {last}"
+        resume = "there is no checkpoint yet" if last is None else f"the last checkpoint is of step {last}"
         raise FloatingPointError(
-            f"the loss is {loss} after step {step}, so this state is not saved; {there_is}. Look in metrics.jsonl for "
+            f"the loss is {loss} after step {step}, so this state is not saved; {resume}. Look in metrics.jsonl for "
             "where it began; a lower learning rate or a longer warmup is the usual remedy."
         )

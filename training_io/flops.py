@@ -1,4 +1,4 @@
-"""Model FLOPs a token and the devices' peak FLOP/s: the two halves of model FLOPs utilization (MFU)."""
+"""Model FLOPs a token and peak FLOP/s of the devices, for model FLOPs utilization (MFU)."""
 
 import functools
 import math
@@ -13,10 +13,10 @@ from modeling.weights import KINDS
 
 
 class ModelFlops(NamedTuple):
-    """FLOPs a token of one forward and backward pass; recomputation is never counted.
+    """FLOPs a token of one forward and backward pass. Recomputation is never counted.
 
-    `causal` counts the attention that a causal mask leaves, half of it; `full` counts all L keys for every query, as
-    PaLM (arXiv 2204.02311, appendix B) and most published figures do.
+    `causal` counts the half of attention that a causal mask leaves. `full` counts all L keys for every query, as PaLM
+    (arXiv 2204.02311, appendix B) and most published figures do.
     """
 
     causal: float
@@ -26,7 +26,7 @@ class ModelFlops(NamedTuple):
 
 
 class PeakFlops(NamedTuple):
-    """`total`: FLOP/s of all devices together; `source`: where the figure is from, for people to read."""
+    """`total`: FLOP/s of all devices together. `source`: origin of the figure, for the user."""
 
     total: float
     source: str
@@ -44,10 +44,12 @@ def model_flops_per_token(
     """FLOPs a token of a training step, by both conventions.
 
     Args:
-        parameters: N, all parameters; a tied embedding table counts once.
-        embedding_parameters: those of the input embedding, whose lookup multiplies nothing. A tied table is none: it is
-            the output layer's matrix too, so it is left in N.
-        layers, heads, head_dim: of the attention; heads are query heads.
+        parameters: number N of all parameters; a tied embedding table counts once.
+        embedding_parameters: parameters of the input embedding, whose lookup multiplies nothing; 0 for a tied table,
+            which is the matrix of the output layer too.
+        layers: number of layers.
+        heads: number of query heads.
+        head_dim: size of a head.
         sequence_length: L, in tokens.
     """
     matmul_parameters = parameters - embedding_parameters
@@ -55,13 +57,12 @@ def model_flops_per_token(
     attention = layers * heads * head_dim * sequence_length
     causal = 6 * matmul_parameters + 6 * attention
     full = 6 * matmul_parameters + 12 * attention
-    return ModelFlops(
-        causal, full, f"6*{n} + 6*layers*heads*head_dim*L", f"6*{n} + 12*layers*heads*head_dim*L"
-    )  # fmt: skip
+    formula = f"6*{n} + {{}}*layers*heads*head_dim*L"
+    return ModelFlops(causal, full, formula.format(6), formula.format(12))
 
 
 def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
-    """`model_flops_per_token` of a model by its table and its ModelConfig; sequence_length in tokens."""
+    """`model_flops_per_token` of the model with this table and ModelConfig; sequence_length in tokens."""
     weights = jax.tree.leaves(table)
     size = lambda kinds: sum(math.prod(weight.shape) for weight in weights if weight.kind in kinds)
     return model_flops_per_token(
@@ -75,7 +76,7 @@ def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
 
 
 # Dense peaks in TFLOP/s by jax.Device.device_kind: (bf16, f32 as XLA multiplies it by default: TF32 on these GPUs).
-# A name is listed only if it means one product: MIG slices and unlisted variants are measured instead.
+# Only names that mean one product are here: MIG slices and other variants are measured instead.
 # NVIDIA's data sheets give the figures for sparse matrices, twice these.
 #   A100: NVIDIA A100 datasheet (nvidia-a100-datasheet-us-nvidia-1758950)
 #   H100: NVIDIA H100 datasheet (SXM 1979/989, PCIe 1513/756, NVL 1671/835 sparse bf16/TF32)
@@ -108,13 +109,13 @@ _PEAK_TFLOPS: dict[str, tuple[float, float | None]] = {
 def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
     """Peak FLOP/s of all `devices` together for matrix products in `dtype`.
 
-    Known chips come from a table of the makers' dense figures. Any other is measured by a matrix product on one device
-    of this process, which takes about a second, once a process. The simulated devices of a CPU share its cores, so
-    there one product already measures the total of a process.
+    For known chips it is the maker's dense figure. Others are measured by matrix products on one device of this
+    process, once, which takes about a second. The simulated devices of a CPU share its cores, so that one device
+    measures the total of a process.
 
     Args:
-        devices: all of one kind; some of them this process's.
-        dtype: of the products' operands: bfloat16, float16, float32, or float64.
+        devices: all of one kind, some of them of this process.
+        dtype: type of the operands: bfloat16, float16, float32, or float64.
     """
     kinds = {device.device_kind for device in devices}
     if len(kinds) != 1:
@@ -140,7 +141,7 @@ def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
 
 @functools.cache  # once a process: the runs of a sweep have the same peak
 def _matmul_flops(device: jax.Device, dtype: jnp.dtype, size: int) -> float:
-    # A mesh of this device alone: the caller may have set another, which jit would not run on one device.
+    # On a mesh of this device alone: the caller may have set another, which one device cannot run.
     with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=[device])):
         matmul = jax.jit(lambda x: x @ x)
         x = jnp.full((size, size), 1 / size, dtype)

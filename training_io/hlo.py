@@ -12,29 +12,29 @@ from typing import Any
 import jax
 
 from cluster.devices import compile_program
-from cluster.progress import mark
+from cluster.watch import pause
 
 
+@pause("compiling the training step")
 def compile_with_hlo_dump(
     lowered: jax.stages.Lowered, directory: str | os.PathLike, options: dict[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, Path | None]:
-    """Compiles, and keeps the optimized HLO as a graph for Graphviz.
+    """Compiles a step, and keeps its optimized HLO as a graph for Graphviz.
 
     Args:
         lowered: the lowered training step.
-        directory: where `training_step_optimized_hlo_<date>.dot` goes.
-        options: for the compiler.
+        directory: where `training_step_optimized_hlo_<date>.dot` is written.
+        options: of the compiler.
 
     Returns:
-        The compiled step, and the path of the graph: None where XLA wrote none (the step came from JAX's compilation
-        cache), and on processes other than 0, which compile without it.
+        The compiled step and the path of the graph. The path is None where the step came from JAX's compilation cache,
+        so that XLA wrote no graph, and on processes other than 0.
     """
-    mark("compiling the training step", paused=True)
     if jax.process_index() != 0:
         return compile_program(lowered, options), None
     with tempfile.TemporaryDirectory() as dump:
         compiled = compile_program(lowered, {**(options or {}), "xla_dump_to": dump, "xla_dump_hlo_as_dot": True})
-        # Autotuning may compile small modules of its own on the way.
+        # The largest: autotuning may compile small modules of its own too.
         graphs = sorted(Path(dump).glob("*after_optimizations*.dot"), key=lambda path: path.stat().st_size)
         if not graphs:
             return compiled, None
@@ -47,9 +47,10 @@ def compile_with_hlo_dump(
 def render_svg(dot_path: str | os.PathLike, svg_path: str | os.PathLike, timeout_s: float) -> str:
     """Draws a graph with Graphviz's `dot`, at the lowest priority, for at most `timeout_s` seconds.
 
+    Removes the graph when the picture is there. A failure raises nothing.
+
     Returns:
-        One line for people: where the picture is, or why there is none and how to get it. The graph is removed when
-        the picture is there, and kept otherwise; a failure raises nothing.
+        A line for the user: where the picture is, or why there is none and how to get it.
     """
     dot_path, svg_path = Path(dot_path), Path(svg_path)
     partial = svg_path.with_name(svg_path.name + ".tmp")
@@ -80,10 +81,7 @@ def render_svg(dot_path: str | os.PathLike, svg_path: str | os.PathLike, timeout
 
 
 def start_rendering(dot_path: str | os.PathLike, *, timeout_s: float = 60.0) -> "concurrent.futures.Future[str]":
-    """`render_svg` beside the graph, on a background thread; the future's result is its line.
-
-    Started after the profiled steps, it takes nothing from their time.
-    """
+    """Starts `render_svg` on a background thread, with the picture beside the graph. The future gives its line."""
     executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="render_svg")
     rendering = executor.submit(render_svg, dot_path, Path(dot_path).with_suffix(".svg"), timeout_s)
     executor.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""Checkpoints read and written with NumPy, a part at a time, by a program that has no devices.
+"""Checkpoints read and written a part at a time with NumPy, by programs that use no devices.
 
 The format is specified in docs/pytree-zarr-checkpoint.md.
 """
@@ -13,42 +13,43 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from .checkpoint import commit, manifest_text
-from .checkpoint_arrays import STORE_ERRORS, HostArray, array_spec, create_spec
-from .initial_weights import find_checkpoint
+from training_io.checkpoint import commit, manifest_text
+from training_io.checkpoint_arrays import STORE_ERRORS, HostArray, array_spec, create_spec
+from training_io.initial_weights import find_checkpoint
 
 CHUNK_BYTES = 2**26
-"""Of a chunk at most, where one is written here: the least that can be read, so that a process reads little more than
-its own part of the weights."""
+"""Largest size of a chunk that is written here. A chunk is the least that can be read: with small ones a process reads
+little more than its own part of the weights."""
 
 CACHE_BYTES = 2**33
-"""Of layers kept at most, where chunks hold several; more only if a single array has more."""
+"""Largest size of all layers in a cache. A single group of layers may be larger."""
 
 
-class Blocks:
-    """Layers that were read together, since a chunk can only be read whole; the least recently used go first."""
+class LayerCache:
+    """Groups of layers that were read together, as a chunk can only be read whole. Drops the least recently used."""
 
     def __init__(self):
-        self._blocks: dict[tuple[str, int], np.ndarray] = {}
+        self._groups: dict[tuple[str, int], np.ndarray] = {}
 
     def get(self, key: tuple[str, int], read: Callable[[], np.ndarray]) -> np.ndarray:
-        block = self._blocks.pop(key, None)
-        block = read() if block is None else block
-        while self._blocks and block.nbytes + sum(other.nbytes for other in self._blocks.values()) > CACHE_BYTES:
-            del self._blocks[next(iter(self._blocks))]
-        self._blocks[key] = block
-        return block
+        """The group with this key; `read` reads it where it is not in the cache."""
+        group = self._groups.pop(key, None)
+        group = read() if group is None else group
+        while self._groups and group.nbytes + sum(other.nbytes for other in self._groups.values()) > CACHE_BYTES:
+            del self._groups[next(iter(self._groups))]
+        self._groups[key] = group
+        return group
 
 
 class StoredArray:
-    """An array of a checkpoint: indexed like a NumPy array, of which it then reads the chunks it needs.
+    """An array of a checkpoint. Indexed like a NumPy array, it reads the chunks that it needs.
 
     Raises:
-        OSError: when indexed, if a chunk is missing or damaged.
+        OSError: the array, or a chunk that is read, is missing or damaged.
     """
 
-    def __init__(self, path: Path, name: str, blocks: Blocks):
-        self._name, self._path, self._blocks = name, path, blocks
+    def __init__(self, path: Path, name: str, cache: LayerCache):
+        self._name, self._path, self._cache = name, path, cache
         try:
             self._store = ts.open(
                 array_spec(path / name) | {"fill_missing_data_reads": False}, open=True, read=True
@@ -63,9 +64,9 @@ class StoredArray:
             return self._read(index)
         if not 0 <= index < self.shape[0]:
             raise IndexError(f"{self._name}: index {index} is outside 0 … {self.shape[0] - 1}.")
-        block, start = index // together, index // together * together
+        start = index // together * together
         stop = min(start + together, self.shape[0])
-        return self._blocks.get((self._name, block), lambda: self._read(slice(start, stop)))[index - start]
+        return self._cache.get((self._name, start), lambda: self._read(slice(start, stop)))[index - start]
 
     def _read(self, index: Any) -> np.ndarray:
         try:
@@ -85,23 +86,23 @@ class StoredArray:
 
 
 def open_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[int, dict[str, StoredArray], dict]:
-    """The step of a checkpoint, its arrays by name, and its metadata.
+    """Step of a checkpoint, its arrays by name, and its metadata.
 
     Args:
-        path: a run's directory, or a checkpoint in it.
-        step: which checkpoint of the run; None for the last.
+        path: directory of a run, or of a checkpoint in it.
+        step: step of the checkpoint; None for the last.
 
     Raises:
         ValueError: there is no such checkpoint.
         OSError: it is damaged.
     """
-    # Checkpointer.latest_step would start the devices, to ask whether there are other processes.
+    # Not Checkpointer.latest_step, which would start the devices to find out whether there are other processes.
     checkpoints, found = find_checkpoint(path, step, lambda checkpoints: max(checkpoints.steps(), default=None))
     with checkpoints:
         manifest = checkpoints.manifest(found)
         directory = checkpoints.directory / f"{found:010}"
-    blocks = Blocks()
-    return found, {name: StoredArray(directory, name, blocks) for name in manifest["arrays"]}, manifest["metadata"]
+    cache = LayerCache()
+    return found, {name: StoredArray(directory, name, cache) for name in manifest["arrays"]}, manifest["metadata"]
 
 
 def write_checkpoint(
@@ -112,19 +113,19 @@ def write_checkpoint(
     metadata: dict,
     check: Callable[[dict[str, StoredArray]], None] = lambda arrays: None,
 ) -> Path:
-    """Writes a checkpoint part by part, with no more than one of them in memory. Returns its directory.
+    """Writes a checkpoint with no more than one part of it in memory. Returns its directory.
 
     Args:
-        directory: that of the checkpoints, as for Checkpointer.
+        directory: directory of the checkpoints, as for Checkpointer.
         step: 0 to 9,999,999,999; not saved before.
         arrays: all arrays by name.
-        parts: name, index, and the values there; together they cover each array once.
+        parts: name of an array, index, and values there; together they cover each array once.
         metadata: what json can write, without NaN or infinity.
-        check: is called with what was written, by name, before it is a checkpoint. What it raises leaves nothing.
+        check: called with the arrays that were written, by name, before the commit. Nothing is left if it raises.
 
     Raises:
         ValueError: the step is there already.
-        OSError: it could not be written; nothing is left that looks like a checkpoint.
+        OSError: the checkpoint could not be written. Nothing is left that looks like one.
     """
     final = Path(directory) / f"{step:010}"
     if final.exists():
@@ -148,9 +149,9 @@ def write_checkpoint(
         except STORE_ERRORS as error:
             raise OSError(f"writing the array {name!r} in {temporary} failed: {error}.") from error
     stores.clear()
-    blocks = Blocks()
+    cache = LayerCache()
     try:
-        check({name: StoredArray(temporary, name, blocks) for name in arrays})
+        check({name: StoredArray(temporary, name, cache) for name in arrays})
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -159,9 +160,9 @@ def write_checkpoint(
 
 
 def _chunk(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Whole in the last dims and 1 in the first ones, as many as it takes for a chunk of CHUNK_BYTES at most.
+    """Shape of the chunks: whole in the last dims, 1 in as many first dims as keep it within CHUNK_BYTES.
 
-    In an array of more than two dims the first is that of layers, which are written one at a time.
+    The first of more than two dims is the dim of the layers, which are written one at a time.
     """
     chunk, left = [], CHUNK_BYTES // array.dtype.itemsize
     for size in reversed(array.shape):

@@ -1,4 +1,4 @@
-"""Where another run's weights are found, and how a new run starts from them."""
+"""Weights of another run, from which a new run starts."""
 
 import os
 import re
@@ -9,9 +9,8 @@ from typing import Any
 import jax
 
 from configuration.differences import config_differences
-
-from .checkpoint import Checkpointer
-from .checkpoint_arrays import NO_ORDERS, Orders
+from training_io.checkpoint import Checkpointer
+from training_io.checkpoint_arrays import NO_ORDERS, Orders
 
 REMEDY = (
     "training.init_from takes all weights of a model, and no others. Set it to a run whose model has these weights, or "
@@ -24,12 +23,12 @@ def find_checkpoint(
     step: int | None = None,
     latest: Callable[[Checkpointer], int | None] = Checkpointer.latest_step,
 ) -> tuple[Checkpointer, int]:
-    """The checkpoints of a run, to be closed, and which of them is meant.
+    """Checkpoints of a run, which the caller closes, and the step of one of them.
 
     Args:
-        path: a run's directory, or that of one checkpoint.
-        step: which checkpoint of the run; None for the last.
-        latest: finds the last; by default such that several processes agree.
+        path: directory of a run, or of one checkpoint.
+        step: step of the checkpoint; None for the last.
+        latest: gives the last step; by default all processes get the same.
 
     Raises:
         ValueError: there is no such checkpoint.
@@ -37,7 +36,9 @@ def find_checkpoint(
     path = Path(path)
     if re.fullmatch(r"\d{10}", path.name) and not (path / "checkpoints").is_dir():
         if step not in (None, int(path.name)):
-            raise ValueError(f"{path} is the checkpoint of step {int(path.name)}; step={step} is another one.")
+            raise ValueError(
+                f"{path} is the checkpoint of step {int(path.name)}, but step is {step}; give one of the two."
+            )
         return Checkpointer(path.parent), int(path.name)
     checkpoints = Checkpointer(path / "checkpoints")
     found = latest(checkpoints) if step is None else step
@@ -58,18 +59,18 @@ def read_weights(
     fixed: tuple[str, ...],
     orders: Orders = NO_ORDERS,
 ) -> Any:
-    """The weights of another run, placed as `like`; each process reads its own part, as `restore` does.
+    """The weights of another run, with the shardings of `like`. Each process reads its own part.
 
     Args:
-        path: a run's directory, whose last checkpoint is meant, or that of one checkpoint.
-        like: weights of the run that is to start from them.
-        config: the configuration of that run.
-        complete: adds, to a checkpoint's configuration, the defaults of settings that it does not have.
-        fixed: the settings that both must agree on, as dotted names. Other differences in the model are printed.
-        orders: of the arrays `weights/…`, as for `Checkpointer.restore`.
+        path: directory of a run, for its last checkpoint, or of one checkpoint.
+        like: weights of the new run.
+        config: configuration of the new run.
+        complete: adds to a checkpoint's configuration the defaults of settings that it does not have.
+        fixed: dotted names of the settings that both must agree on. Other differences in the model are printed.
+        orders: orders of the arrays `weights/…`, as for `Checkpointer.restore`.
 
     Raises:
-        ValueError: there is no such checkpoint, it is of another model, or its arrays are others.
+        ValueError: there is no such checkpoint, or it is of another model or has other arrays.
         OSError: it is damaged.
     """
     checkpoints, step = find_checkpoint(path)

@@ -1,4 +1,4 @@
-"""How a run starts: Hydra, the configuration, the devices, the model."""
+"""Start of a run: Hydra, the configuration, the devices, the model."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from cluster.devices import make_mesh, start_devices
-from cluster.watch import Watch
+from cluster.watch import watched
 from configuration.checks import check_booleans
 from modeling.model import LanguageModel, load_model
 from training_io.config import Config, check_divides, register_schema, to_config
@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Decorator: `run` as a program, given what Hydra composes of configs/ and the command line."""
+    """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line."""
     compose = hydra.main(version_base="1.3", config_path=str(CONFIGS))(PickledByName(run))
 
     @functools.wraps(run)
@@ -37,7 +37,7 @@ def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
-    """The configuration of a run, its model and its directory, with the mesh in force and the processes watched.
+    """The configuration of a run, its model and its directory; while entered, its mesh is in force and it is watched.
 
     Raises ValueError for a setting that is missing, unknown or out of its range, before anything is computed.
     """
@@ -50,9 +50,9 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
         name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
         c.paths = dataclasses.replace(c.paths, model_name=name)
     directory = Path(c.paths.root_working_dir) / c.paths.model_name
-    mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)
-    with Watch(c.distributed), jax.set_mesh(mesh):
-        check_divides(c, mesh.shape)
+    sizes = c.mesh.r, c.mesh.d, c.mesh.t
+    with watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
+        check_divides(c, jax.sharding.get_mesh().shape)
         model = load_model(c.model)
         directory.mkdir(parents=True, exist_ok=True)
         yield c, model, directory

@@ -4,13 +4,12 @@ from typing import Any
 
 import jax
 
-# The highest peaks seen so far, by device: a device's own record never falls within a process, and a sweep runs many
-# jobs in one.
 _seen: dict[jax.Device, int] = {}
+"""Highest peak so far of each device. A sweep runs many jobs in one process, in which a device's peak never falls."""
 
 
 def predicted_peak(compiled: jax.stages.Compiled) -> int | None:
-    """Bytes that a compiled program needs on each device, arguments and results included; None if XLA does not say.
+    """Bytes that a compiled program needs on each device, arguments and results included; None where XLA has no figure.
 
     Donated arguments, whose memory the results take over, count once.
     """
@@ -22,20 +21,21 @@ def predicted_peak(compiled: jax.stages.Compiled) -> int | None:
 
 
 def peak_memory(compiled: jax.stages.Compiled, done: Any) -> dict[str, int | str]:
-    """Peak memory of the fullest device of this process, in bytes: the record of the run.
+    """Peak memory of the fullest device of this process.
 
     Args:
         compiled: the training step.
-        done: an output of the step, which is waited for.
+        done: an output of the step, which this waits for.
 
     Returns:
-        peak_memory_bytes    the measured peak, of all the process did since it began; else the prediction
-        source               "device" or "compiler"
-        predicted_bytes      beside a measurement, the compiler's figure for the step alone
-        device_memory_bytes  what the device lets this process use
+        A dict with those of these entries that are known:
 
-        Without what is not known. A CPU measures nothing; a job of a sweep is not measured where an earlier job of the
-        same process took more.
+        peak_memory_bytes    measured peak since the process began, or else the compiler's figure for the step
+        source               "device" or "compiler"
+        predicted_bytes      beside a measurement, the compiler's figure for the step
+        device_memory_bytes  memory of the device that this process may use
+
+        A CPU measures nothing. A job of a sweep is not measured where an earlier job of the same process took more.
     """
     jax.block_until_ready(done)
     predicted = predicted_peak(compiled)

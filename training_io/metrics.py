@@ -1,4 +1,4 @@
-"""The run's metrics: one JSON object a line in metrics.jsonl, and progress on the terminal."""
+"""The metrics of a run: lines of JSON in metrics.jsonl, and progress on the terminal."""
 
 import collections
 import json
@@ -13,43 +13,43 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from cluster.progress import mark
+from cluster.watch import now_at
 from shardlib.layers import LayerMetrics
+from training_io.flops import ModelFlops, PeakFlops
 
-from .flops import ModelFlops, PeakFlops
-
-# Steps over which the speed on the terminal is averaged.
 _SPEED_WINDOW = 20
+"""Steps over which the speed on the terminal is averaged."""
 OF_A_STEP = ("step", "event", "tokens", "source_tokens", "seconds", "tokens_per_second", "mfu", "mfu_full_attention")
-"""What RunLog adds to the metrics of each step."""
+"""Names that RunLog adds to the metrics of a step."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 class RunLog:
     """Writes `<directory>/metrics.jsonl` and shows progress: a live bar on a terminal, plain lines elsewhere.
 
-    Steps count from 0. A step's line holds, besides the metrics given to `log`, as floats:
+    Steps count from 0. The line of a step holds the metrics given to `log`, as floats, and
 
-        step               the step's index
-        tokens             tokens seen by the run when the step was done, those before a resumption included
-        seconds            from the end of the step before it, and so with whatever ran between them; absent
-        tokens_per_second  in the first line of a run, which has no step before it, as are the two below
-        mfu                causal attention counted half (ModelFlops.causal)
-        mfu_full_attention attention counted in full (ModelFlops.full)
+        step               index of the step
+        tokens             tokens that the run has trained on after the step, those before it was resumed included
+        seconds            from the end of the step before to the end of this one, with whatever ran between them
+        tokens_per_second
+        mfu                with causal attention counted half (ModelFlops.causal)
+        mfu_full_attention with attention counted in full (ModelFlops.full)
 
-    NaN and the infinities, which JSON lacks, are the strings "NaN", "Infinity", and "-Infinity". An event's line has
-    the key "event" with its name, which no step's line has.
+    The last four are not in the first line of a run, which has no step before it. NaN and the infinities, which JSON
+    does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event",
+    which no step's line has.
 
-    With several processes every one makes the same calls; process 0 alone writes and prints.
+    With several processes all make the same calls, and process 0 writes and prints.
 
     Args:
         directory: of the run; created if missing.
-        total_steps: steps of the whole run, those before a resumption included.
+        total_steps: steps of the whole run, those before it was resumed included.
         start_step: the first step to be run. Lines of it and of later steps, left by an earlier run, are removed.
         tokens_per_step: in the global batch.
         flops: of the model, a token.
         peak: of all the devices together.
-        print_every: steps from one plain line to the next; the first and the last step have theirs.
+        print_every: steps from one plain line to the next, at least 1; the first and the last step have theirs.
         console: where to show progress; stdout by default.
     """
 
@@ -65,14 +65,12 @@ class RunLog:
         print_every: int = 10,
         console: Console | None = None,
     ):
-        if print_every < 1:
-            raise ValueError(f"print_every is {print_every}; it is a number of steps, 1 or more.")
         self._total_steps, self._start_step = total_steps, start_step
         self._tokens_per_step, self._flops, self._peak = tokens_per_step, flops, peak
         self._print_every = print_every
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
         self.events: list[tuple[int, str]] = []
-        """Step and name of what log_event has told."""
+        """Step and name of each event that was logged."""
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._validation: float | str | None = None
@@ -89,7 +87,7 @@ class RunLog:
         dropped = _keep_steps_before(path, start_step)
         if dropped:
             self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
-        self._file = open(path, "a")  # noqa: SIM115 (closed by close)
+        self._file = open(path, "a")  # noqa: SIM115 (close closes it)
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("step"),
@@ -106,78 +104,30 @@ class RunLog:
         return self
 
     def __exit__(self, *exc_info) -> None:
-        self._close()
+        self.close()
 
     def log(self, step: int, metrics: Mapping[str, jax.Array], source_tokens: Mapping[str, int] | None = None) -> None:
-        """Takes the metrics of a step just dispatched, and writes those of the step before it.
+        """Takes the metrics of a step that was just dispatched, and writes those of the step before.
 
-        Reading a step's metrics waits for that step; by then the next one is queued, so the devices do not wait. The
-        last step of the run has none after it, and is written at once.
+        Reading the metrics of a step waits for it. By then the next one is queued, so that the devices do not wait. The
+        last step of the run has no next one, and is written at once.
 
         Args:
-            metrics: by name, scalars, the same on all devices, of which "loss" comes first on the terminal; vectors
-                and LayerMetrics, of which the terminal shows the mean; or None.
-            source_tokens: tokens of each of the data's sources in the step's batch, if there are several; they go into
-                the file as `source_tokens`.
+            step: index of the step.
+            metrics: by name: scalars, the same on all devices; vectors and LayerMetrics, of which the terminal shows
+                the mean; or None. The terminal shows "loss" first.
+            source_tokens: by name, tokens of each source of the data in the step's batch. They are in the file if there
+                are any.
         """
         for value in jax.tree.leaves(dict(metrics)):
             value.copy_to_host_async()
-        self._write_pending()
+        self.flush()
         self._pending = (step, metrics, source_tokens)
         if step == self._total_steps - 1:
-            self._write_pending()  # no step follows that would have to be dispatched first
+            self.flush()  # no step follows that would have to be dispatched first
 
     def flush(self) -> None:
-        """Reads the last step's metrics, and so waits for the devices; what follows is not part of that step's time."""
-        self._write_pending()
-
-    def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
-        """Writes and prints something that happened once, such as a validation, after step `step`.
-
-        Reads the last step's metrics first, and so waits for the devices.
-
-        Args:
-            event: its name, such as "validation".
-            values: scalars, strings, or anything JSON can hold, by name; or what computes them, in time that is then
-                counted for no step.
-        """
-        self.flush()
-        self.events.append((step, event))
-        values = _fetch(values() if callable(values) else values)
-        self._write_line({"step": step, "event": event} | values)
-        self._print(f"step {step + 1}  {event}  " + "  ".join(_text(name, value) for name, value in values.items()))
-        if event == "validation":
-            self._validation = values.get("loss")
-        self._warn_if_not_finite(step, values, event)
-        if self._last_end is not None:
-            self._last_end = time.perf_counter()  # the time that the event took is not the next step's
-
-    def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
-        """Writes something known only now of step `step`, an earlier one. Waits for nothing, and prints nothing.
-
-        Args:
-            event: its name.
-            values: as for `log_event`, but no arrays. May come after `close`.
-        """
-        self._write_line({"step": step, "event": event} | {name: _plain(value) for name, value in values.items()})
-
-    def close(self) -> None:
-        """Writes the last step's metrics and ends the bar. Further calls do nothing."""
-        mark("ending", paused=True)
-        self._close()
-
-    def _close(self) -> None:
-        try:
-            self._write_pending()
-        finally:
-            if self._progress is not None:
-                self._progress.stop()
-                self._progress = None
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-
-    def _write_pending(self) -> None:
+        """Writes the metrics of the last step, and so waits for the devices. What follows is not part of its time."""
         if self._pending is None:
             return
         (step, metrics, source_tokens), self._pending = self._pending, None
@@ -195,6 +145,53 @@ class RunLog:
         self._warn_if_not_finite(step, values)
         self._show(step, values)
 
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        """Writes and prints an event after step `step`, such as a validation. Waits for the devices.
+
+        Args:
+            step: index of the step.
+            event: its name, such as "validation".
+            values: scalars, strings, or anything JSON can hold, by name; or a function that computes them, whose time
+                is counted for no step.
+        """
+        self.flush()
+        self.events.append((step, event))
+        values = _fetch(values() if callable(values) else values)
+        self._write_line({"step": step, "event": event} | values)
+        self._print(f"step {step + 1}  {event}  " + "  ".join(_text(name, value) for name, value in values.items()))
+        if event == "validation":
+            self._validation = values.get("loss")
+        self._warn_if_not_finite(step, values, event)
+        if self._last_end is not None:
+            self._last_end = time.perf_counter()  # the time that the event took is not the next step's
+
+    def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
+        """Writes an event of an earlier step that became known later. Waits for nothing, and prints nothing.
+
+        May come from any thread, and after `close`.
+
+        Args:
+            step: index of the step.
+            event: its name.
+            values: as for `log_event`, but no arrays.
+        """
+        if self._path is not None:
+            with open(self._path, "a") as file:
+                file.write(_line({"step": step, "event": event} | {name: _plain(x) for name, x in values.items()}))
+
+    def close(self) -> None:
+        """Writes the metrics of the last step and ends the bar. Further calls do nothing."""
+        now_at("ending", paused=True)
+        try:
+            self.flush()
+        finally:
+            if self._progress is not None:
+                self._progress.stop()
+                self._progress = None
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
     def _speed(self, seconds: float) -> dict[str, float]:
         rate = self._tokens_per_step / seconds
         return {
@@ -204,13 +201,9 @@ class RunLog:
         }
 
     def _write_line(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record, allow_nan=False) + "\n"
         if self._file is not None:
-            self._file.write(line)
+            self._file.write(_line(record))
             self._file.flush()
-        elif self._path is not None:
-            with open(self._path, "a") as file:
-                file.write(line)
 
     def _warn_if_not_finite(self, step: int, values: Mapping[str, Any], event: str = "training") -> None:
         for name, value in values.items():
@@ -240,14 +233,18 @@ class RunLog:
 
 
 def has_event(directory: str | os.PathLike, step: int, event: str) -> bool:
-    """Whether the run's metrics.jsonl has a line of this event at this step."""
+    """Whether metrics.jsonl has a line of this event at this step."""
     path = Path(directory) / "metrics.jsonl"
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return any(f'"event": "{event}"' in line and f'"step": {step},' in line for line in lines)
 
 
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
 def _keep_steps_before(path: Path, start_step: int) -> int:
-    """Drops the lines of `start_step` and later, and those that are no JSON; returns how many of the latter."""
+    """Removes the lines of `start_step` and later, and those that are not JSON. Returns the number of the latter."""
     if not path.exists():
         return 0
     kept, unreadable = [], 0
@@ -281,7 +278,7 @@ def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_metrics(metrics: Any) -> None:
-    """Raises ValueError for metrics of a step, their shapes enough, that RunLog cannot write under their names."""
+    """Raises ValueError for metrics of a step that RunLog cannot write. Their shapes are enough."""
     for name, value in vars(metrics).items():
         if name in OF_A_STEP:
             raise ValueError(
@@ -302,13 +299,12 @@ def check_metrics(metrics: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON holds it: Python numbers at full precision, strings for what is not finite, lists for vectors."""
+    """The value for JSON: Python numbers at full precision, strings for what is not finite, lists for vectors."""
     if getattr(value, "ndim", 0) == 1:
         return [_plain(x) for x in value]
     value = value.item() if hasattr(value, "item") else value
     if isinstance(value, float) and not math.isfinite(value):
-        nan, infinity, minus_infinity = _NOT_FINITE
-        return nan if math.isnan(value) else infinity if value > 0 else minus_infinity
+        return json.dumps(value)  # one of _NOT_FINITE
     return value
 
 
@@ -334,7 +330,6 @@ def _si(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0:01:05` of 65 seconds."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
+    """The time as h:mm:ss: `0:01:05` for 65 seconds."""
+    seconds = round(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -1,4 +1,4 @@
-"""Turns the profiler's trace.json.gz into one that Perfetto accepts. Run by profile.py as a program of its own."""
+"""Turns the profiler's trace.json.gz into one that Perfetto accepts. profile.py runs it as a program."""
 
 import gzip
 import json
@@ -6,7 +6,7 @@ import sys
 
 
 def convert(trace_path: str, perfetto_path: str) -> None:
-    """Copies a trace without its "metadata" field, which the Perfetto viewer stumbles over."""
+    """Copies a trace without its "metadata" field, which the Perfetto viewer does not accept."""
     with gzip.open(trace_path, "rt", encoding="utf-8") as file:
         trace = json.load(file)
     trace.pop("metadata", None)

@@ -9,19 +9,19 @@ from shardlib.schedules import schedule_of
 
 @dataclasses.dataclass
 class PipelineConfig:
-    """How microbatches go through the stages of a mesh with p; docs/pipeline.md. Without p nothing of it is used."""
+    """Settings of the stages of a mesh with p (docs/pipeline.md). Without p none of them has an effect."""
 
     schedule: str = "interleaved_1f1b"
-    """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, or module:function of one's own (shardlib/schedules.py)."""
+    """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, or your own as module:function (shardlib/schedules.py)."""
     virtual_stages: int = 1
-    """v: stages of each device of p, at least 1; more than 1 for interleaved_1f1b only, or a schedule of one's own.
+    """Number v of stages on each device of p, at least 1; more than 1 for interleaved_1f1b or your own schedule only.
     With layers_per_stage=null the number of layers is a multiple of p·v."""
     layers_per_stage: Any = None
-    """The layers of each of the p times virtual_stages stages, a list; balanced: as FLOPs say, for the last stage has
-    the unembedding too. Null: all the same."""
+    """Number of layers of each of the p·v stages, as a list. balanced: by FLOPs, as the last stage has the unembedding
+    too. Null: the same number in all."""
     recompute: bool = False
-    """Whether a stage's backward computes its forward again from what entered it. Otherwise the forward keeps what
-    save_for_backward marks."""
+    """Whether the backward pass of a stage computes its forward pass again from the stage's input. Otherwise the
+    forward pass keeps what save_for_backward marks."""
 
 
 def check_pipeline(c: PipelineConfig) -> None:

@@ -11,51 +11,39 @@ from typing import Any
 
 import jax
 
-from cluster.progress import pause
+from cluster.watch import pause
+from training_io import bubble, perfetto
+from training_io.flops import ModelFlops, PeakFlops
+from training_io.metrics import RunLog
 
-from . import bubble, perfetto
-from .flops import ModelFlops, PeakFlops
-from .metrics import RunLog
-
-# Reading a trace must not hold this process's interpreter lock while it trains.
 _READ_TIMEOUT_S = 300.0
 _FAILURES = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
-
-# Steps that are traced after the two that are timed: the gaps between all of them are measured, of which the last ones
-# come after steps whose metrics were read, as all later ones do.
 _MORE_TRACED_STEPS = 2
-
-
-def _options() -> jax.profiler.ProfileOptions:
-    options = jax.profiler.ProfileOptions()
-    # Without frames of Python: their tracer exchanges the interpreter's current thread for a moment, a thread that asks
-    # for the lock in that moment believes it has it, and the process ends by a segmentation fault. It also slows the
-    # steps that are timed.
-    options.python_tracer_level = 0
-    return options
+"""Steps that are traced after the two that are timed. The gaps before the last ones follow steps whose metrics were
+read, as all later gaps do."""
 
 
 class StepProfiler:
     """Times the third and fourth step of a run, or the last two of a shorter one, and traces them and two more.
 
-    In the main loop, with i counting from 0 at the first step of this run:
+    In the main loop, with i counting from 0 at the first step of this process:
 
         profiler.before_step(i)      # before the batch of the step is fetched
         ...
         profiler.after_step(i, metrics)
 
-    The main loop waits for the devices once, at the first profiled step's beginning. A background thread waits for the
-    ends, and collects and reads the trace, which is complete when `close` returns, at
+    The main loop waits for the devices once, before the first profiled step. A background thread waits for the ends,
+    and writes and reads the trace, which is complete when `close` returns, at
     `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Process 0 alone times and traces.
 
     Args:
         directory: of the run.
-        steps: how many steps this run will make.
+        steps: number of steps that this process will run.
         tokens_per_step: in the global batch.
         flops: of the model, a token.
         peak: of all the devices together.
         log: gets the event "step_bubble", of the last traced step, when the trace has been read; see bubble.py.
-        start: the run's step that i = 0 is.
+        start: the run's step for i = 0.
         module: name of the training step's program.
     """
 
@@ -76,59 +64,42 @@ class StepProfiler:
         self._last_traced = min(self._last + _MORE_TRACED_STEPS, steps - 1)
         self._tokens_per_step, self._flops, self._peak = tokens_per_step, flops, peak
         self._log, self._start_step, self._module = log, start, module
-        self._active = jax.process_index() == 0
         self._before: Any = None
         self._start: float | None = None
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._newest: tuple[int, Any] | None = None
         self._tracing: concurrent.futures.Future[Path] | None = None
-        self._bubble: concurrent.futures.Future[dict[str, Any]] | None = None
-        if self._active and steps < 1:
-            print("profile: no steps to run, nothing to profile")
 
     def before_step(self, i: int) -> None:
         """Begins the measurement if step `i` is the first profiled one."""
-        if i == self._first:
-            with pause("starting the profiler"):  # in every process, since places are counted
-                self._begin()
-
-    def after_step(self, i: int, outputs: Any) -> None:
-        """Notes that step `i` has been dispatched; waits for nothing.
-
-        Args:
-            outputs: arrays that the step computed and that no later step is given to donate, such as its metrics.
-        """
-        self._before = outputs if self._active and i == self._first - 1 else None
-        if self._start is not None and i >= self._last:
-            if i == self._last:
-                self._timing = self._executor.submit(self._time, self._start, outputs)
-            self._newest = (i, outputs)
-            if i == self._last_traced:
-                self._end_trace()
-        if self._bubble is not None and self._bubble.done() and self._tracing.exception() is None:
-            self._tell_bubble()
-
-    def _begin(self) -> None:
-        if self._active:
+        if i != self._first or jax.process_index() != 0:
+            return
+        with pause("starting the profiler"):
             self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="profile")
             self._executor.submit(int).result()  # starts its thread here, not between the steps
             jax.block_until_ready(self._before)
+            self._before = None
             jax.profiler.start_trace(self._directory, profiler_options=_options())
             self._start = time.perf_counter()
 
-    def _time(self, start: float, outputs: Any) -> None:
-        jax.block_until_ready(outputs)
-        print(self._report(time.perf_counter() - start), flush=True)
+    def after_step(self, i: int, outputs: Any) -> None:
+        """Notes that step `i` has been dispatched. Waits for nothing.
 
-    def _end_trace(self) -> None:
-        (last, outputs), self._newest, self._start = self._newest, None, None
-        self._traced = (self._first, last)
-        self._tracing = self._executor.submit(_finish_trace, self._directory, outputs)
-        self._bubble = self._executor.submit(_read_bubble, self._tracing, self._module, last - self._first + 1)
-        self._executor.shutdown(wait=False)
+        Args:
+            i: the step.
+            outputs: arrays that the step computed and that no later step is given to donate, such as its metrics.
+        """
+        if i == self._first - 1:
+            self._before = outputs
+        if self._start is None or i < self._last:
+            return
+        if i == self._last:
+            self._timing = self._executor.submit(self._print_time, self._start, outputs)
+        self._newest = (i, outputs)
+        if i == self._last_traced:
+            self._end_trace()
 
     def close(self) -> Path | None:
-        """Waits for the trace to be written. Returns its path; None if there is none, with a line that says why."""
+        """Waits for the trace to be written and returns its path; None if there is none, after printing why."""
         if self._newest is not None:
             self._end_trace()  # the run was stopped among the steps that are only traced
         if self._start is not None:
@@ -136,37 +107,27 @@ class StepProfiler:
             self._executor.shutdown()
             jax.profiler.stop_trace()
             print("profile: the run ended within the profiled steps, so there is no measurement")
-            return None
         if self._tracing is None:
             return None
         tracing, self._tracing = self._tracing, None
         try:
             self._timing.result()
-            trace = tracing.result()
+            return tracing.result()
         except _FAILURES as error:
             print(f"profile: the trace could not be written: {error}")
-            self._bubble = None
             return None
-        if self._bubble is not None:
-            self._tell_bubble()
-        return trace
 
-    def _tell_bubble(self) -> None:
-        reading, self._bubble = self._bubble, None
-        try:
-            found = reading.result()
-        except _FAILURES as error:
-            found = {"because": f"the trace could not be read: {error}"}
-        first, last = (self._start_step + i for i in self._traced)
-        stops = {event for step, event in (self._log.events if self._log else ()) if first <= step < last}
-        if stops:
-            found = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
-        print(_bubble_line(found, *self._traced), flush=True)
-        if self._log is not None and "step_bubble" in found:
-            self._log.add_event(self._start_step + self._traced[1], "step_bubble", found)
+    def _end_trace(self) -> None:
+        last, outputs = self._newest
+        self._newest = self._start = None
+        self._tracing = self._executor.submit(self._trace_and_bubble, last, outputs)
+        self._executor.shutdown(wait=False)
 
-    def _report(self, seconds: float) -> str:
-        count = self._last - self._first + 1
+    # ---- on the background thread
+
+    def _print_time(self, start: float, outputs: Any) -> None:
+        jax.block_until_ready(outputs)
+        seconds, count = time.perf_counter() - start, self._last - self._first + 1
         rate = count * self._tokens_per_step / seconds
         which = f"steps {self._first + 1} and {self._last + 1}" if count == 2 else f"step {self._last + 1}"
         lines = [f"profile of {which} of this run, data fetching included"]
@@ -180,7 +141,31 @@ class StepProfiler:
         lines.append(f"  peak   {self._peak.total / 1e12:,.4g} TFLOP/s: {self._peak.source}")
         if self._first < 2:
             lines.append("  a run of fewer than 4 steps: its first steps may still be warming up")
-        return "\n".join(lines)
+        print("\n".join(lines), flush=True)
+
+    def _trace_and_bubble(self, last: int, outputs: Any) -> Path:
+        trace = _finish_trace(self._directory, outputs)
+        try:
+            found = _read_bubble(trace, self._module, last - self._first + 1)
+        except _FAILURES as error:
+            found = {"because": f"the trace could not be read: {error}"}
+        begin, end = self._start_step + self._first, self._start_step + last
+        stops = {event for step, event in (self._log.events if self._log else ()) if begin <= step < end}
+        if stops:
+            found = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
+        print(_bubble_line(found, self._first, last), flush=True)
+        if self._log is not None and "step_bubble" in found:
+            self._log.add_event(end, "step_bubble", found)
+        return trace
+
+
+def _options() -> jax.profiler.ProfileOptions:
+    options = jax.profiler.ProfileOptions()
+    # Without frames of Python: their tracer exchanges the interpreter's current thread for a moment, a thread that asks
+    # for the lock in that moment believes it has it, and the process ends by a segmentation fault. It also slows the
+    # steps that are timed.
+    options.python_tracer_level = 0
+    return options
 
 
 def _finish_trace(directory: Path, outputs: Any) -> Path:
@@ -195,15 +180,18 @@ def _finish_trace(directory: Path, outputs: Any) -> Path:
     return converted
 
 
-def _read_bubble(tracing: "concurrent.futures.Future[Path]", module: str, steps: int) -> dict[str, Any]:
-    traces = list(tracing.result().parent.glob("*.xplane.pb"))
-    if len(traces) != 1:
-        raise OSError(f"{len(traces)} files *.xplane.pb in {tracing.result().parent}")
-    return json.loads(_run(bubble.__file__, traces[0], module, steps))
+def _read_bubble(trace: Path, module: str, steps: int) -> dict[str, Any]:
+    profiles = list(trace.parent.glob("*.xplane.pb"))
+    if len(profiles) != 1:
+        raise OSError(f"{len(profiles)} files *.xplane.pb in {trace.parent}")
+    return json.loads(_run(bubble.__file__, profiles[0], module, steps))
 
 
 def _run(program: str, *arguments: Any) -> str:
-    """What one of our programs prints, run on its own; raises RuntimeError with the last line of its errors."""
+    """Runs one of our programs and returns what it prints. Raises RuntimeError with the last line of its errors.
+
+    In a process of its own, as reading a trace must not hold the interpreter lock of the process that trains.
+    """
     command = [sys.executable, "-I", program, *map(str, arguments)]
     done = subprocess.run(command, timeout=_READ_TIMEOUT_S, stdin=subprocess.DEVNULL, capture_output=True)
     if done.returncode:

@@ -1,13 +1,13 @@
-"""What source made a run: kept in its directory and its checkpoints, and compared where the run is used again.
+"""The source that made a run, kept in its directory and its checkpoints, and compared when the run is used again.
 
-    <run>/source/<step>/    of each start of the run, by the steps that were done then
-        train.py, <module>.py   as they ran, and other modules of one's own
-        changes.patch           what differs from the commit in files that git knows
-        untracked/              Python files of this project that it does not know
+    <run>/source/<step>/    for each start of the run, named by the number of steps done before
+        train.py, <module>.py   as they ran, and modules that are not of this project
+        changes.patch           differences from the commit in files that git tracks
+        untracked/              Python files of this project that git does not track
         provenance.json         commit, versions of all packages, command line, environment, hashes
 
-What is compared are the programs: the training step and the evaluation step, traced on one device and hashed as graphs
-of values, so that names, comments and the order of lines do not count.
+What is compared is the training step and the evaluation step, traced on one device and hashed as graphs of values, so
+that names, comments and the order of lines do not count.
 """
 
 import dataclasses
@@ -38,20 +38,20 @@ from training_io.pipeline_config import PipelineConfig
 ROOT = Path(__file__).parent.parent
 PROJECT = ("train.py", "jax_extra.py", "modeling", "models", "optimizers", "shardlib", "input_loader", "training_io")
 PROJECT += ("sampling", "flat_tokens", "text", "cluster", "configuration")
-"""The project's source, without its programs beside train.py."""
+"""The project's source, without the programs beside train.py."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
-"""Beginnings of the names of variables that are kept: no others, which may be secrets."""
+"""Beginnings of the names of variables that are kept. Others may be secrets."""
 
 
 def own_modules() -> list[Path]:
-    """Files of the modules that Python has loaded from neither its own directories, nor packages, nor this project."""
+    """Files of the loaded modules that are not of Python, of packages, or of this project."""
     installed = [Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages(), ROOT)]
     files = {Path(module.__file__) for module in [*sys.modules.values()] if getattr(module, "__file__", None)}
     return sorted(file for file in files if file.is_file() and not set(installed) & set(file.parents))
 
 
 def source_of() -> dict[str, str]:
-    """Hash of each part of the source, by its name."""
+    """Hash of each part of the source, by name."""
     files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in PROJECT}
     files |= {path.name: [path] for path in own_modules()}
     digest = lambda paths: hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:20]
@@ -61,8 +61,8 @@ def source_of() -> dict[str, str]:
 def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
     """Hash of each program that train.programs traces, on one device and with plain settings.
 
-    What a run may change where it is resumed, mesh, number of microbatches, paths of attention, makes no difference;
-    two microbatches and an average of the weights are part of the programs in any case.
+    The settings that may change when a run is resumed, such as the mesh, the number of microbatches or the path of
+    attention, do not change the hash: there are always two microbatches and an average of the weights.
     """
     plain = {"batch_size": 2, "microbatches": 2, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
     plain |= {"save": "marked", "unroll": 1, "ema_decay": 0.5, "eval_weights": "weights"}
@@ -73,7 +73,7 @@ def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
 
 
 def _device() -> jax.Device:
-    """What programs are traced for: a CPU, wherever JAX has one, as a run may go on or be sampled on other devices."""
+    """The device that programs are traced for: a CPU if JAX has one, as a run may be resumed on other devices."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out
@@ -81,29 +81,31 @@ def _device() -> jax.Device:
 
 
 def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
-    """What is kept in a checkpoint: hashes of source and programs, and what traced these.
+    """Provenance for a checkpoint: hashes of the source and of the programs, and what traced the programs.
 
-    Where they cannot be traced on one device there are none, and `untraced` says why.
+    Programs that cannot be traced on one device have no hashes, and `untraced` is the reason.
     """
     found = {"source": source_of(), "traced_by": f"jax {jax.__version__} for {_device().platform}"}
     try:
         return {"programs": programs_of(programs, c, model), **found}
-    except Exception as error:  # of a model that wants more devices, rows or microbatches than these
+    except Exception as error:  # of a model that needs more devices, sequences or microbatches than these
         why = str(error).splitlines()
         return {"programs": {}, "untraced": f"{type(error).__name__}: {why[0] if why else ''}", **found}
 
 
-def compare_source(saved: dict[str, Any] | None, now: dict[str, Any], which: tuple[str, ...], allow: str | None):
-    """A line on how the source differs from the one that made a checkpoint; None where it does not, or nobody knows.
+def compare_source(
+    saved: dict[str, Any] | None, now: dict[str, Any], which: tuple[str, ...], allow: str | None
+) -> str | None:
+    """A line on how the source differs from the source of a checkpoint; None where it does not, or is not known.
 
     Args:
-        saved: what provenance_of gave then; None in checkpoints older than that.
-        now: what it gives now.
+        saved: provenance_of the checkpoint; None in older checkpoints.
+        now: provenance_of this run.
         which: the programs that have to be the same.
-        allow: the setting that allows others; None: it is set.
+        allow: the setting that allows other programs; None where it is set.
 
     Raises:
-        ValueError: it computes something else.
+        ValueError: the source computes something else.
     """
     if saved is None:
         return None
@@ -152,7 +154,7 @@ def keep_source(directory: Path, step: int, model: Any, provenance: dict[str, An
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the source; None where there is no git, or the source is in no repository of it."""
+    """Output of git about the source; None where there is no git, or no repository."""
     try:
         found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

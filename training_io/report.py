@@ -1,4 +1,4 @@
-"""What a run tells about itself on the terminal, when it starts and when it ends."""
+"""Lines that a run prints when it starts and when it ends."""
 
 from pathlib import Path
 from typing import Any
@@ -7,17 +7,19 @@ import jax
 from omegaconf import OmegaConf
 
 
-def say_start(directory: Path, start: int, mesh: jax.sharding.Mesh, model: str, data: Any, loader: Any, steps: int):
-    """Prints the run's place, devices, model and data; on process 0 alone.
+def print_start(
+    directory: Path, start: int, mesh: jax.sharding.Mesh, model: str, data: Any, loader: Any, steps: int
+) -> None:
+    """Prints the directory, devices, model and data of a run, on process 0 alone.
 
     Args:
         directory: of the run.
-        start: steps done before.
-        mesh: all devices of the run.
-        model: what to say of the model.
+        start: number of steps done before.
+        mesh: mesh of all devices of the run.
+        model: line about the model.
         data: the DataConfig.
-        loader: of the training split.
-        steps: of the whole run.
+        loader: loader of the training split.
+        steps: number of steps of the whole run.
     """
     if jax.process_index():
         return
@@ -33,15 +35,15 @@ def say_start(directory: Path, start: int, mesh: jax.sharding.Mesh, model: str, 
 
 
 def save_config(directory: Path, config: Any) -> None:
-    """Writes the run's settings, a dataclass, into config.yaml; on process 0 alone."""
+    """Writes the settings of a run, a dataclass, into config.yaml, on process 0 alone."""
     if jax.process_index() == 0:
         OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
 
 
-def say_end(directory: Path, steps: int, loss: float, loader: Any, trace: Path | None, rendering: Any) -> None:
-    """Prints the last loss in nats a token and the places of what the run left; on process 0 alone.
+def print_end(directory: Path, steps: int, loss: float, loader: Any, trace: Path | None, rendering: Any) -> None:
+    """Prints the last loss in nats a token and the files of a run, on process 0 alone.
 
-    `rendering`: of the HLO picture, as start_rendering gives it, or None. It is waited for.
+    `rendering`: the future that start_rendering gives, which this waits for, or None.
     """
     if jax.process_index():
         return

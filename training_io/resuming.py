@@ -1,4 +1,4 @@
-"""What a run and the checkpoint that it starts from must agree on."""
+"""Settings that a run and the checkpoint that it starts from must agree on."""
 
 import dataclasses
 from pathlib import Path
@@ -12,11 +12,11 @@ from modeling.model import module_of
 from training_io.config import Config, register_schema, to_config
 
 RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host")}
-"""Settings that there were once. None of them says what a run computes."""
+"""Settings of older checkpoints that no run has. None of them changes what a run computes."""
 
 
 def with_defaults(saved: dict) -> dict:
-    """A checkpoint's configuration, with the defaults of settings that did not exist yet when it was made."""
+    """A checkpoint's configuration, with the defaults of settings that are younger than it."""
     filled = {}
     for section in dataclasses.fields(Config):
         given = saved.get(section.name, {})
@@ -36,21 +36,21 @@ def config_of(saved: dict) -> Config:
 
 
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
-    """What a checkpoint's configuration and that of the run that goes on from it must agree on, as dotted names.
+    """Dotted names of the settings that a checkpoint and the run that resumes from it must agree on.
 
-    Free are mesh, processes, logging, microbatches, and the length of the run.
+    Mesh, processes, logging, microbatches, and the length of the run may differ.
     """
     data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
     training = tuple(
         f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype", "document_mask", "fp8")
     )
-    # Nothing reads it any more, and where it points to may be gone: it may be left out, but not say something else.
+    # Nothing reads it in a resumed run, and its directory may be gone. So it may be left out, but not changed.
     training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
     return ("model", "optimizer", *data, *training)
 
 
 def check_resumes(saved: dict, c: Config, directory: Path) -> None:
-    """Raises ValueError if `c` differs from the configuration of the run in `directory` in what must stay."""
+    """Raises ValueError if `c` cannot resume the run in `directory`, made with `saved`: with the differences."""
     saved, current = with_defaults(saved), dataclasses.asdict(c)
     differences = config_differences(saved, current, fixed_settings(saved, current))
     if differences:
@@ -62,10 +62,10 @@ def check_resumes(saved: dict, c: Config, directory: Path) -> None:
 
 
 def fixed_by_weights(config: dict) -> tuple[str, ...]:
-    """What a run and the one whose weights it starts from (training.init_from) must agree on, as dotted names.
+    """Dotted names of the settings that a run and the one whose weights it takes (training.init_from) must agree on.
 
-    The model, without how its weights were first drawn, and what further training is there to change: RoPE scaling, for
-    longer sequences, and dropout.
+    The model, without the init of its weights and without what further training may change: RoPE scaling, for longer
+    sequences, and dropout.
     """
     free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
     return tuple(f"model.{name}" for name in config["model"] if name not in free)

@@ -1,4 +1,4 @@
-"""A run: all that opens, closes, is written and is said around the training step."""
+"""A run: what opens and closes, and what is written and printed, around the training step."""
 
 import contextlib
 import dataclasses
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cluster.devices import kept_programs, known_options
-from cluster.progress import watched_batches
 from cluster.stopping import StopRequest
+from cluster.watch import watched_batches
 from input_loader import Prefetcher, TokenBatch, batch_shapes, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
@@ -30,16 +30,16 @@ from training_io.memory import peak_memory
 from training_io.metrics import RunLog, check_metrics, has_event
 from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
-from training_io.report import save_config, say_end, say_start
+from training_io.report import print_end, print_start, save_config
 from training_io.resuming import check_resumes, fixed_by_weights, with_defaults
 from training_io.stages import describe_stages, placement_of, stack_orders
 
 RENDERED_AFTER = 6
-"""Steps of this process after which the picture of the compiled step is drawn: those that are profiled come first."""
+"""Steps of this process before the picture of the compiled step is drawn. The profiled steps are among them."""
 
 
 class Run:
-    """A run in its directory, resumed from its last checkpoint if it has one. A context manager: closes all it opened.
+    """A run in its directory, resumed from its last checkpoint if it has one. A context manager, which closes it.
 
         with Run(c, forward, directory, programs) as run:
             state = run.begin(init, State)
@@ -52,23 +52,23 @@ class Run:
             return run.end()
 
     `forward`: train.Forward of the model. `programs`: train.programs, for the provenance. With several processes all
-    make the same calls; process 0 writes and prints.
+    make the same calls, and process 0 writes and prints.
 
     Attributes:
-        start: steps done before.
-        total: steps of the whole run.
-        done: steps done by now.
+        start: number of steps done before.
+        total: number of steps of the whole run.
+        done: number of steps done until now.
         options: compiler options that the installed XLA knows.
-        stopped_by: name of the signal that asked the run to stop; None while there was none.
+        stopped_by: name of the signal that asked the run to stop; None without one.
 
     Raises:
-        ValueError: the data does not last for the run, or a checkpoint is of another configuration.
+        ValueError: the data is too short for the run, or a checkpoint is of another configuration.
     """
 
     def __init__(self, c: Config, forward: Any, directory: Path, programs: Callable):
         self.c, self.forward, self.model, self.directory = c, forward, forward.model, directory
         self.programs = programs
-        self.say = print if jax.process_index() == 0 else lambda *_: None
+        self.print = print if jax.process_index() == 0 else lambda *_: None
         self.stopped_by: str | None = None
         self._cleanup = contextlib.ExitStack()
 
@@ -104,7 +104,7 @@ class Run:
         self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
     def _last_checkpoint(self) -> tuple[int, dict]:
-        """Steps after which the last checkpoint was saved, and what the loader needs then; 0 and {} without one."""
+        """Step of the last checkpoint, and the state of the loader then; 0 and {} without one."""
         done = self.checkpoints.latest_step()
         if done is None:
             return 0, {}
@@ -118,14 +118,14 @@ class Run:
     # ---- before the first step ----------------------------------------------------------------------------------
 
     def begin(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
-        """The state to begin with: of the last checkpoint; or fresh, with the weights of training.init_from if given.
+        """The state to begin with: of the last checkpoint, or fresh, with the weights of training.init_from if given.
 
-        Says what the run is, and opens its log.
+        Prints what the run is, and opens its log.
 
         Args:
             init: gives a fresh state for a random key. Jitted here.
-            State: class of the state, generic in that of the weights: `weights`, the optimizer's, and `ema`, their
-                average or None for each.
+            State: class of the state, generic in the class of the weights. Its fields are `weights`, those of the
+                optimizer, and `ema`, the average of each weight, or None.
         """
         state = self._restored(init, State) if self.start else fresh_state(self.c, self.placement, init, State)
         self._introduce()
@@ -138,9 +138,9 @@ class Run:
         begins_average = wants_average and not has_average
         if begins_average:
             shapes = dataclasses.replace(shapes, ema=jax.tree.map(lambda _: None, shapes.ema))
-            self.say(f"average    of the weights: begins with those of step {self.start}")
+            self.print(f"average    of the weights: begins with those of step {self.start}")
         if has_average and not wants_average:
-            self.say(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
+            self.print(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
         shardings = make_shardings(State[self.model.Weights], like=shapes)
         placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         orders = stack_orders(self.placement, State, shapes)
@@ -151,21 +151,21 @@ class Run:
 
     def _introduce(self) -> None:
         c, t, table, mesh = self.c, self.c.training, self.model.table, jax.sharding.get_mesh()
-        self.options = known_options(c.hardware.compiler_options, self.say)
+        self.options = known_options(c.hardware.compiler_options, self.print)
         parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
         fp8 = ", products with weights in fp8" * t.fp8
         model = f"{parameters:,} parameters, {t.compute_dtype} compute{fp8}"
-        say_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
+        print_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
         if self._source_differs:
-            self.say(f"source     {self._source_differs}")
+            self.print(f"source     {self._source_differs}")
         elif why := self.provenance.get("untraced"):
-            self.say(
+            self.print(
                 f"source     a resumed run is not compared with this one: on one device its steps do not trace: {why}"
             )
         for line in describe_attention(self.forward, t.seq_len, mesh.devices.flat[0]):
-            self.say(f"attention  {line}")
+            self.print(f"attention  {line}")
         for line in describe_stages(c, self.model):
-            self.say(f"pipeline   {line}")
+            self.print(f"pipeline   {line}")
         flops = flops_of_model(table, c.model, t.seq_len)
         self._speed = {"tokens_per_step": self.loader.tokens_per_batch, "flops": flops, "peak": self._peak}
         steps = {"total_steps": self.total, "start_step": self.start, "print_every": t.log_interval}
@@ -180,9 +180,9 @@ class Run:
         return self.done >= self.total
 
     def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
-        """The training step for `state` and batches of the run, compiled. Keeps the graph of the program for a picture.
+        """The compiled training step for `state` and the batches of the run. Keeps the program's graph for a picture.
 
-        Tracing checks every type of the step: what communicates wrongly does not get past it.
+        Tracing checks all types of the step, and refuses a step that communicates wrongly.
         """
         t = self.c.training
         check_paths(self.forward, t.seq_len, kept_programs("attention"))
@@ -191,7 +191,7 @@ class Run:
         check_metrics(lowered.out_info[1])
         self._program, self._graph = compile_with_hlo_dump(lowered, self.directory, self.options)
         if self._graph is None:
-            self.say(
+            self.print(
                 "HLO graph: none, the step is from the compile cache; with hardware.compilation_cache=null there is one"
             )
         return self._program
@@ -199,10 +199,7 @@ class Run:
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
-        """Each step of the run that is still to be done, counted from 0, and its batch. Ends early on a signal.
-
-        Batches are read ahead. What the loop does in a step belongs between two of these.
-        """
+        """Index of each step that is still to be done, and its batch. Ends early on a signal. Reads batches ahead."""
         ahead = self.c.data.prefetch
         steps = {"steps": self.total - self.start, "start": self.start}
         self._profiler = StepProfiler(self.directory, log=self._log, **steps, **self._speed)
@@ -221,7 +218,7 @@ class Run:
     def log(self, step: int, metrics: Any) -> None:
         """Takes the metrics of the step just dispatched, and writes those of the step before: the devices never wait.
 
-        `metrics`: a dataclass of scalars, with the `loss`.
+        `metrics`: a dataclass as RunLog.log takes its fields, `loss` among them.
         """
         self.done, self._loss = step + 1, metrics.loss
         self._log.log(step, vars(metrics), self.loader.source_tokens(step))
@@ -231,7 +228,7 @@ class Run:
             self._log.log_event(step, "memory", peak_memory(self._program, metrics))
 
     def due(self, interval: int | None) -> bool:
-        """Whether it is time for what is done every `interval` steps and after the last; None: after the last alone."""
+        """Whether `interval` divides the number of steps done, or all are done. None: only when all are done."""
         return self.is_over or (interval is not None and self.done % interval == 0)
 
     def save(self, state: Any) -> None:
@@ -251,31 +248,31 @@ class Run:
             self._log.log_event(self.done - 1, "validation", found)
 
     def log_event(self, event: str, values: Any) -> None:
-        """Logs something that happened after the steps done so far: see RunLog.log_event."""
+        """Logs an event after the steps done so far, as RunLog.log_event does."""
         self._log.log_event(self.done - 1, event, values)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def has_validation(self) -> bool:
-        """Whether the loss on the validation split after the steps done so far is in the log."""
+        """Whether the log has the loss on the validation split after the steps done so far."""
         return has_event(self.directory, self.done - 1, "validation")
 
     def end(self) -> str | None:
-        """Waits for what is still written, and says what there is; the signal, if one stopped the run."""
+        """Waits until all is written, and prints where. Returns the signal that stopped the run, if one did."""
         if self._loss is None:
-            self.say(
+            self.print(
                 f"{self.start} steps are done already, of {self.total}; to go on, train for longer (training.steps)."
             )
             return None
         if self.stopped_by and not self.is_over:
             self.checkpoints.wait()
-            self.say(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
-            self.say(f"To go on: the same command, with paths.model_name={self.c.paths.model_name}")
+            self.print(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
+            self.print(f"To go on: the same command, with paths.model_name={self.c.paths.model_name}")
             return self.stopped_by
         self._log.close()
         self.checkpoints.wait()
         trace = self._profiler.close()
-        say_end(self.directory, self.total, float(self._loss), self.loader, trace, self._rendering)
+        print_end(self.directory, self.total, float(self._loss), self.loader, trace, self._rendering)
         return None
 
 
@@ -283,8 +280,10 @@ def fresh_state(c: Config, placement: Placement, init: Callable[[jax.Array], Any
     """The state of a run before its first step, on the mesh in force; with the weights of training.init_from if given.
 
     Args:
+        c: the configuration.
         placement: of the layers.
-        init, State: as for `Run.begin`.
+        init: as for `Run.begin`.
+        State: as for `Run.begin`.
     """
     state = jax.jit(init)(jax.random.key(c.training.seed))
     if c.training.init_from is not None:

@@ -1,7 +1,7 @@
-"""The pipeline of a run: which layers its stages have, what they do when, and how weights lie at rest for that.
+"""Pipeline of a run: the layers of each stage, the schedule, and the order of the weights at rest.
 
-A stack of layers is `layers/p` at rest, in the order that shardlib/placement.py says: where each device of p has one
-chunk, and all have the same number of layers, that is the order of the layers.
+A stack of layers is `layers/p` at rest, in the order of shardlib/placement.py. That is the order of the layers where
+each device of p has one chunk and all have the same number of layers.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def has_stages() -> bool:
 
 
 def placement_of(c: Config, model: LanguageModel) -> Placement:
-    """Where the layers of a run are, on the mesh in force. Raises ValueError if they cannot be placed so."""
+    """Placement of the layers of a run on the mesh in force. Raises ValueError if they cannot be placed so."""
     p, v, counts = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages, c.pipeline.layers_per_stage
     if p == 1:
         v, counts = 1, None
@@ -44,60 +44,63 @@ def placement_of(c: Config, model: LanguageModel) -> Placement:
 
 
 def training_plan(c: Config, model: LanguageModel) -> Plan:
-    """What the devices of p do in a step. Raises ValueError for a schedule that is not for so many microbatches."""
+    """Work of the devices of p in a step. Raises ValueError for a schedule that cannot have so many microbatches."""
     schedule = c.pipeline.schedule if has_stages() else "gpipe"
     return plan_training(placement_of(c, model), schedule, c.training.microbatches, c.pipeline.recompute)
 
 
 def run_training(
-    c: Config, model: LanguageModel, parts: Parts, w: Any, rows: Any, see: Callable | None = None
+    c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any, see: Callable | None = None
 ) -> tuple[Any, Any, Any, Any]:
-    """The loss, its gradients, and the metrics of the layers, as c.pipeline.schedule says. Per-device code.
+    """The loss, its gradients, and the metrics of the layers, by the schedule of c.pipeline. Per-device code.
 
     Args:
+        c: the configuration.
+        model: the model.
         parts: the loss of a microbatch.
         w: copies of the weights.
-        rows: a tuple of pytrees of arrays, of the whole batch.
+        batch: a tuple of pytrees of arrays, of the whole batch.
         see: called with the gradients of each microbatch.
 
     Returns:
-        As shardlib.pipeline.run_training does: the loss is a partial sum over p; the metrics are reduced.
+        As shardlib.pipeline.run_training: the loss is a partial sum over p. The metrics are reduced.
 
     Raises:
         ValueError: `see` where there are stages.
     """
     if see and has_stages():
         raise ValueError(
-            f"the gradients of each microbatch are to be seen, but mesh.p is {mesh_axes()[PIPELINE_AXIS]}: the stages "
-            "are at different microbatches at a time; set mesh.p=1, or leave `see` out of loss_and_gradients."
+            f"loss_and_gradients has `see` for the gradients of each microbatch, but mesh.p is "
+            f"{mesh_axes()[PIPELINE_AXIS]}: its stages are at different microbatches at a time. Set mesh.p=1, or leave "
+            "`see` out."
         )
-    rows = microbatches(rows, c.training.microbatches)
-    loss, g, metrics, seen = pipeline.run_training(parts, training_plan(c, model), w, rows, see)
+    batch = microbatches(batch, c.training.microbatches)
+    loss, g, metrics, seen = pipeline.run_training(parts, training_plan(c, model), w, batch, see)
     if metrics is not None:
         metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
     return loss, g, metrics, seen
 
 
-def run_evaluation(c: Config, model: LanguageModel, parts: Parts, w: Any, rows: Any) -> Any:
-    """The loss as `run_training` gives it, without gradients: of the whole batch at once where there are no stages."""
+def run_evaluation(c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any) -> Any:
+    """The loss as `run_training` gives it, without gradients. Where there are no stages, of the whole batch at once."""
     if not has_stages():
-        return parts.whole(w, *rows)[0]
+        return parts.whole(w, *batch)[0]
     plan = plan_evaluation(placement_of(c, model), c.training.microbatches)
-    return pipeline.run_evaluation(parts, plan, w, microbatches(rows, c.training.microbatches))
+    return pipeline.run_evaluation(parts, plan, w, microbatches(batch, c.training.microbatches))
 
 
-def microbatches(rows: Any, count: int) -> Any:
-    """Each device's own rows [B, …] cut into microbatches: [count, B / count, …]."""
-    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), rows)
+def microbatches(batch: Any, count: int) -> Any:
+    """Each device's own sequences [B, …], cut into microbatches: [count, B / count, …]."""
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
-    """Weights at init, as they are at rest on the mesh in force. Under jit; see modeling.weights.initialize."""
+    """Initial weights, in their order at rest on the mesh in force. Under jit, as modeling.weights.initialize."""
     return initialize(model.table, key, placement_of(c, model).order)
 
 
 def head_cost(c: Config, table: Any) -> float:
-    """FLOPs of unembedding over those of a layer, forward, a token; attention counted half, as it is causal."""
+    """FLOPs of the unembedding over those of a layer, in the forward pass. Attention counts half, as it is causal."""
     m = c.model
     size = lambda tree, kinds: sum(math.prod(w.shape) for w in jax.tree.leaves(tree) if w.kind in kinds)
     layer = 2 * size(table.layers, ("matrix",)) / m.layers + 2 * m.heads * m.d_head * c.training.seq_len
@@ -105,7 +108,7 @@ def head_cost(c: Config, table: Any) -> float:
 
 
 def balanced(layers: int, stages: int, head: float) -> list[int]:
-    """Layers of each stage such that the slowest is as fast as can be, if the last one's head costs `head` layers.
+    """Numbers of layers with which the slowest stage is fastest, if the head of the last stage costs `head` layers.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -115,7 +118,7 @@ def balanced(layers: int, stages: int, head: float) -> list[int]:
     counts = [1] * stages
     load = [(1.0, stage) for stage in range(stages - 1)] + [(1.0 + head, stages - 1)]
     heapq.heapify(load)
-    # All layers cost the same, so that each next one goes where there is the least to do.
+    # All layers cost the same, so each next one goes to the stage with the least work.
     for _ in range(layers - stages):
         cost, stage = heapq.heappop(load)
         counts[stage] += 1
@@ -124,10 +127,7 @@ def balanced(layers: int, stages: int, head: float) -> list[int]:
 
 
 def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, StackOrder]:
-    """The order of every stack in `like`, of type `kind`, by its name in a checkpoint.
-
-    None of them where all are in the order of the layers.
-    """
+    """Orders of the stacks in `like`, of type `kind`, by name in a checkpoint. Empty where it is that of the layers."""
     if placement.order is None:
         return {}
     found = [(path, array) for path, array, part in arrays_of(kind, like) if part is not ABSENT]
@@ -135,11 +135,11 @@ def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, StackO
 
 
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
-    """The mesh in force without stages: p and r as parts of d; p as a part of r where that does not divide it."""
+    """The mesh in force without stages: d has the devices of p and r too, or r has those of p where d cannot."""
     mesh = jax.sharding.get_mesh()
     if PIPELINE_AXIS not in mesh.shape:
         return mesh
-    # The order of the devices stays: JAX moves arrays between meshes of one order only.
+    # In the same order, as JAX moves arrays only between meshes with the same order of devices.
     p, r, d, t = (mesh.shape[axis] for axis in ("p", "r", "d", "t"))
     try:
         check_divides(c, {"r": 1, "d": p * r * d, "t": t}, of_batch=False)
@@ -150,7 +150,7 @@ def folded_mesh(c: Config) -> jax.sharding.Mesh:
 
 
 def without_stages(weights: Any, placement: Placement, mesh: jax.sharding.Mesh) -> Any:
-    """The weights on a `folded_mesh`, layers in their order; one array after the other."""
+    """The weights on a `folded_mesh`, with layers in their order. Moves one array after the other."""
     if PIPELINE_AXIS not in jax.sharding.get_mesh().shape:
         return weights
     order, stacked = placement.order, are_stacks(weights)
@@ -167,12 +167,12 @@ def without_stages(weights: Any, placement: Placement, mesh: jax.sharding.Mesh) 
 
 
 def describe_stages(c: Config, model: LanguageModel) -> list[str]:
-    """The schedule, and for each stage its device of p, its layers, and its weights in f32; nothing without stages."""
+    """Lines on the schedule and on each stage: its device of p, its layers, and the size of their weights in f32."""
     if not has_stages():
         return []
     placement, m, table = placement_of(c, model), c.model, model.table
     size = lambda tree: 4 * sum(math.prod(w.shape) for w in jax.tree.leaves(tree))
-    of_layer, ends = size(table.layers) // m.layers, size(table) - size(table.layers)
+    of_layer, others = size(table.layers) // m.layers, size(table) - size(table.layers)
     ticks = len(training_plan(c, model).table.columns["forward"])
     keeps = "recompute" if c.pipeline.recompute else "what is marked is saved"
     lines, first = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks, {keeps}"], 0
@@ -182,5 +182,5 @@ def describe_stages(c: Config, model: LanguageModel) -> list[str]:
         where = f"p={stage % placement.p}" + f" chunk {stage // placement.p}" * (placement.v > 1)
         lines.append(f"stage {stage}: {where}: {which}{extra}; {count * of_layer / 2**20:,.4g} MiB of layers")
         first += count
-    lines.append(f"weights outside of the layers, {ends / 2**20:,.4g} MiB, are at rest in blocks over p too")
+    lines.append(f"weights outside of the layers, {others / 2**20:,.4g} MiB, are sharded over p too at rest")
     return lines

@@ -1,4 +1,4 @@
-"""Sweeps (`--multirun`): each job has a directory of its own, and what fails is said at the end."""
+"""Sweeps (`--multirun`): a directory for each job, and a list of the failed jobs at the end."""
 
 import atexit
 import functools
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
@@ -20,16 +21,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 
 class PickledByName:
-    """Decorates the program's function, beneath hydra.main, so that launchers can hand it to other processes.
+    """Decorator for the program's function, under hydra.main, with which launchers can send it to other processes.
 
-    As part of `__main__` it would be pickled by value, with all it refers to, which cannot be. So they import it from
-    its module.
+    A function of `__main__` would be pickled by value, with all that it refers to, which fails. So the other process
+    imports it from its module.
     """
 
     def __init__(self, function: Callable):
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any) -> Any:
+        """Calls the function."""
         return self.__wrapped__(*args)
 
     def __reduce__(self):
@@ -45,19 +47,19 @@ def _function_of(module: str, name: str) -> Callable:
 
 
 class Sweep(Callback):
-    """What Hydra calls around a sweep and its jobs; configs/base.yaml names it.
+    """Callbacks of Hydra around a sweep and its jobs, named in configs/base.yaml.
 
-    A sweep is a directory `<root_working_dir>/<paths.model_name>`, by default named as a run is, by config and time. In
-    it each job's run is named by the settings that are swept, and by those alone: another value of a setting that all
-    jobs share, such as a longer training.steps, finds the same runs again and resumes them.
+    A sweep has the directory `<root_working_dir>/<paths.model_name>`, named by default as a run is, by configuration
+    and time. In it the run of each job is named only by the settings that are swept. So a sweep with another value of a
+    setting that all jobs share, such as a longer training.steps, finds the same runs and resumes them.
 
-    Hydra turns an error raised here into a warning, so what is wrong with a sweep ends the program (SystemExit).
+    Hydra turns an error that is raised here into a warning, so a wrong sweep ends the program (SystemExit).
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Gives each job the overrides that place it: they reach it with any launcher, in any process."""
+        """Gives each job overrides with its directory, which reach it with any launcher, in any process."""
         if OmegaConf.select(config, "paths.root_working_dir") is None:
-            return  # no run is named; the program will say so
+            return  # there is no --config-name, which each job refuses
         params = OmegaConf.select(config, "hydra.sweeper.params") or {}
         overrides = [f"{key}={value}" for key, value in params.items()] + list(config.hydra.overrides.task)
         parsed = OverridesParser.create().parse_overrides(overrides)
@@ -66,10 +68,12 @@ class Sweep(Callback):
         _check_swept(swept, config.hydra.launcher.get("_target_", ""))
 
         name = config.paths.model_name
-        if name is None and not (config.distributed.auto or config.distributed.count):  # several could not agree
+        if name is None and not (
+            config.distributed.auto or config.distributed.count
+        ):  # several processes could not agree
             name = f"{config.hydra.job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
         if not name:
-            return  # refused by each job
+            return  # each job refuses this
         run = f"{name}/${{hydra:job.override_dirname}}" if swept else name
         with read_write(config), open_dict(config):
             config.hydra.sweep.dir = f"{config.paths.root_working_dir}/{name}"
@@ -84,7 +88,7 @@ class Sweep(Callback):
         atexit.register(self._say_failures, config.hydra.sweep.dir)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Says at once what went wrong in a job, since Hydra itself shows the first failure alone, at the end."""
+        """Prints at once why a job failed. Hydra itself shows only the first failure, at the end."""
         if config.hydra.mode != RunMode.MULTIRUN:
             return
         self._jobs = getattr(self, "_jobs", 0) + 1
@@ -103,8 +107,10 @@ class Sweep(Callback):
                 traceback.print_exception(error)
             if hasattr(self, "_failed"):
                 self._failed.append(f"{config.hydra.job.override_dirname}: {_first_line(error)}")
-            # The frames of the failed job hold its state: the next one needs the memory.
+            # The frames of the failed job hold its state, whose memory the next job needs.
             _forget_locals(error)
+            if jax.distributed.is_initialized() and config.hydra.launcher._target_.endswith(".BasicLauncher"):
+                sys.exit("The sweep stops here: after an error all processes of a run end.")
 
     def _say_failures(self, directory: str) -> None:
         if self._failed:

@@ -8,7 +8,7 @@ from benchmarks.throughput.rounds import Measured
 
 
 def flops_per_token(job: Job) -> tuple[float, float]:
-    """training_io.flops_of_model's figures, causal and full; tests/benchmarks/test_throughput.py holds this to them."""
+    """flops_of_model's figures, causal and full; tests/benchmarks/test_throughput.py holds this to them."""
     c = job.shapes
     n, attention = c.parameters - c.vocab * c.d_model, c.layers * c.heads * c.d_head * job.length
     return 6 * n + 6 * attention, 6 * n + 12 * attention

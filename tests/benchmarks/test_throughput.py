@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import training_io
 from benchmarks.throughput.figures import figures, flops_per_token, line_of
 from benchmarks.throughput.jobs import MODULES, NEEDS, SIZES, jobs_of, variant_of
 from benchmarks.throughput.peers.job import Job, Shapes, batches, random_weights
 from benchmarks.throughput.rounds import Measured, Timing, compare
 from benchmarks.throughput.targets import Target, ratios, targets
+from training_io.flops import flops_of_model
 
 ROOT = Path(__file__).parents[2]
 SHAPES = Shapes(
@@ -131,7 +131,7 @@ def test_flops_are_those_that_training_prints(size):
     s = SIZES[size]
     job = Job("ours", s.shapes, s.rows, s.length)
     c = config_of(job)
-    expected = training_io.flops_of_model(train.weight_table(c.model), c.model, s.length)
+    expected = flops_of_model(train.weight_table(c.model), c.model, s.length)
     assert flops_per_token(job) == (expected.causal, expected.full)
 
 

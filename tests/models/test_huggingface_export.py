@@ -15,7 +15,6 @@ import tiny
 from safetensors.numpy import load_file
 
 import train
-import training_io
 from flat_tokens import Writer
 from models import gpt2
 from models import llama_huggingface as huggingface_llama
@@ -23,6 +22,7 @@ from text.tokenizers import ByteTokenizer
 from tools import checkpoint_to_huggingface as tool
 from tools import huggingface_to_checkpoint
 from tools.checkpoint_to_huggingface import Config
+from training_io import host_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,16 +239,14 @@ def test_chunks_of_several_layers_are_read_once(saved, monkeypatch):
     """A run on one device has whole arrays as chunks."""
     w, c, run = saved("grouped")
     reads = []
-    read = training_io.host_checkpoint.StoredArray._read
-    monkeypatch.setattr(
-        training_io.host_checkpoint.StoredArray, "_read", lambda self, i: reads.append(self._name) or read(self, i)
-    )
+    read = host_checkpoint.StoredArray._read
+    monkeypatch.setattr(host_checkpoint.StoredArray, "_read", lambda self, i: reads.append(self._name) or read(self, i))
     _, _, weights, _ = tool.read_model(run, None)
     for i in (0, 2, 1):
         np.testing.assert_array_equal(weights.layers.w_q[i], np.asarray(w.layers.w_q[i]))
         np.testing.assert_array_equal(weights.layers.w_k[i], np.asarray(w.layers.w_k[i]))
     assert len(reads) == 2
-    monkeypatch.setattr(training_io.host_checkpoint, "CACHE_BYTES", 1)
+    monkeypatch.setattr(host_checkpoint, "CACHE_BYTES", 1)
     for i in range(c.layers):
         np.testing.assert_array_equal(weights.layers.w_q[i], np.asarray(w.layers.w_q[i]))
         np.testing.assert_array_equal(weights.layers.w_v[i], np.asarray(w.layers.w_v[i]))

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
 import train
-import training_io
+from configuration.differences import config_differences
 from input_loader import TokenBatch
 from modeling.model import load_model
 from modeling.settings import RopeScaling
@@ -31,7 +31,10 @@ from tools import checkpoint_to_huggingface
 from tools import huggingface_to_checkpoint as tool
 from tools.huggingface_to_checkpoint import Config
 from training_io import config as run_config
+from training_io import host_checkpoint
+from training_io.checkpoint import Checkpointer
 from training_io.config import register_schema, to_config
+from training_io.initial_weights import read_weights
 from training_io.resuming import fixed_by_weights, fixed_settings, with_defaults
 from training_io.run import fresh_state
 from training_io.stages import placement_of
@@ -50,7 +53,7 @@ def start_weights(source, c, like):
     """The weights that a run of model `c` starts with, placed as `like`."""
     config = dataclasses.asdict(models.settings(c))
     fixed = fixed_by_weights(config)
-    return training_io.read_weights(source, like, config, with_defaults, fixed)
+    return read_weights(source, like, config, with_defaults, fixed)
 
 
 def shapes(c):
@@ -187,7 +190,7 @@ def test_half_precision_becomes_f32_unchanged(exported, tmp_path):
 def test_chunks_are_small_enough_to_read_apart(exported, tmp_path, monkeypatch):
     """A process that holds a part of a weight reads little more than it; the values are there, whatever the chunks."""
     w, _, directory = exported()
-    monkeypatch.setattr(training_io.host_checkpoint, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(host_checkpoint, "CHUNK_BYTES", 1000)
     run(directory, tmp_path / "imported")
     checkpoint = zarr.open_group(tmp_path / "imported/checkpoints/0000000000", mode="r")
     assert checkpoint["weights/embed"].chunks == (7, 32)
@@ -203,10 +206,10 @@ def test_a_failed_import_leaves_no_checkpoint(exported, tmp_path):
     save_file(broken, directory / "model.safetensors")
     with pytest.raises(ValueError, match=r"weights/final_norm is \[31\] in the model's files; it must be \[32\]"):
         run(directory, tmp_path / "imported")
-    assert training_io.Checkpointer(tmp_path / "imported/checkpoints").steps() == []
+    assert Checkpointer(tmp_path / "imported/checkpoints").steps() == []
     save_file(tensors, directory / "model.safetensors")
     run(directory, tmp_path / "imported")
-    assert training_io.Checkpointer(tmp_path / "imported/checkpoints").steps() == [0]
+    assert Checkpointer(tmp_path / "imported/checkpoints").steps() == [0]
     with pytest.raises(ValueError, match=r"output is .*imported, which has checkpoints already"):
         run(directory, tmp_path / "imported")
 
@@ -404,7 +407,7 @@ def test_resuming_may_leave_the_source_out_but_not_change_it():
     saved, other, none = (
         dataclasses.asdict(models.settings(c, init_from=source)) for source in ("runs/a", "runs/b", None)
     )
-    differences = lambda now: training_io.config_differences(saved, now, fixed_settings(saved, now))
+    differences = lambda now: config_differences(saved, now, fixed_settings(saved, now))
     assert differences(saved) == differences(none) == []
     assert differences(other) == ["training.init_from: checkpoint has 'runs/a', this run has 'runs/b'"]
 

@@ -12,7 +12,6 @@ import pytest
 import tiny
 
 import train
-import training_io
 from modeling import rules
 from modeling.model import module_of
 from models import gpt2, huggingface_check
@@ -20,6 +19,7 @@ from models import llama_huggingface as huggingface_llama
 from models.huggingface_forward import FORWARDS
 from models.huggingface_tensors import Tensors, check_names
 from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
+from training_io.initial_weights import read_weights
 from training_io.resuming import fixed_by_weights, with_defaults
 
 ROOT = Path(__file__).parents[2]
@@ -339,7 +339,7 @@ def test_a_run_with_other_weights_does_not_start_from_these(edited, tmp_path):
         config = models.settings(c)
         config = json.loads(json.dumps(config, default=vars))
         fixed = tuple(name for name in fixed_by_weights(config) if name != "model.module")
-        training_io.read_weights(path, w, config, with_defaults, fixed)
+        read_weights(path, w, config, with_defaults, fixed)
 
     remedy = r"training.init_from takes all weights of a model, and no others. Set it to a run whose model has these"
     added = r"weights/layers/mlp_bias: not in the checkpoint, expected float32\[4, 32\]"

@@ -24,7 +24,7 @@ from optimizers import muon as optimizers
 from optimizers.config import OptimizerConfig
 from optimizers.rates import learning_rate, updates_of
 from shardlib.shardtypes import Array, f32, i32, is_fully_sharded, pytree_dataclass
-from training_io import Checkpointer
+from training_io.checkpoint import Checkpointer
 from training_io.run import Run
 
 State = train.State[train.Transformer]

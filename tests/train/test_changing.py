@@ -111,7 +111,7 @@ def test_the_types_of_each_recipe_hold(recipe):
 def test_gradients_of_microbatches_are_refused_with_stages():
     c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=2)
     mesh = AbstractMesh((2, 1, 2, 1), ("p", "r", "d", "t"), axis_types=(AxisType.Explicit,) * 4)
-    refused = pytest.raises(ValueError, match=r"are to be seen, but mesh\.p is 2: .* set mesh\.p=1")
+    refused = pytest.raises(ValueError, match=r"`see` .*, but mesh\.p is 2: .* Set mesh\.p=1")
     with module_of(changed("Gradients of each microbatch")) as train, jax.sharding.use_abstract_mesh(mesh), refused:
         train.programs(c, load_model(c.model), batch_shapes(tiny.BATCH, tiny.LENGTH))
 

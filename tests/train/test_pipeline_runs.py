@@ -12,7 +12,7 @@ from cluster.devices import make_mesh
 from modeling.model import load_model
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
-from training_io import Checkpointer
+from training_io.checkpoint import Checkpointer
 from training_io.config import Config
 from training_io.pipeline_config import PipelineConfig
 from training_io.stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages

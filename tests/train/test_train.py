@@ -253,6 +253,7 @@ def configure(*arguments: str) -> None:
         ("optimizer.warmup_steps=500", "optimizer.warmup_steps is 500 and optimizer.schedule_steps 120"),
         ("model.logit_softcap=0", "model.logit_softcap is 0"),
         ("optimizer.final_fraction=1.5", "optimizer.final_fraction is 1.5; it must be at least 0 and at most 1."),
+        ("training.log_interval=0", "training.log_interval is 0; it must be at least 1 and below 2**63."),
         ("training.microbatches=0", "training.microbatches is 0; it must be at least 1 and below 2**63."),
         ("optimizer.weight_decay=-1", "optimizer.weight_decay is -1.0; it must be at least 0 and finite."),
         ("model.bos_id=1280", "model.bos_id is 1280; it must be at least 0 and below 1280."),

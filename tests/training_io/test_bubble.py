@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
 
-from training_io import ModelFlops, PeakFlops, RunLog, StepProfiler, profile
+from training_io import profile
 from training_io.bubble import NotMeasured, step_bubble
+from training_io.flops import ModelFlops, PeakFlops
+from training_io.metrics import RunLog
+from training_io.profile import StepProfiler
 
 STEP = "jit_training_step"
 # jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would end the process.

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from configuration.differences import config_differences
-from training_io import Checkpointer
+from training_io.checkpoint import Checkpointer
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -362,7 +362,7 @@ def run_processes(tmp_path, program, count=2):
         import jax, numpy as np
         jax.distributed.initialize(sys.argv[2], num_processes=int(sys.argv[3]), process_id=rank)
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from training_io import Checkpointer
+        from training_io.checkpoint import Checkpointer
         checkpointer = Checkpointer(sys.argv[4], commit_timeout_s=20)
         mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
         values = np.arange(2**16, dtype=np.float32).reshape(256, 256)

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from training_io import evaluate
+from training_io.evaluation import evaluate
 
 pytestmark = pytest.mark.quick
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from training_io import model_flops_per_token, peak_flops
+from training_io.flops import model_flops_per_token, peak_flops
 
 # Llama-2-7B, from its published config.
 LAYERS, HEADS, HEAD_DIM, D_MODEL, D_FF, VOCAB = 32, 32, 128, 4096, 11008, 32000

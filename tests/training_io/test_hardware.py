@@ -16,8 +16,8 @@ from cluster.devices import known_options, start_devices
 from input_loader import TokenBatch
 from modeling.model import load_model
 from train import make_evaluation_step
-from training_io import compile_with_hlo_dump
 from training_io.config import check_config, register_schema
+from training_io.hlo import compile_with_hlo_dump
 from training_io.resuming import with_defaults
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from training_io import compile_with_hlo_dump, render_svg, start_rendering
+from training_io.hlo import compile_with_hlo_dump, render_svg, start_rendering
 
 GRAPH = 'digraph G { a [label="one & two"]; a -> b; }'
 

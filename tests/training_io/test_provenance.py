@@ -20,7 +20,8 @@ from modeling.model import load_model
 from shardlib.program_hash import hash_of
 from tools import checkpoint_to_huggingface
 from tools.generate import Config, generate
-from training_io import Checkpointer, provenance
+from training_io import provenance
+from training_io.checkpoint import Checkpointer
 from training_io.pipeline_config import PipelineConfig
 from training_io.run import Run
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import training_io
 from benchmarks.throughput.peers.job import Job
+from training_io.flops import peak_flops
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -71,7 +71,7 @@ class Contestant:
 
     def about(self) -> dict:
         devices = jax.devices()[: self.job.devices]
-        peak = training_io.peak_flops(devices, DTYPES[self.job.dtype])
+        peak = peak_flops(devices, DTYPES[self.job.dtype])
         return {
             "peak": peak.total,
             "peak_source": peak.source,
