@@ -33,7 +33,7 @@ from jax_extra import explicit_activation_checkpointing, save_for_backward
 from modeling import attention as attention_paths
 from modeling import fp8, rope, rules
 from modeling.gathers import gather_ahead
-from modeling.loss_chunks import in_chunks
+from modeling.loss_chunks import sum_in_chunks
 from modeling.model import LanguageModel, Tokens, act, compute_scope
 from modeling.settings import ModelConfig
 from modeling.weights import Weight, matrix, vector
@@ -335,12 +335,12 @@ def summed_loss(
     return shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)
 
 
-def parts_of_loss(forward: Forward, loss: Callable = cross_entropy, targets: Any = 1.0) -> Parts:
+def staged_loss(forward: Forward, loss: Callable = cross_entropy, targets: Any = 1.0) -> Parts:
     """summed_loss over `targets`, of (TokenBatch, seeds), in one piece and as the stages of a pipeline run it."""
     tokens, share = forward.tokens, functools.partial(summed_loss, forward=forward, loss=loss)
 
     def last(w, x, batch, _):
-        loss = in_chunks(share, forward.training.loss_chunk, w, x, batch.targets, batch.loss_mask)
+        loss = sum_in_chunks(share, forward.training.loss_chunk, w, x, batch.targets, batch.loss_mask)
         return shardops.psum("+r +d ->", loss) / targets
 
     return Parts(
@@ -361,7 +361,7 @@ def loss_and_gradients(
     """
     copies, vjp = jax.vjp(lambda w: forward.copies(w, gather=c.training.gather_weights == "step"), w)
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
-    loss = parts_of_loss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
+    loss = staged_loss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
     see = see and (lambda g, see=see: see(reduced(g)))
     loss, g, layers, seen = stages.run_training(c, forward.model, loss, copies, (batch, seeds), see)
     return shardops.psum("+p ->", loss), reduced(g), layers, seen
@@ -490,7 +490,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 
     @typed_shard_map
     def per_device(w: Weights, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
-        copies, loss = forward.copies(w), parts_of_loss(forward)
+        copies, loss = forward.copies(w), staged_loss(forward)
         total = stages.run_evaluation(c, model, loss, copies, (batch, None))
         return shardops.psum("+p ->", total), count_targets(batch)
 

@@ -12,7 +12,7 @@ from jax import lax
 from shardlib import shardops
 
 
-def in_chunks(share: Callable, chunk: int | None, w: Any, x: jax.Array, targets: jax.Array, mask: jax.Array) -> Any:
+def sum_in_chunks(share: Callable, chunk: int | None, w: Any, x: jax.Array, targets: jax.Array, mask: jax.Array) -> Any:
     """share(w, x, targets, mask), for `chunk` positions of L at a time; None: at once. Per-device code.
 
     Where there is a gradient, it is computed along with the sum, chunk by chunk, and kept instead of the logits: so

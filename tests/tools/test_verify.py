@@ -344,7 +344,7 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, in
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
     assert f"the first tensor that differs is {tensor} at train.py:" in line
     number = int(line.split("train.py:")[1].split(",")[0])
-    sought = {"activation": instead, "loss": "def parts_of_loss(", "update": "embed: f32"}[tensor.split()[1]]
+    sought = {"activation": instead, "loss": "def staged_loss(", "update": "embed: f32"}[tensor.split()[1]]
     assert any(sought in near for near in edited.splitlines()[number - 1 : number + 1])
     if "activation" in tensor:
         assert f"    {instead}\n" in done.stdout  # the line as it is in the file, not in the copy

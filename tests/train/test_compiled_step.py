@@ -36,7 +36,7 @@ def test_every_collective_is_a_written_one(mesh):
     outer = (train.Llama.embed, train.Llama.logits)
     outer_gathers = written("all_gather", *outer) + written("gather", *outer)
     outer_scatters = written("psum_scatter", *outer)
-    sums = (train.cross_entropy, train.parts_of_loss, train.count_targets, train.global_norm)
+    sums = (train.cross_entropy, train.staged_loss, train.count_targets, train.global_norm)
     reductions = sum(written(op, *sums) for op in ("psum", "pmax"))
     weights = len(jax.tree.leaves(train.weight_table(tiny.model())))
     assert found["outside"] == {
