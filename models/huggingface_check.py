@@ -149,7 +149,7 @@ def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> 
 
     @typed_shard_map
     def embed(w: model.Weights, batch: TokenBatch) -> act["B/r/d L/t M"]:
-        return forward.embed(forward.copies(w), forward.tokens(batch))
+        return model.embed(forward.copies(w), forward.tokens(batch))
 
     @typed_shard_map
     def layers(w: model.Weights, batch: TokenBatch, x: act["B/r/d L/t M"], first: i32[""]) -> act["B/r/d L/t M"]:
