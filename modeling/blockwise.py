@@ -32,7 +32,7 @@ _SMALL_BLOCKS: contextvars.ContextVar[int | None] = contextvars.ContextVar("smal
 
 @contextlib.contextmanager
 def small_blocks(size: int) -> Iterator[None]:
-    """Context in which attention is traced with blocks of at most `size` positions, so that short sequences have several."""
+    """Context in which attention is traced with blocks of at most `size` positions, to have several of them."""
     token = _SMALL_BLOCKS.set(size)
     try:
         yield

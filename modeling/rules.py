@@ -29,6 +29,11 @@ class Places(NamedTuple):
     document: jax.Array
     """Number of its document in the sequence."""
 
+    @classmethod
+    def in_one_document(cls, index: jax.Array) -> "Places":
+        """Places of positions in a sequence of one document."""
+        return cls(index, index, jnp.zeros_like(index))
+
     def as_queries(self) -> "Places":
         """Reshapes each from [B, L] to [B, 1, 1, L, 1]."""
         return Places(*(x[:, None, None, :, None] for x in self))
