@@ -25,12 +25,13 @@ class Settings:
     max_tokens: int = 64
     """Largest number of tokens to add to a prompt; at least 1."""
     temperature: float = 1.0
-    """At least 0, which takes the likeliest token."""
+    """At least 0; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Draws only from this number of likeliest tokens, and those as likely as the last of them; at least 1. None: all."""
+    """Draws from this number of likeliest tokens only, with those as likely as the last of them; at least 1. None: from
+    all."""
     top_p: float = 1.0
-    """Draws only from the likeliest tokens that together have this probability, and those as likely as the last of them;
-    in (0, 1] (arXiv 1904.09751)."""
+    """Draws from the likeliest tokens only that together have this probability, with those as likely as the last of
+    them; in (0, 1] (arXiv 1904.09751)."""
     seed: int = 0
     """In [0, 2**63). The noise of a token depends only on the seed, the number of its text, and its place in it."""
     stop: tuple[int, ...] = ()

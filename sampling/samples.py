@@ -20,8 +20,8 @@ SHOWN = 100
 class TrainingSamples:
     """Continues training.sample_prompts with the weights of a run during training.
 
-    Each sample is a line in `<directory>/samples.jsonl`: step (number of steps done), prompt, text (what was added), and
-    ended (whether by the token that ends the documents of the data). The noise is the same each time, so that texts
+    Each sample is a line in `<directory>/samples.jsonl`: step (number of steps done), prompt, text (what was added),
+    and ended (whether by the token that ends the documents of the data). The noise is the same each time, so that texts
     differ only by what was learned. All processes make the same calls; process 0 writes.
 
     Args:
