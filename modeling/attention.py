@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from modeling.blockwise import BLOCK, BLOCKS, blockwise
+from modeling.model import act
 from modeling.rules import Places, Rule, Window, causal
-from shardlib.shardtypes import dtype_name, typed
+from shardlib.shardtypes import typed
 from shardlib.values import target_device
-
-act = dtype_name("act")
 
 PATHS = ("auto", "einsum", "blockwise", "cudnn")
 """Values of `training.attention`."""

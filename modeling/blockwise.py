@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_extra import save_for_backward
+from modeling.model import act
 from modeling.rules import Places, Rule, head_numbers
 from shardlib.op_checks import varying
-from shardlib.shardtypes import dtype_name, f32, typed
+from shardlib.shardtypes import f32, typed
 from shardlib.values import stage_axes, target_device
-
-act = dtype_name("act")
 
 BLOCKS = {"cpu": 128}
 """Largest number of positions in a block, by platform. docs/performance.md has the measurements."""

@@ -22,20 +22,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from modeling.model import act
 from modeling.weights import Weight
 from optimizers.config import OptimizerConfig
 from optimizers.rates import Update
 from shardlib import shardops
 from shardlib.array_types import ABSENT, ArrayType, arrays_of
 from shardlib.parsing import Dim, sort_axes
-from shardlib.shardtypes import dtype_name, f32, i32, scope, typed
+from shardlib.shardtypes import f32, i32, scope, typed
 
-act = dtype_name("act")  # the compute dtype: of Newton-Schulz and of the values exchanged for it
 W = TypeVar("W")
 
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
-"""Coefficients of X, X³ and X⁵, https://kellerjordan.github.io/posts/muon/. They are steep at 0, and leave singular values
-anywhere in about [0.7, 1.2]."""
+"""Coefficients of X, X³ and X⁵, https://kellerjordan.github.io/posts/muon/. They are steep at 0, and leave singular
+values anywhere in about [0.7, 1.2]."""
 
 NORM_FLOOR = 1e-8
 """Added to the norm of a matrix before dividing by it, as in optax, so that zero momentum gives a zero update."""

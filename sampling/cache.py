@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from modeling.model import Tokens
+from modeling.model import Tokens, act
 from modeling.rules import Places, Rule, head_numbers, softmax
 from shardlib import shardops
-from shardlib.shardtypes import Array, Scope, dtype_name, f32, i32, pytree_dataclass, typed, u32
+from shardlib.shardtypes import Array, Scope, f32, i32, pytree_dataclass, typed, u32
 
-act = dtype_name("act")
 W = TypeVar("W")
 
 
