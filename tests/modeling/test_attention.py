@@ -249,7 +249,9 @@ def test_the_run_says_which():
     c, cpu = with_length(1024, attention="auto"), jax.devices()[0]
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         (said,) = describe_attention(tiny.forward(c), 1024, cpu)
-        assert said == "blockwise (auto: blocks of 128 tokens; no cudnn: cpu is not an NVIDIA GPU); causal, same_document"
+        assert (
+            said == "blockwise (auto: blocks of 128 tokens; no cudnn: cpu is not an NVIDIA GPU); causal, same_document"
+        )
         c.training.attention = "einsum"
         assert describe_attention(tiny.forward(c), 1024, cpu) == ["einsum; causal, same_document"]
 
