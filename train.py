@@ -209,10 +209,7 @@ def attention(
     sinks: f32["B/r/d K/t Q"] | None = None,
     drop: Callable | None = None,
 ) -> act["B/r/d L K/t Q D"]:
-    """Softmax attention by `rule`, with heads sharded over t and the softmax in f32.
-
-    `learned` and `sinks` are explained at modeling.model.LanguageModel.layer; `drop` is dropout of attention weights.
-    """
+    """Softmax attention by `rule`, in f32, with heads sharded over t. `drop` is dropout of attention weights."""
     scores = shardops.einsum_unreduced(
         "B/r/d L K/t Q D, B/r/d S K/t D -> B/r/d K/t Q L S", q, k, preferred_element_type=jnp.float32
     )
@@ -232,10 +229,8 @@ W = TypeVar("W")  # class of a model's weights, such as Transformer
 class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling.
 
-    Attributes:
-        model: the model.
-        training: how the pass is computed: its settings attention, document_mask, save, unroll and fp8.
-        scan: the loop over layers, lax.scan or a function with its signature.
+    The settings attention, document_mask, save, unroll and fp8 of `training` say how it is computed. `scan` is the loop
+    over layers.
     """
 
     model: LanguageModel
@@ -245,17 +240,10 @@ class Forward:
     def __call__(
         self, w: W, tokens: Tokens, head: Callable, attend: Callable | None = None, caches: Any = None
     ) -> tuple[Any, Any, Extras]:
-        """Runs the embedding, the layers and head(w, x), where x is the output of the last layer.
+        """Result of head(w, x) on the output x of the last layer, the caches of the layers, and their Extras.
 
-        Returns the head's result, the caches of the layers after the pass, and the Extras of the layers.
-
-        Args:
-            w: weights.
-            tokens: tokens to read.
-            head: the model's `logits`, or a loss.
-            attend: (cache, q, k, v, rule, *learned, sinks, drop) -> (what each query reads, the cache after it). None:
-                attention within `tokens`, without caches.
-            caches: caches of the layers, stacked, if `attend` has any.
+        `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to what each query reads and the new cache. None:
+        attention within `tokens`, without caches.
         """
         w = gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=False)
         x, caches, extras = self.layers(w.layers, self.model.embed(w, tokens), tokens, attend=attend, caches=caches)
@@ -506,10 +494,7 @@ def make_training_step(c: Config, model: LanguageModel):
 
 
 def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any] | None = None):
-    """The jitted evaluation step: (weights, batch) -> (sum of the losses in nats, number of targets).
-
-    `options` are compiler options.
-    """
+    """The jitted evaluation step: (weights, batch) -> (sum of losses in nats, number of targets)."""
     forward, Weights = Forward(model, c.training), model.Weights
 
     @typed_shard_map
