@@ -67,17 +67,17 @@ class OptimizerConfig:
 
 def check_optimizer(c: OptimizerConfig) -> None:
     """Raises ValueError for a setting out of its range."""
-    count, fraction, positive = (1, 2**63), (0, 1), (0, math.inf)
-    check_ranges("optimizer", c, {"adam_b1": fraction, "adam_b2": fraction, "muon_momentum": fraction})
-    check_ranges("optimizer", c, {"warmup_steps": (0, 2**63), "schedule_steps": count, "cooldown_steps": count})
-    check_ranges("optimizer", c, {"muon_iterations": count, "final_fraction": (0, math.nextafter(1, 2))})
+    at_least_0 = (0, math.inf)
+    ranges = dict.fromkeys(("adam_b1", "adam_b2", "muon_momentum"), (0, 1))
+    ranges |= dict.fromkeys(("schedule_steps", "cooldown_steps", "muon_iterations"), (1, 2**63))
+    ranges |= {"warmup_steps": (0, 2**63), "final_fraction": (0, math.nextafter(1, 2))}
     names = ("learning_rate", "adam_epsilon", "weight_decay", "clip_norm", "z_loss", "muon_rms")
-    check_ranges("optimizer", c, dict.fromkeys(names, positive))
+    check_ranges("optimizer", c, ranges | dict.fromkeys(names, at_least_0))
     check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
     for kind in c.decay_on:
         check_choice("optimizer.decay_on", kind, KINDS)
     for i, group in enumerate(c.groups):
-        check_ranges(f"optimizer.groups[{i}]", group, {"rate": positive, "weight_decay": positive})
+        check_ranges(f"optimizer.groups[{i}]", group, {"rate": at_least_0, "weight_decay": at_least_0})
     needed = {"schedule_steps": c.schedule != "constant", "cooldown_steps": c.schedule == "wsd"}
     for name, wanted in needed.items():
         if wanted != (getattr(c, name) is not None):

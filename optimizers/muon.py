@@ -14,6 +14,7 @@ among the devices of d and t; all replicas (r) do the same work. docs/optimizers
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -118,8 +119,8 @@ def orthogonalized(x: W, updates: Any, iterations: int) -> W:
             layout.stack_axes,
             jnp.concatenate(parts),
         )
-        ends = [sum(len(part) for part in parts[: n + 1]) for n in range(len(parts) - 1)]
-        for (i, weight, transposed), part in zip(members, jnp.split(stack, ends), strict=True):
+        starts = list(itertools.accumulate(map(len, parts[:-1])))
+        for (i, weight, transposed), part in zip(members, jnp.split(stack, starts), strict=True):
             part = transpose(part, weight.outputs) if transposed else part
             leaves[i] = part.reshape(leaves[i].shape).astype(leaves[i].dtype)
     return jax.tree.unflatten(structure, leaves)
