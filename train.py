@@ -34,7 +34,7 @@ from modeling import attention as attention_paths
 from modeling import fp8, rope, rules
 from modeling.gathers import gather_ahead
 from modeling.loss_chunks import sum_in_chunks
-from modeling.model import LanguageModel, Tokens, act, compute_scope, period_of
+from modeling.model import LanguageModel, Tokens, act, compute_scope
 from modeling.settings import ModelConfig
 from modeling.weights import Weight, matrix, vector
 from optimizers import rates
@@ -261,7 +261,7 @@ class Forward:
         def layer(w, x, index, turn, attend):
             return self.model.layer(x, w, tokens.in_layer(index, turn), attend, self.einsum)
 
-        how = {"period": period_of(self.model), "save": t.save, "unroll": t.unroll, "scan": self.scan}
+        how = {"period": getattr(self.model, "period", 1), "save": t.save, "unroll": t.unroll, "scan": self.scan}
         return run_layers(layer, w, x, numbers, attend, caches, **how)
 
     @property
@@ -306,7 +306,7 @@ class Forward:
 
 @typed
 def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
-    """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)²."""
+    """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². For the backward pass it keeps the logits."""
     peak = save_for_backward(shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits)))
     terms = shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None]))
     log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t -> B/r/d L", terms))) + peak
@@ -331,10 +331,7 @@ def count_targets(batch: TokenBatch) -> f32[""]:
 def summed_loss(
     w: W, x: act["B/r/d L/t M"], targets: u32["B/r/d L"], mask: bool_["B/r/d L"], forward: Forward, loss: Callable
 ) -> f32["+r +d"]:
-    """Sum of loss(logits, targets) over the targets that `mask` selects; `x` is the output of the last layer.
-
-    The backward pass gets the logits and what `loss` saves, and computes the rest of `loss` again.
-    """
+    """Sum of loss(logits, targets) over the targets that `mask` selects; `x` is the output of the last layer."""
     loss = explicit_activation_checkpointing(loss, save=forward.training.save)
     losses = loss(forward.model.logits(w, x), targets)
     # Each device of t holds the same losses: the sum is over r and d alone.
