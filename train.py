@@ -306,7 +306,7 @@ class Forward:
 
 @typed
 def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
-    """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². For the backward pass it keeps the logits."""
+    """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². The backward pass keeps the logits only."""
     peak = save_for_backward(shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits)))
     terms = shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None]))
     log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t -> B/r/d L", terms))) + peak
