@@ -1,20 +1,20 @@
-"""shardwright: pretraining of a decoder-only transformer, every shard and every collective written out.
+"""shardwright: pretraining of a decoder-only transformer, with every shard and every collective written out.
 
     python -m train --config-name=local_test_synthetic
 
-Read it from the top. The settings are in training_io/config.py, the loop over layers in shardlib/layers.py.
+Read it from the top. The settings are in training_io/config.py, the loop over layers is in shardlib/layers.py.
 
-Dims                                           Axes of the device mesh
-  B  batch (sequences)      L  length            r  replicas: plain data parallel
-  M  d_model                S  length, as keys   d  data parallel, weights sharded at rest (FSDP)
-  K  kv heads               Q  queries per kv    t  tensor parallel
-  D  head dim               F  d_ff              p  pipeline: each has other layers
+Dims                                                   Axes of the device mesh
+  B  batch (sequences)    L  positions, as queries       r  replicas: plain data parallel
+  M  d_model              S  positions, as keys          d  data parallel, weights sharded at rest (FSDP)
+  K  key/value heads      Q  query heads for each of K   t  tensor parallel
+  D  entries of a head    F  d_ff                        p  pipeline: each device has other layers
   V  vocabulary
 
-`f32['M/d F/t']` is an array whose M is in blocks over d and whose F is in blocks over t; `+t` is a partial sum over t,
-still to be reduced; an axis that is not mentioned holds the same value everywhere. docs/sharding-types.md teaches the
-types. Between layers the residual stream is `act['B/r/d L/t M']`: each device of t keeps its own positions; `act` is
-the compute dtype, training.compute_dtype where the step is traced.
+`f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum over t, which still
+has to be reduced. Devices along an axis that a type does not name hold the same values. docs/sharding-types.md teaches
+the types. Between layers the residual stream is `act['B/r/d L/t M']`: each device of t holds its own positions. `act`
+is the compute dtype, which training.compute_dtype sets.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from jax_extra import explicit_activation_checkpointing, save_for_backward
 from modeling import attention as attention_paths
 from modeling import fp8, rope, rules
 from modeling.gathers import gather_ahead
-from modeling.loss_chunks import in_chunks
+from modeling.loss_chunks import sum_in_chunks
 from modeling.model import LanguageModel, Tokens, act, compute_scope
 from modeling.settings import ModelConfig
 from modeling.weights import Weight, matrix, vector
@@ -55,11 +55,13 @@ from training_io.run import Run
 
 @pytree_dataclass
 class TransformerLayer:
+    """Weights of one layer."""
+
     attention_norm: f32["M/t/d"]
     w_q: f32["M/d K/t Q D"]
     w_k: f32["M/d K/t D"]
     w_v: f32["M/d K/t D"]
-    q_norm: f32["D/t/d"] | None  # None: no qk_norm
+    q_norm: f32["D/t/d"] | None  # None without qk_norm
     k_norm: f32["D/t/d"] | None
     w_o: f32["K/t Q D M/d"]
     mlp_norm: f32["M/t/d"]
@@ -70,19 +72,21 @@ class TransformerLayer:
 
 @pytree_dataclass
 class Transformer:
+    """Weights of the model."""
+
     embed: f32["V/t M/d/p"]
     layers: Array["layers/p", TransformerLayer]
     final_norm: f32["M/t/d/p"]
-    unembed: f32["V/t M/d/p"] | None  # None: embeddings are tied
+    unembed: f32["V/t M/d/p"] | None  # None with tied_embeddings
 
 
 def weight_table(c: ModelConfig) -> Transformer:
-    """What each weight is, and how it starts: matrices at variance 1/fan-in, norms at 1."""
+    """Shape and initial values of each weight: matrices have variance 1/fan-in, norms are 1."""
     n, scale = c.layers, c.weight_init_scale
     model, heads, hidden = (c.d_model,), (c.n_kv, c.n_q_per_kv, c.d_head), (c.d_ff,)
-    by_embed = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
+    embed_std = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
     return Transformer(
-        embed=Weight((c.vocab, c.d_model), "unembedding" if c.tied_embeddings else "embedding", by_embed),
+        embed=Weight((c.vocab, c.d_model), "unembedding" if c.tied_embeddings else "embedding", embed_std),
         layers=TransformerLayer(
             attention_norm=vector(n, c.d_model, value=1),
             w_q=matrix(n, model, heads, scale),
@@ -105,7 +109,7 @@ def weight_table(c: ModelConfig) -> Transformer:
 
 
 class Llama:
-    """Decoder with RMSNorm, grouped-query attention, RoPE and SwiGLU: what `model.module: train` names."""
+    """Decoder with RMSNorm, grouped-query attention, RoPE and SwiGLU. The setting `model.module: train` chooses it."""
 
     Weights = Transformer
     rule = rules.Rule(visible=(rules.causal, rules.same_document))
@@ -114,14 +118,14 @@ class Llama:
         self.c, self.table = c, weight_table(c)
 
     def prepare(self, tokens: Tokens) -> Tokens:
-        """With RoPE's cosines and sines, for all layers."""
+        """Adds the cosines and sines of RoPE to the tokens, once for all layers."""
         return dataclasses.replace(tokens, shared=rope.tables(self.c, tokens.positions))
 
     @typed
     def embed(self, w: Transformer, tokens: Tokens) -> act["B/r/d L/t M"]:
-        """What enters the first layer."""
+        """Residual stream before the first layer."""
         table = shardops.all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
-        # In f32 for the backward pass: a frequent token's row adds up thousands of gradients, which bf16 would round.
+        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
         x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", table.astype(jnp.float32), tokens.ids)
         return shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(act.dtype))
 
@@ -129,7 +133,7 @@ class Llama:
     def layer(
         self, x: act["B/r/d L/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
     ) -> act["B/r/d L/t M"]:
-        """One transformer layer. Weights arrive sharded and are cast, then gathered over d where they are used."""
+        """One transformer layer. Weights arrive sharded; each is cast and gathered over d where it is used."""
         gather, dtype, epsilon, angles = shardops.all_gather, x.dtype, self.c.norm_epsilon, tokens.shared
 
         nx = rms_norm(x, gather("M/t/d -> M", w.attention_norm), epsilon)
@@ -160,7 +164,7 @@ class Llama:
 
     @typed
     def logits(self, w: Transformer, x: act["B/r/d L/t M"]) -> f32["B/r/d L V/t"]:
-        """Logits for the token after each position."""
+        """Logits of the token after each position; `x` is the residual stream after the last layer."""
         gather, softcap = shardops.all_gather, self.c.logit_softcap
         nx = rms_norm(x, gather("M/t/d/p -> M", w.final_norm), self.c.norm_epsilon)
         nx = gather("B/r/d L/t M -> B/r/d L M", nx)
@@ -176,18 +180,18 @@ Model = Llama
 
 @typed
 def rms_norm(x: act["B/r/d L/t M"], weight: f32["M"], epsilon: float) -> act["B/r/d L/t M"]:
-    """Each position over its root mean square, times the weight; in f32. Each device of t norms its own positions."""
+    """RMSNorm of each position, in f32. Each device of t norms its own positions."""
     return shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", unit_rms(x, epsilon), weight).astype(x.dtype)
 
 
 def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
-    """x[…, N] over its root mean square along N (arXiv 1910.07467), in f32."""
+    """Divides x[…, N] by its root mean square along N (arXiv 1910.07467), in f32."""
     x32 = jnp.float32(x)
     return x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
 
 
 def head_norm(heads: str, x: jax.Array, weight: Any, epsilon: float) -> jax.Array:
-    """RMSNorm of each head of x, whose type is `heads`. Nothing where the model has no such weight: without qk_norm."""
+    """RMSNorm of each head of x, which has the type `heads`. Without a weight (no qk_norm), x stays as it is."""
     if weight is None:
         return x
     weight = shardops.all_gather("D/t/d -> D", weight)
@@ -205,7 +209,7 @@ def attention(
     sinks: f32["B/r/d K/t Q"] | None = None,
     drop: Callable | None = None,
 ) -> act["B/r/d L K/t Q D"]:
-    """Softmax attention as `rule` says, heads split over t. The softmax is in f32; `drop`: its dropout."""
+    """Softmax attention by `rule`, in f32, with heads sharded over t. `drop` is dropout of attention weights."""
     scores = shardops.einsum_unreduced(
         "B/r/d L K/t Q D, B/r/d S K/t D -> B/r/d K/t Q L S", q, k, preferred_element_type=jnp.float32
     )
@@ -216,16 +220,17 @@ def attention(
     return shardops.einsum_unreduced("B/r/d K/t Q L S, B/r/d S K/t D -> B/r/d L K/t Q D", weights, v)
 
 
-# ---- forward pass: of any model ---------------------------------------------------------------------------------
+# ---- forward pass of any model ----------------------------------------------------------------------------------
 
-W = TypeVar("W")  # the model's weights: Transformer, or those of another module
+W = TypeVar("W")  # class of a model's weights, such as Transformer
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """The forward pass of a model: in training, evaluation and sampling; a stage runs `embed`, `layers` or the head.
+    """Forward pass of a model, the same in training, evaluation and sampling.
 
-    `training` says how it is computed: attention, document_mask, save, unroll, fp8. For `scan`, see run_layers.
+    The settings attention, document_mask, save, unroll and fp8 of `training` say how it is computed. `scan` is the loop
+    over layers.
     """
 
     model: LanguageModel
@@ -235,23 +240,22 @@ class Forward:
     def __call__(
         self, w: W, tokens: Tokens, head: Callable, attend: Callable | None = None, caches: Any = None
     ) -> tuple[Any, Any, Extras]:
-        """head(w, x) of what the last layer gives for `tokens`; the caches of the layers as they are then; and Extras.
+        """Result of head(w, x) on the output x of the last layer, the caches of the layers, and their Extras.
 
-        attend(the layer's cache, q, k, v, rule, *learned, sinks, drop) gives what each query reads, and the cache then.
-        None: `attention`.
+        `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to what each query reads and the new cache. None:
+        attention within `tokens`, without caches.
         """
         w = gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=False)
-        x, caches, extras = self.layers(w.layers, self.embed(w, tokens), tokens, attend=attend, caches=caches)
+        x, caches, extras = self.layers(w.layers, self.model.embed(w, tokens), tokens, attend=attend, caches=caches)
         return head(w, x), caches, extras
-
-    def embed(self, w: W, tokens: Tokens) -> Any:
-        """What enters the first layer."""
-        return self.model.embed(w, tokens)
 
     def layers(
         self, w: Any, x: Any, tokens: Tokens, numbers: Any = None, attend: Callable | None = None, caches: Any = None
     ) -> tuple[Any, Any, Extras]:
-        """`x` after the layers `numbers`, those of a pipeline stage or, of None, all; their caches then; and Extras."""
+        """Residual stream `x` after the layers, their caches, and their Extras.
+
+        `numbers` are the LayerNumbers of a pipeline stage; None: all layers.
+        """
         t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
 
         def layer(w, x, index, turn, attend):
@@ -262,16 +266,15 @@ class Forward:
 
     @property
     def einsum(self) -> Callable:
-        """The product with a layer's weights."""
+        """Product with the weights of a layer."""
         return fp8.einsum if self.training.fp8 else shardops.einsum_unreduced
 
     def attend(self, tokens: Tokens) -> Callable:
-        """Attention between the positions of `tokens`, by the path that training.attention says. Caches stay."""
+        """Attention within `tokens`, by the path that training.attention names. It leaves caches as they are."""
 
         def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
             rule = self.rule(rule)
-            sizes = q.shape[1], q.shape[-1], q.dtype
-            path, _ = attention_paths.choose(self.training.attention, rule, *sizes, drop is not None, sinks is not None)
+            path, _ = attention_paths.choose(self.training.attention, rule, q, drop is not None, sinks is not None)
             if path != "einsum":
                 return attention_paths.run(path, q, k, v, tokens.places, rule, learned, sinks), cache
             return attention(q, k, v, tokens.places, rule, learned, sinks, drop), cache
@@ -279,18 +282,18 @@ class Forward:
         return attend
 
     def rule(self, rule: rules.Rule) -> rules.Rule:
-        """The rule of a layer, in sequences of one document where there is no mask of documents."""
+        """Rule of a layer; without training.document_mask, each sequence is one document."""
         return rule if self.training.document_mask else rule.without(rules.same_document)
 
     def tokens(self, batch: TokenBatch, seeds: jax.Array | None = None) -> Tokens:
-        """What the model is given of a batch. `seeds`: a random number for each of its sequences."""
+        """Tokens that the model reads to predict the batch. `seeds` is a random number for each sequence, or None."""
         mask, bos_id = self.training.document_mask, self.model.c.bos_id
         return Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
 
     def copies(self, w: W, gather: bool = False) -> W:
-        """The weights as all microbatches use them: a copy on each replica. Their gradients are reduced once, here.
+        """Weights as all microbatches use them: a copy on each replica, so that gradients are reduced once, here.
 
-        With `gather` they are gathered over d too; where there are stages, those outside of the layers are in any case.
+        With `gather` all weights are gathered over d here; with pipeline stages, those outside of the layers always.
         """
         w = shardops.replicate("... -> ... *r", w)
         if not (gather or stages.has_stages()):
@@ -303,7 +306,7 @@ class Forward:
 
 @typed
 def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
-    """-log softmax(logits)[target] in nats, plus z_loss·log(normalizer)². The backward pass keeps the logits only."""
+    """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². The backward pass keeps the logits only."""
     peak = save_for_backward(shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits)))
     terms = shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None]))
     log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t -> B/r/d L", terms))) + peak
@@ -314,13 +317,13 @@ def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: f
 
 @typed
 def training_loss(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], c: OptimizerConfig) -> f32["B/r/d L"]:
-    """What training makes smaller, of each target; validation is of cross_entropy alone."""
+    """Loss of each target that training minimizes. Validation takes cross_entropy alone."""
     return cross_entropy(logits, targets, c.z_loss)
 
 
 @typed
 def count_targets(batch: TokenBatch) -> f32[""]:
-    """How many targets loss_mask selects in the whole batch."""
+    """Number of targets in the whole batch that loss_mask selects."""
     return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))
 
 
@@ -328,24 +331,24 @@ def count_targets(batch: TokenBatch) -> f32[""]:
 def summed_loss(
     w: W, x: act["B/r/d L/t M"], targets: u32["B/r/d L"], mask: bool_["B/r/d L"], forward: Forward, loss: Callable
 ) -> f32["+r +d"]:
-    """loss(logits, targets), summed over the targets that `mask` selects; `x`: what the last layer gives."""
+    """Sum of loss(logits, targets) over the targets that `mask` selects; `x` is the output of the last layer."""
     loss = explicit_activation_checkpointing(loss, save=forward.training.save)
     losses = loss(forward.model.logits(w, x), targets)
     # Each device of t holds the same losses: the sum is over r and d alone.
     return shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)
 
 
-def parts_of_loss(forward: Forward, loss: Callable = cross_entropy, targets: Any = 1.0) -> Parts:
-    """summed_loss over `targets`, of (TokenBatch, seeds), in one piece and as the stages of a pipeline run it."""
-    tokens, share = forward.tokens, functools.partial(summed_loss, forward=forward, loss=loss)
+def staged_loss(forward: Forward, loss: Callable = cross_entropy, targets: Any = 1.0) -> Parts:
+    """Loss of a (TokenBatch, seeds), summed_loss divided by `targets`: whole, and as pipeline stages compute it."""
+    tokens, summed = forward.tokens, functools.partial(summed_loss, forward=forward, loss=loss)
 
     def last(w, x, batch, _):
-        loss = in_chunks(share, forward.training.loss_chunk, w, x, batch.targets, batch.loss_mask)
+        loss = sum_in_chunks(summed, forward.training.loss_chunk, w, x, batch.targets, batch.loss_mask)
         return shardops.psum("+r +d ->", loss) / targets
 
     return Parts(
         whole=lambda w, *part: forward(w, tokens(*part), lambda w, x: last(w, x, *part))[::2],
-        first=lambda w, *part: forward.embed(w, tokens(*part)),
+        first=lambda w, *part: forward.model.embed(w, tokens(*part)),
         layers=lambda w, x, numbers, *part: forward.layers(w, x, tokens(*part), numbers)[::2],
         last=last,
     )
@@ -355,13 +358,13 @@ def parts_of_loss(forward: Forward, loss: Callable = cross_entropy, targets: Any
 def loss_and_gradients(
     w: W, batch: TokenBatch, c: Config, forward: Forward, seeds: u32["B/r/d"] | None = None, see: Callable | None = None
 ) -> tuple[f32[""], W, LayerMetrics | None, Any]:
-    """Mean loss in nats a token, its gradients, and what the layers tell; as c.pipeline.schedule says.
+    """Mean loss in nats a token, its gradients, and the metrics of the layers, by the schedule of c.pipeline.
 
-    Last, see(g) of each microbatch's gradients, stacked: g are the shares that sum up to the gradients; None without.
+    The last result stacks see(g) for each microbatch, whose part of the gradients is g; it is None without `see`.
     """
     copies, vjp = jax.vjp(lambda w: forward.copies(w, gather=c.training.gather_weights == "step"), w)
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
-    loss = parts_of_loss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
+    loss = staged_loss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
     see = see and (lambda g, see=see: see(reduced(g)))
     loss, g, layers, seen = stages.run_training(c, forward.model, loss, copies, (batch, seeds), see)
     return shardops.psum("+p ->", loss), reduced(g), layers, seen
@@ -372,30 +375,31 @@ def loss_and_gradients(
 
 @pytree_dataclass
 class State(Generic[W]):
-    """All that a checkpoint holds: f32, each array in blocks over t, d and p."""
+    """Contents of a checkpoint: f32 arrays, each sharded over t, d and p."""
 
     weights: W
-    adam_mu: Subset[W]  # of matrices under Muon: its momentum; of frozen weights: None
-    adam_nu: Subset[W]  # of matrices under Muon: None
+    adam_mu: Subset[W]  # momentum of matrices under Muon; None for frozen weights
+    adam_nu: Subset[W]  # None for matrices under Muon and for frozen weights
     ema: Subset[W]  # moving average of the weights; None without training.ema_decay
 
 
 @typed
 def squared_norm(x: f32["N/t/d/p"]) -> f32["+t +d +p"]:
+    """Sum of the squares of a flattened array."""
     return shardops.einsum_unreduced("N/t/d/p -> +t +d +p", jnp.square(x))
 
 
 @typed
 def global_norm(g: W) -> f32[""]:
-    """√ of the sum of the squares of all entries."""
-    # Every array is in blocks over t, d and p (is_fully_sharded), so flattened blocks cover each entry once.
+    """Root of the sum of the squares of all entries."""
+    # Every array is sharded over t, d and p, so that the flattened blocks of all devices hold each entry once.
     squares = [squared_norm(leaf.reshape(-1)) for leaf in jax.tree.leaves(g)]
     return jnp.sqrt(shardops.psum("+t +d +p ->", functools.reduce(lambda a, b: a + b, squares)))
 
 
 @typed
 def clip_by_global_norm(g: W, limit: float) -> tuple[W, f32[""]]:
-    """Gradients scaled down to a global norm of `limit` where theirs is larger, and the norm before that."""
+    """Gradients scaled down to a global norm of at most `limit`, and their norm before that."""
     norm = global_norm(g)
     scale = limit / jnp.maximum(norm, limit)
     return jax.tree.map(lambda leaf: leaf * scale, g), norm
@@ -403,9 +407,9 @@ def clip_by_global_norm(g: W, limit: float) -> tuple[W, f32[""]]:
 
 @typed
 def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: Any) -> State[W]:
-    """One AdamW update (arXiv 1711.05101, algorithm 2) of the weights that `updates` gives to adamw.
+    """One AdamW update (arXiv 1711.05101, algorithm 2) of the weights that `updates` assigns to adamw.
 
-    Steps count from 0. Elementwise on each device's own blocks.
+    Steps count from 0. Each device updates its own blocks.
     """
     count = jnp.float32(step + 1)
 
@@ -424,17 +428,17 @@ def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfi
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": muon}
-"""What optimizer.algorithm names: each gives the State after it has updated the weights that are its own."""
+"""Optimizers by the names of optimizer.algorithm. Each updates the weights that are its own and returns the State."""
 
 
 @typed
 def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: Any) -> tuple[State[W], f32[""], f32[""]]:
-    """The state after an update with the gradients `g`, their norm before clipping, and the learning rate."""
+    """State after an update with the gradients `g`, their norm before clipping, and the learning rate."""
     g = jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == rates.FROZEN else g, updates, g)
     g, norm = clip_by_global_norm(g, c.optimizer.clip_norm)
     rate = rates.learning_rate(step, c.optimizer)
-    for algorithm in OPTIMIZERS.values():
-        state = algorithm(state, g, step, rate, c.optimizer, updates)
+    for optimizer in OPTIMIZERS.values():
+        state = optimizer(state, g, step, rate, c.optimizer, updates)
     if c.training.ema_decay is not None:
         average = lambda old, w: c.training.ema_decay * old + (1 - c.training.ema_decay) * w
         state = dataclasses.replace(state, ema=jax.tree.map(average, state.ema, state.weights))
@@ -446,6 +450,8 @@ def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: Any) 
 
 @pytree_dataclass
 class Metrics:
+    """Metrics of a step, logged by these names."""
+
     loss: f32[""]
     grad_norm: f32[""]
     learning_rate: f32[""]
@@ -462,7 +468,7 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 
 
 def make_training_step(c: Config, model: LanguageModel):
-    """The jitted training step: (state, batch, step) -> (state, metrics). The state's memory is used again."""
+    """The jitted training step: (state, batch, step) -> (state, metrics). It reuses the memory of the old state."""
     forward, Weights = Forward(model, c.training), model.Weights
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
@@ -485,12 +491,12 @@ def make_training_step(c: Config, model: LanguageModel):
 
 
 def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any] | None = None):
-    """The jitted sums of loss and targets of a validation batch: (weights, batch) -> (nats, number of targets)."""
+    """The jitted evaluation step: (weights, batch) -> (sum of losses in nats, number of targets)."""
     forward, Weights = Forward(model, c.training), model.Weights
 
     @typed_shard_map
     def per_device(w: Weights, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
-        copies, loss = forward.copies(w), parts_of_loss(forward)
+        copies, loss = forward.copies(w), staged_loss(forward)
         total = stages.run_evaluation(c, model, loss, copies, (batch, None))
         return shardops.psum("+p ->", total), count_targets(batch)
 
@@ -503,7 +509,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 
 
 def programs(c: Config, model: LanguageModel, batch: TokenBatch) -> dict[str, jax.stages.Traced]:
-    """What a run computes of such a batch, traced on the mesh in force: for its provenance."""
+    """The two steps, traced on the mesh in force for such a batch. A checkpoint keeps their hashes."""
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
     training, evaluation = make_training_step(c, model), make_evaluation_step(c, model)
     return {"training": training.trace(state, batch, np.int32(0)), "evaluation": evaluation.trace(state.weights, batch)}
@@ -513,40 +519,40 @@ def programs(c: Config, model: LanguageModel, batch: TokenBatch) -> dict[str, ja
 
 
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
-    """The whole run, on the mesh in force: leaves everything in `directory`; the signal, if one stopped it."""
+    """A whole run on the mesh in force, with its files in `directory`. Returns the signal that stopped it, if any."""
     t, forward = c.training, Forward(model, c.training)
-    shown = lambda state: getattr(state, t.eval_weights)
+    evaluated = lambda state: getattr(state, t.eval_weights)
     with Run(c, forward, directory, programs) as run:
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
         evaluation_step = make_evaluation_step(c, model, run.options)
         if run.is_over:  # resumed after its last step
             if not run.has_validation():
-                run.validate(evaluation_step, shown(state))
+                run.validate(evaluation_step, evaluated(state))
             return run.end()
         samples = TrainingSamples(c, forward, run) if t.sample_interval else None
         training_step = run.compile(make_training_step(c, model), state)
         if samples and run.start == 0:
-            samples.write(shown(state))
+            samples.write(evaluated(state))
         for step, batch in run.steps():
             state, metrics = training_step(state, batch, np.int32(step))
-            run.log(step, metrics)  # reads the step before: the devices never wait
+            run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
             if samples and run.due(t.sample_interval):
-                samples.write(shown(state))
+                samples.write(evaluated(state))
             if run.due(t.checkpoint_interval) or run.stopped_by:
                 run.save(state)
             if run.due(t.eval_interval):
-                run.validate(evaluation_step, shown(state))
+                run.validate(evaluation_step, evaluated(state))
         return run.end()
 
 
 @program
 def main(config) -> str | None:
-    """A run, of the configuration that Hydra composed; the signal, if one stopped it."""
+    """Runs the configuration that Hydra composed. Returns the signal that stopped the run, if any."""
     with launched(config) as (c, model, directory):
         return train(c, model, directory)
 
 
 if __name__ == "__main__":
-    from train import main  # not this copy: other modules know the program as the module `train`
+    from train import main  # as the module `train`, under which other modules know this file
 
     main()

@@ -107,7 +107,7 @@ def program(c: Config, mesh, peer: bool = False):
         if not peer:
             return train.loss_and_gradients(w, batch, c, forward)[:2]
         copies, reduce_gradients = jax.vjp(lambda w: forward.copies(w, gather=True), w)
-        parts = train.parts_of_loss(forward, targets=train.count_targets(batch))
+        parts = train.staged_loss(forward, targets=train.count_targets(batch))
         p, parts_of_batch = mesh.shape["p"], microbatches((batch, None), c.training.microbatches)
         total, g = autodiff_gpipe(parts, copies, parts_of_batch, p, c.model.layers // p)
         (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))

@@ -1,1 +1,1 @@
-"""What models share: what a model is, its weights, attention paths, RoPE, FP8, the loss in chunks."""
+"""Parts that models share: their interface and weights, attention, RoPE, FP8, the loss in chunks."""

@@ -1,14 +1,15 @@
-"""The paths that compute attention as the model's Rule says, and which one a step takes.
+"""The paths that compute attention by a model's Rule, and the choice of one.
 
-`training.attention` chooses, and `choose` says what `auto` takes:
+`training.attention` names a path:
 
-    einsum      train.attention itself: scores of all pairs of positions, in f32. Alone in having dropout.
-    blockwise   online softmax over blocks of keys, in jax.numpy: any device, any float dtype (modeling/blockwise.py).
-                Memory grows linearly with L.
-    cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for rules that change no scores. It knows causal and Window; other
-                conditions, documents among them, are a mask of L×L entries a row, without heads.
+    einsum      train.attention: the scores of all pairs of positions, in f32. The only path with dropout.
+    blockwise   softmax over one block of keys after another, in jax.numpy: any device, any float dtype
+                (modeling/blockwise.py). Its memory grows linearly with L.
+    cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for rules that change no scores. It knows the conditions causal
+                and Window. Others, same_document among them, become a mask of L×L entries for each sequence.
+    auto        one of these, by `choose`.
 
-All are per-device code under `typed_shard_map`: each device has whole sequences of its own rows and heads.
+All are per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
 """
 
 from typing import Any
@@ -17,49 +18,37 @@ import jax
 import jax.numpy as jnp
 
 from modeling.blockwise import BLOCK, BLOCKS, blockwise
+from modeling.model import act
 from modeling.rules import Places, Rule, Window, causal
-from shardlib.shardtypes import dtype_name, typed
+from shardlib.shardtypes import typed
 from shardlib.values import target_device
 
-act = dtype_name("act")
-
 PATHS = ("auto", "einsum", "blockwise", "cudnn")
-"""What `training.attention` may be."""
+"""Values of `training.attention`."""
 CUDNN_UP_TO = 16384
-"""The longest sequences, in tokens, for which `auto` takes cudnn with a mask of documents, which has their square in
-entries: the mask, and the gradient of it that cuDNN makes, then take 1 GiB a row."""
-
-
-# ---- which one --------------------------------------------------------------------------------------------------
+"""The longest sequences, in tokens, for which `auto` takes cudnn with a mask of documents. The mask, and the gradient
+of it that cuDNN makes, then take 1 GiB for each sequence."""
 
 
 def choose(
-    path: str,
-    rule: Rule,
-    length: int,
-    d_head: int,
-    dtype: Any,
-    dropout: bool = False,
-    sinks: bool = False,
-    device: jax.Device | None = None,
+    path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False, device: jax.Device | None = None
 ) -> tuple[str, str]:
-    """What `training.attention: path` runs, one of PATHS without auto; and why, in words, if `path` is auto.
+    """The path that `training.attention: path` stands for: PATHS without auto. If `path` is auto, also the reason.
 
     Args:
+        path: one of PATHS.
         rule: who attends to whom.
-        length: tokens in a sequence.
-        d_head: entries of a head.
-        dtype: of queries, keys and values.
+        q: queries [B, L, K, Q, D], or their shape and dtype.
         dropout: whether attention weights have dropout.
         sinks: whether the softmax has sinks.
-        device: one of those that will run it; None: as the mesh in force says.
+        device: one that will run it; None: one of the mesh in force.
 
     Raises:
-        ValueError: `path` cannot do it.
+        ValueError: `path` cannot compute it.
     """
-    device = device or target_device()
+    device, length = device or target_device(), q.shape[1]
     refusals = {"einsum": None, "blockwise": "it has no dropout" if dropout else None}
-    refusals["cudnn"] = _cudnn_refuses(rule, length, d_head, jnp.dtype(dtype), dropout, sinks, device)
+    refusals["cudnn"] = _cudnn_refuses(rule, q, dropout, sinks, device)
     if path != "auto":
         if refusals[path]:
             raise ValueError(
@@ -80,19 +69,18 @@ def choose(
     return "blockwise", f"blocks of {block} tokens; no cudnn: {why}"
 
 
-def _cudnn_refuses(
-    rule: Rule, length: int, d_head: int, dtype: Any, dropout: bool, sinks: bool, device: jax.Device
-) -> str | None:
-    """Why cuDNN's kernel cannot do this, or None. What it can is what jax.nn.dot_product_attention checks."""
+def _cudnn_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> str | None:
+    """Reason why cuDNN's kernel cannot compute this, or None. The limits are those of jax.nn.dot_product_attention."""
+    length, d_head, dtype = q.shape[1], q.shape[-1], jnp.dtype(q.dtype)
     if device.platform != "gpu" or not device.device_kind.startswith("NVIDIA"):
-        return f"{device.device_kind} is no NVIDIA GPU"
+        return f"{device.device_kind} is not an NVIDIA GPU"
     if dropout:
         return "it has no dropout here"
     if rule.score or sinks:
         return "it changes no scores, and has no sinks"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bf16, not {dtype.name}"
-    largest = 256 if float(getattr(device, "compute_capability", 9)) >= 9 else 128  # an abstract device does not tell
+    largest = 256 if float(getattr(device, "compute_capability", 9)) >= 9 else 128  # abstract devices have none
     if d_head % 8 or d_head > largest:
         return f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"
     return f"an odd number of tokens, {length}" if length % 2 else None
@@ -108,20 +96,17 @@ def run(
     learned: tuple = (),
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """The path blockwise or cudnn."""
+    """Attention by the path blockwise or cudnn."""
     return blockwise(q, k, v, places, rule, learned, sinks) if path == "blockwise" else cudnn(q, k, v, places, rule)
-
-
-# ---- cuDNN ------------------------------------------------------------------------------------------------------
 
 
 @typed
 def cudnn(
     q: act["B/r/d L K/t Q D"], k: act["B/r/d L K/t D"], v: act["B/r/d L K/t D"], places: Places, rule: Rule
 ) -> act["B/r/d L K/t Q D"]:
-    """train.attention by cuDNN's kernel, without dropout. Blocks that causal and Window leave out are skipped.
+    """train.attention by cuDNN's kernel, without dropout. It skips the blocks that causal and Window leave out.
 
-    JAX's public function takes other conditions as a mask only, [B, 1, L, L]: one for all heads, but quadratic.
+    JAX's public function takes other conditions only as a mask [B, 1, L, L], one for all heads.
     """
     b, l, k_heads, q_heads, d = q.shape
     mask = Rule(_masked(rule)).sees(places.as_queries(), places.as_keys())[:, 0] if _masked(rule) else None
@@ -140,6 +125,6 @@ def cudnn(
 
 
 def _masked(rule: Rule) -> tuple:
-    """The conditions that are a mask to cuDNN: a window is one that it knows where it is causal too."""
+    """Conditions that cuDNN takes as a mask. It knows a window only where attention is causal too."""
     known = lambda condition: condition is causal or (isinstance(condition, Window) and causal in rule.visible)
     return tuple(condition for condition in rule.visible if not known(condition))

@@ -1,7 +1,7 @@
-"""Attention by blocks of queries and keys, with memory that grows linearly with L, for any Rule.
+"""Attention in blocks of queries and keys, for any Rule, with memory that grows linearly with L.
 
-Online softmax (arXiv 2205.14135); the order of the loops is that of arXiv 2307.08691, algorithms 1 and 2. Per-device
-code under `typed_shard_map`: each device has whole sequences of its own rows and heads.
+Online softmax (arXiv 2205.14135), with the loops in the order of arXiv 2307.08691, algorithms 1 and 2. Per-device code
+under `typed_shard_map`: each device has whole sequences, and some of the heads.
 """
 
 import contextlib
@@ -15,24 +15,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_extra import save_for_backward
+from modeling.model import act
 from modeling.rules import Places, Rule, head_numbers
 from shardlib.op_checks import varying
-from shardlib.shardtypes import dtype_name, f32, typed
+from shardlib.shardtypes import f32, typed
 from shardlib.values import stage_axes, target_device
 
-act = dtype_name("act")
-
 BLOCKS = {"cpu": 128}
-"""Positions in a block, at most, by platform: docs/performance.md has the measurements."""
+"""Largest number of positions in a block, by platform. docs/performance.md has the measurements."""
 BLOCK = 512
-"""The same where BLOCKS names none. Of other platforms none was measured: blocks that fill a large device."""
+"""The same for other platforms. It was not measured; blocks of this size fill a large device."""
 
 _SMALL_BLOCKS: contextvars.ContextVar[int | None] = contextvars.ContextVar("small_blocks", default=None)
 
 
 @contextlib.contextmanager
 def small_blocks(size: int) -> Iterator[None]:
-    """Inside, what is traced has blocks of so many positions: several of them in a short sequence."""
+    """Context in which attention is traced with blocks of at most `size` positions, to have several of them."""
     token = _SMALL_BLOCKS.set(size)
     try:
         yield
@@ -41,7 +40,7 @@ def small_blocks(size: int) -> Iterator[None]:
 
 
 class _Task(NamedTuple):
-    """What the loops compute."""
+    """Static arguments of the loops."""
 
     blocks: int
     length: int
@@ -59,12 +58,12 @@ def blockwise(
     sinks: f32["B/r/d K/t Q"] | None = None,
     block: int | None = None,
 ) -> act["B/r/d L K/t Q D"]:
-    """train.attention by blocks of `block` positions at most (None: as BLOCKS says), without dropout.
+    """train.attention in blocks of at most `block` positions (None: by BLOCKS), without dropout.
 
-    Sums and softmax are in f32 at least. Blocks of keys before the first that some query of a block sees, in any row,
-    and after the last, are skipped.
+    Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first block of keys that any
+    of them sees, in any sequence, to the last one.
     """
-    # JAX wants a gradient to vary over the very axes that its value does, and from here on everything varies alike.
+    # JAX wants each gradient to vary over the same axes as its value. Here all values vary over the same axes.
     axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
     alike = lambda tree: jax.tree.map(lambda x: varying(x, axes | set(stage_axes())), tree)
     length = q.shape[1]
@@ -85,44 +84,44 @@ def _blockwise(task, q, k, v, sinks, learned, places, heads) -> jax.Array:
 
 def _blockwise_forward(task, q, k, v, sinks, learned, places, heads):
     out, log_normalizer = _forward(task, q, k, v, sinks, learned, places, heads)
-    # Both are what the backward pass cannot do without; unmarked, a checkpointed layer would compute them again.
+    # The backward pass needs both. A checkpointed layer would compute them again if they were not marked.
     out, log_normalizer = save_for_backward(out), save_for_backward(log_normalizer)
     return out, (q, k, v, sinks, learned, places, heads, out, log_normalizer)
 
 
 def _cut(x: jax.Array, blocks: int) -> jax.Array:
-    """[B, L, K, …, D] in blocks: [blocks, B, K, …, L / blocks, D]."""
+    """Cuts x[B, L, K, …, D] into blocks: [blocks, B, K, …, L / blocks, D]."""
     x = x.reshape(x.shape[0], blocks, -1, *x.shape[2:])
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
 
 
 def _join(x: jax.Array) -> jax.Array:
-    """What `_cut` cut."""
+    """Inverse of `_cut`."""
     x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _blocks_of(x: jax.Array, blocks: int) -> jax.Array:
-    """[B, L] in blocks: [blocks, B, L / blocks]."""
+    """Cuts x[B, L] into blocks: [blocks, B, L / blocks]."""
     return x.reshape(len(x), blocks, -1).swapaxes(0, 1)
 
 
 def _sees(task: _Task, q: Places, k: Places) -> jax.Array:
-    """Rule.sees, but padding sees padding alone, all of it, so that no softmax is over nothing."""
+    """Rule.sees, where padding sees all padding and nothing else, so that no softmax is over nothing."""
     q_padding, k_padding = q.index >= task.length, k.index >= task.length
     return jnp.where(q_padding | k_padding, q_padding & k_padding, task.rule.sees(q, k))
 
 
 def _seen_blocks(task: _Task, q: Places, places: Places) -> tuple[jax.Array, jax.Array]:
-    """The first block of keys that some query of a block sees, in some row; and the one after the last."""
+    """First block of keys that some query of a block sees, in some sequence, and the one after the last."""
     seen = jnp.any(_sees(task, q, places.as_keys()), axis=(0, 1, 2, 3)).reshape(task.blocks, -1).any(axis=1)
     return jnp.argmax(seen).astype(jnp.int32), task.blocks - jnp.argmax(seen[::-1]).astype(jnp.int32)
 
 
 def _scores(task: _Task, q, k, q_places, k_places, heads, learned, differentiate: bool = False):
-    """[B, K, Q, l, s] of a block of queries and one of keys, -inf where a query does not see a key.
+    """Scores [B, K, Q, l, s] of a block of queries and a block of keys, -inf where a query does not see a key.
 
-    With `differentiate` also the function from their gradients to those of the products and of `learned`.
+    With `differentiate`, also the function from their gradients to those of the products and of `learned`.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     products = jnp.einsum("bkqld,bksd->bkqls", q, k, preferred_element_type=wide)
@@ -134,7 +133,7 @@ def _scores(task: _Task, q, k, q_places, k_places, heads, learned, differentiate
 
 
 def _forward(task: _Task, q, k, v, sinks, learned, places, heads) -> tuple[jax.Array, jax.Array]:
-    """The result, [B, L, K, Q, D], and the log of the softmax's normalizer, [blocks, B, K, Q, L / blocks]."""
+    """Result [B, L, K, Q, D] and log of the softmax's normalizer [blocks, B, K, Q, L / blocks]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     queries, keys, values = (_cut(x, task.blocks) for x in (q, k, v))
     in_blocks = jax.tree.map(lambda x: _blocks_of(x, task.blocks), places)
@@ -151,7 +150,7 @@ def _forward(task: _Task, q, k, v, sinks, learned, places, heads) -> tuple[jax.A
             more = jnp.einsum("bkqls,bksd->bkqld", weights.astype(v.dtype), values[j], preferred_element_type=wide)
             return out * scale[..., None] + more, new_peak, total * scale + jnp.sum(weights, axis=-1)
 
-        # Finite, so that -inf of a row that sees nothing in a block is 0 after the exponential, and not NaN.
+        # Finite, so that the scores of a query that sees no key of a block, -inf, become weights of 0 and not NaN.
         peak = jnp.full_like(q[..., 0], jnp.finfo(wide).min, wide)
         total = jnp.zeros_like(peak)
         if sinks is not None:
@@ -174,7 +173,7 @@ def _blockwise_backward(task: _Task, saved, g):
 
     def of_queries(carry, of_block):
         q, q_places, out, log_normalizer, g = of_block
-        # Σ_s weights·(g·v): what the softmax's normalization takes off the gradient of each score.
+        # Σ_s weights·(g·v), which the softmax's normalization subtracts from the gradient of each score.
         mean = jnp.sum(g.astype(wide) * out.astype(wide), axis=-1)
 
         def step(j, carry):

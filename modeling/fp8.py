@@ -1,12 +1,13 @@
 """Products with weights in FP8, for accelerators that multiply it faster: NVIDIA's from Hopper on.
 
-With `training.fp8`, the einsums of a layer with its weights have their operands rounded to eight bits: activations and
-weights to e4m3, gradients to e5m2, which has the wider range (arXiv 2209.05433). Each is divided, before, by a scale of
-its own that takes its largest magnitude of this step to the format's largest number. Sums are as wide as without. Each
-device scales its own blocks, so that nothing is communicated; results depend on the mesh as far as that rounding does.
+With `training.fp8`, the operands of a layer's products with its weights are rounded to eight bits: activations and
+weights to e4m3, gradients to e5m2, which has the wider range (arXiv 2209.05433). Before that, each operand is divided
+by a scale of its own, which takes its largest magnitude in this step to the largest number of the format. Sums are as
+wide as without FP8. Each device scales its own blocks, so that nothing is communicated, and the rounding depends on the
+mesh.
 
-What is written is a product of the rounded values in the compute dtype. On a Hopper GPU XLA takes casts, scales and
-product together for cuBLASLt's product in FP8; elsewhere the result is the same, and slower than without.
+The program multiplies the rounded values in the compute dtype. On a Hopper GPU, XLA fuses casts, scales and product
+into cuBLASLt's product in FP8. Elsewhere the result is the same, and slower than without FP8.
 """
 
 import functools
@@ -20,11 +21,14 @@ FORWARD, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """x over a scale, in `dtype`, and the scale: a scalar of x's dtype. Of an x with infinities or NaN: NaN."""
+    """Divides x by a scale and rounds it to `dtype`. Returns the result and the scale, a scalar of x's dtype.
+
+    If x has an infinity or NaN, the result is NaN.
+    """
     peak = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    # In x's dtype, in which it is multiplied with later. bf16 may round it down, by less than what rounds to largest.
+    # In x's dtype, as in _dequantize. bf16 may round it down, but so little that the peak still rounds to the largest.
     scale = peak / jnp.finfo(dtype).max.astype(jnp.float32)
-    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny).astype(x.dtype)  # of zeros, and what is next to zero
+    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny).astype(x.dtype)  # for an x of zeros
     return (x.astype(jnp.float32) / scale.astype(jnp.float32)).astype(dtype), scale
 
 
@@ -35,9 +39,9 @@ def _dequantize(x: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """jnp.einsum(formula, x, y) of the rounded operands, and gradients from them and the rounded gradient.
+    """jnp.einsum(formula, x, y) of the rounded operands; gradients come from them and the rounded gradient.
 
-    Each dim of an operand is in the other one or in the result.
+    Each dim of an operand must be in the other operand or in the result.
     """
     return _forward(formula, x, y)[0]
 
@@ -59,4 +63,4 @@ product.defvjp(_forward, _backward)
 
 
 einsum = functools.partial(shardops.einsum_unreduced, product=product)
-"""shardops.einsum_unreduced with its product in FP8."""
+"""The op shardops.einsum_unreduced with its product in FP8."""

@@ -1,42 +1,39 @@
-"""Weights gathered ahead of their use, by the gathers that the model's own parts write."""
+"""Weights gathered before their use, by the gathers that the parts of the model write."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
-from modeling.model import LanguageModel, Tokens, blank_inputs, check_logits
+from modeling.model import LanguageModel, blank_tokens, check_logits
 from shardlib import gathers
 from shardlib.layers import split_extras
-from shardlib.op_checks import varying
 from shardlib.parsing import PIPELINE_AXIS
-from shardlib.values import mesh_axes, pipeline_stage, stage_axes
+from shardlib.values import mesh_axes, pipeline_stage
 
 W = TypeVar("W")
 
 
 def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, layers: bool) -> W:
-    """`w` with the weights outside of the layers gathered and cast, each once for all its uses. Per-device code.
+    """Gathers and casts the weights outside of the layers, each once for all its uses. Per-device code.
 
-    The gathers are those that `embed`, `layer` and `logits` write, noted while these are traced once. At their uses
-    they do nothing then.
+    The gathers are those that `embed`, `layer` and `logits` write, noted while these are traced once. Where a weight
+    that was gathered here is used, its gather does nothing.
 
     Args:
-        w: weights as they are at rest, or copies.
-        einsum: as `layer` is given it.
+        model: the model.
+        w: weights at rest, or copies of them.
+        einsum: the argument of `layer`.
         length: positions of a sequence, for the trace.
         layers: whether the stacks of layers are gathered too.
     """
 
     def parts(w: Any) -> None:
-        # Of one sequence: the gathers of weights do not depend on the batch.
-        zeros = varying(jnp.zeros((1, length), jnp.int32), stage_axes())
-        tokens = Tokens(jnp.uint32(zeros), zeros, zeros, inputs=blank_inputs(model, zeros)).prepared(model)
+        tokens = blank_tokens(model, length)
         x = model.embed(w, tokens)
         if layers:
-            first = jax.tree.map(lambda stack: stack[0], w.layers)
-            x, _ = split_extras(model.layer(x, first, tokens, lambda q, *_, **options: q, einsum))
+            w_layer = jax.tree.map(lambda stack: stack[0], w.layers)
+            x, _ = split_extras(model.layer(x, w_layer, tokens, lambda q, *_, **options: q, einsum))
         check_logits(model, model.logits(w, x))
 
     with pipeline_stage():  # whose devices have different layers

@@ -1,7 +1,7 @@
 """What a model is: its settings, its weights, and the math of one layer. docs/models.md builds one.
 
 A module of a model has two parts: `ModelConfig`, the dataclass of its settings, and `Model`, the class of the model.
-The loop over layers, checkpointing, stages and caches are the trainer's.
+The loop over layers, checkpointing, stages and caches belong to the trainer.
 """
 
 import dataclasses
@@ -17,46 +17,47 @@ import jax.numpy as jnp
 from jax import lax
 
 from modeling.rules import Places
+from shardlib.op_checks import varying
 from shardlib.shardtypes import Scope, bool_, dtype_name, i32, pytree_dataclass, typed, u32
-from shardlib.values import devices_along
+from shardlib.values import devices_along, stage_axes
 
 act = dtype_name("act")
-"""The compute dtype: what `compute_scope` binds where a step is traced."""
+"""The compute dtype, which `compute_scope` sets where a step is traced."""
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
-"""What `training.compute_dtype` may be, and the dtype."""
+"""Values of `training.compute_dtype`, and the dtype of each."""
 
 
 def compute_scope(name: str) -> Scope:
-    """Context in which `act`, the compute dtype, is that of COMPUTE_DTYPES by this name."""
+    """Context in which `act`, the compute dtype, is COMPUTE_DTYPES[name]."""
     return Scope(act=COMPUTE_DTYPES[name])
 
 
 @pytree_dataclass
 class Tokens:
-    """What a model is given of each position, on each device."""
+    """The tokens that a model reads, on each device."""
 
     ids: u32["B/r/d L"]
-    """Tokens that are read: `bos_id` before each document, then the tokens before each target."""
+    """Token ids: `bos_id` before the first target of a document, elsewhere the target before."""
     positions: i32["B/r/d L"]
     """Places in the document, counted from 0."""
     document: i32["B/r/d L"] | None = None
-    """Number of the document in its sequence, not decreasing along L. None where each position has a text of its own:
-    in decoding."""
+    """Number of the document in its sequence, not decreasing along L. None in decoding, where each position belongs to
+    another text."""
     keys: Any = None
-    """Random keys for dropout, one for each sequence, others at each step; None where nothing is random, as in
-    evaluation and sampling. `layer` gets those of its layer."""
+    """Random keys for dropout, one for each sequence, which differ at each step and in each layer. None where nothing
+    is random, as in evaluation and sampling."""
     shared: Any = None
-    """What the model's `prepare` computed, once for all layers."""
+    """Result of the model's `prepare`, computed once for all layers."""
     turn: int = dataclasses.field(default=0, metadata={"static": True})
     """Place of the layer in its period, in [0, Model.period)."""
     inputs: u32["B/r/d L inputs"] | None = None
-    """What the dataset has of each token that is read, in the order of Model.inputs; 0 where that is `bos_id`. None for
-    a model without such."""
+    """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is the `bos_id` before
+    a document. None for a model that reads none."""
 
     @property
     def places(self) -> Places:
-        """What a Rule is told of each position."""
+        """Places of the positions, for a Rule."""
         index = jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None]
         return Places(index, self.positions, self.document)
 
@@ -76,10 +77,10 @@ class Tokens:
         Args:
             targets: tokens to predict.
             starts: whether a document begins with this target.
-            bos_id: the token that stands before each document.
+            bos_id: the token before each document.
             seeds: a random number for each sequence; None: nothing is random.
             document_mask: whether documents begin where `starts` says; otherwise each sequence is one document.
-            inputs: what the dataset has of each target.
+            inputs: further values of each target in the dataset.
         """
         place = jnp.arange(targets.shape[1], dtype=jnp.int32)
         if not document_mask:
@@ -95,26 +96,26 @@ class Tokens:
         return cls(ids, positions, document, keys, inputs=inputs)
 
     def prepared(self, model: "LanguageModel") -> Self:
-        """The same with what the model computes of it once for all layers, if anything."""
+        """The tokens with the result of the model's `prepare`, if it has one."""
         prepared = model.prepare(self) if hasattr(model, "prepare") else self
         if not isinstance(prepared, Tokens):
             raise ValueError(f"prepare of {model.c.module} gives a {type(prepared).__name__}; it must give the Tokens.")
         return prepared
 
     def in_layer(self, index: jax.Array, turn: int) -> Self:
-        """The same for the layer `index`, the one `turn` of its period, with random keys of its own."""
+        """The tokens in layer `index`, number `turn` of its period, with random keys of its own."""
         of_layer = lambda key: jax.random.fold_in(key, index)
         keys = None if self.keys is None else jax.vmap(of_layer)(self.keys)
         return dataclasses.replace(self, keys=keys, turn=turn)
 
 
 class LanguageModel(Protocol):
-    """The parts of a model, per-device code but for the first two. `Model(c)` makes one from its ModelConfig.
+    """The parts of a model. `Model(c)` makes one from its ModelConfig; the methods are per-device code.
 
-    A model may have more. `prepare(tokens) -> Tokens` is called once ahead of the layers: what it adds as `shared`
-    is computed once for all of them. `period`, an int, is the number of layers after which the pattern of layers
-    repeats, if they are not all alike: `tokens.turn` then says which of them a layer is. `inputs`, names, are what it
-    reads of a dataset beside the tokens (docs/flat-tokens.md): `tokens.inputs` has them.
+    A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared`, which
+    all layers then have. `period`, an int, is the number of layers after which their pattern repeats, if they are not
+    all alike; `tokens.turn` is then the place of a layer in it. `inputs` names further values of each token that it
+    reads from a dataset (docs/flat-tokens.md), which are in `tokens.inputs`.
     """
 
     c: Any
@@ -125,61 +126,66 @@ class LanguageModel(Protocol):
     """A Weights with a modeling.weights.Weight in the place of each array."""
 
     def embed(self, w: Any, tokens: Tokens) -> Any:
-        """What enters the first layer: act['B/r/d L/t M']."""
+        """Residual stream before the first layer: act['B/r/d L/t M']."""
 
     def layer(self, x: Any, w: Any, tokens: Tokens, attend: Callable, einsum: Callable) -> Any:
-        """What leaves a layer, of the type of `x`.
+        """Residual stream after a layer, of the type of `x`; or a tuple of it and Extras.
 
         Args:
-            x: act['B/r/d L/t M'], what enters it.
+            x: residual stream before the layer, act['B/r/d L/t M'].
             w: weights of the layer.
+            tokens: the tokens, with their place in documents.
             attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> what each query reads. `rule` says
-                who attends to whom (modeling/rules.py), with the weights `learned` if it uses some; sinks:
-                f32['B/r/d K/t Q'], scores of keys without values; drop: dropout of the attention weights. What a
-                position learns from others goes through it, or decoding has no cache.
-            einsum: `shardops.einsum_unreduced`, or the same in FP8: for products with weights.
+                who attends to whom (modeling/rules.py), with the weights `learned` if it needs any. `sinks`,
+                f32['B/r/d K/t Q'], are scores of keys without values. `drop` applies dropout to attention weights.
+                All that a position learns from others must pass through `attend`, or decoding has no cache.
+            einsum: `shardops.einsum_unreduced`, or the same in FP8, for products with weights.
         """
 
     def logits(self, w: Any, x: Any) -> Any:
-        """f32['B/r/d L V/t'] from what the last layer gives."""
+        """Logits f32['B/r/d L V/t'] from the residual stream after the last layer."""
 
 
 def period_of(model: LanguageModel) -> int:
-    """Layers after which the pattern of the model's layers repeats; 1 where all are alike."""
+    """Number of layers after which the pattern of the model's layers repeats; 1 where all are alike."""
     return getattr(model, "period", 1)
 
 
 def inputs_of(model: LanguageModel) -> tuple[str, ...]:
-    """Names of what the model reads of a dataset beside the tokens; mostly none."""
+    """Names of the further values of each token that the model reads from a dataset; mostly none."""
     return tuple(getattr(model, "inputs", ()))
 
 
-def blank_inputs(model: LanguageModel, zeros: jax.Array) -> jax.Array | None:
-    """For a trace: inputs that are 0, of as many tokens as `zeros`[B, L] has; None for a model without such."""
-    count = len(inputs_of(model))
-    return jnp.repeat(jnp.uint32(zeros)[..., None], count, axis=-1) if count else None
+def blank_tokens(model: LanguageModel, length: int) -> Tokens:
+    """One sequence of zeros, to trace a part of the model with. Per-device code."""
+    zeros = varying(jnp.zeros((1, length), jnp.int32), stage_axes())
+    ids, count = jnp.uint32(zeros), len(inputs_of(model))
+    keys = jax.vmap(jax.random.key)(ids[:, 0]) if getattr(model.c, "dropout", 0) else None
+    inputs = jnp.repeat(ids[..., None], count, axis=-1) if count else None
+    return Tokens(ids, zeros, zeros, keys, inputs=inputs).prepared(model)
 
 
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded", "check")
-"""What train.py and the tools ask of any ModelConfig."""
+"""Settings that train.py and the tools read from any ModelConfig."""
 
-PARTS = {
+METHODS = {
     "embed": ("w", "tokens"),
     "layer": ("x", "w", "tokens", "attend", "einsum"),
     "logits": ("w", "x"),
+    "prepare": ("tokens",),
 }
 """The methods of a Model, and their arguments."""
-OPTIONAL = {"prepare": ("tokens",)}
-"""Those that a Model may have."""
+OPTIONAL = ("prepare",)
+"""Methods that a Model may lack."""
 
 
 def module_name(name: str) -> str:
-    """The Python module that `model.module: name` means: one of models/, or else a module of that name."""
+    """The Python module that `model.module: name` names: one of models/, or else a module of that name."""
     return f"models.{name}" if "." not in name and importlib.util.find_spec(f"models.{name}") else name
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of this name, with a model. Raises ValueError if there is none, or a part is missing."""
+    """The module of a model. Raises ValueError if there is no such module, or it lacks a part."""
     python_name = module_name(name)
     try:
         module = importlib.import_module(python_name)
@@ -190,68 +196,60 @@ def module_of(name: str) -> ModuleType:
             f"model.module is {name!r}, and Python finds no module of that name; put {name}.py where you start, or its "
             "directory into PYTHONPATH."
         ) from None
-    what = f"model.module is {name!r}, which"
-    if missing := [part for part in ("ModelConfig", "Model") if not hasattr(module, part)]:
-        raise ValueError(f"{what} has no {', '.join(missing)}; see docs/models.md.")
+    _check_has(name, "which", module, ("ModelConfig", "Model"))
     if not dataclasses.is_dataclass(module.ModelConfig):
-        raise ValueError(f"model.module is {name!r}, whose ModelConfig is no dataclass; see docs/models.md.")
-    known = {*dir(module.ModelConfig), *(field.name for field in dataclasses.fields(module.ModelConfig))}
-    if missing := [part for part in SETTINGS if part not in known]:
-        raise ValueError(
-            f"model.module is {name!r}, whose ModelConfig has no {', '.join(missing)}: a field or property each; see "
-            "docs/models.md."
-        )
-    if missing := [part for part in ("Weights", *PARTS) if not hasattr(module.Model, part)]:
-        raise ValueError(f"model.module is {name!r}, whose Model has no {', '.join(missing)}; see docs/models.md.")
-    for part, arguments in (PARTS | OPTIONAL).items():
-        if part in OPTIONAL and not hasattr(module.Model, part):
+        raise _refusal(name, "whose ModelConfig is not a dataclass")
+    fields = {field.name for field in dataclasses.fields(module.ModelConfig)}
+    _check_has(name, "whose ModelConfig", module.ModelConfig, [x for x in SETTINGS if x not in fields])
+    _check_has(name, "whose Model", module.Model, ["Weights", *(x for x in METHODS if x not in OPTIONAL)])
+    for method, arguments in METHODS.items():
+        if not hasattr(module.Model, method):
             continue
         try:
-            signature = inspect.signature(getattr(module.Model, part))
+            signature = inspect.signature(getattr(module.Model, method))
             signature.bind("self", *arguments)
             names = [name for name in signature.parameters if name in arguments]
             if names != [name for name in arguments if name in names]:
                 raise TypeError(f"its arguments are ({', '.join(names)})")
         except TypeError as error:
-            raise ValueError(
-                f"model.module is {name!r}, whose Model.{part} does not take ({', '.join(arguments)}): {error}; see "
-                "docs/models.md."
-            ) from None
+            problem = f"whose Model.{method} does not take ({', '.join(arguments)}): {error}"
+            raise _refusal(name, problem) from None
     return module
 
 
+def _refusal(name: str, problem: str) -> ValueError:
+    return ValueError(f"model.module is {name!r}, {problem}; see docs/models.md.")
+
+
+def _check_has(name: str, owner: str, thing: Any, parts: Any) -> None:
+    if missing := [part for part in parts if not hasattr(thing, part)]:
+        raise _refusal(name, f"{owner} has no {', '.join(missing)}")
+
+
 def load_model(c: Any) -> LanguageModel:
-    """The model of this ModelConfig. Raises ValueError if its module lacks a part, or its table is of another class."""
-    what, kind = f"model.module is {c.module!r}, whose", module_of(c.module).Model
+    """The model of a ModelConfig. Raises ValueError if its module lacks a part, or its table has another class."""
+    name, kind = c.module, module_of(c.module).Model
     try:
         model = kind(c)
     except TypeError as error:
-        raise ValueError(f"{what} Model is not made from a ModelConfig alone: {error}; see docs/models.md.") from error
-    if missing := [part for part in ("c", "table") if not hasattr(model, part)]:
-        raise ValueError(f"{what} Model has no {', '.join(missing)}; see docs/models.md.")
+        raise _refusal(name, f"whose Model is not made from a ModelConfig alone: {error}") from error
+    _check_has(name, "whose Model", model, ("c", "table"))
     if model.c is not c:
-        raise ValueError(f"{what} Model has another c than the ModelConfig it is made from; see docs/models.md.")
+        raise _refusal(name, "whose Model has another c than the ModelConfig it is made from")
     inputs = getattr(model, "inputs", ())
     if not isinstance(inputs, tuple | list) or len({name for name in inputs if isinstance(name, str)}) != len(inputs):
-        raise ValueError(
-            f"{what} Model has inputs {inputs!r}; it must be a tuple of names, each once: ('language',); see "
-            "docs/models.md."
-        )
+        raise _refusal(name, f"whose Model has inputs {inputs!r}; it must be a tuple of names, each once: ('kind',)")
     if not (isinstance(kind.Weights, type) and dataclasses.is_dataclass(kind.Weights)):
-        raise ValueError(f"{what} Weights is not a pytree_dataclass; see docs/models.md.")
+        raise _refusal(name, "whose Weights is not a pytree_dataclass")
     if not isinstance(model.table, model.Weights):
-        raise ValueError(
-            f"model.module is {c.module!r}, whose table is a {type(model.table).__name__}; it must be a "
-            f"{model.Weights.__name__}, with a Weight in the place of each array; see docs/models.md."
-        )
+        table, Weights = type(model.table).__name__, model.Weights.__name__
+        raise _refusal(name, f"whose table is a {table}; it must be a {Weights}, with a Weight in place of each array")
     if "layers" not in {field.name for field in dataclasses.fields(kind.Weights)}:
-        raise ValueError(f"{what} Weights has no field `layers`, for the stack of layers; see docs/models.md.")
+        raise _refusal(name, "whose Weights has no field `layers`, for the stack of layers")
     for weight in jax.tree.leaves(model.table.layers):
         if hasattr(weight, "shape") and weight.shape[:1] != (c.layers,):
-            raise ValueError(
-                f"{what} table has a stack of shape {weight.shape} in `layers`; its first dim must be model.layers = "
-                f"{c.layers}; see docs/models.md."
-            )
+            problem = f"whose table has a stack of shape {weight.shape} in `layers`; "
+            raise _refusal(name, f"{problem}its first dim must be model.layers = {c.layers}")
     return model
 
 
@@ -260,6 +258,6 @@ def check_logits(model: LanguageModel, logits: Any) -> None:
     vocab = logits.shape[-1] * devices_along(("t",))
     if vocab != model.c.vocab:
         raise ValueError(
-            f"model.module is {model.c.module!r}, whose logits are of {vocab} token ids; they must be of model.vocab = "
+            f"model.module is {model.c.module!r}, whose logits have {vocab} token ids; they must have model.vocab = "
             f"{model.c.vocab}."
         )

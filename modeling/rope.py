@@ -1,4 +1,4 @@
-"""Rotary position embeddings (arXiv 2104.09864), as trained and stretched to longer sequences."""
+"""Rotary position embeddings (arXiv 2104.09864), also stretched to longer sequences than those of training."""
 
 import math
 
@@ -10,9 +10,9 @@ from modeling.settings import ModelConfig
 
 
 def rope_frequencies(c: ModelConfig) -> np.ndarray:
-    """float32[d_head / 2]: the angle, in radians a position, by which pair i of a head turns: base^(-2i/d_head).
+    """Angles float32[d_head / 2], in radians a position: pair i of a head turns by base^(-2i/d_head).
 
-    Stretched as `c.rope_scaling` says: linear divides all by its factor (arXiv 2306.15595). llama3 divides those with
+    With c.rope_scaling, linear divides all of them by its factor (arXiv 2306.15595). llama3 divides those with
     wavelengths above original_length/low_frequency_factor, keeps those below original_length/high_frequency_factor, and
     interpolates between (Llama 3.1's published code, `apply_scaling`).
 
@@ -42,7 +42,7 @@ def tables(c: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """RoPE on x[B, L, …, D]: entry i of the first half and entry i of the second turn together, by rope[B, L, i]."""
+    """RoPE on x[B, L, …, D]. Entry i of the first half of a head turns with entry i of the second, by rope[B, L, i]."""
     cos, sin = (table.reshape(*table.shape[:2], *[1] * (x.ndim - 3), table.shape[2]) for table in rope)
     a, b = jnp.split(jnp.float32(x), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -3,8 +3,8 @@
     sliding = Rule(visible=(causal, same_document, Window(1024)))
     capped = Rule(score=lambda scores, q, k, heads: 50 * jnp.tanh(scores / 50))
 
-A rule is stated in the model, where a layer calls `attend(q, k, v, rule)`. Its functions get the Places of queries and
-of keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, queries a kv head, queries, keys.
+A model states its rule where a layer calls `attend(q, k, v, rule)`. The functions of a rule get the Places of queries
+and of keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, query heads of each, queries, keys.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from shardlib import shardops
 
 
 class Places(NamedTuple):
-    """What is known of the positions of queries or keys; integers, one for each position."""
+    """Places of the positions of queries or of keys; integers."""
 
     index: jax.Array
     """Place in the sequence, counted from 0."""
@@ -29,12 +29,17 @@ class Places(NamedTuple):
     document: jax.Array
     """Number of its document in the sequence."""
 
+    @classmethod
+    def in_one_document(cls, index: jax.Array) -> "Places":
+        """Places of positions in a sequence of one document."""
+        return cls(index, index, jnp.zeros_like(index))
+
     def as_queries(self) -> "Places":
-        """Of [B, L] each: [B, 1, 1, L, 1]."""
+        """Reshapes each from [B, L] to [B, 1, 1, L, 1]."""
         return Places(*(x[:, None, None, :, None] for x in self))
 
     def as_keys(self) -> "Places":
-        """Of [B, S] each: [B, 1, 1, 1, S]."""
+        """Reshapes each from [B, S] to [B, 1, 1, 1, S]."""
         return Places(*(x[:, None, None, None, :] for x in self))
 
 
@@ -59,6 +64,7 @@ class Window:
             raise ValueError(f"Window({self.size}) is of no positions; its size must be at least 1.")
 
     def __call__(self, q: Places, k: Places) -> jax.Array:
+        """Whether each query sees each key."""
         return q.index - k.index < self.size
 
 
@@ -69,8 +75,9 @@ class Rule:
     visible: tuple[Callable[[Places, Places], jax.Array], ...] = (causal, same_document)
     """Conditions (q, k) -> bool: a query sees the keys that meet all of them."""
     score: Callable[..., jax.Array] | None = None
-    """(scores, q, k, heads, *learned) -> scores, of scaled products, entry by entry; heads: the numbers of the query
-    heads in the model, i32[K, Q, 1, 1]; learned: weights that `attend` was given, each [B, …]. None: they stay."""
+    """Function (scores, q, k, heads, *learned) -> scores, applied entry by entry to the scaled products. `heads` are
+    the numbers of the query heads in the model, i32[K, Q, 1, 1]. `learned` are weights from the call of `attend`, each
+    [B, …]. None: the scores stay as they are."""
     scale: float | None = None
     """Factor on the products of queries and keys. None: 1/√(entries of a head)."""
 
@@ -86,7 +93,7 @@ class Rule:
             raise ValueError(f"Rule(scale={scale}); it must be a finite number.")
 
     def sees(self, q: Places, k: Places) -> jax.Array:
-        """Whether each query sees each key, broadcast to [B, 1, 1, L, S] where the conditions depend on them."""
+        """Whether each query sees each key; broadcasts to [B, 1, 1, L, S]."""
         seen = jnp.ones((1,) * 5, bool)
         for condition in self.visible:
             seen = seen & condition(q, k)
@@ -95,32 +102,32 @@ class Rule:
     def scores(
         self, products: jax.Array, d_head: int, q: Places, k: Places, heads: jax.Array, learned: tuple = ()
     ) -> jax.Array:
-        """What the softmax takes, [B, K, Q, L, S]: changed scores, -inf where a query does not see a key.
+        """Input of the softmax, [B, K, Q, L, S]: changed scores, and -inf where a query does not see a key.
 
         Args:
-            products: of queries and keys, in the softmax's dtype.
+            products: products of queries and keys, in the dtype of the softmax.
             d_head: entries of a head.
-            q, k: as_queries and as_keys.
-            heads, learned: as for `score`.
+            q: from as_queries.
+            k: from as_keys.
+            heads: as for `score`.
+            learned: as for `score`.
         """
         return jnp.where(self.sees(q, k), self.changed(products, d_head, q, k, heads, learned), -jnp.inf)
 
     def changed(
         self, products: jax.Array, d_head: int, q: Places, k: Places, heads: jax.Array, learned: tuple = ()
     ) -> jax.Array:
-        """The scores of all pairs, seen or not."""
+        """Scores of all pairs, seen or not."""
         scores = products * (d_head**-0.5 if self.scale is None else self.scale)
         return scores if self.score is None else self.score(scores, q, k, heads, *learned)
 
     def without(self, condition: Callable) -> "Rule":
-        """The same, where that condition always holds."""
+        """The rule without this condition."""
         return dataclasses.replace(self, visible=tuple(x for x in self.visible if x is not condition))
 
     def within_documents(self) -> "Rule":
-        """The same within each document."""
-        return (
-            self if same_document in self.visible else dataclasses.replace(self, visible=(*self.visible, same_document))
-        )
+        """The rule with the condition same_document."""
+        return dataclasses.replace(self, visible=(*self.without(same_document).visible, same_document))
 
     def __str__(self) -> str:
         parts = [_name(condition) for condition in self.visible] or ["all"]
@@ -134,7 +141,7 @@ def _name(function: Any) -> str:
 
 
 def _takes(function: Callable, count: int) -> bool:
-    """Whether it can be called with so many arguments; True where Python cannot tell."""
+    """Whether `function` can be called with `count` arguments; True where Python cannot tell."""
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:
@@ -145,17 +152,17 @@ def _takes(function: Callable, count: int) -> bool:
 
 
 CAUSAL = Rule()
-"""Each position sees those before it in its document, and itself."""
+"""Each position sees itself and those before it in its document."""
 
 
 def head_numbers(kv: int, queries: int) -> jax.Array:
-    """i32[kv, queries, 1, 1]: numbers of this device's query heads in the model, of `kv` kv heads on each of t."""
+    """Numbers in the model of this device's query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
     first = shardops.axis_index("t") * kv * queries
     return first + jnp.arange(kv * queries, dtype=jnp.int32).reshape(kv, queries, 1, 1)
 
 
 def softmax(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-    """Attention weights of scores[B, K, Q, L, S]. `sinks`: [B, K, Q], the scores of keys without values, if any."""
+    """Attention weights of scores[B, K, Q, L, S]. `sinks`[B, K, Q], if any, are scores of keys without values."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     sink = jnp.broadcast_to(sinks.astype(scores.dtype)[..., None, None], (*scores.shape[:-1], 1))

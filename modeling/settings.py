@@ -9,30 +9,30 @@ from configuration.checks import check_ranges
 
 @dataclasses.dataclass
 class RopeScaling:
-    """Changes the rotary wavelengths of a model that was trained on shorter sequences."""
+    """Scaling of the rotary wavelengths of a model that was trained on shorter sequences."""
 
     kind: str
-    """linear: positions divided by `factor` (arXiv 2306.15595). llama3: only long wavelengths, as Llama 3.1 does."""
+    """linear: divides positions by `factor` (arXiv 2306.15595). llama3: stretches only long wavelengths (Llama 3.1)."""
     factor: float
-    """How many times longer the sequences are than those of `original_length`; at least 1."""
+    """Length of the new sequences over that of the first training; at least 1."""
     original_length: int = 8192
     """llama3: tokens in a sequence of the first training."""
     low_frequency_factor: float = 1.0
-    """llama3: wavelengths above original_length / this are stretched by `factor`."""
+    """llama3: wavelengths above original_length divided by this are stretched by `factor`."""
     high_frequency_factor: float = 4.0
-    """llama3: wavelengths below original_length / this stay; those between are interpolated."""
+    """llama3: wavelengths below original_length divided by this stay; those between are interpolated."""
 
 
 @dataclasses.dataclass
 class ModelConfig:
-    """The transformer of train.py. docs/models.md tells what the configuration of another model must have."""
+    """Settings of the transformer in train.py. docs/models.md lists those that another model must have."""
 
     module: str = "train"
-    """Python module with the model's math. The other fields of this section are those of its own ModelConfig."""
+    """Python module of the model. The other fields of this section are those of its own ModelConfig."""
     vocab: int = dataclasses.field(kw_only=True)
-    """Number of token ids that the model knows; at least the data's largest id + 1. Sharded over t."""
+    """Number of token ids, more than the largest id of the data. Sharded over t."""
     d_model: int = dataclasses.field(kw_only=True)
-    """Width of the residual stream. A multiple of t·d·p devices, since the final norm is sharded over all."""
+    """Width of the residual stream. A multiple of t·d·p devices, over which the final norm is sharded."""
     layers: int = dataclasses.field(kw_only=True)
     n_kv: int = dataclasses.field(kw_only=True)
     """Key/value heads. Sharded over t."""
@@ -45,7 +45,7 @@ class ModelConfig:
     rope_base: float = 10_000.0
     """Base of the rotary wavelengths (arXiv 2104.09864)."""
     rope_scaling: RopeScaling | None = None
-    """Null: none."""
+    """Null: no scaling."""
     norm_epsilon: float = 1e-5
     """Added to the mean square under the root of RMSNorm (arXiv 1910.07467)."""
     tied_embeddings: bool = False
@@ -56,22 +56,22 @@ class ModelConfig:
     """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
     qk_norm: bool = False
     """RMSNorm over each head of the queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388). Its weights are
-    sharded over t and d: d_head is then a multiple of d·t devices."""
+    sharded over t and d, so that d_head must be a multiple of t·d devices."""
     logit_softcap: float | None = None
-    """Logits x become softcap·tanh(x/softcap) (arXiv 2408.00118, section 2); null: they stay."""
+    """Logits x become softcap·tanh(x/softcap) (arXiv 2408.00118, section 2). Null: no cap."""
     bos_id: int = 0
-    """The token id that stands before the first of each document, in [0, vocab)."""
+    """Token id before the first of each document, in [0, vocab)."""
 
     sharded: ClassVar[dict[str, str]] = {"vocab": "t", "d_model": "t·d·p", "n_kv": "t", "d_ff": "t"}
-    """Which sizes the axes of the mesh must divide."""
+    """Sizes that axes of the mesh must divide, and the axes."""
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.n_kv * self.n_q_per_kv
 
     def check(self, seq_len: int) -> None:
-        """Raises ValueError for a setting out of its range, or one that cannot do sequences of `seq_len` tokens."""
+        """Raises ValueError for a setting out of its range, or not for sequences of `seq_len` tokens."""
         check_ranges("model", self, dict.fromkeys(("d_model", "n_kv", "n_q_per_kv", "d_head", "d_ff"), (1, 2**63)))
         positive = ("rope_base", "norm_epsilon", "embed_init_scale", "weight_init_scale", "logit_softcap")
         check_ranges("model", self, dict.fromkeys(positive, (0, math.inf)))

@@ -1,7 +1,7 @@
-"""What a model says of each weight besides its sharding: shape, values at init, and what kind of weight it is.
+"""Each weight of a model besides its sharding: shape, initial values, and kind.
 
-A model's `table` is its own dataclass of weights with a `Weight` in the place of each array. From it
-come the first values, and what an optimizer needs to know: which weights are matrices, and which of them decay.
+A model's `table` is its own dataclass of weights with a `Weight` in place of each array. Initial values come from it,
+and what an optimizer needs to know: which weights are matrices, and which weights decay.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ class Weight:
 
     Attributes:
         shape: of the whole array, over all devices.
-        kind: one of KINDS. embedding: a table in which rows are looked up. unembedding: the output projection, also
-            where the same table is looked up in. vector: gains and biases.
-        std: standard deviation at init, of a normal cut at two of them; 0 for the constant `mean`.
-        mean: at init.
-        inputs: of a matrix, or a stack of them, how many of its dims are the product's inputs.
-        outputs: how many are its outputs, behind the inputs; the dims before both count matrices (layers).
+        kind: one of KINDS. embedding: a table that is looked up in. unembedding: the output projection, also where it
+            is the embedding table too. vector: gains and biases.
+        std: standard deviation at init, of a normal cut off at two of them; 0 for the constant `mean`.
+        mean: mean at init.
+        inputs: number of dims that are the inputs of a matrix.
+        outputs: number of dims that are its outputs; they follow the inputs. Dims before both count matrices (layers).
 
     Raises:
-        ValueError: another kind.
+        ValueError: an unknown kind.
     """
 
     shape: tuple[int, ...]
@@ -51,23 +51,23 @@ class Weight:
 
 
 def matrix(layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...], scale: float = 1.0) -> Weight:
-    """A matrix in each layer, of standard deviation scale/√fan-in: array[layers, *inputs, *outputs]."""
+    """A matrix in each layer, [layers, *inputs, *outputs], with standard deviation scale/√fan-in at init."""
     shape = (layers, *inputs, *outputs)
     return Weight(shape, "matrix", scale / math.sqrt(math.prod(inputs)), inputs=len(inputs), outputs=len(outputs))
 
 
 def vector(*shape: int, value: float) -> Weight:
-    """A gain or bias that starts at `value`."""
+    """A gain or bias that is `value` at init."""
     return Weight(shape, "vector", mean=value)
 
 
 def shapes_of(table):
-    """The `jax.ShapeDtypeStruct` of each f32 array that `table` describes."""
+    """The jax.ShapeDtypeStruct of each array in `table`; all are f32."""
     return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), table)
 
 
 def check_table(table) -> None:
-    """Raises ValueError for what is no Weight in `table`, or one whose shape is not that of its type on the mesh."""
+    """Raises ValueError for a leaf that is not a Weight, or a shape that its type does not allow on the mesh."""
     for leaf in jax.tree.leaves(table):
         if not isinstance(leaf, Weight):
             raise ValueError(
@@ -80,9 +80,9 @@ def check_table(table) -> None:
         what = f"the model's table: {path.removeprefix('.')}: {array!r}"
         if missing := {"t", "d", *({"p"} & set(mesh_axes()))} - array.spec.sharded:
             raise ValueError(
-                f"{what} is not sharded over {' and '.join(sorted(missing))}; weights and optimizer state are in "
-                "blocks over t, d and p, as M/t/d/p is or a matrix in a stack `layers/p`, and are gathered where they "
-                "are used."
+                f"{what} is not sharded over {' and '.join(sorted(missing))}; weights and optimizer state are "
+                "sharded over t, d and p, like M/t/d/p or a matrix in a stack `layers/p`, and are gathered where "
+                "they are used."
             )
         if len(weight.shape) != len(array.spec.dims):
             raise ValueError(f"{what} has {len(array.spec.dims)} dims, but the Weight's shape is {weight.shape}.")
@@ -91,42 +91,42 @@ def check_table(table) -> None:
                 axes = "·".join(dim.axes)
                 raise ValueError(
                     f"{what}: {dim.name} is {size}, which {axes} = {devices_along(dim.axes)} devices do not divide. "
-                    "ModelConfig.sharded is there to name the setting that it comes from."
+                    "Name the setting that it comes from in ModelConfig.sharded."
                 )
 
 
-def at_rest(table, order: StackOrder | None):
-    """`table` with the rows that its stacks of layers have at rest: see `initialize`."""
-    if order is None:
-        return table
-    rows = lambda w, stacked: dataclasses.replace(w, shape=(order.rows, *w.shape[1:])) if stacked else w
-    return jax.tree.map(rows, table, are_stacks(table))
-
-
 def are_stacks(table):
-    """For each weight whether it is a stack of layers over p."""
+    """A tree like the table: whether each weight is a stack of layers."""
     stacked = [is_stack(array) for _, array, weight in arrays_of(type(table), table) if weight is not ABSENT]
     return jax.tree.unflatten(jax.tree.structure(table), stacked)
 
 
 def is_stack(array: ArrayType) -> bool:
-    """Whether arrays of this type stack layers, of which each device of p has some: `layers/p` is their first dim."""
+    """Whether the first dim of this type is `layers/p`, a stack of layers sharded over p."""
     return bool(array.spec.dims) and array.spec.dims[0].axes == (PIPELINE_AXIS,)
 
 
 def initialize(table, key: jax.Array, order: StackOrder | None = None):
-    """Fresh weights as `table` describes them, generated block by block on the devices that hold them. Under jit.
+    """Fresh weights by `table`, each block generated on the device that holds it. Under jit.
 
-    The values depend on the key and each weight's name, not on the mesh. Raises ValueError as check_table does.
+    The values depend on the key and the name of each weight, not on the mesh.
 
     Args:
-        order: of the stacks of layers at rest; None if row i is layer i.
+        table: a Weight for each array.
+        key: random key.
+        order: order of the rows in stacks of layers at rest; None if row i is layer i.
+
+    Raises:
+        ValueError: as check_table.
     """
-    placed = at_rest(table, order)
+    placed = table
+    if order is not None:  # stacks may have more rows than layers
+        with_rows = lambda w, stack: dataclasses.replace(w, shape=(order.rows, *w.shape[1:])) if stack else w
+        placed = jax.tree.map(with_rows, table, are_stacks(table))
     check_table(placed)
 
-    def array(path, weight: Weight, sharding, stacked: bool) -> jax.Array:
-        reorder, shape = stacked and order is not None, weight.shape
+    def array(path, weight: Weight, sharding, is_stack: bool) -> jax.Array:
+        reorder, shape = is_stack and order is not None, weight.shape
         generated = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])) if reorder else sharding
         if weight.std:
             name_key = fold_in_str(key, jax.tree_util.keystr(path))
@@ -134,9 +134,7 @@ def initialize(table, key: jax.Array, order: StackOrder | None = None):
             x = weight.mean + noise * (weight.std / TRUNCATED_NORMAL_STD)
         else:
             x = jnp.full(shape, weight.mean, jnp.float32, out_sharding=generated)
-        if not reorder:
-            return x
-        return order.to_rows(x, out_sharding=sharding)
+        return order.to_rows(x, out_sharding=sharding) if reorder else x
 
     shardings = make_shardings(type(table), like=shapes_of(placed))
     return jax.tree_util.tree_map_with_path(array, table, shardings, are_stacks(table))

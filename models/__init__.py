@@ -1,1 +1,1 @@
-"""Other models than that of train.py, named by model.module."""
+"""Models other than that of train.py, chosen by model.module."""

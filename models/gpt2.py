@@ -1,10 +1,10 @@
-"""GPT-2 (Radford et al. 2019): a second model for train.py, named by `model.module: gpt2`.
+"""GPT-2 (Radford et al. 2019), a second model for train.py. The setting `model.module: gpt2` chooses it.
 
     python -m train --config-name=gpt2_124m
 
-Learned positions, LayerNorm with biases, GELU, one table for embedding and output, dropout. Dims and axes are those of
-train.py, besides P, the learned positions. All that train.py and the tools ask of a model is here: the settings
-(ModelConfig), the weights and what each is (weight_table), the math (Model), and the exchange with Hugging Face.
+It has learned positions, LayerNorm with biases, GELU, one table for embedding and output, and dropout. Dims and axes
+are those of train.py, and P, the learned positions. A model has these parts: its settings (ModelConfig), its weights,
+their shapes and initial values (weight_table), its math (Model), and the exchange with Hugging Face.
 """
 
 import dataclasses
@@ -20,36 +20,36 @@ from jax import lax
 
 from configuration.checks import check_ranges
 from jax_extra import save_for_backward
-from modeling.model import Tokens
+from modeling.model import Tokens, act
 from modeling.rules import CAUSAL
 from modeling.weights import Weight, matrix, vector
-from models.huggingface_tensors import check_names
+from models.huggingface_tensors import check_names, check_tensors, whole_number
 from shardlib import shardops
-from shardlib.shardtypes import Array, dtype_name, f32, pytree_dataclass, typed
-
-act = dtype_name("act")
+from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
 
 
 @dataclasses.dataclass
 class ModelConfig:
+    """Settings of GPT-2."""
+
     module: str = "gpt2"
     vocab: int = 50304
-    """Token ids; GPT-2's are 50257, here rounded up for the mesh. Sharded over t."""
+    """Number of token ids: the 50257 of GPT-2, rounded up for the mesh. Sharded over t."""
     positions: int = 1024
-    """Learned positions: the longest sequence. Sharded over t."""
+    """Number of learned positions, the length of the longest sequence. Sharded over t."""
     d_model: int = 768
     """Width of the residual stream. A multiple of t·d·p devices."""
     layers: int = 12
     heads: int = 12
-    """Sharded over t; their width d_model / heads is sharded over d at rest."""
+    """Sharded over t. The entries of a head, d_model / heads of them, are sharded over d at rest."""
     dropout: float = 0.0
     """Probability, in [0, 1), that an entry of embeddings, attention weights and layer outputs is 0 while training."""
     norm_epsilon: float = 1e-5
     """Added to the variance under the root of LayerNorm (arXiv 1607.06450)."""
     init_std: float = 0.02
-    """Standard deviation of matrices and tables at init; of what is added to the residual stream over √(2·layers)."""
+    """Standard deviation of matrices and tables at init; divided by √(2·layers) for w_o and w_down."""
     bos_id: int = 50256
-    """The token id that stands before the first of each document: <|endoftext|>."""
+    """Token id before the first of each document: <|endoftext|>."""
 
     sharded: ClassVar[dict[str, str]] = {
         "vocab": "t",
@@ -62,14 +62,16 @@ class ModelConfig:
 
     @property
     def d_head(self) -> int:
+        """Number of entries of a head."""
         return self.d_model // self.heads
 
     @property
     def d_ff(self) -> int:
+        """Width of the MLP."""
         return 4 * self.d_model
 
     def check(self, seq_len: int) -> None:
-        """Raises ValueError for a setting out of its range, and for sequences longer than there are positions."""
+        """Raises ValueError for a setting out of its range, and for sequences longer than `positions`."""
         check_ranges("model", self, dict.fromkeys(("positions", "d_model", "heads"), (1, 2**63)))
         check_ranges("model", self, {"dropout": (0, 1), "norm_epsilon": (0, math.inf), "init_std": (0, math.inf)})
         if self.d_model % self.heads:
@@ -83,6 +85,8 @@ class ModelConfig:
 
 @pytree_dataclass
 class GPT2Layer:
+    """Weights of one layer."""
+
     attention_gain: f32["M/t/d"]
     attention_bias: f32["M/t/d"]
     w_q: f32["M/d K/t D"]
@@ -103,6 +107,8 @@ class GPT2Layer:
 
 @pytree_dataclass
 class GPT2:
+    """Weights of the model."""
+
     embed: f32["V/t M/d/p"]
     positions: f32["P/t M/d/p"]
     layers: Array["layers/p", GPT2Layer]
@@ -111,7 +117,7 @@ class GPT2:
 
 
 def weight_table(c: ModelConfig) -> GPT2:
-    """What each weight is, and how it starts: normal with init_std, gains at 1, biases at 0."""
+    """Shape and initial values of each weight: normal with init_std; gains are 1, biases 0."""
     n, model, heads, hidden = c.layers, (c.d_model,), (c.heads, c.d_head), (c.d_ff,)
     into = lambda outputs: matrix(n, model, outputs, c.init_std * math.sqrt(c.d_model))
     to_stream = lambda inputs: matrix(n, inputs, model, c.init_std * math.sqrt(math.prod(inputs) / (2 * n)))
@@ -146,7 +152,7 @@ def weight_table(c: ModelConfig) -> GPT2:
 
 @typed
 def layer_norm(x: act["B/r/d L/t M"], gain: f32["M"], bias: f32["M"], epsilon: float) -> act["B/r/d L/t M"]:
-    """Each position to mean 0 and variance 1, times the gain, plus the bias (arXiv 1607.06450); in f32."""
+    """LayerNorm of each position (arXiv 1607.06450), in f32: mean 0 and variance 1, times the gain, plus the bias."""
     x32 = jnp.float32(x)
     centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     normed = centered * lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
@@ -155,7 +161,10 @@ def layer_norm(x: act["B/r/d L/t M"], gain: f32["M"], bias: f32["M"], epsilon: f
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
-    """`x` with entries 0 with probability `rate`, the others over 1 - rate; `keys`: one for each leading index."""
+    """Sets entries of x to 0 with probability `rate`, and divides the others by 1 - rate.
+
+    `keys` has a random key for each leading index of x. None: x stays as it is.
+    """
     if keys is None:
         return x
     trailing = x.shape[keys.ndim :]
@@ -165,29 +174,29 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class DropoutKeys:
-    """Keys that depend on the row, and on where in it an entry stands: not on the mesh, nor on microbatches."""
+    """Random keys that depend on the sequence and the place in it, but not on the mesh or on microbatches."""
 
-    rows: jax.Array | None
-    """A key for each row of this device, in this layer; None for no dropout."""
+    keys: jax.Array | None
+    """Key of each sequence of this device, in this layer; None without dropout."""
 
     def of_positions(self, site: int, length: int) -> jax.Array | None:
-        """keys[B, length / t]: for each of this device's own positions."""
+        """Keys [B, length / t] of this device's own positions. `site` numbers the uses of dropout in a layer."""
         return self._of_blocks(site, length // shardops.axis_size("t"))
 
     def of_heads(self, site: int, heads: int) -> jax.Array | None:
-        """keys[B, heads]: for each of this device's own heads."""
+        """Keys [B, heads] of this device's own heads."""
         return self._of_blocks(site, heads)
 
     def _of_blocks(self, site: int, own: int) -> jax.Array | None:
-        if self.rows is None:
+        if self.keys is None:
             return None
         index = shardops.axis_index("t") * own + jnp.arange(own)
-        at = lambda row: jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(row, site), i))(index)
-        return jax.vmap(at)(self.rows)
+        at = lambda key: jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, site), i))(index)
+        return jax.vmap(at)(self.keys)
 
 
 class Model:
-    """GPT-2's math: what `model.module: gpt2` names."""
+    """The math of GPT-2."""
 
     Weights = GPT2
 
@@ -196,9 +205,9 @@ class Model:
 
     @typed
     def embed(self, w: GPT2, tokens: Tokens) -> act["B/r/d L/t M"]:
-        """What enters the first layer."""
+        """Residual stream before the first layer."""
         table = shardops.all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
-        # In f32 for the backward pass, where a frequent token's row adds up thousands of gradients.
+        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
         x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", table.astype(jnp.float32), tokens.ids)
         places = shardops.all_gather("P/t M/d/p -> P/t M", w.positions)
         x = x + shardops.index_unreduced("[P/t] M, B/r/d L -> B/r/d L M +t", places, tokens.positions)
@@ -227,8 +236,8 @@ class Model:
         k: act["B/r/d L K/t D"] = heads(w.w_k, w.b_k)
         v: act["B/r/d L K/t D"] = heads(w.w_v, w.b_v)
         drop_weights = lambda weights: dropout(weights, rate, keys.of_heads(0, weights.shape[1]))
-        drop_weights = None if keys.rows is None else drop_weights
-        attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each of keys
+        drop_weights = None if keys.keys is None else drop_weights
+        attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
         attended: act["B/r/d L K/t D"] = save_for_backward(attended[..., 0, :])
         w_o = gather("K/t D M/d -> K/t D M", w.w_o.astype(dtype))
         out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", attended, w_o)
@@ -249,7 +258,7 @@ class Model:
 
     @typed
     def logits(self, w: GPT2, x: act["B/r/d L/t M"]) -> f32["B/r/d L V/t"]:
-        """Logits for the token after each position."""
+        """Logits of the token after each position."""
         gather = shardops.all_gather
         gain, bias = gather("M/t/d/p -> M", w.final_gain), gather("M/t/d/p -> M", w.final_bias)
         nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, gain, bias, self.c.norm_epsilon))
@@ -258,9 +267,9 @@ class Model:
         return shardops.einsum_unreduced(spec, nx, table, preferred_element_type=jnp.float32)
 
 
-# ---- exchange with transformers: docs/huggingface.md says what the two functions take and give -----------------------
+# ---- exchange with transformers: docs/huggingface.md describes the two functions ---------------------------------
 
-_LAYER = {  # transformers' name in a layer: our weights of it, side by side along its output dim
+_LAYER = {  # name of a tensor in transformers: our weights in it, side by side along its output dim
     "ln_1.weight": ("attention_gain",),
     "ln_1.bias": ("attention_bias",),
     "attn.c_attn.weight": ("w_q", "w_k", "w_v"),
@@ -280,7 +289,7 @@ _WHOLE = {
     "ln_f.weight": "final_gain",
     "ln_f.bias": "final_bias",
 }
-_FIXED = {  # what our math does, under transformers' names
+_FIXED = {  # our math, under transformers' names
     "activation_function": "gelu_new",
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -290,7 +299,7 @@ _FIXED = {  # what our math does, under transformers' names
 
 
 def to_huggingface(weights: GPT2, c: ModelConfig) -> tuple[dict, dict[str, Callable[[], np.ndarray]]]:
-    """config.json and tensors of a GPT2LMHeadModel. Raises ValueError for weights that it does not have."""
+    """Content of config.json and tensors of a GPT2LMHeadModel. Raises ValueError for weights that it does not have."""
     check_names(weights, {*_WHOLE.values(), *(f"layers/{name}" for ours in _LAYER.values() for name in ours)}, "GPT-2")
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -326,7 +335,7 @@ def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]
     """The model section and the weights of a GPT2LMHeadModel or GPT2Model.
 
     Raises:
-        ValueError: config.json asks for other math, or a tensor is missing, unknown or of another shape.
+        ValueError: config.json has other math, or a tensor is missing, unknown, or has another shape.
     """
     for name, ours in _FIXED.items():
         if config.get(name, ours) != ours:
@@ -341,11 +350,8 @@ def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]
         "layers": "n_layer",
         "heads": "n_head",
     }
-    absent = [name for name in sizes.values() if not isinstance(config.get(name), int)]
-    if absent:
-        raise ValueError(f"config.json gives no whole number for {', '.join(absent)}.")
     c = ModelConfig(
-        **{ours: config[name] for ours, name in sizes.items()},
+        **{ours: whole_number(config, name) for ours, name in sizes.items()},
         dropout=rates.pop(),
         norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
         init_std=config.get("initializer_range", 0.02),
@@ -355,14 +361,10 @@ def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]
         raise ValueError(f"n_inner is {config['n_inner']} in config.json; gpt2.py has 4·n_embd = {c.d_ff} only.")
     table = weight_table(c)
     prefix = "transformer." if "transformer.wte.weight" in tensors else ""
-    used = {prefix + name for name in _WHOLE} | {f"{prefix}h.{i}.{name}" for i in range(c.layers) for name in _LAYER}
-    # Masks that older versions saved, and the tied output projection.
-    known = {f"{prefix}h.{i}.attn.{name}" for i in range(c.layers) for name in ("bias", "masked_bias")} | {
-        "lm_head.weight"
-    }
-    for what, names in (("lacks", used - set(tensors)), ("has, beyond GPT-2's,", set(tensors) - used - known)):
-        if names:
-            raise ValueError(f"the model {what} {len(names)} tensors, among them {min(names)}.")
+    needed = {prefix + name for name in _WHOLE} | {f"{prefix}h.{i}.{name}" for i in range(c.layers) for name in _LAYER}
+    masks = {f"{prefix}h.{i}.attn.{name}" for i in range(c.layers) for name in ("bias", "masked_bias")}
+    # Older versions saved masks. The output projection is tied.
+    check_tensors(tensors, needed, masks | {"lm_head.weight"})
 
     def read(name: str, ours: tuple[str, ...], part: int) -> np.ndarray:
         shape = getattr(table.layers, ours[part]).shape[1:]

@@ -1,4 +1,4 @@
-"""What translates the model of a module to and from transformers."""
+"""The modules that translate models to and from transformers."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from models import llama_huggingface
 
 
 def mapping_of(module: str) -> Any:
-    """What has `to_huggingface` and `from_huggingface` for the model in this module.
+    """The Python module with `to_huggingface` and `from_huggingface` for the model `model.module: module`.
 
     Raises:
         ValueError: there is no such module, or it lacks them.
@@ -15,5 +15,5 @@ def mapping_of(module: str) -> Any:
     found = llama_huggingface if module == "train" else module_of(module)
     for name in ("to_huggingface", "from_huggingface"):
         if not hasattr(found, name):
-            raise ValueError(f"model.module is {module!r}, which has no {name}; docs/huggingface.md says what it does.")
+            raise ValueError(f"model.module is {module!r}, which has no {name}; see docs/huggingface.md.")
     return found

@@ -1,11 +1,12 @@
-"""Whether a model's files hold what a run computes: their logits, by models/huggingface_forward.py, and the run's own.
+"""Comparison of a run's logits with those of a model's files, which models/huggingface_forward.py computes.
 
-The run's own are those of train.Forward, on one CPU device and in f32, a period of layers at a time. The weights of
-layers are read up to GROUP_BYTES at a time, so that memory is bounded whatever the model's size; a checkpoint whose
-chunks hold all layers of a weight is then read once for each GROUP_BYTES of it.
+The run's logits come from train.Forward, on one CPU device and in f32, a period of layers at a time. Weights of layers
+are read up to GROUP_BYTES at a time, so that memory is bounded for any size of the model. A chunk of a checkpoint that
+holds all layers of a weight is read once for each group.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -28,18 +29,18 @@ from train import Forward
 from training_io.config import TrainingConfig
 
 LENGTH = 32
-"""Tokens of the text that is compared, at most: bos and random ones."""
+"""Largest number of tokens in the text that is compared: bos and random ones."""
 TOLERANCE = 2**-17
-"""How far apart two results may be, as a part of the largest entry. The run's own are rounded to f32 after each
-operation: to 1e-6 in models of 96 layers, and at random weights. GELU and its tanh form are 2e-5 apart."""
+"""Largest difference of two results, as a part of the largest entry. The run rounds to f32 after each operation, which
+makes 1e-6 in models of 96 layers and at random weights. GELU and its tanh form differ by 2e-5."""
 AMPLIFIED = 2**-6
-"""How far apart logits may be where each layer alone is within TOLERANCE: large weights amplify what is rounded."""
+"""Largest difference of logits if each layer alone is within TOLERANCE. Large weights amplify rounding."""
 GROUP_BYTES = 2**33
-"""Weights of layers in memory, of one period of layers at least."""
+"""Bytes of the weights of layers in memory, but at least one period of layers."""
 
 
 def forward_of(c: Any) -> Forward:
-    """The run's forward pass, such that rounding alone may set it apart from another one."""
+    """The run's forward pass in f32 and without approximations."""
     training = TrainingConfig(batch_size=1, seq_len=LENGTH, steps=1, compute_dtype="f32", attention="einsum")
     return Forward(load_model(c), training)
 
@@ -50,7 +51,7 @@ def one_device() -> Any:
 
 
 def check_rules(c: Any, model_type: str) -> None:
-    """Raises ValueError, with the rule, where a layer has attention that the models of this type do not have."""
+    """Raises ValueError if a layer has attention by a rule that models of this type do not have."""
     if model_type not in FORWARDS:
         return
     with one_device():
@@ -68,14 +69,14 @@ def check_rules(c: Any, model_type: str) -> None:
 
 
 def compare(c: Any, weights: Any, config: dict, directory: Path, dtype: np.dtype | None = None) -> str:
-    """What was compared and how far apart it is, in words.
+    """Compares the logits of a text. Returns a description of the comparison and of the difference.
 
     Args:
         c: the run's ModelConfig.
-        weights: those of the run, whose leaves are read when they are indexed.
-        config: the content of config.json.
-        directory: has the safetensors.
-        dtype: to which the weights were rounded; None: they were not.
+        weights: weights of the run, whose leaves are read when they are indexed.
+        config: content of config.json.
+        directory: directory of the safetensors.
+        dtype: dtype to which the weights were rounded; None: not rounded.
 
     Raises:
         ValueError: the logits differ by more than TOLERANCE, or are not finite.
@@ -94,7 +95,7 @@ def compare(c: Any, weights: Any, config: dict, directory: Path, dtype: np.dtype
         own = own_values(c, weights, targets, dtype)
     expected, found = own[-1][1], theirs(ids)
     if not np.isfinite(expected).all():
-        raise ValueError("the run's own logits are not finite: its weights are of no use. Take another step.")
+        raise ValueError("the run's own logits are not finite, so its weights are useless. Take another step.")
     far, rounding = distance(found, expected), ""
     if not far <= TOLERANCE:
         where = first_difference(theirs, ids, own)
@@ -115,7 +116,7 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def first_difference(theirs: Any, ids: np.ndarray, own: list[tuple[int, np.ndarray]]) -> str:
-    """Which part of the run's model computes another thing than that of the files, given the same; empty for none."""
+    """Description of the first part whose results differ from those of the run; empty if none does."""
 
     def through(model: Any, start: int, stop: int, x: np.ndarray) -> np.ndarray:
         for i in range(start, stop):
@@ -137,9 +138,9 @@ def first_difference(theirs: Any, ids: np.ndarray, own: list[tuple[int, np.ndarr
 
 
 def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> list[tuple[int, np.ndarray]]:
-    """The run's own residual stream [L, M] after so many layers, from 0 to all of them; at last the logits [L, V].
+    """The run's residual stream [L, M] after each period of layers, and at last its logits [L, V].
 
-    On the mesh in force.
+    Each with the number of layers before it, from 0 to all of them. On the mesh in force.
     """
     forward = forward_of(c)
     model, period = forward.model, period_of(forward.model)
@@ -149,7 +150,7 @@ def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> 
 
     @typed_shard_map
     def embed(w: model.Weights, batch: TokenBatch) -> act["B/r/d L/t M"]:
-        return forward.embed(forward.copies(w), forward.tokens(batch))
+        return model.embed(forward.copies(w), forward.tokens(batch))
 
     @typed_shard_map
     def layers(w: model.Weights, batch: TokenBatch, x: act["B/r/d L/t M"], first: i32[""]) -> act["B/r/d L/t M"]:
@@ -177,10 +178,11 @@ def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> 
         found = [(0, np.asarray(x)[0])]
         for start in range(0, c.layers, group):
             stop = min(start + group, c.layers)
-            stacks = jax.tree.map(lambda array: read(array, slice(start, stop)), weights.layers)  # noqa: B023
+            group_weights = jax.tree.map(functools.partial(read, index=slice(start, stop)), weights.layers)
             for i in range(start, stop, period):
-                stack = jax.tree.map(lambda x: x[i - start : i - start + period], stacks)  # noqa: B023
-                w = placed(model.Weights, dataclasses.replace(w, layers=stack))
+                rows = slice(i - start, i - start + period)
+                of_period = jax.tree.map(lambda stack, rows=rows: stack[rows], group_weights)
+                w = placed(model.Weights, dataclasses.replace(w, layers=of_period))
                 x = layers(w, batch, x, np.int32(i))
                 found.append((i + period, np.asarray(x)[0]))
         return [*found, (c.layers, np.asarray(logits(w, x))[0])]

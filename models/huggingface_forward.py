@@ -1,8 +1,8 @@
-"""Forward passes of Llama, Mistral, Qwen3 and GPT-2 in NumPy, of the files that transformers reads.
+"""Forward passes of Llama, Mistral, Qwen3 and GPT-2 in NumPy, from the files that transformers reads.
 
-They share no code with the forward pass of a run, so that the two can be compared (models/huggingface_check.py), and
-know transformers' own names and layouts: config.json, and tensors [outputs, inputs]. In f64; one tensor is in memory at
-a time. A text is one row of tokens: L positions, M entries of the residual stream, H heads of D entries, V token ids.
+They share no code with the forward pass of a run, so that the two can be compared (models/huggingface_check.py). Names
+and layouts are those of transformers: config.json, and tensors [outputs, inputs]. They compute in f64, with one tensor
+in memory at a time, for a text of L tokens. M is the width of the residual stream, V the number of token ids.
 """
 
 import math
@@ -18,24 +18,25 @@ ACTIVATIONS = {
     "relu": lambda x: np.maximum(x, 0),
     "relu2": lambda x: np.maximum(x, 0) ** 2,
 }
-"""By the names that config.json has for them."""
+"""By their names in config.json."""
 SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
+"""Other names of these activations."""
 BLOCK = 8192
-"""Outputs of a product at a time: the weights of so many are in memory as f64."""
+"""Number of outputs of a product at a time, whose weights are in memory as f64."""
 
 
 def product(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """x[L, inputs] times weight[outputs, inputs], as [L, outputs]."""
+    """Product [L, outputs] of x[L, inputs] with weight[outputs, inputs]."""
     return np.concatenate([x @ np.float64(weight[i : i + BLOCK]).T for i in range(0, len(weight), BLOCK)], -1)
 
 
 def normed(x: np.ndarray, epsilon: float) -> np.ndarray:
-    """x[…, N] over its root mean square along N."""
+    """Divides x[…, N] by its root mean square along N."""
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon)
 
 
 def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal softmax attention: q[L, H, D], k and v[L, heads of keys, D] -> [L, H·D]."""
+    """Causal softmax attention [L, heads·D] of q[L, heads, D] over k and v[L, kv heads, D]."""
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
     scores = np.where(np.tri(len(q), dtype=bool), scores, -np.inf)
@@ -44,16 +45,18 @@ def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 class Forward:
-    """What the formats have in common: `embed`, `layer` and `logits` of the model in config.json and its tensors.
+    """A model from its config.json and tensors. Subclasses have its parts: `embed`, `layer` and `logits`.
 
     Raises:
         ValueError: an activation or RoPE scaling that is not here.
     """
 
     activation: ClassVar[tuple[str, str]]
-    """The activation's name in config.json, and which one it is where there is none."""
+    """Name of the activation's setting in config.json, and its default."""
     defaults: ClassVar[dict[str, Any]] = {}
-    """What the absence of a value in config.json means."""
+    """Defaults of other settings."""
+    layers: int
+    """Number of layers."""
 
     def __init__(self, config: dict, tensors: Mapping[str, np.ndarray]):
         self.config = self.defaults | {key: value for key, value in config.items() if value is not None}
@@ -67,12 +70,12 @@ class Forward:
             )
 
     def variants(self) -> dict[str, "Forward"]:
-        """The same model with other math, by what is other: what a model that differs may have in its place."""
+        """Models with other math that a wrong model may have instead, by the name of what is different."""
         key = self.activation[0]
         return {f"{key} {name}": type(self)(self.config | {key: name}, self.tensors) for name in ACTIVATIONS}
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
-        """Logits f64[L, V] for the token after each of ids[L]."""
+        """Logits f64[L, V] of the token after each of ids[L]."""
         x = self.embed(ids)
         for i in range(self.layers):
             x = self.layer(i, x)
@@ -80,62 +83,66 @@ class Forward:
 
 
 class Llama(Forward):
+    """Llama, and Qwen3 with its norms of queries and keys."""
+
     activation = ("hidden_act", "silu")
 
     def __init__(self, config: dict, tensors: Mapping[str, np.ndarray]):
         super().__init__(config, tensors)
         c = self.config
         self.layers, self.epsilon, heads = c["num_hidden_layers"], c.get("rms_norm_eps", 1e-6), c["num_attention_heads"]
-        self.heads = {"q": heads, "k": c.get("num_key_value_heads", heads), "v": c.get("num_key_value_heads", heads)}
+        kv_heads = c.get("num_key_value_heads", heads)
+        self.heads = {"q": heads, "k": kv_heads, "v": kv_heads}
         self.d_head = c.get("head_dim", c["hidden_size"] // heads)
-        self.turns = rope_frequencies(c, self.d_head)
+        self.frequencies = rope_frequencies(c, self.d_head)
 
     def variants(self) -> dict[str, Forward]:
+        """As of any model, and without positions."""
         without = type(self)(self.config, self.tensors)
-        without.turns = np.zeros_like(self.turns)
+        without.frequencies = np.zeros_like(self.frequencies)
         return super().variants() | {"no positions (NoPE)": without}
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
-        """x[L, M] that enters the first layer."""
+        """Residual stream [L, M] before the first layer."""
         return np.float64(self.tensors["model.embed_tokens.weight"][ids])
 
-    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         return normed(x, self.epsilon) * self.tensors[f"{name}.weight"]
 
     def layer(self, i: int, x: np.ndarray) -> np.ndarray:
-        """x[L, M] after layer i."""
+        """Residual stream [L, M] after layer i."""
         of = f"model.layers.{i}"
         times = lambda x, name: product(x, self.tensors[f"{of}.{name}.weight"])
-        nx = self.norm(x, f"{of}.input_layernorm")
+        nx = self._norm(x, f"{of}.input_layernorm")
         q, k, v = (times(nx, f"self_attn.{x}_proj").reshape(-1, n, self.d_head) for x, n in self.heads.items())
         if self.config["model_type"] == "qwen3":
-            q, k = self.norm(q, f"{of}.self_attn.q_norm"), self.norm(k, f"{of}.self_attn.k_norm")
-        x = x + times(attended(self.rotated(q), self.rotated(k), v), "self_attn.o_proj")
-        nx = self.norm(x, f"{of}.post_attention_layernorm")
+            q, k = self._norm(q, f"{of}.self_attn.q_norm"), self._norm(k, f"{of}.self_attn.k_norm")
+        x = x + times(attended(self._rotated(q), self._rotated(k), v), "self_attn.o_proj")
+        nx = self._norm(x, f"{of}.post_attention_layernorm")
         return x + times(self.act(times(nx, "mlp.gate_proj")) * times(nx, "mlp.up_proj"), "mlp.down_proj")
 
-    def rotated(self, x: np.ndarray) -> np.ndarray:
+    def _rotated(self, x: np.ndarray) -> np.ndarray:
         """RoPE on x[L, heads, D]: entry i turns with entry i + D/2."""
-        angles = np.arange(len(x))[:, None, None] * self.turns
+        angles = np.arange(len(x))[:, None, None] * self.frequencies
         a, b = np.split(x, 2, axis=-1)
         return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1)
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        """[L, V] from what the last layer gives."""
+        """Logits [L, V] from the residual stream after the last layer."""
         head = "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head"
-        return product(self.norm(x, "model.norm"), self.tensors[f"{head}.weight"])
+        return product(self._norm(x, "model.norm"), self.tensors[f"{head}.weight"])
 
 
 def rope_frequencies(config: Mapping[str, Any], d_head: int) -> np.ndarray:
-    """[d_head / 2]: radians a position of each pair, as transformers' modeling_rope_utils has them."""
+    """Angles [d_head / 2] of the pairs, in radians a position, as in modeling_rope_utils of transformers."""
     stated = {"rope_theta": config.get("rope_theta", 10_000.0)} | config.get("rope_scaling", {})
     stated |= config.get("rope_parameters", {})
     kind = stated.get("rope_type", stated.get("type", "default"))
-    turns = stated["rope_theta"] ** -(np.arange(0, d_head, 2) / d_head)
+    frequencies = stated["rope_theta"] ** -(np.arange(0, d_head, 2) / d_head)
     if kind == "default":
-        return turns
+        return frequencies
     if kind == "linear":
-        return turns / stated["factor"]
+        return frequencies / stated["factor"]
     if kind != "llama3":
         raise ValueError(
             f"config.json: rope_type is {kind!r}; models/huggingface_forward.py has default, linear, llama3."
@@ -143,23 +150,27 @@ def rope_frequencies(config: Mapping[str, Any], d_head: int) -> np.ndarray:
     length, low, high = (
         stated[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
-    wavelength = 2 * math.pi / turns
+    wavelength, stretched = 2 * math.pi / frequencies, frequencies / stated["factor"]
     smooth = (length / wavelength - low) / (high - low)
-    between = (1 - smooth) * turns / stated["factor"] + smooth * turns
-    return np.where(
-        wavelength > length / low, turns / stated["factor"], np.where(wavelength < length / high, turns, between)
-    )
+    between = (1 - smooth) * stretched + smooth * frequencies
+    return np.select([wavelength > length / low, wavelength < length / high], [stretched, frequencies], between)
 
 
 class Mistral(Llama):
+    """Llama with other defaults."""
+
     defaults: ClassVar = {"num_key_value_heads": 8}
 
 
 class Qwen3(Llama):
+    """Llama with other defaults, and norms of queries and keys."""
+
     defaults: ClassVar = {"num_key_value_heads": 32, "head_dim": 128}
 
 
 class GPT2(Forward):
+    """GPT-2, whose weights are [inputs, outputs]."""
+
     activation = ("activation_function", "gelu_new")
 
     def __init__(self, config: dict, tensors: Mapping[str, np.ndarray]):
@@ -167,27 +178,27 @@ class GPT2(Forward):
         self.layers, self.prefix = self.config["n_layer"], "transformer." if "transformer.wte.weight" in tensors else ""
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
-        """x[L, M] that enters the first layer: of tokens and of positions."""
-        return np.float64(self.tensor("wte.weight")[ids]) + self.tensor("wpe.weight")[: len(ids)]
+        """Residual stream [L, M] before the first layer."""
+        return np.float64(self._tensor("wte.weight")[ids]) + self._tensor("wpe.weight")[: len(ids)]
 
-    def tensor(self, name: str) -> np.ndarray:
+    def _tensor(self, name: str) -> np.ndarray:
         return self.tensors[self.prefix + name]
 
-    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         centered = normed(x - x.mean(-1, keepdims=True), self.config.get("layer_norm_epsilon", 1e-5))
-        return centered * self.tensor(f"{name}.weight") + self.tensor(f"{name}.bias")
+        return centered * self._tensor(f"{name}.weight") + self._tensor(f"{name}.bias")
 
     def layer(self, i: int, x: np.ndarray) -> np.ndarray:
-        """x[L, M] after layer i. Weights are [inputs, outputs] here."""
+        """Residual stream [L, M] after layer i."""
         of = f"h.{i}"
-        affine = lambda x, name: product(x, self.tensor(f"{of}.{name}.weight").T) + self.tensor(f"{of}.{name}.bias")
-        qkv = affine(self.norm(x, f"{of}.ln_1"), "attn.c_attn").reshape(len(x), 3, self.config["n_head"], -1)
+        affine = lambda x, name: product(x, self._tensor(f"{of}.{name}.weight").T) + self._tensor(f"{of}.{name}.bias")
+        qkv = affine(self._norm(x, f"{of}.ln_1"), "attn.c_attn").reshape(len(x), 3, self.config["n_head"], -1)
         x = x + affine(attended(*np.moveaxis(qkv, 1, 0)), "attn.c_proj")
-        return x + affine(self.act(affine(self.norm(x, f"{of}.ln_2"), "mlp.c_fc")), "mlp.c_proj")
+        return x + affine(self.act(affine(self._norm(x, f"{of}.ln_2"), "mlp.c_fc")), "mlp.c_proj")
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        """[L, V] from what the last layer gives."""
-        return product(self.norm(x, "ln_f"), self.tensor("wte.weight"))
+        """Logits [L, V] from the residual stream after the last layer."""
+        return product(self._norm(x, "ln_f"), self._tensor("wte.weight"))
 
 
 FORWARDS: dict[str, type[Forward]] = {"llama": Llama, "mistral": Mistral, "qwen3": Qwen3, "gpt2": GPT2}

@@ -1,4 +1,4 @@
-"""The tensors in a model's files, and which weights of a run become some."""
+"""The tensors in a model's files, and checks of their names."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,12 +11,12 @@ from training_io.checkpoint_arrays import named_leaves
 
 
 def check_names(weights: Any, known: set[str], formats: str) -> None:
-    """Raises ValueError, with their names, for weights that the formats do not have, and for those that they lack.
+    """Raises ValueError for weights that transformers' models do not have, and for those that they need.
 
     Args:
-        weights: of a run, or their table.
-        known: names of all weights that have a place in the formats, such as `layers/w_q`.
-        formats: transformers' models, in words.
+        weights: weights of a run, or their table.
+        known: names of the weights that the models have, such as `layers/w_q`.
+        formats: names of the models, for the message.
     """
     found = set(named_leaves(weights))
     for what, names in (("has", found - known), ("lacks", known - found)):
@@ -28,31 +28,44 @@ def check_names(weights: Any, known: set[str], formats: str) -> None:
             )
 
 
+def check_tensors(tensors: Mapping, needed: set[str], unused: set[str]) -> None:
+    """Raises ValueError for needed tensors that are missing, and for others that are not known to be unused."""
+    found = set(tensors)
+    for what, names in (("lacks", needed - found), ("has, beyond this model,", found - needed - unused)):
+        if names:
+            first = ", ".join(sorted(names)[:4])
+            raise ValueError(f"the model {what} {len(names)} tensors: {first}{' …' if len(names) > 4 else ''}")
+
+
+def whole_number(config: Mapping[str, Any], key: str) -> int:
+    """The value of `key` in config.json. Raises ValueError if it is not a whole number."""
+    if not isinstance(config.get(key), int):
+        raise ValueError(f"config.json: {key} is {config.get(key)!r}; it must be a whole number.")
+    return config[key]
+
+
 class Tensors(Mapping):
-    """The tensors of a model's safetensors, read one at a time, as f32 arrays.
+    """The tensors in a model's safetensors, as f32 arrays, each read when it is indexed.
 
     Args:
-        directory: has model.safetensors, or several files and model.safetensors.index.json.
+        directory: contains model.safetensors, or several files and model.safetensors.index.json.
 
     Raises:
-        ValueError: there are none; later, if a file or a tensor in it cannot be read.
+        ValueError: there are none. Indexing raises it if a file or a tensor cannot be read.
     """
 
     def __init__(self, directory: Path):
-        index = directory / "model.safetensors.index.json"
+        index, single = directory / "model.safetensors.index.json", "model.safetensors"
+        self._directory, self._open = directory, {}
         if index.exists():
             self._files = dict(json.loads(index.read_text())["weight_map"])
-        elif (directory / "model.safetensors").exists():
-            self._files = None
+        elif (directory / single).exists():
+            self._files = dict.fromkeys(self._file(single).keys(), single)
         else:
             raise ValueError(
                 f"{directory} has no model.safetensors, and no model.safetensors.index.json. Weights in other formats "
                 "can be saved as safetensors by transformers: from_pretrained(…).save_pretrained(…)."
             )
-        self._directory = directory
-        self._open: dict[str, Any] = {}
-        if self._files is None:
-            self._files = dict.fromkeys(self._file("model.safetensors").keys(), "model.safetensors")
 
     def _file(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open

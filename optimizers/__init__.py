@@ -1,1 +1,1 @@
-"""Muon, the learning rate, and their settings. AdamW is in train.py."""
+"""Muon, the learning rate, and the settings of both. AdamW is in train.py."""

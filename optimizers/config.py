@@ -9,37 +9,39 @@ from modeling.weights import KINDS
 
 @dataclasses.dataclass
 class GroupConfig:
-    """Weights, by their names, that are updated in another way than the rest. Null: as the rest."""
+    """Weights, chosen by name, that are updated in another way than the rest. Null: as the rest."""
 
     match: str
     """Pattern of names, such as layers.w_*, embed or *norm*, with the wildcards * ? [ ] of a shell."""
     rate: float | None = None
     """Factor on the learning rate."""
     weight_decay: float | None = None
-    """In the place of optimizer.weight_decay, of any kind of weight."""
+    """Replaces optimizer.weight_decay, for every kind of weight."""
     algorithm: str | None = None
-    """In the place of optimizer.algorithm; frozen: the weights stay as they are, and do not count in grad_norm."""
+    """Replaces optimizer.algorithm. frozen: the weights stay as they are, and do not count in grad_norm."""
 
 
 @dataclasses.dataclass
 class OptimizerConfig:
+    """Settings of the optimizer."""
+
     learning_rate: float
     """Peak learning rate, reached at the end of the warmup."""
     warmup_steps: int
     """Steps of linear warmup, at least 0. With a warmup, step 0 has learning rate 0."""
     schedule_steps: int | None = None
-    """Step at which the learning rate reaches its floor, counted from step 0. More than warmup_steps. Not for
-    schedule=constant, which has no floor."""
+    """Step at which the learning rate reaches its floor; more than warmup_steps. Null for schedule=constant, which has
+    no floor."""
     schedule: str = "cosine"
     """After the warmup. cosine: half a cosine down to the floor (arXiv 1608.03983). linear: a line down to it.
     wsd: the peak, then a line down to the floor in the last cooldown_steps (arXiv 2405.18392). constant: the peak."""
     cooldown_steps: int | None = None
-    """wsd: steps of its decay, before schedule_steps; at least 1."""
+    """wsd: number of steps of the decay, which ends at schedule_steps; at least 1."""
     final_fraction: float = 0.1
     """The floor of the decay as a fraction of the peak, in [0, 1]."""
     algorithm: str = "adamw"
-    """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all else by AdamW. Or another
-    name of train.OPTIMIZERS."""
+    """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all other weights by AdamW. Or
+    another name of train.OPTIMIZERS."""
     adam_b1: float = 0.9
     adam_b2: float = 0.95
     adam_epsilon: float = 1e-8
@@ -49,14 +51,14 @@ class OptimizerConfig:
     decay_on: list[str] = dataclasses.field(default_factory=lambda: list(KINDS))
     """The kinds of weights that decay: matrix, embedding, unembedding (tied tables too), vector (norms, biases)."""
     groups: list[GroupConfig] = dataclasses.field(default_factory=list)
-    """Weights that are updated in another way, by their names; of two groups that match, the later one decides."""
+    """Weights that are updated in another way. If two groups match a weight, the later one decides."""
     muon_momentum: float = 0.95
-    """Nesterov momentum of the matrices' gradients, in [0, 1)."""
+    """Nesterov momentum of the gradients of matrices, in [0, 1)."""
     muon_iterations: int = 5
-    """Newton-Schulz iterations that orthogonalize an update, at least 1."""
+    """Number of Newton-Schulz iterations that orthogonalize an update, at least 1."""
     muon_rms: float = 0.2
-    """Root mean square of the entries of a matrix's update, times the learning rate; 0.2 is about AdamW's, so that
-    its learning rates serve (arXiv 2502.16982, section 2.2)."""
+    """Root mean square of the entries of a matrix's update, before the learning rate. 0.2 is about that of AdamW, so
+    that AdamW's learning rates fit (arXiv 2502.16982, section 2.2)."""
     clip_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to it."""
     z_loss: float = 0.0
@@ -65,17 +67,17 @@ class OptimizerConfig:
 
 def check_optimizer(c: OptimizerConfig) -> None:
     """Raises ValueError for a setting out of its range."""
-    count, fraction, positive = (1, 2**63), (0, 1), (0, math.inf)
-    check_ranges("optimizer", c, {"adam_b1": fraction, "adam_b2": fraction, "muon_momentum": fraction})
-    check_ranges("optimizer", c, {"warmup_steps": (0, 2**63), "schedule_steps": count, "cooldown_steps": count})
-    check_ranges("optimizer", c, {"muon_iterations": count, "final_fraction": (0, math.nextafter(1, 2))})
+    at_least_0 = (0, math.inf)
+    ranges = dict.fromkeys(("adam_b1", "adam_b2", "muon_momentum"), (0, 1))
+    ranges |= dict.fromkeys(("schedule_steps", "cooldown_steps", "muon_iterations"), (1, 2**63))
+    ranges |= {"warmup_steps": (0, 2**63), "final_fraction": (0, math.nextafter(1, 2))}
     names = ("learning_rate", "adam_epsilon", "weight_decay", "clip_norm", "z_loss", "muon_rms")
-    check_ranges("optimizer", c, dict.fromkeys(names, positive))
+    check_ranges("optimizer", c, ranges | dict.fromkeys(names, at_least_0))
     check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
     for kind in c.decay_on:
         check_choice("optimizer.decay_on", kind, KINDS)
     for i, group in enumerate(c.groups):
-        check_ranges(f"optimizer.groups[{i}]", group, {"rate": positive, "weight_decay": positive})
+        check_ranges(f"optimizer.groups[{i}]", group, {"rate": at_least_0, "weight_decay": at_least_0})
     needed = {"schedule_steps": c.schedule != "constant", "cooldown_steps": c.schedule == "wsd"}
     for name, wanted in needed.items():
         if wanted != (getattr(c, name) is not None):
@@ -84,9 +86,8 @@ def check_optimizer(c: OptimizerConfig) -> None:
                 + (f"give {name}." if wanted else "leave it null.")
             )
     if c.schedule_steps is not None and c.warmup_steps >= c.schedule_steps - (c.cooldown_steps or 0):
-        until = f"optimizer.schedule_steps {c.schedule_steps}" + (
-            f", cooldown {c.cooldown_steps}" * bool(c.cooldown_steps)
-        )
+        cooldown = f", cooldown_steps {c.cooldown_steps}" if c.cooldown_steps else ""
         raise ValueError(
-            f"optimizer.warmup_steps is {c.warmup_steps} and {until}; the warmup must end before the decay does."
+            f"optimizer.warmup_steps is {c.warmup_steps} and optimizer.schedule_steps {c.schedule_steps}{cooldown}; "
+            "the warmup must end before the decay does."
         )

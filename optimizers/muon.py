@@ -1,18 +1,20 @@
-"""Muon for the matrices of any model, beside AdamW, which train.py spells out.
+"""Muon for the matrices of any model. Other weights are updated by AdamW, which is in train.py.
 
-Muon's update of a matrix is its momentum, orthogonalized by Newton-Schulz, which needs the whole matrix, while a device
-holds a block of each matrix of a stack. So the stack is dealt out, one all_to_all for each axis, here of w_down:
+Muon's update of a matrix is its momentum, orthogonalized by Newton-Schulz. That needs the whole matrix, but each device
+holds a block of every matrix in a stack of layers. So the matrices are distributed over the devices by one all_to_all
+for each axis, here for w_down:
 
-    'dealt stack F/t M/d -> dealt stack/d F/t M'      each device of d then has some of the layers, of these all of M
-    'dealt/d stack F/t M -> dealt/d stack/t F M'      each device of t then has some of those, whole
+    'dealt stack F/t M/d -> dealt stack/d F/t M'      each device of d then has some of the layers, with all of M
+    'dealt/d stack F/t M -> dealt/d stack/t F M'      each device of t then has some of these layers, whole
 
-`dealt` counts the devices that have different layers already. Each orthogonalizes its own without communication, and
-two all_to_all the other way bring the blocks back. Each matrix is orthogonalized once among the devices of d and t;
-replicas (r) all do the same. docs/optimizers.md has bytes and FLOPs.
+`dealt` is a dim over the devices that have different layers already. Each device orthogonalizes its own matrices
+without communication, and two all_to_all in the other direction return the blocks. Each matrix is orthogonalized once
+among the devices of d and t; all replicas (r) do the same work. docs/optimizers.md counts bytes and FLOPs.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,37 +23,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from modeling.model import act
 from modeling.weights import Weight
 from optimizers.config import OptimizerConfig
 from optimizers.rates import Update
 from shardlib import shardops
 from shardlib.array_types import ABSENT, ArrayType, arrays_of
 from shardlib.parsing import Dim, sort_axes
-from shardlib.shardtypes import dtype_name, f32, i32, scope, typed
+from shardlib.shardtypes import f32, i32, scope, typed
 
-act = dtype_name("act")  # the compute dtype: of Newton-Schulz, and of what is exchanged for it
 W = TypeVar("W")
 
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
-"""Coefficients of X, X³ and X⁵, https://kellerjordan.github.io/posts/muon/: steep at 0, at the price of singular values
-that end anywhere in about [0.7, 1.2]."""
+"""Coefficients of X, X³ and X⁵, https://kellerjordan.github.io/posts/muon/. They are steep at 0, and leave singular
+values anywhere in about [0.7, 1.2]."""
 
 NORM_FLOOR = 1e-8
-"""Added to a matrix's norm before dividing by it, as optax has it: a momentum of zeros gives an update of zeros."""
+"""Added to the norm of a matrix before dividing by it, as in optax, so that zero momentum gives a zero update."""
 
 
 @typed
 def muon(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: Any):
-    """One Muon update (arXiv 2502.16982, algorithm 1 and section 2.2) of the weights that `updates` gives to muon.
+    """One Muon update (arXiv 2502.16982, algorithm 1 and section 2.2) of the weights that `updates` assigns to muon.
 
-    `state` is train.State; its adam_mu holds their momentum. A weight is a stack of matrices [*inputs, *outputs], each
-    orthogonalized as a whole, so all heads of w_q together. Raises ValueError for a matrix without inputs or outputs.
+    `state` is train.State; its adam_mu holds the momentum. A weight is a stack of matrices [*inputs, *outputs], each
+    orthogonalized as a whole: in w_q, all heads together.
     """
     weights: W = state.weights
     average = lambda m, g: c.muon_momentum * m + (1 - c.muon_momentum) * g
     own = lambda update: update.algorithm == "muon"
     momentum = jax.tree.map(lambda u, m, g: average(m, g) if own(u) else m, updates, state.adam_mu, g)
-    # Nesterov's look ahead: the average as the same gradient once more would leave it.
+    # Nesterov's look-ahead: the average after the same gradient once more.
     directions: W = jax.tree.map(lambda u, m, g: average(m, g) if own(u) else g, updates, momentum, g)
     directions = orthogonalized(directions, updates, c.muon_iterations)
 
@@ -70,7 +72,7 @@ def muon(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, upd
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the devices hold a stack of matrices: the type `layers M/d F/t`, without the names of the stack's dims."""
+    """Sharding of a stack of matrices, such as `layers M/d F/t`, without the names of the dims of the stack."""
 
     rows: tuple[Dim, ...]
     columns: tuple[Dim, ...]
@@ -80,14 +82,9 @@ class Layout:
 def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, bool]:
     """The layout of a weight, and whether it is that of the transposed matrices.
 
-    Transposing commutes with orthogonalizing, and makes w_down (`F/t M/d`) a matrix like w_up (`M/d F/t`), or w_o one
+    Transposing commutes with orthogonalizing. It makes w_down (`F/t M/d`) a matrix like w_up (`M/d F/t`), and w_o one
     like w_q: the side whose dims come first in the alphabet becomes the rows.
     """
-    if not (weight.inputs and weight.outputs):
-        raise ValueError(
-            f"a weight of type {array!r} is a matrix, but its Weight counts {weight.inputs} dims of inputs and "
-            f"{weight.outputs} of outputs; make it with weights.matrix, or give it another kind."
-        )
     dims = array.spec.dims
     first = len(dims) - weight.inputs - weight.outputs
     inputs, outputs = dims[first : first + weight.inputs], dims[first + weight.inputs :]
@@ -98,9 +95,9 @@ def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, bool]:
 
 @typed
 def orthogonalized(x: W, updates: Any, iterations: int) -> W:
-    """`x` with each matrix of Muon's, M = UΣVᵀ, replaced by about UVᵀ; all other arrays stay.
+    """Replaces each matrix M = UΣVᵀ of Muon in `x` by about UVᵀ. Other arrays stay as they are.
 
-    Weights of one layout are dealt out as one stack: fewer collectives, and fewer devices without a matrix.
+    Weights with the same layout form one stack, for fewer collectives and fewer devices without a matrix.
     """
     leaves, structure = jax.tree.flatten(x)
     types = [array for _, array, leaf in arrays_of(type(updates), x) if leaf is not ABSENT]
@@ -122,33 +119,33 @@ def orthogonalized(x: W, updates: Any, iterations: int) -> W:
             layout.stack_axes,
             jnp.concatenate(parts),
         )
-        ends = [sum(len(part) for part in parts[: n + 1]) for n in range(len(parts) - 1)]
-        for (i, weight, transposed), part in zip(members, jnp.split(stack, ends), strict=True):
+        starts = list(itertools.accumulate(map(len, parts[:-1])))
+        for (i, weight, transposed), part in zip(members, jnp.split(stack, starts), strict=True):
             part = transpose(part, weight.outputs) if transposed else part
             leaves[i] = part.reshape(leaves[i].shape).astype(leaves[i].dtype)
     return jax.tree.unflatten(structure, leaves)
 
 
 def transpose(x: jax.Array, rows: int) -> jax.Array:
-    """x[stack, *rows, *columns] -> [stack, *columns, *rows], where `rows` says how many dims these are."""
+    """Transposes x[stack, *rows, *columns] to [stack, *columns, *rows]; `rows` is the number of dims of the rows."""
     return jnp.moveaxis(x, range(1, 1 + rows), range(-rows, 0))
 
 
 @scope  # each exchange has a stack of its own size
 def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], dealt: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """fn, which takes stacks of whole matrices, applied to those of which x[stack, *dims] holds this device's blocks.
+    """Applies fn, which takes a stack of whole matrices, to the matrices whose blocks are in x[stack, *dims].
 
-    For each axis that shards `dims`, one all_to_all before fn and one after it; a stack that the axis does not divide
-    is filled up with zeros for the journey. `dealt`: the axes whose devices have different matrices already.
+    There is one all_to_all before fn and one after it for each axis that shards `dims`. A stack that the axis does not
+    divide is padded with zeros for that time. Devices along the axes `dealt` have different matrices already.
     """
     axes = sort_axes(axis for dim in dims for axis in dim.axes)
     if not axes:
         return fn(x)
-    # The last axis is the last of its dim too, so that it can be taken off. And d goes before t, which has the faster
-    # links: what is filled up to a multiple of t·d is exchanged over t alone.
+    # The last axis is also the last of its dim, so that it can be removed. So d comes before t, which has the faster
+    # links: padding to a multiple of t·d is exchanged over t alone.
     axis, count = axes[-1], len(x)
     without = tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in dims)
-    # A dim of its own stands for the devices that have different matrices, with one entry on each of them.
+    # The dim `dealt` has one entry on each device that has different matrices.
     own, spec = Dim("dealt", dealt), lambda *dims: " ".join(map(str, dims))
     blocks, whole = spec(own, "stack", *dims), spec(own, f"stack/{axis}", *without)
     x = jnp.pad(x, [(0, -count % shardops.axis_size(axis)), *[(0, 0)] * len(dims)])
@@ -158,21 +155,21 @@ def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], dealt: tuple[str, ...
 
 
 def newton_schulz_stack(x: jax.Array, rows: int, iterations: int) -> jax.Array:
-    """newton_schulz of each matrix of x[stack, *rows, *columns], where the first `rows` dims are its rows."""
+    """Applies newton_schulz to each matrix of x[stack, *rows, *columns]; `rows` is the number of dims of the rows."""
     matrices = x.reshape(len(x), math.prod(x.shape[1 : 1 + rows]), -1)
-    # One after the other: each fills a device, and the memory beside the stack is that of one.
+    # One after the other: each fills a device, and the memory beside the stack is that of one matrix.
     return lax.map(lambda matrix: newton_schulz(matrix, iterations), matrices).reshape(x.shape)
 
 
 def newton_schulz(x: jax.Array, iterations: int) -> jax.Array:
-    """x[rows, columns] = UΣVᵀ to U p(Σ) Vᵀ, with p(σ) in about [0.7, 1.2] unless σ is far below the largest.
+    """Maps x[rows, columns] = UΣVᵀ to U p(Σ) Vᵀ, with p(σ) in about [0.7, 1.2] unless σ is far below the largest.
 
-    p: σ over the Frobenius norm, then `iterations` times σ -> aσ + bσ³ + cσ⁵. Products are in x's dtype, summed in f32.
-    https://kellerjordan.github.io/posts/muon/
+    p divides σ by the Frobenius norm, then applies σ -> aσ + bσ³ + cσ⁵ `iterations` times. Products are in x's dtype,
+    summed in f32. https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = NEWTON_SCHULZ
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    if x.shape[0] > x.shape[1]:  # so that the Gram matrix is the smaller of the two
+    if x.shape[0] > x.shape[1]:  # so that the Gram matrix is the smaller one
         return newton_schulz(x.T, iterations).T
     x32 = jnp.float32(x)
 

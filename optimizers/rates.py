@@ -1,4 +1,4 @@
-"""The learning rate of each step; and how each weight is updated: by which algorithm, with what rate and decay."""
+"""The learning rate of each step, and the algorithm, rate and decay by which each weight is updated."""
 
 import dataclasses
 import fnmatch
@@ -8,25 +8,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from configuration.checks import check_choice
 from modeling.weights import Weight
 from optimizers.config import OptimizerConfig
 from shardlib.shardtypes import f32, i32
 
 
 def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
-    """Linear warmup to the peak at warmup_steps, then the decay of c.schedule to its floor at schedule_steps."""
+    """Learning rate: linear warmup to the peak at warmup_steps, then c.schedule to the floor at schedule_steps."""
     step, end = jnp.float32(step), c.schedule_steps
-    peak_left = 1.0
+    height = 1.0  # above the floor, as a fraction
     if c.schedule != "constant":
         begin = end - c.cooldown_steps if c.schedule == "wsd" else c.warmup_steps
         progress = jnp.clip((step - begin) / (end - begin), 0, 1)
-        peak_left = 0.5 * (1 + jnp.cos(jnp.pi * progress)) if c.schedule == "cosine" else 1 - progress
-    decay = c.final_fraction + (1 - c.final_fraction) * peak_left
+        height = 0.5 * (1 + jnp.cos(jnp.pi * progress)) if c.schedule == "cosine" else 1 - progress
+    decay = c.final_fraction + (1 - c.final_fraction) * height
     return c.learning_rate * jnp.where(step < c.warmup_steps, step / max(c.warmup_steps, 1), decay)
 
 
 FROZEN = "frozen"
-"""The algorithm of a weight that stays as it is."""
+"""Algorithm of a weight that stays as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,39 +35,34 @@ class Update:
     """How one weight is updated."""
 
     weight: Weight
-    """Its entry in the model's table."""
+    """Entry of the weight in the model's table."""
     algorithm: str
-    """What updates it: a name of train.OPTIMIZERS, or FROZEN."""
+    """A name of train.OPTIMIZERS, or FROZEN."""
     rate: float
     """Factor on the learning rate."""
     decay: float
-    """Decoupled weight decay, multiplied by its learning rate."""
-
-
-def weight_name(path: Any) -> str:
-    """Name of a weight, such as layers.w_q, of its key path in the weights."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    """Decoupled weight decay, multiplied by the learning rate of the weight."""
 
 
 def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> Any:
-    """The Update of each weight, as a tree like the model's `table`.
+    """The Update of each weight, in a tree like the model's `table`.
 
-    muon is for matrices: other weights are updated by adamw. Then each of c.groups, in order, changes the weights whose
-    names it matches.
+    muon is for matrices; with it, other weights are updated by adamw. Then each of c.groups, in order, changes the
+    weights whose names it matches.
 
     Args:
-        algorithms: names of those that there are.
+        c: settings of the optimizer.
+        table: a Weight for each array.
+        algorithms: names of the algorithms.
 
     Raises:
-        ValueError: an algorithm that there is not, or a group that matches no weight.
+        ValueError: an unknown algorithm, one that cannot update a weight, or a group that matches no weight.
     """
-    known = (*algorithms, FROZEN)
     names = []
 
     def update(path, weight: Weight) -> Update:
-        names.append(weight_name(path))
-        by_muon = c.algorithm == "muon" and weight.kind == "matrix"
-        algorithm = "adamw" if c.algorithm == "muon" and not by_muon else c.algorithm
+        names.append(jax.tree_util.keystr(path, simple=True, separator="."))  # such as layers.w_q
+        algorithm = "adamw" if c.algorithm == "muon" and weight.kind != "matrix" else c.algorithm
         found = Update(weight, algorithm, 1.0, c.weight_decay if weight.kind in c.decay_on else 0.0)
         for group in c.groups:
             if fnmatch.fnmatchcase(names[-1], group.match):
@@ -81,12 +77,10 @@ def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> A
         return found
 
     updates = jax.tree_util.tree_map_with_path(update, table)
-    named = {"optimizer.algorithm": c.algorithm}
-    named |= {f"optimizer.groups[{i}].algorithm": g.algorithm for i, g in enumerate(c.groups) if g.algorithm}
-    for setting, name in named.items():
-        if name not in known:
-            raise ValueError(f"{setting} is {name!r}; choose one of {', '.join(known)}.")
+    known = (*algorithms, FROZEN)
+    check_choice("optimizer.algorithm", c.algorithm, known)
     for i, group in enumerate(c.groups):
+        check_choice(f"optimizer.groups[{i}].algorithm", group.algorithm or FROZEN, known)
         if not fnmatch.filter(names, group.match):
             raise ValueError(
                 f"optimizer.groups[{i}].match is {group.match!r}, which matches no weight; there are "

@@ -1,1 +1,1 @@
-"""Text from a model: the cache, drawing, the sampler, texts during a run."""
+"""Sampling of text from a model: the cache, drawing, the sampler, samples during a run."""

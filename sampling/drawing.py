@@ -14,30 +14,31 @@ from shardlib import shardops
 from shardlib.shardtypes import f32, i32, typed, u32
 
 ROUNDING = {"bf16": 2**-5, "f32": 1e-4}
-"""How far apart two sums of the same logit may be, taken in different orders, as a part of the largest logit of their
-position: bf16 four times, f32 a hundred times what was measured (docs/sampling.md)."""
+"""Largest difference of the same logit summed in two orders, as a part of the largest logit of its position. In bf16 it
+is four times, in f32 a hundred times the measured one (docs/sampling.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How the next token is drawn: logits / temperature, of those the top_k, of those the top_p."""
+    """How the next token is drawn: from logits / temperature, after top_k and then top_p."""
 
     max_tokens: int = 64
-    """Tokens to add to each prompt, at most; at least 1."""
+    """Largest number of tokens to add to a prompt; at least 1."""
     temperature: float = 1.0
     """At least 0; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Only the likeliest this many tokens are drawn, and those as likely as the last of them; at least 1. None: all."""
+    """Draws from this number of likeliest tokens only, with those as likely as the last of them; at least 1. None: from
+    all."""
     top_p: float = 1.0
-    """Only the likeliest tokens are drawn that together have this probability, and those as likely as the last of them;
-    in (0, 1] (arXiv 1904.09751)."""
+    """Draws from the likeliest tokens only that together have this probability, with those as likely as the last of
+    them; in (0, 1] (arXiv 1904.09751)."""
     seed: int = 0
-    """In [0, 2**63). The noise for a token depends on this, the number of its text and its place there, alone."""
+    """In [0, 2**63). The noise of a token depends only on the seed, the number of its text, and its place in it."""
     stop: tuple[int, ...] = ()
     """Token ids that end a text."""
 
     def check(self, vocab: int) -> None:
-        """Raises ValueError for a setting out of its range, or stop ids that a model with `vocab` ids does not have."""
+        """Raises ValueError for a setting out of its range, or a stop id outside of `vocab`."""
         count = (1, 2**31)
         check_ranges("sampling", self, {"max_tokens": count, "top_k": count, "seed": (0, 2**63)})
         check_ranges("sampling", self, {"temperature": (0, math.inf)})
@@ -47,14 +48,14 @@ class Settings:
 
 
 def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
-    """Raises ValueError for token ids that a model with `vocab` ids does not have."""
+    """Raises ValueError for a token id outside of [0, vocab); `name` says where it comes from."""
     for token in ids:
         if not 0 <= token < vocab:
             raise ValueError(f"{name} has the token id {token}; those of the model are 0 to {vocab - 1}.")
 
 
 def lowest_kept(scaled: jax.Array, s: Settings, mass: Any = 1.0) -> jax.Array:
-    """[…, 1]: the lowest of the logits[…, V] / temperature that top_k and top_p leave. `mass`: a factor on top_p."""
+    """Lowest of the scaled logits[…, V] that top_k and top_p leave, […, 1]. `mass` is a factor on top_p."""
     if s.top_k is None and s.top_p == 1:
         return jnp.full_like(scaled[..., :1], -jnp.inf)
     ordered = lax.top_k(scaled, min(s.top_k or scaled.shape[-1], scaled.shape[-1]))[0]
@@ -67,13 +68,14 @@ def lowest_kept(scaled: jax.Array, s: Settings, mass: Any = 1.0) -> jax.Array:
 
 
 def scaled_logits(logits: jax.Array, s: Settings) -> jax.Array:
+    """Logits divided by the temperature, if it is not 0."""
     return logits / (s.temperature or 1.0)
 
 
 def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Settings) -> jax.Array:
-    """[…, vocab]: noise for the token at `place[…]` of the text `number[…]`.
+    """Noise […, vocab] for the token at `place[…]` of the text `number[…]`.
 
-    The largest of logits with this noise is a sample of their softmax (Gumbel-max).
+    The argmax of the logits plus this noise is a sample from their softmax (Gumbel-max).
     """
     if s.temperature == 0:
         return jnp.zeros(())
@@ -84,14 +86,14 @@ def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Settings) -
 
 @typed
 def own_block(x: i32["B/r/d L"]) -> i32["B/r/d L/t"]:
-    """The part of L that is this device's, of what all devices of t have."""
+    """Scatters x, which all devices of t hold, along L over t."""
     size = x.shape[1] // shardops.axis_size("t")
     return lax.dynamic_slice_in_dim(x, shardops.axis_index("t") * size, size, axis=1)
 
 
 @typed
 def choose(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Settings) -> u32["B/r/d L"]:
-    """The token at `place` of the text `number`. Each device of t draws for its own part of L, from the whole of V."""
+    """Draws the token at `place` of the text `number`. Each device of t draws for its own part of L, from all of V."""
     scaled = scaled_logits(shardops.all_to_all("B/r/d L V/t -> B/r/d L/t V", logits), s)
     noise = gumbel_noise(own_block(number), own_block(place), scaled.shape[-1], s)
     kept = scaled >= lowest_kept(scaled, s)
@@ -109,11 +111,13 @@ def compare(
     s: Settings,
     rounding: float,
 ) -> tuple[u32["B/r/d L/t"], f32["B/r/d L/t"], f32["B/r/d L/t"]]:
-    """What `choose` draws from these logits; by how much its logit with noise exceeds that of `drawn`; and by how much
-    it may, if each logit / temperature can be wrong by half of that.
+    """Compares the tokens `drawn` with those that `choose` draws from these logits.
 
-    Such errors can also change which tokens top_k and top_p leave. The excess is that of the tokens they leave in any
-    case, and infinite where they leave `drawn` in none.
+    Returns the token from `choose`; the excess of its scaled logit with noise over that of `drawn`; and the excess that
+    rounding explains, if each scaled logit may be wrong by half of it.
+
+    Such errors can also change which tokens top_k and top_p leave. The excess is that of tokens that they leave in any
+    case. It is infinite if they can never leave `drawn`.
     """
     scaled = scaled_logits(shardops.all_to_all("B/r/d L V/t -> B/r/d L/t V", logits), s)
     noisy = scaled + gumbel_noise(own_block(number), own_block(place), scaled.shape[-1], s)

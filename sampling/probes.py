@@ -1,11 +1,11 @@
-"""Whether a model can be decoded with a cache of keys and values: found by trying, before the first text.
+"""Checks whether a model can be decoded with a cache of keys and values. They run its parts before the first text.
 
-With the cache each position of a forward pass is another text. That is right if a position learns from others through
-`attend` alone, if no rule lets it see later ones, and if cached attention computes what train.attention does.
+With the cache, each position of a forward pass belongs to another text. This is right if a position learns from others
+through `attend` alone, if no rule lets it see later ones, and if cached attention computes what train.attention does.
 """
 
-import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from modeling.attention_calls import TOLERANCE, Call, calls_of
+from modeling.attention_calls import TOLERANCE, Call, calls_of, distinct, random_operands, with_path
 from modeling.model import Tokens, compute_scope, period_of
 from modeling.rules import Places, Rule
 from sampling.cache import cached_attention
@@ -25,16 +25,16 @@ from shardlib.shardtypes import f32, typed_shard_map
 from shardlib.values import mesh_axes
 
 QUERIES = 16
-"""Positions at which cached attention is compared."""
+"""Number of positions at which cached attention is compared."""
 PAIRS = 2**24
-"""Pairs of positions that are looked at, at a time."""
+"""Largest number of pairs of positions that are checked at a time."""
 
 
 class Verdict(NamedTuple):
     """How texts of a model are decoded."""
 
     why_no_cache: str = ""
-    """Why without a cache, if they are; empty: with it."""
+    """Reason to decode without a cache; empty: with it."""
     sees_later: bool = False
     """Whether a position of a text sees later ones."""
 
@@ -42,59 +42,53 @@ class Verdict(NamedTuple):
 def verdict(forward: Any, weights: Any, context: int) -> Verdict:
     """How texts of this model are decoded: with a cache, if that is right.
 
-    What the trials hold in memory is small: the parts of the model on 4·t positions, and PAIRS scores of attention, of
-    one text on each device.
+    The checks need little memory: the parts of the model on 4·t positions, and PAIRS scores of attention, of one text
+    on each device.
 
     Args:
         forward: train.Forward of the model.
         weights: of the model, on the mesh in force.
-        context: tokens that the next one can see.
+        context: number of tokens that the next one can see.
 
     Raises:
-        ValueError: a layer lets positions see later ones outside of `attend`, or other texts, so that no text can be
-            continued; a rule depends on the length; or cached attention is not what train.attention computes.
+        ValueError: a layer lets positions learn from later ones outside of `attend`, or from other texts, so that no
+            text can be continued; a rule depends on the length; or cached attention differs from train.attention.
     """
-    t = jax.sharding.get_mesh().shape["t"]
-    by_earlier, by_later, by_others = _mixed(forward, weights, 4 * t)
+    t, module = jax.sharding.get_mesh().shape["t"], f"of model.module {forward.model.c.module!r}"
+    by_earlier, by_later, by_others = _mixing_parts(forward, weights, 4 * t)
     if by_others:
         raise ValueError(
-            f"{by_others} of model.module {forward.model.c.module!r} lets a text learn from the others of its batch, "
-            "so that a text would depend on those that are drawn beside it. Let it compute each sequence by itself."
+            f"{by_others} {module} lets a text learn from the others of its batch, so that a text would depend on "
+            "those that are drawn beside it. Let it compute each sequence by itself."
         )
     if by_later:
         raise ValueError(
-            f"{by_later} of model.module {forward.model.c.module!r} lets a position learn from later ones outside of "
-            "attend, so that its texts cannot be continued. Let it go through attend, or from earlier positions alone."
+            f"{by_later} {module} lets a position learn from later ones outside of attend, so that its texts cannot be "
+            "continued. Let it go through attend, or from earlier positions alone."
         )
     calls = calls_of(forward, -(-context // t) * t)
-    _check_rules_of_any_length(calls, calls_of(forward, 4 * t))
-    turns = [call.turn for call in calls]
-    several = [turn for turn in range(period_of(forward.model)) if turns.count(turn) != 1]
-    calls = dict.fromkeys(call._replace(turn=0) for call in calls)
-    for call in calls:
-        if _sees_later(forward.rule(call.rule), context):
-            return Verdict(f"a position sees later ones: {call.rule}", sees_later=True)
-    if several:
-        return Verdict(f"layer {several[0]} of a period calls attend {turns.count(several[0])} times, not once")
-    if by_earlier:
-        return Verdict(f"{by_earlier} lets a position learn from others outside of attend")
-    for call in calls:
-        _check_cached_attention(forward, call, context)
-    return Verdict()
-
-
-def _check_rules_of_any_length(calls: list[Call], shorter: list[Call]) -> None:
-    """Raises ValueError where the rule of a layer is another one in a shorter sequence, as in decoding each is."""
-    for call, other in zip(calls, shorter, strict=True):
-        if len({_program_of(rule, call) for rule in (call.rule, other.rule)}) > 1:
+    for call, shorter in zip(calls, calls_of(forward, 4 * t), strict=True):
+        if _program_of(call.rule, call) != _program_of(shorter.rule, call):
             raise ValueError(
                 f"the rule `{call.rule}` of layer {call.turn} depends on the shapes that the layer is given, which in "
                 "decoding are others. Compute what it needs from the places of query and key."
             )
+    for call in distinct(calls):
+        if _sees_later(forward.rule(call.rule), context):
+            return Verdict(f"a position sees later ones: {call.rule}", sees_later=True)
+    turns = [call.turn for call in calls]
+    for turn in range(period_of(forward.model)):
+        if turns.count(turn) != 1:
+            return Verdict(f"layer {turn} of a period calls attend {turns.count(turn)} times, not once")
+    if by_earlier:
+        return Verdict(f"{by_earlier} lets a position learn from others outside of attend")
+    for call in distinct(calls):
+        _check_cached_attention(forward, call, context)
+    return Verdict()
 
 
 def _program_of(rule: Rule, call: Call) -> str:
-    """Hash of what a rule computes of a few pairs."""
+    """Hash of the program by which a rule changes the scores of a few pairs."""
     places = Places(*[jax.ShapeDtypeStruct((1, 2), jnp.int32)] * 3)
     scores = jax.ShapeDtypeStruct((1, *call.q.shape[2:4], 2, 2), jnp.float32)
     heads = jax.ShapeDtypeStruct((*call.q.shape[2:4], 1, 1), jnp.int32)
@@ -102,32 +96,35 @@ def _program_of(rule: Rule, call: Call) -> str:
     return hash_of(jax.jit(run).trace(scores, places, places, heads, call.learned))
 
 
-def _sees_later(rule: Any, context: int) -> bool:
-    """Whether some position of a text sees one that comes after it."""
-    rows = min(context, max(1, PAIRS // context))
+def _sees_later(rule: Rule, context: int) -> bool:
+    """Whether some position of a text sees one after it."""
+    queries = min(context, max(1, PAIRS // context))
 
     @jax.jit
-    def seen(first: jax.Array) -> jax.Array:
-        k_index, q_index = (jnp.arange(n, dtype=jnp.int32)[None] for n in (context, rows))
-        one_document = lambda index: Places(index, index, jnp.zeros_like(index))
-        q, k = one_document(q_index + first).as_queries(), one_document(k_index).as_keys()
+    def sees(first: jax.Array) -> jax.Array:
+        index = lambda count: jnp.arange(count, dtype=jnp.int32)[None]
+        q = Places.in_one_document(index(queries) + first).as_queries()
+        k = Places.in_one_document(index(context)).as_keys()
         return jnp.any(rule.sees(q, k) & (k.index > q.index))
 
-    return any(bool(seen(np.int32(first))) for first in range(0, context, rows))
+    return any(bool(sees(np.int32(first))) for first in range(0, context, queries))
 
 
-def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str, str]:
-    """The parts of the model in which positions learn from earlier ones outside of `attend`, from later ones, and from
-    other texts.
+def _mixing_parts(forward: Any, weights: Any, length: int) -> list[str]:
+    """Names of the parts of the model in which, outside of `attend`, positions learn from others.
 
-    Tried on two texts of `length` positions: one position of the first is changed at a time, its token and what a layer
-    is given, also to NaN, which weights of 0 do not hide. What skips all nearer positions than that is not seen.
+    Returns the parts in which they learn from earlier positions, those in which they learn from later ones, and those
+    in which they learn from another text.
+
+    Each part runs on two texts of `length` positions, and again after a change of one position of the first text, its
+    first or its last. The change is of the token and of the residual stream, also to NaN, which weights of 0 do not
+    hide. A part that reads only from positions farther away than `length` is not found.
     """
-    model, parts = forward.model, []
+    model, names = forward.model, ["embed", *["layer"] * period_of(forward.model), "logits"]
     place = np.arange(length, dtype=np.int32)[None]
 
-    def alone(q, k, v, rule, *learned, sinks=None, drop=None):
-        """Each position alone, and what is given once for all of a sequence."""
+    def attend_alone(q, k, v, rule, *learned, sinks=None, drop=None):
+        """Lets each position see itself alone, and the learned weights, which a sequence has once."""
         of_sequence = [jnp.sum(x, axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves((learned, sinks))]
         shared = sum(of_sequence, jnp.zeros(len(q)))[:, None, None, None, None]
         return (q + k[..., None, :] + v[..., None, :] + shared).astype(q.dtype)
@@ -135,74 +132,69 @@ def _mixed(forward: Any, weights: Any, length: int) -> tuple[str, str, str]:
     @typed_shard_map
     def per_device(w: model.Weights) -> f32["N"]:
         w, axes, t = forward.copies(w), tuple(mesh_axes()), shardops.axis_size("t")
-        own = shardops.axis_index("t") * (length // t) + jnp.arange(length // t)[None]
-        first = jnp.array([True, False])[:, None]  # of the two texts
-        of_rows = lambda x: varying(jnp.broadcast_to(x, (2, length)), ("r", "d"))
-        tokens_of = lambda ids: Tokens(of_rows(ids), of_rows(place), of_rows(0 * place)).prepared(model)
-        embed = lambda ids: model.embed(w, tokens_of(ids))
-        ids = jax.random.randint(jax.random.key(0), (2, length), 0, model.c.vocab).astype(jnp.uint32)
-        x, found = embed(ids), []
+        own_place = shardops.axis_index("t") * (length // t) + jnp.arange(length // t)[None]
+        in_first = jnp.array([True, False])[:, None]
+        of_both = lambda x: varying(jnp.broadcast_to(x, (2, length)), ("r", "d"))
+        tokens_of = lambda ids: Tokens(of_both(ids), of_both(place), of_both(0 * place)).prepared(model)
 
         def layer(turn: int, x: jax.Array, ids: jax.Array) -> jax.Array:
-            of_layer, tokens = jax.tree.map(lambda stack: stack[turn], w.layers), tokens_of(ids)
-            y, _ = split_extras(model.layer(x, of_layer, tokens.in_layer(jnp.int32(turn), turn), alone, forward.einsum))
-            return y
+            w_layer, tokens = jax.tree.map(lambda stack: stack[turn], w.layers), tokens_of(ids)
+            tokens = tokens.in_layer(jnp.int32(turn), turn)
+            return split_extras(model.layer(x, w_layer, tokens, attend_alone, forward.einsum))[0]
 
-        at_ends = [(end, value) for end in (0, length - 1) for value in ("NaN", "other")]
-        changed = jnp.array([end for end, _ in at_ends])[:, None, None]
-        next_ids = (ids + 1) % jnp.uint32(model.c.vocab)
-        other_ids = [jnp.where(first & (place == end), next_ids, ids) for end, _ in at_ends]
-        values = {"NaN": jnp.nan, "other": -3 * x}
-        others = [jnp.where((first & (own == end))[..., None], values[value], x) for end, value in at_ends]
-        tried = [("embed", lambda x, ids: embed(ids))]
-        tried += [("layer", functools.partial(layer, turn)) for turn in range(period_of(model))]
-        tried += [("logits", lambda x, ids: model.logits(w, x))]
-        given = jnp.stack([x, *others]), jnp.stack([ids, *other_ids])
-        for name, run in tried:
-            # One after the other, by one compiled copy: the same in, the same out, bit by bit.
-            plain, *new = lax.map(lambda given, run=run: run(*given), given)
-            same = (plain == jnp.stack(new)) | (jnp.isnan(plain) & jnp.isnan(jnp.stack(new)))
-            moved = ~jnp.all(same, axis=tuple(range(3, same.ndim)))
-            at = place if plain.shape[1] == length else own
-            own_text, other_text = moved[:, :1], moved[:, 1:]
-            parts.append(name)
-            later, earlier = own_text & (at > changed), own_text & (at < changed)
-            found.append(jnp.stack([jnp.any(later), jnp.any(earlier), jnp.any(other_text)]))
-        return jax.lax.pmax(varying(jnp.float32(jnp.concatenate(found)), axes), axes)
+        embed = lambda x, ids: model.embed(w, tokens_of(ids))
+        layers = [functools.partial(layer, turn) for turn in range(period_of(model))]
+        logits = lambda x, ids: model.logits(w, x)
+
+        ids = jax.random.randint(jax.random.key(0), (2, length), 0, model.c.vocab).astype(jnp.uint32)
+        x = embed(None, ids)
+        given = [(x, ids)]
+        for end in (0, length - 1):
+            other_ids = jnp.where(in_first & (place == end), (ids + 1) % jnp.uint32(model.c.vocab), ids)
+            given += [
+                (jnp.where((in_first & (own_place == end))[..., None], y, x), other_ids) for y in (jnp.nan, -3 * x)
+            ]
+        given = jax.tree.map(lambda *alternatives: jnp.stack(alternatives), *given)
+        changed = jnp.array([0, 0, length - 1, length - 1])[:, None, None]
+
+        found = []
+        for part in (embed, *layers, logits):
+            # One after the other, by the same compiled code, so that equal arguments give equal bits.
+            plain, *after = lax.map(lambda given, part=part: part(*given), given)
+            after = jnp.stack(after)
+            moved = ~((plain == after) | (jnp.isnan(plain) & jnp.isnan(after)))
+            moved = jnp.any(moved, axis=tuple(range(3, moved.ndim)))
+            at = place if plain.shape[1] == length else own_place
+            first, second = moved[:, :1], moved[:, 1:]
+            found += [jnp.any(first & (at > changed)), jnp.any(first & (at < changed)), jnp.any(second)]
+        return lax.pmax(varying(jnp.float32(jnp.stack(found)), axes), axes)
 
     with compute_scope(forward.training.compute_dtype):
-        moved = np.asarray(jax.jit(per_device)(weights)).reshape(-1, 3)
-    names = lambda column: ", ".join(dict.fromkeys(np.array(parts)[moved[:, column] > 0].tolist()))
-    return names(0), names(1), names(2)
+        moved = np.asarray(jax.jit(per_device)(weights)).reshape(len(names), 3) > 0
+    return [", ".join(dict.fromkeys(np.array(names)[column])) for column in moved.T]
 
 
 def _check_cached_attention(forward: Any, call: Call, context: int) -> None:
     """Raises ValueError where cached attention and train.attention differ, at some positions of one text.
 
-    The text is no longer than PAIRS allows, for memory. Both ways read the same rule, and what can differ are the
-    places, head numbers and weights that they give it, which shows at any length. So it may be shorter than a window.
+    Both read the same rule. They can differ in the places, head numbers and weights that they give it, which shows at
+    any length. So the text may be shorter than a window, and is no longer than PAIRS allows.
     """
-    dense = dataclasses.replace(forward, training=dataclasses.replace(forward.training, attention="einsum"))
-    axes, heads = tuple(mesh_axes()), call.q.shape[2] * call.q.shape[3]
-    context = min(context, max(64, int((PAIRS / heads) ** 0.5)))
-    at = np.unique(np.linspace(0, context - 1, QUERIES).astype(np.int32))
+    dense, axes = with_path(forward, "einsum"), tuple(mesh_axes())
+    length = min(context, max(64, int((PAIRS / math.prod(call.q.shape[2:4])) ** 0.5)))
+    at = np.unique(np.linspace(0, length - 1, QUERIES).astype(np.int32))
 
     @typed_shard_map
     def per_device() -> f32[""]:
-        keys = iter(jax.random.split(jax.random.key(0), 8))
-        random = lambda *shape, like=call.q: varying(
-            (2 * jax.random.normal(next(keys), shape)).astype(like.dtype), axes
-        )
-        kv, groups, width = call.q.shape[2:]
-        q, k, v = random(1, context, kv, groups, width), random(1, context, kv, width), random(1, context, kv, width)
-        learned, sinks = jax.tree.map(lambda x: random(*x.shape, like=x), (call.learned, call.sinks))
-        place = varying(jnp.arange(context, dtype=jnp.int32)[None], ("r", "d"))
+        operands = jax.tree.map(lambda x: varying(x, axes), random_operands(call, length))
+        q, k, v, learned, sinks = operands
+        place = varying(jnp.arange(length, dtype=jnp.int32)[None], ("r", "d"))
         tokens, rule = Tokens(place.astype(jnp.uint32), place, jnp.zeros_like(place)), forward.rule(call.rule)
         expected = dense.attend(tokens)(None, q, k, v, call.rule, *learned, sinks=sinks)[0][:, at]
         past = lambda x: jnp.broadcast_to(x[:, None], (1, len(at), *x.shape[1:]))
         found = cached_attention(q[:, at], k[:, at], v[:, at], past(k), past(v), place[:, at], rule, learned, sinks)
         far = jnp.max(jnp.abs(jnp.float32(found) - jnp.float32(expected))) / jnp.max(jnp.abs(jnp.float32(expected)))
-        return jax.lax.pmax(far, axes)
+        return lax.pmax(far, axes)
 
     with compute_scope(forward.training.compute_dtype):
         far = float(jax.jit(per_device)())

@@ -3,8 +3,8 @@
     sampler = Sampler(forward, Settings(max_tokens=100, temperature=0.8), context=c.training.seq_len)
     continuations = sampler.generate(weights, [[5, 8, 13], []])
 
-It runs the forward pass of training, with any model: what one token learns from others goes through `attend`, so that a
-cache can stand there, and the positions of a forward pass need not be those of one text. docs/sampling.md tells more.
+It runs the forward pass of training, with any model. All that a token learns from others passes through `attend`, which
+can read a cache, so that the positions of a forward pass need not be those of one text. See docs/sampling.md.
 """
 
 import dataclasses
@@ -27,17 +27,18 @@ from sampling.probes import verdict
 from shardlib.shardtypes import Array, bool_, f32, i32, typed_shard_map, u32
 
 CHUNK = 32
-"""Tokens of each text that are sampled before the host looks at them."""
+"""Number of tokens of each text that are drawn before the host reads them."""
 SHORTEST = 16
-"""Positions of a forward pass over windows, at least; more in powers of two, so that few programs are compiled."""
+"""Smallest number of positions of a forward pass over windows. Others are powers of two, so that few programs are
+compiled."""
 
 
 @dataclasses.dataclass
 class Speed:
-    """What `Sampler.generate` has done."""
+    """Work and time of `Sampler.generate`."""
 
     tokens: int = 0
-    """Drawn, of all texts together."""
+    """Number of tokens drawn, of all texts together."""
     seconds: float = 0.0
     """Without compilation."""
     compile_seconds: float = 0.0
@@ -47,19 +48,20 @@ class Sampler:
     """Continues texts with the weights of a model, on the mesh in force.
 
     Args:
-        forward: train.Forward of the model. Its `training` says the compute dtype, and whether weights are gathered in
-            each layer for each token, or once for CHUNK tokens (gather_weights).
+        forward: train.Forward of the model. Its `training` sets the compute dtype, and gather_weights: whether weights
+            are gathered in each layer for each token, or once for CHUNK tokens.
         settings: how to draw.
-        context: tokens that the next one can see, bos included; at least 2, and no more than the model has positions.
-        batch: texts at once, at most; rounded up to a multiple of the devices.
+        context: number of tokens that the next one can see, with bos; at least 2, and no more than the model has
+            positions.
+        batch: largest number of texts at once; rounded up to a multiple of the devices.
 
     Attributes:
         prefill: the jitted program that fills the cache with windows of tokens.
         decode: the one that draws up to CHUNK tokens of each text.
         decode_windows: the same without a cache.
-        why_no_cache: why texts are drawn without a cache, if they are; empty: they are not. None before the first.
-        sees_later: whether a position of a text sees later ones, so that `check` has nothing to compare.
-        compare: the one that draws tokens without the cache, for `check`.
+        compare: the one that draws tokens from training's forward pass, for `check`.
+        why_no_cache: reason to draw without a cache; empty: with it. None before the first text.
+        sees_later: whether a position of a text sees later ones, so that `check` can compare nothing.
 
     Raises:
         ValueError: a setting out of its range, or a model that reads more than tokens.
@@ -76,7 +78,7 @@ class Sampler:
         if context < 2:
             raise ValueError(f"context is {context}; it must hold at least 2 tokens, the first of which is bos.")
         c.check(context)
-        # What training asked for may be for other devices than these; and in FP8 a text depends on those beside it.
+        # The path that training names may be for other devices. In FP8 a text depends on those beside it.
         any_device = dataclasses.replace(forward.training, attention="auto", fp8=False)
         self.forward, self.c = dataclasses.replace(forward, training=any_device), c
         self.settings, self.context, self.speed = settings, context, Speed()
@@ -107,14 +109,14 @@ class Sampler:
                 cache, texts = carry
                 logits, cache = next_logits(w, cache, texts, forward)
                 drawn = choose(logits, texts.number[None], texts.length[None], s)[0]
-                goes_on = (texts.left > 0) & (texts.place < self.context)
+                continues = (texts.left > 0) & (texts.place < self.context)
                 ended = jnp.isin(drawn, jnp.array(s.stop, jnp.uint32))
-                texts = Texts(
-                    number=texts.number,
-                    length=texts.length + goes_on,
-                    token=jnp.where(goes_on, drawn, texts.token),
-                    place=texts.place + goes_on,
-                    left=jnp.where(goes_on, jnp.where(ended, 0, texts.left - 1), texts.left),
+                texts = dataclasses.replace(
+                    texts,
+                    length=texts.length + continues,
+                    token=jnp.where(continues, drawn, texts.token),
+                    place=texts.place + continues,
+                    left=jnp.where(continues, jnp.where(ended, 0, texts.left - 1), texts.left),
                 )
                 return (cache, texts), drawn
 
@@ -139,7 +141,7 @@ class Sampler:
             return compare(logits, batch.targets, number, place, s, ROUNDING[training.compute_dtype])
 
         def jitted(per_device, replicated: slice, **options):
-            """`per_device` jitted, the parts of its result that the host reads on every device."""
+            """Jits `per_device`, with the `replicated` part of its results on every device, for the host to read."""
 
             @functools.partial(jax.jit, **options)
             def program(*args):
@@ -160,7 +162,7 @@ class Sampler:
         )
 
     def _call(self, program, *args):
-        """program(*args), timed without its compilation."""
+        """Runs program(*args). Its time and that of its compilation are added to the speed."""
         key = (program, tuple(np.shape(x) for x in jax.tree.leaves(args)))
         if key not in self._compiled:
             start = time.perf_counter()
@@ -172,19 +174,19 @@ class Sampler:
         return result
 
     def padded(self, length: int) -> int:
-        """Positions of a forward pass over windows of up to `length` tokens: few different numbers, which t divides."""
+        """Number of positions of a forward pass over windows of up to `length` tokens: one of few multiples of t."""
         short = max(SHORTEST, 1 << (length - 1).bit_length())
         return -(-min(short, self.context) // self._t) * self._t
 
     def generate(self, weights: Any, prompts: Sequence[Sequence[int]], first_number: int = 0) -> list[list[int]]:
-        """The tokens drawn after each prompt, the one that ended the text included.
+        """The tokens drawn after each prompt, with the one that ended the text.
 
-        Each process gives the same prompts and gets all texts.
+        Each process passes the same prompts and receives all texts.
 
         Args:
             weights: of the model, sharded as in training.
-            prompts: token ids; none: the text begins after bos.
-            first_number: number of the first text. Texts of different numbers have different noise.
+            prompts: token ids. After an empty prompt, the text begins after bos.
+            first_number: number of the first text. Texts with different numbers have different noise.
 
         Raises:
             ValueError: token ids outside the model's vocabulary.
@@ -198,18 +200,18 @@ class Sampler:
         return result
 
     def _decide(self, weights: Any) -> None:
-        """Finds once whether texts are drawn with a cache."""
+        """Decides once whether texts are drawn with a cache."""
         if self.why_no_cache is None:
             start = time.perf_counter()
             self.why_no_cache, self.sees_later = verdict(self.forward, weights, self.context)
             self.speed.compile_seconds += time.perf_counter() - start
 
     def rows(self, texts: int) -> int:
-        """Rows of each pass for so many texts."""
+        """Number of sequences in each pass for `texts` texts."""
         return -(-min(texts, self._batch) // self._devices) * self._devices
 
     def _ids(self, windows: Sequence[Sequence[int]], length: int = 1) -> np.ndarray:
-        """Windows of tokens as rows, padded at their ends to `length` at least."""
+        """Windows of tokens as an array, padded at their ends to `length` at least."""
         ids = np.zeros((len(windows), self.padded(max(length, *map(len, windows)))), np.uint32)
         for row, window in zip(ids, windows, strict=True):
             row[: len(window)] = window
@@ -256,37 +258,34 @@ class Sampler:
     ) -> "Checked":
         """Draws each token again from training's forward pass over its window, without a cache, with the same noise.
 
-        Where positions see later ones nothing is compared: a pass over a whole window then shows each position tokens
-        that were not there when the next was drawn.
+        Nothing is compared if positions see later ones: a pass over a whole window then shows each position tokens that
+        were not there when the next was drawn.
 
         Args:
-            weights, prompts, first_number: as `generate` had them.
-            drawn: what it gave.
+            weights: as in `generate`.
+            prompts: as in `generate`.
+            drawn: the texts from `generate`.
+            first_number: as in `generate`.
 
         Raises:
-            ValueError: another token is drawn, and that is not for rounding.
+            ValueError: another token is drawn, by more than rounding explains.
         """
         checked, dtype = Checked(), self.forward.training.compute_dtype
         self._decide(weights)
         if self.sees_later:
             return checked
         cached = not self.why_no_cache
-        rows = list(self._windows(prompts, drawn))
-        per_batch = self.rows(len(prompts))
-        for first in range(0, len(rows), per_batch):
-            part = rows[first : first + per_batch]
+        windows, per_batch = list(self._windows(prompts, drawn)), self.rows(len(prompts))
+        for first in range(0, len(windows), per_batch):
+            part = windows[first : first + per_batch]
             shape = per_batch, self.padded(max(len(tokens) for _, _, _, tokens in part))
             targets, number, place = np.zeros(shape, np.uint32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
             for i, (text, start, _, tokens) in enumerate(part):
-                targets[i, : len(tokens)], number[i], place[i] = (
-                    tokens,
-                    first_number + text,
-                    start + np.arange(shape[1]),
-                )
+                targets[i, : len(tokens)] = tokens
+                number[i], place[i] = first_number + text, start + np.arange(shape[1])
             is_start = np.broadcast_to(np.arange(shape[1]) == 0, shape)
             batch = TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=np.ones(shape, bool))
-            found = map(np.asarray, self.compare(weights, batch, number, place))
-            expected, excess, allowed = found
+            expected, excess, allowed = map(np.asarray, self.compare(weights, batch, number, place))
             for i, (text, start, new, tokens) in enumerate(part):
                 for j in range(new - start, len(tokens)):
                     checked.tokens += 1
@@ -307,7 +306,7 @@ class Sampler:
     def _windows(
         self, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]]
     ) -> Iterator[tuple[int, int, int, list[int]]]:
-        """Each window: which text, where in it it starts, its first drawn token, and the tokens from the start on."""
+        """Each window: number of its text, place of its start, place of its first drawn token, and its tokens."""
         for i, (prompt, new) in enumerate(zip(prompts, drawn, strict=True)):
             text, first = [*prompt, *new], len(prompt)
             while first < len(text):
@@ -319,11 +318,11 @@ class Sampler:
 
 @dataclasses.dataclass
 class Checked:
-    """What `Sampler.check` found."""
+    """Result of `Sampler.check`."""
 
     tokens: int = 0
-    """Compared."""
+    """Number of tokens that were compared."""
     ties: int = 0
-    """Of these, differed for rounding."""
+    """Number of these that differ because of rounding."""
     largest: float = 0.0
-    """The largest of their differences, as a part of what rounding explains."""
+    """The largest of their differences, as a part of the difference that rounding explains."""

@@ -1,4 +1,4 @@
-"""Texts that a run samples while it learns: noise becomes sentences."""
+"""Texts that a run samples during training: noise becomes sentences."""
 
 import json
 from typing import Any
@@ -14,20 +14,20 @@ from training_io.run import Run
 from training_io.stages import folded_mesh, without_stages
 
 SHOWN = 100
-"""Characters of a sample on the terminal."""
+"""Number of characters of a sample on the terminal."""
 
 
 class TrainingSamples:
-    """Continues training.sample_prompts with the weights of a run that is under way.
+    """Continues training.sample_prompts with the weights of a run during training.
 
-    `<directory>/samples.jsonl` gets a line for each: step (how many were done), prompt, text (what was added), and
-    ended (whether by the token that ends the data's documents). The noise is the same each time, so that texts differ
-    by what was learned. With several processes all make the same calls, and process 0 writes.
+    Each sample is a line in `<directory>/samples.jsonl`: step (number of steps done), prompt, text (what was added),
+    and ended (whether by the token that ends the documents of the data). The noise is the same each time, so that texts
+    differ only by what was learned. All processes make the same calls; process 0 writes.
 
     Args:
-        c: of the run.
+        c: configuration of the run.
         forward: train.Forward of its model.
-        run: the run. Lines of steps after those it resumes from, of an interrupted run, are removed.
+        run: the run. If it resumes, lines of later steps are removed.
 
     Raises:
         ValueError: a prompt that the data's tokenizer cannot encode, or a setting out of its range.
@@ -57,7 +57,7 @@ class TrainingSamples:
             temporary.replace(self._path)
 
     def write(self, weights: Any) -> None:
-        """Samples with these weights, after the steps that the run has done."""
+        """Samples with these weights, after the steps that are done."""
         done = self._run.done
         weights = without_stages(weights, self._placement, self._mesh)
         with pause("sampling texts"), jax.set_mesh(self._mesh):

@@ -1,4 +1,7 @@
-"""The model of train.py and what docs/changing.md makes of it, in plain JAX: whole arrays, all pairs, no types."""
+"""The model of train.py, with changes and other rules of attention, in plain JAX: whole arrays, all pairs, no types.
+
+It shares nothing with the source: norms, RoPE, masks, softmax and SwiGLU are its own.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +24,9 @@ def rotated(x, position, base: float):
     return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
 
 
-def places(batch: TokenBatch) -> tuple:
-    """ids, position in the document, and document of each token that is read; numpy [B, L]."""
+def tokens_of(batch: TokenBatch) -> tuple:
+    """ids, position in the document, and document of each token that is read; numpy [B, L]. 0 is the bos_id."""
     starts = np.array(batch.is_seq_start)
-    starts[:, 0] |= False
     before = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
     ids, document = np.where(starts, 0, before), np.cumsum(starts, 1)
     position = np.zeros(ids.shape, np.int32)
@@ -36,14 +38,14 @@ def places(batch: TokenBatch) -> tuple:
 
 def logits(
     w,
-    batch: TokenBatch,
+    tokens: tuple,
     c: ModelConfig,
     *,
     activation=jax.nn.silu,
     norm=rms,
-    rope: bool = True,
-    sees=lambda layer, i, j: i >= j,
-    score=lambda scores, i, j: scores,
+    rope=lambda layer: True,
+    sees=lambda layer, i, j, position: i >= j,
+    score=lambda layer, scores, i, j: scores,
     sinks: bool = False,
     gain: bool = False,
     second=None,
@@ -52,25 +54,27 @@ def logits(
     """f32[B, L, V].
 
     Args:
-        sees: (layer, index of a query, of a key) -> whether it does, within a document.
-        score: (scores[B, heads, L, S], i, j) -> what the softmax takes.
+        tokens: as from tokens_of.
+        rope: layer -> whether it has RoPE.
+        sees: (layer, index i of a query, j of a key, position[B, L]) -> whether it does, within a document: [B, L, S].
+        score: (layer, scores[B, heads, L, S], i, j) -> what the softmax takes.
         sinks, gain: whether the layers have such weights.
         second: ids of the second input, [B, L], of the tokens that are read.
         stream: gets the mean square of what each layer gives.
     """
-    ids, position, document = places(batch)
+    ids, position, document = tokens
     i, j = np.arange(ids.shape[1])[:, None], np.arange(ids.shape[1])[None]
     x = w.embed[ids] + (0 if second is None else w.embed[second])
     for layer in range(c.layers):
         of = jax.tree.map(lambda x, layer=layer: x[layer], w.layers)
         h = norm(x, c.norm_epsilon) * of.attention_norm
         q, k, v = (jnp.einsum("blm,m...d->bl...d", h, x) for x in (of.w_q, of.w_k, of.w_v))
-        if rope:
+        if rope(layer):
             q, k = rotated(q, position, c.rope_base), rotated(k, position, c.rope_base)
         scores = jnp.einsum("blkqd,bskd->bkqls", q, k) / np.sqrt(c.d_head)
         heads = scores.reshape(scores.shape[0], -1, *scores.shape[3:])
-        seen = (document[:, :, None] == document[:, None, :]) & sees(layer, i, j)
-        scores = jnp.where(seen[:, None, None], score(heads, i, j).reshape(scores.shape), -jnp.inf)
+        seen = (document[:, :, None] == document[:, None, :]) & sees(layer, i, j, position)
+        scores = jnp.where(seen[:, None, None], score(layer, heads, i, j).reshape(scores.shape), -jnp.inf)
         largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
         exponents = jnp.exp(scores - largest)
         total = exponents.sum(-1, keepdims=True)

@@ -1,4 +1,7 @@
-"""Every single change, of some kinds, to the specs and collectives of a module, for tests of what notices them."""
+"""Every single change, of some kinds, to the specs and collectives of a module, for tests of what notices them.
+
+They are found in the syntax tree: strings that are specs, and calls of shardlib's ops, by whatever names.
+"""
 
 import ast
 import dataclasses
@@ -9,8 +12,7 @@ from shardlib.parsing import ShardError, parse_op, parse_shape
 
 AXES = ("r", "t", "d", "p")
 """Of the mesh, in the order in which they stand within a dim."""
-GATHERS = {"all_gather", "gather"}  # with train.py's name for it
-COLLECTIVES = GATHERS | {"psum_scatter", "psum", "pmax", "replicate", "gather_ahead"}
+COLLECTIVES = {"all_gather", "psum_scatter", "psum", "pmax", "replicate", "gather_ahead"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Source:
 
     def __init__(self, text: str):
         self.tree, self._raw = ast.parse(text), text.encode()
+        self._ops = dict(_assigned_ops(self.tree))
         self._starts = [0]
         for line in self._raw.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
@@ -43,10 +46,27 @@ class Source:
     def of(self, node: ast.expr) -> str:
         return self._raw[self._span(node)].decode()
 
+    def op(self, call: ast.Call) -> str:
+        """Name of the function that is called; of an op also where it is called by a name of the module's own."""
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        return self._ops.get(name, name)
+
     def mutant(self, kind: str, node: ast.expr, after: str) -> Mutant:
         span = self._span(node)
         mutated = (self._raw[: span.start] + after.encode() + self._raw[span.stop :]).decode()
         return Mutant(kind, node.lineno, " ".join(self.of(node).split()), " ".join(after.split()), mutated)
+
+
+def _assigned_ops(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(name, op) for each assignment of an op, such as `gather = shardops.all_gather`, in tuples too."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        target, value = node.targets[0], node.value
+        in_tuples = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+        for name, op in zip(target.elts, value.elts, strict=True) if in_tuples else [(target, value)]:
+            if isinstance(op, ast.Attribute) and getattr(op.value, "id", "") == "shardops":
+                yield name.id, op.attr
 
 
 def mutants(text: str) -> Iterator[Mutant]:
@@ -71,13 +91,25 @@ def _all_mutants(source: Source) -> Iterator[Mutant]:
         elif isinstance(node, ast.Call):
             for kind, call in call_changes(source, node):
                 yield source.mutant(kind, node, call)
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and source.of(node.right) == "targets":
-            for count in ("batch.targets.size", "jnp.sum(jnp.float32(batch.loss_mask))"):
-                yield source.mutant("loss normalised by another count", node.right, count)
-            for axis in AXES:
-                for operator in ("*", "/"):
-                    text = f'(targets {operator} shardops.axis_size("{axis}"))'
-                    yield source.mutant("loss normalised by another count", node.right, text)
+        elif isinstance(node, ast.FunctionDef):
+            yield from _other_counts(source, node)
+
+
+def _other_counts(source: Source, function: ast.FunctionDef) -> Iterator[Mutant]:
+    """Other divisors of a sum over devices, in a function that reads the loss_mask of a TokenBatch."""
+    masks = [node for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr == "loss_mask"]
+    for node in ast.walk(function):
+        if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and isinstance(node.left, ast.Call)):
+            continue
+        if source.op(node.left) != "psum" or not masks:
+            continue
+        batch, count = source.of(masks[0].value), source.of(node.right)
+        yield source.mutant("loss divided by a size", node.right, f"{batch}.targets.size")
+        yield source.mutant("loss divided by a device's count", node.right, f"jnp.sum(jnp.float32({batch}.loss_mask))")
+        for axis in AXES:
+            for operator in "*/":
+                text = f'({count} {operator} shardops.axis_size("{axis}"))'
+                yield source.mutant("loss divided by a multiple", node.right, text)
 
 
 def _of_type(node: ast.Subscript) -> list[ast.expr]:
@@ -163,7 +195,7 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
 
 def call_changes(source: Source, node: ast.Call) -> Iterator[tuple[str, str]]:
     """(kind, the call after it) for a collective's call."""
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    name = source.op(node)
     if name not in COLLECTIVES or not node.args:
         return
     if name == "gather_ahead":  # (model, weights, …)
@@ -181,8 +213,7 @@ def call_changes(source: Source, node: ast.Call) -> Iterator[tuple[str, str]]:
         return
     left, right = (side.strip() for side in spec.value.split("->"))
     reversed_spec = f'"{right} -> {left}"'
-    others = {"psum_scatter", "psum", "pmax", "replicate", "all_gather"} - {"all_gather" if name in GATHERS else name}
-    for other in sorted(others):
+    for other in sorted(COLLECTIVES - {"gather_ahead", name}):
         yield "collective exchanged", call(f"shardops.{other}", before, operand)
     for other in ("all_gather", "psum_scatter"):
         yield "collective exchanged", call(f"shardops.{other}", reversed_spec, operand)

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-SOURCE = (ROOT / "train.py").read_text().split("# ---- main ---")[0]
+SOURCE = (ROOT / "train.py").read_text()
 
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
@@ -33,8 +33,9 @@ def hunks(recipe: str) -> list[tuple[str, str]]:
     return found
 
 
-def changed(recipe: str, source: str = SOURCE) -> str:
+def changed(recipe: str) -> str:
     """The source of train.py after a recipe."""
+    source = SOURCE
     for before, after in hunks(recipe):
         assert source.count(before) == 1, f"{recipe}: train.py has this {source.count(before)} times:\n{before}"
         source = source.replace(before, after)

@@ -1,8 +1,4 @@
-"""Small models whose layers attend by other rules than causal, and the same computed densely, in plain jax.numpy.
-
-`dense_logits` shares nothing with the source: its masks are made with numpy, its softmax is over all pairs, and its
-norms, RoPE and SwiGLU are its own.
-"""
+"""Small models whose layers attend by other rules than causal, and how tests/dense.py computes the same."""
 
 import dataclasses
 import functools
@@ -128,76 +124,18 @@ def placed_weights(name: str):
     return tiny.place(host_weights(name), KINDS[name].Weights)
 
 
-# ---- densely ------------------------------------------------------------------------------------------------------
-
-
-def dense_mask(name: str, layer: int, document: np.ndarray) -> np.ndarray:
-    """Who sees whom in a layer: bool[B, L, L], of the number of each position's document."""
-    rows, length = document.shape
-    seen = np.zeros((rows, length, length), bool)
-    for row in range(rows):
-        first = np.searchsorted(document[row], document[row])  # where the document of each position begins
-        for q in range(length):
-            begin = first[q]
-            if name == "window" or (name == "alternating" and layer % 2 == 0):
-                begin = max(begin, q - WINDOW + 1)
-            seen[row, q, begin : q + 1] = True
-            if name == "prefix" and q < first[q] + PREFIX:
-                together = slice(first[q], first[q] + PREFIX)
-                seen[row, q, together] = document[row, together] == document[row, q]
-    return seen
-
-
-def dense_logits(name: str, w, ids, positions, masks) -> jax.Array:
-    """f32[B, L, V]; `masks`: dense_mask of each layer."""
-    gain = lambda x, weight: x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + SIZES.norm_epsilon) * weight
-    half = SIZES.d_head // 2
-    angles = positions[..., None] / SIZES.rope_base ** (jnp.arange(half) / half)
-
-    def turned(x, layer):
-        """As complex numbers, whose parts are the two halves of a head."""
-        if name == "no positions" and layer % 2 == 1:
-            return x
-        by = jnp.exp(1j * angles).reshape(*angles.shape[:2], *[1] * (x.ndim - 3), half)
-        z = (x[..., :half] + 1j * x[..., half:]) * by
-        return jnp.concatenate([z.real, z.imag], axis=-1)
-
-    x = w.embed[ids]
-    distance = np.arange(ids.shape[1])[:, None] - np.arange(ids.shape[1])
-    slopes = np.array([2.0 ** (-8 * (h + 1) / HEADS) for h in range(HEADS)]).reshape(SIZES.n_kv, -1, 1, 1)
-    for i, mask in enumerate(masks):
-        layer = jax.tree.map(lambda stack, i=i: stack[i], w.layers)
-        nx = gain(x, layer.attention_norm)
-        q = turned(jnp.einsum("blm,mkqd->blkqd", nx, layer.w_q), i)
-        k = turned(jnp.einsum("blm,mkd->blkd", nx, layer.w_k), i)
-        v = jnp.einsum("blm,mkd->blkd", nx, layer.w_v)
-        scores = jnp.einsum("blkqd,bskd->bkqls", q, k)
-        scores = scores * (0.3 if name == "alternating" and i % 2 == 1 else SIZES.d_head**-0.5)
-        scores = scores - slopes * distance if name == "alibi" else scores
-        scores = CAP * jnp.tanh(scores / CAP) if name == "soft-cap" else scores
-        weights = jnp.exp(jnp.where(mask[:, None, None], scores, -jnp.inf))
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        total = total + jnp.exp(layer.sinks)[..., None, None] if name == "sinks" else total
-        read = jnp.einsum("bkqls,bskd->blkqd", weights / total, v)
-        x = x + jnp.einsum("blkqd,kqdm->blm", read, layer.w_o)
-        nx = gain(x, layer.mlp_norm)
-        gate = nx @ layer.w_gate
-        x = x + (gate / (1 + jnp.exp(-gate)) * (nx @ layer.w_up)) @ layer.w_down
-    return gain(x, w.final_norm) @ w.unembed.T
-
-
-def dense_inputs(targets: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """ids, positions and documents, of targets[B, L] where documents begin at `starts`."""
-    ids, positions, document = (np.zeros(targets.shape, np.int32) for _ in range(3))
-    for row in range(len(targets)):
-        for at in range(targets.shape[1]):
-            if at == 0 or starts[row, at]:
-                ids[row, at], document[row, at] = SIZES.bos_id, at
-            else:
-                ids[row, at] = targets[row, at - 1]
-                positions[row, at], document[row, at] = positions[row, at - 1] + 1, document[row, at - 1]
-    return ids, positions, document
-
-
-def dense_masks(name: str, document: np.ndarray) -> list[np.ndarray]:
-    return [dense_mask(name, layer, document) for layer in range(SIZES.layers)]
+in_window = lambda i, j: (i >= j) & (i - j < WINDOW)
+slopes = 2.0 ** (-8 * (np.arange(HEADS)[:, None, None] + 1) / HEADS)
+in_prefix = lambda position: (position[:, :, None] < PREFIX) & (position[:, None, :] < PREFIX)
+DENSE = {  # kind: the arguments of dense.logits for it
+    "window": {"sees": lambda layer, i, j, position: in_window(i, j)},
+    "alibi": {"score": lambda layer, scores, i, j: scores - slopes * (i - j)},
+    "soft-cap": {"score": lambda layer, scores, i, j: CAP * jnp.tanh(scores / CAP)},
+    "alternating": {
+        "sees": lambda layer, i, j, position: (i >= j) if layer % 2 else in_window(i, j),
+        "score": lambda layer, scores, i, j: scores * (0.3 * SIZES.d_head**0.5 if layer % 2 else 1),
+    },
+    "sinks": {"sinks": True},
+    "prefix": {"sees": lambda layer, i, j, position: (i >= j) | in_prefix(position)},
+    "no positions": {"rope": lambda layer: layer % 2 == 0},
+}

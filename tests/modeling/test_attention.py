@@ -154,6 +154,11 @@ def test_cudnn_is_asked_for_the_same(monkeypatch):
 # ---- the choice ---------------------------------------------------------------------------------------------------
 
 
+def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) -> dict:
+    """Arguments of attention.choose for such queries."""
+    return {"rule": CAUSAL, "q": jax.ShapeDtypeStruct((1, length, 2, 2, d_head), dtype), **options}
+
+
 @pytest.mark.parametrize(
     ("device", "length", "changes", "expected"),
     [
@@ -175,7 +180,7 @@ def test_cudnn_is_asked_for_the_same(monkeypatch):
     ],
 )
 def test_auto_takes_what_can_do_it(device, length, changes, expected):
-    asked = {"rule": CAUSAL, "length": length, "d_head": 64, "dtype": jnp.bfloat16, "device": device, **changes}
+    asked = asking(length=length, device=device, **changes)
     path, why = attention.choose("auto", **asked)
     assert path == expected
     assert why
@@ -186,7 +191,7 @@ def test_auto_takes_what_can_do_it(device, length, changes, expected):
     ("path", "device", "changes", "reason"),
     [
         ("blockwise", CPU, {"dropout": True}, "no dropout"),
-        ("cudnn", CPU, {}, "cpu is no NVIDIA GPU"),
+        ("cudnn", CPU, {}, "cpu is not an NVIDIA GPU"),
         ("cudnn", GPU, {"dropout": True}, "no dropout"),
         ("cudnn", GPU, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "changes no scores"),
         ("cudnn", GPU, {"sinks": True}, "no sinks"),
@@ -197,7 +202,7 @@ def test_auto_takes_what_can_do_it(device, length, changes, expected):
     ],
 )
 def test_a_path_that_cannot_do_it_says_so(path, device, changes, reason):
-    asked = {"rule": CAUSAL, "length": 64, "d_head": 64, "dtype": jnp.bfloat16, "device": device, **changes}
+    asked = asking(device=device, **changes)
     with pytest.raises(ValueError, match=rf"training\.attention is {path}, .*{reason}.* Choose auto"):
         attention.choose(path, **asked)
 
@@ -244,7 +249,9 @@ def test_the_run_says_which():
     c, cpu = with_length(1024, attention="auto"), jax.devices()[0]
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         (said,) = describe_attention(tiny.forward(c), 1024, cpu)
-        assert said == "blockwise (auto: blocks of 128 tokens; no cudnn: cpu is no NVIDIA GPU); causal, same_document"
+        assert (
+            said == "blockwise (auto: blocks of 128 tokens; no cudnn: cpu is not an NVIDIA GPU); causal, same_document"
+        )
         c.training.attention = "einsum"
         assert describe_attention(tiny.forward(c), 1024, cpu) == ["einsum; causal, same_document"]
 

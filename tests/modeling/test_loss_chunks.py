@@ -11,7 +11,7 @@ import tiny
 from gradients import assert_same, loss_and_gradients, meshes
 
 from input_loader import TokenBatch
-from modeling.loss_chunks import in_chunks
+from modeling.loss_chunks import sum_in_chunks
 from models import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import dtype_name, pytree_dataclass
@@ -90,7 +90,7 @@ def test_gradients_of_weights_are_summed_in_f32():
     def gradient(x: act["B L M"]) -> act["M"]:
         share = lambda w, x, targets, mask: jnp.sum(jnp.float32(x * w.gain))
         ids = jnp.zeros((1, 512), jnp.int32)
-        loss = lambda gain: in_chunks(share, 1, OneWeight(gain), x, ids, ids)
+        loss = lambda gain: sum_in_chunks(share, 1, OneWeight(gain), x, ids, ids)
         return jax.grad(lambda gain: 2 * loss(gain))(shardops.einsum_unreduced("B L M -> M", x) * 0)
 
     with jax.set_mesh(tiny.mesh("one device")):

@@ -47,10 +47,10 @@ def test_as_it_is(module):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([("    heads: int = 12", "    n_heads: int = 12")], "ModelConfig has no heads: a field or property"),
+        ([("    heads: int = 12", "    n_heads: int = 12")], "ModelConfig has no heads; see docs/models.md"),
         ([("    bos_id: int = 50256", "    bos: int = 50256"), ("bos_id=config", "bos=config")], "no bos_id"),
         ([("def check(", "def checked("), ("sharded: Class", "shards: Class")], "no sharded, check"),
-        ([("@dataclasses.dataclass\nclass ModelConfig", "class ModelConfig")], "ModelConfig is no dataclass"),
+        ([("@dataclasses.dataclass\nclass ModelConfig", "class ModelConfig")], "ModelConfig is not a dataclass"),
         ([("ModelConfig", "Settings")], "has no ModelConfig; see docs/models.md"),
         ([("class Model:", "class Mathematics:")], "has no Model; see docs/models.md"),
         ([("ModelConfig", "Settings"), ("class Model:", "class GPT2Model:")], "has no ModelConfig, Model;"),
@@ -74,7 +74,7 @@ def test_as_it_is(module):
         ([("self.c, self.table = c, weight_table(c)", "pass")], "Model has no c, table;"),
         (
             [("    Weights = GPT2\n", "    Weights = GPT2Layer\n")],
-            "table is a GPT2; it must be a GPT2Layer, with a Weight in the place of each array",
+            "table is a GPT2; it must be a GPT2Layer, with a Weight in place of each array",
         ),
         ([("    Weights = GPT2\n", "    Weights = None\n")], "Weights is not a pytree_dataclass;"),
         ([("self.c, self.table = c,", "self.c, self.table = None,")], "Model has another c than the ModelConfig"),

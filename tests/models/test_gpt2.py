@@ -202,9 +202,9 @@ def test_their_weights_become_ours_again(prefix, oracle):
         ),
         ({"n_inner": 100}, {}, "n_inner is 100"),
         ({"attn_pdrop": 0.2}, {}, "one rate for all"),
-        ({"n_head": None}, {}, "no whole number for n_head"),
-        ({}, {"transformer.h.1.crossattention.c_attn.weight": np.ones(3)}, "has, beyond GPT-2's, 1 tensors"),
-        ({}, {"transformer.h.1.ln_1.bias": None}, "lacks 1 tensors, among them transformer.h.1.ln_1.bias"),
+        ({"n_head": None}, {}, "n_head is None; it must be a whole number"),
+        ({}, {"transformer.h.1.crossattention.c_attn.weight": np.ones(3)}, "has, beyond this model, 1 tensors"),
+        ({}, {"transformer.h.1.ln_1.bias": None}, "lacks 1 tensors: transformer.h.1.ln_1.bias"),
         ({}, {"transformer.h.1.ln_1.bias": np.ones(3)}, r"ln_1.bias is \[3\]; config.json asks for 1 of \[64\]"),
     ],
 )

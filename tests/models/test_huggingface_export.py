@@ -193,7 +193,7 @@ def test_settings_that_the_mapping_does_not_know_are_refused(monkeypatch):
     """A model that grows a setting is not exported as if it had none."""
     c = models.model("grouped")
     monkeypatch.setattr(huggingface_llama, "KNOWN_FIELDS", huggingface_llama.KNOWN_FIELDS - {"bos_id"})
-    with pytest.raises(ValueError, match=r"model\.bos_id is 3, which Llama and Qwen3"):
+    with pytest.raises(ValueError, match=r"model\.bos_id is 3, which neither Llama nor Qwen3"):
         huggingface_llama.to_huggingface(train.weight_table(c), c)
     huggingface_llama.to_huggingface(train.weight_table(c), models.model("grouped", bos_id=0))
 

@@ -247,8 +247,8 @@ MATH = [
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is not 1"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "attention_factor": 2.0}}, "linear with attention_factor"),
     ({"quantization_config": {"bits": 4}}, r"quantization_config is .* ignore=\[quantization_config\]"),
-    ({"logit_scale": 0.5}, "logit_scale is 0.5, of which it is not known here"),
-    ({"num_key_value_heads": 5}, "num_attention_heads is 16, no multiple of num_key_value_heads 5"),
+    ({"logit_scale": 0.5}, "logit_scale is 0.5, and it is not known here"),
+    ({"num_key_value_heads": 5}, "num_attention_heads is 16, which is not a multiple of num_key_value_heads 5"),
     ({"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number"),
 ]
 

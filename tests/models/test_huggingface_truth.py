@@ -221,7 +221,7 @@ def edited(tmp_path, monkeypatch):
         for old, new in edits:
             assert old in source
             source = source.replace(old, new)
-        (tmp_path / "mine.py").write_text(source.replace("\n# ---- main", EXCHANGE + "\n# ---- main"))
+        (tmp_path / "mine.py").write_text(source + EXCHANGE)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "mine", raising=False)
         module_of("mine")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,9 +55,10 @@ QUICK = {
 def dense_program(name: str):
     """The dense logits after the last of each row's tokens, jitted."""
 
-    def run(w, ids, last, masks):
-        positions = jnp.broadcast_to(jnp.arange(CONTEXT), ids.shape)
-        return models.dense_logits(name, w, ids, positions, masks)[jnp.arange(len(ids)), last]
+    def run(w, ids, last):
+        place = jnp.broadcast_to(jnp.arange(CONTEXT), ids.shape)
+        tokens = ids, place, place > last[:, None]
+        return dense.logits(w, tokens, models.SIZES, **models.DENSE[name])[jnp.arange(len(ids)), last]
 
     return jax.jit(run)
 
@@ -66,9 +68,8 @@ def dense_next(name: str, texts: list[list[int]]) -> np.ndarray:
     windows = [[models.SIZES.bos_id, *text[window_start(len(text), CONTEXT) :]] for text in texts]
     ids = np.array([window + [0] * (CONTEXT - len(window)) for window in windows])
     last = np.array([len(window) - 1 for window in windows])
-    document = (np.arange(CONTEXT) > last[:, None]).astype(int)
     with jax.set_mesh(mesh("one device")):
-        return np.asarray(dense_program(name)(models.host_weights(name), ids, last, models.dense_masks(name, document)))
+        return np.asarray(dense_program(name)(models.host_weights(name), ids, last))
 
 
 def check_texts(name: str, place: str, document_mask: bool) -> None:

@@ -7,7 +7,6 @@ are long to compile, are slow.
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import os
 import re
@@ -232,9 +231,7 @@ def test_what_is_saved_is_not_computed_again():
     once = matmuls(tiny.mesh("one device"))
     assert matmuls(stages) == once
     assert matmuls(stages, layers_per_stage=[5, 3]) == once
-    source = inspect.getsource(inspect.unwrap(train.Llama.layer))
-    of_a_layer = len(re.findall(r"\b(?:einsum|rms_norm)\(", source)) + 2  # those of attention
-    assert of_a_layer == 11
+    of_a_layer = 7 + 2 + 2  # with weights, in norms, in attention
     assert matmuls(stages, recompute=True) == once + of_a_layer
 
 

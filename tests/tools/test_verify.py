@@ -141,15 +141,23 @@ def test_what_is_traced_to_note_gathers_is_neither_recorded_nor_in_blocks():
     assert not recorder.values
 
 
+def is_call_of(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == name
+
+
 def test_names_and_lines_are_those_of_the_source():
-    lines = SOURCE.splitlines()
-    at = next(i for i, line in enumerate(lines, 1) if "x = save_for_backward(x + " in line)
-    assert name_of_site(Site(str(ROOT / "train.py"), at, ())) == "layer.x"
+    nodes = list(ast.walk(ast.parse(SOURCE)))
+    (layer,) = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "layer" and node.returns]
+    saved = [x for x in layer.body if isinstance(x, ast.Assign) and is_call_of(x.value, "save_for_backward")]
+    assert saved
+    for x in saved:
+        assert name_of_site(Site(str(ROOT / "train.py"), x.lineno, ())) == f"layer.{x.targets[0].id}"
+    fields = {x.target.id: x.lineno for x in nodes if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)}
     table = train.weight_table(tiny.model())
     for path in ("layers.w_up", "final_norm"):
         file, line = line_of_field(table, path)
         assert Path(file) == ROOT / "train.py"
-        assert lines[line - 1].strip().startswith(f"{path.split('.')[-1]}: f32[")
+        assert line == fields[path.split(".")[-1]]
 
 
 def test_blocks_become_the_whole_array_in_the_projects_order_of_axes():
@@ -344,7 +352,7 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(tmp_path, text, in
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
     assert f"the first tensor that differs is {tensor} at train.py:" in line
     number = int(line.split("train.py:")[1].split(",")[0])
-    sought = {"activation": instead, "loss": "def parts_of_loss(", "update": "embed: f32"}[tensor.split()[1]]
+    sought = {"activation": instead, "loss": "def staged_loss(", "update": "embed: f32"}[tensor.split()[1]]
     assert any(sought in near for near in edited.splitlines()[number - 1 : number + 1])
     if "activation" in tensor:
         assert f"    {instead}\n" in done.stdout  # the line as it is in the file, not in the copy

@@ -12,7 +12,7 @@ import optax
 import pytest
 import tiny
 from jax.sharding import AbstractMesh, AxisType
-from recipes import PAGE, RECIPES, ROOT, changed, hunks, module_of
+from recipes import PAGE, RECIPES, changed, hunks, module_of
 from verifying import verify
 
 from cluster.devices import make_mesh
@@ -76,19 +76,20 @@ def assert_gradients(found: Trained, loss) -> None:
 
 
 BATCH = tiny.host_batch()
+TOKENS = dense.tokens_of(BATCH)
 KIND = np.random.default_rng(5).integers(0, 64, BATCH.targets.shape).astype(np.uint32)
 WITH_KIND = dataclasses.replace(BATCH, inputs=KIND[..., None])
 # The second input of the token that is read: of the one before the target, 0 before a document.
 KIND_READ = np.where(BATCH.is_seq_start, 0, np.pad(KIND[:, :-1], ((0, 0), (1, 0))))
-alibi = lambda scores, i, j: scores - (2.0 ** (-(np.arange(16) + 1) / 2))[:, None, None] * (i - j)
+alibi = lambda layer, scores, i, j: scores - (2.0 ** (-(np.arange(16) + 1) / 2))[:, None, None] * (i - j)
 layer_norm = lambda x, epsilon: dense.rms(x - x.mean(-1, keepdims=True), epsilon)
 in_window = lambda i, j: (i >= j) & (i - j < 5)
 DENSE = {  # recipe: how dense.logits is told of it
     "An activation": {"activation": jax.nn.gelu},
     "A norm": {"norm": layer_norm},
-    "A position scheme": {"rope": False, "score": alibi},
-    "Who attends to whom": {"sees": lambda layer, i, j: in_window(i, j)},
-    "Layers that alternate": {"sees": lambda layer, i, j: (i >= j) if layer % 2 else in_window(i, j)},
+    "A position scheme": {"rope": lambda layer: False, "score": alibi},
+    "Who attends to whom": {"sees": lambda layer, i, j, position: in_window(i, j)},
+    "Layers that alternate": {"sees": lambda layer, i, j, position: (i >= j) if layer % 2 else in_window(i, j)},
     "A new weight": {"gain": True},
     "Attention sinks": {"sinks": True},
     "A second input beside tokens": {"second": KIND_READ},
@@ -127,7 +128,7 @@ def test_a_model_is_the_dense_one(recipe, mesh):
     c = tiny.model(layers=4)
     batch = WITH_KIND if "second" in recipe else BATCH
     found = trained(recipe, mesh, batch=batch)
-    loss = lambda w, **how: dense.cross_entropy(dense.logits(w, batch, c, **how), batch)
+    loss = lambda w, **how: dense.cross_entropy(dense.logits(w, dense.tokens_of(batch), c, **how), batch)
     assert_gradients(found, functools.partial(loss, **DENSE[recipe]))
     np.testing.assert_allclose(found.validation, found.metrics[0].loss, rtol=1e-5)
     plain = {"gain": True, "sinks": True} | DENSE[recipe]
@@ -143,12 +144,12 @@ def test_a_loss_and_a_metric_from_a_layer(mesh):
 
     def loss(w):
         stream = []
-        plain = dense.cross_entropy(dense.logits(w, BATCH, c, stream=stream), BATCH)
+        plain = dense.cross_entropy(dense.logits(w, TOKENS, c, stream=stream), BATCH)
         return plain + 0.01 * sum(stream)
 
     assert_gradients(found, loss)
     stream = []
-    plain = dense.cross_entropy(dense.logits(found.before[0], BATCH, c, stream=stream), BATCH)
+    plain = dense.cross_entropy(dense.logits(found.before[0], TOKENS, c, stream=stream), BATCH)
     np.testing.assert_allclose(found.validation, plain, rtol=1e-5)
     np.testing.assert_allclose(found.metrics[0].layers.by_name()["stream"], stream, rtol=1e-4)
 
@@ -164,7 +165,7 @@ def test_a_loss_and_a_metric_from_a_layer(mesh):
     ],
 )
 def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, pipeline):
-    (tmp_path / "train.py").write_text(changed("A loss or a metric from a layer", (ROOT / "train.py").read_text()))
+    (tmp_path / "train.py").write_text(changed("A loss or a metric from a layer"))
     done = verify(tmp_path, "verify.meshes=[2x2x2,2x1x2x2]", "verify.precisions=[f64]", *pipeline)
     assert "In f64, all 2 meshes agree with one device." in done.stdout, done.stdout + done.stderr
 
@@ -173,13 +174,13 @@ def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, pipeline):
 def test_label_smoothing_is_torchs_and_leaves_validation_alone(mesh):
     torch = pytest.importorskip("torch", reason="label smoothing is compared with torch's, on Python 3.11 only")
     c, found = tiny.model(layers=4), trained("A loss that leaves validation alone", mesh)
-    logits = dense.logits(found.before[0], BATCH, c)
+    logits = dense.logits(found.before[0], TOKENS, c)
     flat, targets = torch.tensor(np.asarray(logits)).flatten(0, 1), BATCH.targets.astype(np.int64).flatten()
     targets = torch.tensor(targets)
     smoothed = torch.nn.functional.cross_entropy(flat, targets, reduction="none", label_smoothing=0.1)
     np.testing.assert_allclose(found.metrics[0].loss, smoothed[BATCH.loss_mask.flatten()].mean(), rtol=1e-5)
     np.testing.assert_allclose(found.validation, dense.cross_entropy(logits, BATCH), rtol=1e-5)
-    assert_gradients(found, lambda w: dense.cross_entropy(dense.logits(w, BATCH, c), BATCH, smoothing=0.1))
+    assert_gradients(found, lambda w: dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH, smoothing=0.1))
 
 
 def test_a_scalar_in_the_metrics():
@@ -189,7 +190,7 @@ def test_a_scalar_in_the_metrics():
 
 
 def dense_gradients(w, c):
-    return jax.jit(jax.grad(lambda w: dense.cross_entropy(dense.logits(w, BATCH, c), BATCH)))(w)
+    return jax.jit(jax.grad(lambda w: dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH)))(w)
 
 
 def updated_by(transformation, w, c, steps: int):
@@ -287,7 +288,8 @@ def test_the_noise_scale_is_that_of_each_microbatch(mesh, gather):
     c, n = tiny.model(layers=4), 2
     batch = dataclasses.replace(BATCH, loss_mask=np.ones_like(BATCH.loss_mask))
     found = trained("Gradients of each microbatch", mesh, batch=batch, microbatches=n, gather_weights=gather)
-    loss = lambda w, rows: dense.cross_entropy(dense.logits(w, part := jax.tree.map(lambda x: x[rows], batch), c), part)
+    part = lambda rows: jax.tree.map(lambda x: x[rows], batch)
+    loss = lambda w, rows: dense.cross_entropy(dense.logits(w, dense.tokens_of(part(rows)), c), part(rows))
     # Each device cuts its own rows into microbatches.
     devices = MESHES[mesh][2]
     own = np.arange(tiny.BATCH).reshape(devices, n, -1)

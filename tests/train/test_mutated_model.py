@@ -24,7 +24,7 @@ from training_io.config import Config, PathsConfig, TrainingConfig
 
 pytestmark = pytest.mark.quick
 
-SOURCE = (Path(__file__).parents[2] / "train.py").read_text().split("# ---- main ---")[0]
+SOURCE = (Path(__file__).parents[2] / "train.py").read_text()
 MESH = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
 STAGES = AbstractMesh((2, 2, 2, 2), ("p", "r", "d", "t"), axis_types=(AxisType.Explicit,) * 4)
 

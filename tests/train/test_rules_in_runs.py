@@ -5,6 +5,7 @@ Short sequences take the path einsum, long ones blockwise: each rule on either s
 
 import functools
 
+import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,13 +51,8 @@ def config(length: int, **training):
 def expected(name: str, length: int) -> tuple:
     """The loss and its gradients, densely."""
     given = batch(length)
-    ids, positions, document = models.dense_inputs(given.targets, given.is_seq_start)
-    masks, rows = models.dense_masks(name, document), np.arange(ROWS)[:, None]
-
-    def loss(w):
-        logits = models.dense_logits(name, w, ids, positions, masks)
-        losses = jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - logits[rows, np.arange(length), given.targets]
-        return jnp.sum(losses * given.loss_mask) / given.loss_mask.sum()
+    logits = lambda w: dense.logits(w, dense.tokens_of(given), models.SIZES, **models.DENSE[name])
+    loss = lambda w: dense.cross_entropy(logits(w), given)
 
     with jax.set_mesh(tiny.mesh("one device")):
         return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(models.host_weights(name)))

@@ -222,7 +222,7 @@ class Probe:
             with recording(recorder):
                 gather = c.training.gather_weights == "step"
                 copies = plain.copies(weights, gather)
-                parts = train.parts_of_loss(plain, functools.partial(train.training_loss, c=c.optimizer))
+                parts = train.staged_loss(plain, functools.partial(train.training_loss, c=c.optimizer))
                 if has_stages():
                     placement = placement_of(c, self.model)
                     total, self.places = stage_by_stage(placement, parts, recorder, copies, batch, row_seeds)
@@ -385,7 +385,7 @@ def measure(
             found[tensor] = whole_array(blocks_of, layout[i] if layout else {}, probe.varying[i])
         except NotTheSame as error:
             found[tensor] = error
-    found[Tensor("loss", "summed loss", (), *line_of_function(train.parts_of_loss))] = on_host(total)
+    found[Tensor("loss", "summed loss", (), *line_of_function(train.staged_loss))] = on_host(total)
     found[Tensor("loss", "mean loss", (), *line_of_function(train.loss_and_gradients))] = on_host(loss)
     # The backward pass finds the gradients of what was used last first.
     gradients = in_order(c, jax.tree.map(on_host, gradients), state.weights)
