@@ -14,7 +14,7 @@ RUNTIME := $(VENV)/.installed
 DEVELOPMENT := $(VENV)/.installed-$(EXTRAS)
 fail = { echo "make: $(1)" >&2; exit 1; }
 
-.PHONY: help demo setup test test-quick test-slow lint format constraints clean check-python check-venv
+.PHONY: help demo setup test test-quick test-long test-slow lint format constraints clean check-python check-venv
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS)"
@@ -25,15 +25,18 @@ demo: $(RUNTIME) ## train a small sharded model on 8 simulated devices
 
 setup: $(DEVELOPMENT) ## only install
 
-test: $(DEVELOPMENT) ## the linters, then all tests but the slow ones
+test: $(DEVELOPMENT) ## the linters, then all tests of a few seconds each
 	$(RUN) ruff check
 	$(RUN) ruff format --check
-	$(RUN) pytest -n $(WORKERS) -m "not slow"
+	$(RUN) pytest -n $(WORKERS) -m "not long and not slow"
 
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
 	$(RUN) pytest -n $(WORKERS) -m "quick and not slow"
 
-test-slow: $(DEVELOPMENT) ## only the slow tests: minutes
+test-long: $(DEVELOPMENT) ## only the long tests: ten minutes on two cores
+	$(RUN) pytest -n $(WORKERS) -m "long and not slow"
+
+test-slow: $(DEVELOPMENT) ## only the slow tests: more than an hour on two cores
 	$(RUN) pytest -n $(WORKERS) -m slow
 
 lint: $(DEVELOPMENT) ## only the linters
