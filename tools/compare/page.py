@@ -155,6 +155,7 @@ def figure_of(panels: list[Panel], columns: int = 3) -> Any:
         margin={"l": 40, "r": 10, "t": 60, "b": 40},
         legend={"orientation": "h", "yref": "container", "y": 1, "yanchor": "top"},
         hoverlabel={"namelength": -1},
+        modebar={"orientation": "v"},
     )
     return figure
 
@@ -166,6 +167,7 @@ def write_picture(panels: list[Panel], path: Path) -> None:
     """Writes the panels as .svg, .png or .pdf, by matplotlib: plotly would need a browser for these."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     rows = -(-len(panels) // 3)
     style = {"axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
@@ -178,9 +180,12 @@ def write_picture(panels: list[Panel], path: Path) -> None:
                 _draw_trace(ax, trace)
             if panel:
                 ax.set(title=panel.title, xlabel=panel.x.get("title", ""), xscale=panel.x.get("type", "linear"))
-                ax.set(yscale="log" if panel.y.get("type") == "log" else "linear")
-                for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-                    set_formatter("{x:g}")
+                if panel.y.get("type") == "log":
+                    ax.set_yscale("log")
+                    ax.yaxis.set_major_formatter("{x:g}")
+                    ax.yaxis.set_minor_formatter("{x:g}")
+                if panel.x.get("type") != "log":
+                    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
                 ax.xaxis.set_visible(panel.x.get("visible", True))
                 if "range" in panel.x:
                     ax.set_xlim(panel.x["range"])
@@ -212,11 +217,10 @@ body {{ font: 14px/1.45 system-ui, sans-serif; color: #222; background: #fff; ma
 h1 {{ font-size: 1.3em }} .wide {{ overflow-x: auto }} table {{ border-collapse: collapse }}
 td, th {{ text-align: right; padding: .25em .7em; white-space: nowrap }} th {{ vertical-align: bottom }}
 tr {{ border-bottom: 1px solid #ddd }} .setting {{ color: #00628c }} .best {{ font-weight: bold; color: #00713d }}
-.note {{ color: #8a5200 }} p, details {{ color: #555 }}
+.run {{ text-align: left }} .note {{ color: #8a5200 }} p, details {{ color: #555 }}
 </style></head><body><h1>{title}</h1>
 <div class="wide"><table>{table}</table></div>
 {remarks}
-<ol>{names}</ol>
 {plots}
 <details><summary>Settings that all runs share</summary><table>{shared}</table></details>
 </body></html>
@@ -231,23 +235,22 @@ def page(c: Comparison, panels: list[Panel]) -> str:
     head = ["<th>#</th>"]
     head += [f'<th class="setting" title="{text(name)}">{text(c.header(name))}</th>' for name in c.differing]
     head += [f'<th title="{text(METRICS[name].meaning)}">{name}</th>' for name in c.metrics]
+    head += ['<th class="run">run</th>']
     best = {name: c.best(name) for name in c.metrics}
     rows = [line(head)]
     for i, run in enumerate(c.runs):
         cells = [f'<td><span style="color:{colour(i)}">⬤</span> {i + 1}</td>']
         cells += [cell(c.setting(run, name), "setting") for name in c.differing]
         cells += [cell(c.metric(run, name), "best" if str(run.directory) in best[name] else "") for name in c.metrics]
-        rows.append(line(cells))
-    notes = remarks(c) + [f"Left out: {run.directory}: {'; '.join(run.notes)}" for run in c.left_out]
+        notes = f'<span class="note">{text("; ".join(run.notes))}</span>'
+        rows.append(line([*cells, f'<td class="run">{text(name_of(c, run))} {notes}</td>']))
+    lines = remarks(c) + [f"Left out: {run.directory}: {'; '.join(run.notes)}" for run in c.left_out]
     settings = next((run.settings for run in c.runs if run.settings), {})
     shared = {name: settings[name] for name in settings if not name.startswith(IGNORED_SETTINGS)}
     return _PAGE.format(
         title=text(f"{len(c.runs)} runs in {c.parent}"),
         table="".join(rows),
-        remarks="".join(f"<p>{text(note)}</p>" for note in notes),
-        names="".join(
-            f'<li>{text(name_of(c, run))} <span class="note">{text("; ".join(run.notes))}</span></li>' for run in c.runs
-        ),
+        remarks="".join(f"<p>{text(remark)}</p>" for remark in lines),
         plots=figure_of(panels).to_html(
             full_html=False,
             include_plotlyjs=True,

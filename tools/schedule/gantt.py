@@ -190,6 +190,8 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "schedule",  # the same file for the same charts
 }
+_ROW = 22  # height of a device, in points
+_ABOVE, _BELOW, _LEFT, _RIGHT = 52, 40, 52, 12  # room around the devices of a chart, in points
 _NARROWEST, _WIDEST = 420, 1750  # of all the time, in points
 
 
@@ -206,9 +208,8 @@ def write_picture(charts: Sequence[Chart], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     title = "; ".join(f"{chart.title}: {chart.subtitle}" for chart in charts)
     with matplotlib.rc_context(_STYLE):
-        draw(charts).savefig(
-            path, format="svg", transparent=True, metadata={"Title": title, "Date": None, "Creator": None}
-        )
+        metadata = {"Title": title, "Date": None, "Creator": None}
+        draw(charts).savefig(path, format="svg", transparent=True, metadata=metadata)
 
 
 def draw(charts: Sequence[Chart]) -> Any:
@@ -216,58 +217,55 @@ def draw(charts: Sequence[Chart]) -> Any:
     from matplotlib.figure import Figure
 
     total = max(chart.timeline.total for chart in charts) or 1.0
-    width = total * max((5.5 * len(str(chart.m - 1)) + 3) / chart.shortest() for chart in charts)
-    width = min(max(width, _NARROWEST), _WIDEST)
-    height = sum(22 * chart.p + 75 for chart in charts) + 20
-    figure = Figure(figsize=(width / 72 + 1, height / 72), layout="constrained")
-    axes = figure.subplots(len(charts), squeeze=False, height_ratios=[chart.p for chart in charts])
-    for ax, chart in zip(axes.flat, charts, strict=True):
-        ax.set_xlim(0, total)
-        _draw_chart(ax, chart, width / total)
+    scale = max((5.5 * len(str(chart.m - 1)) + 3) / chart.shortest() for chart in charts)
+    scale = min(max(scale, _NARROWEST / total), _WIDEST / total)  # points of a unit of time
+    width = _LEFT + scale * total + _RIGHT
+    height = sum(_ABOVE + _ROW * chart.p + _BELOW for chart in charts)
+    figure, bottom = Figure(figsize=(width / 72, height / 72)), height
+    for chart in charts:
+        bottom -= _ABOVE + _ROW * chart.p
+        place = (_LEFT / width, bottom / height, scale * total / width, _ROW * chart.p / height)
+        ax = figure.add_axes(place, xlim=(0, total), ylim=(chart.p - 0.5, -0.5))
+        _draw_boxes(ax, chart, scale)
+        _draw_axes(ax, chart, scale)
+        bottom -= _BELOW
     _draw_legend(figure, charts)
     return figure
 
 
-def _draw_chart(ax: Any, chart: Chart, scale: float) -> None:
-    """Draws a box for each task, `scale` points a unit of time, with its microbatch where that fits."""
+def _draw_boxes(ax: Any, chart: Chart, scale: float) -> None:
+    """Draws a box for each piece of a task, with the microbatch in the longest one if it fits."""
     boxes = defaultdict(list)
     for device, chunk, span in chart.spans():
         pieces, label = chart.pieces(span), str(span.task.microbatch)
-        longest = max(pieces, key=lambda piece: piece[2] - piece[1], default=None)
-        for piece in pieces:
-            kind, start, end = piece
-            fits = piece is longest and (end - start) * scale >= 5.2 * len(label)
-            boxes[kind, chunk].append((device, start, end - start, label if fits else ""))
-    ax.barh(range(chart.p), chart.timeline.total, color=_IDLE, zorder=0)
-    for (kind, chunk), group in boxes.items():
-        devices, starts, lengths, labels = zip(*group, strict=True)
-        background, ink = _colour(kind, chunk, chart.v)
-        seam = 0.8 / scale  # between neighbours
-        bars = ax.barh(devices, [max(length - seam, seam / 2) for length in lengths], left=starts, color=background)
-        for text in ax.bar_label(bars, labels, label_type="center", color=ink):
-            text.set_in_layout(False)  # they are inside the boxes, and many: the layout would be slow
+        for kind, start, end in pieces:
+            seam = 0.8 / scale  # between neighbours
+            boxes[device, kind, chunk].append((start, max(end - start - seam, seam / 2)))
+        kind, start, end = max(pieces, key=lambda piece: piece[2] - piece[1], default=("forward", 0.0, 0.0))
+        if (end - start) * scale >= 5.2 * len(label):
+            ink = _colour(kind, chunk, chart.v)[1]
+            ax.text((start + end) / 2, device, label, color=ink, ha="center", va="center_baseline")
+    for device in range(chart.p):
+        ax.broken_barh([(0, chart.timeline.total)], (device - 0.4, 0.8), color=_IDLE, linewidth=0, zorder=0)
+    for (device, kind, chunk), ranges in boxes.items():
+        ax.broken_barh(ranges, (device - 0.4, 0.8), color=_colour(kind, chunk, chart.v)[0], linewidth=0, zorder=2)
 
-    beside = lambda text, at, offset, **style: ax.annotate(
-        text, at, offset, xycoords="axes fraction", textcoords="offset points", **style
-    )
-    above = 22 if chart.timeline.ticks else 6
-    beside("time", (0, 0), (-8, -12), horizontalalignment="right")
-    if chart.timeline.ticks:
-        beside("tick", (0, 1), (-8, 4), horizontalalignment="right")
-    beside(chart.subtitle, (0, 1), (0, above))
-    beside(chart.title, (0, 1), (0, above + 14), fontsize=11, fontweight="bold")
-    ax.set_ylim(chart.p - 0.5, -0.5)
+
+def _draw_axes(ax: Any, chart: Chart, scale: float) -> None:
+    """Draws titles, times and devices, and, where there are ticks, their numbers and a line where each begins."""
+    above = lambda points: -0.5 - points / _ROW
     ax.set_yticks(range(chart.p), [f"device {device}" for device in range(chart.p)])
     ax.spines[:].set_visible(False)
+    ax.text(-8 / scale, above(-_ROW * chart.p - 12), "time", ha="right")
     if ticks := chart.timeline.ticks:
-        ax.vlines(ticks, chart.p - 0.5, -0.5, color=_LINES, linewidth=0.6, zorder=0.5)
+        ax.vlines(ticks, chart.p - 0.5, -0.5, color=_LINES, linewidth=0.6, zorder=1)
+        ax.text(-8 / scale, above(4), "tick", ha="right")
         ends = [*ticks[1:], chart.timeline.total]
-        middles = [(start + end - chart.timeline.costs.transfer) / 2 for start, end in zip(ticks, ends, strict=True)]
         every = round(_step(max(1.0, 16 * len(ticks) / (chart.timeline.total * scale))))
-        top = ax.secondary_xaxis("top")
-        top.set_xticks(middles[::every], [str(i) for i in range(0, len(ticks), every)])
-        top.tick_params(length=0)
-        top.spines[:].set_visible(False)
+        for i in range(0, len(ticks), every):
+            ax.text((ticks[i] + ends[i] - chart.timeline.costs.transfer) / 2, above(4), str(i), ha="center")
+    ax.text(0, above(20 if ticks else 6), chart.subtitle)
+    ax.text(0, above(34 if ticks else 20), chart.title, fontsize=11, fontweight="bold")
 
 
 def _draw_legend(figure: Any, charts: Sequence[Chart]) -> None:
@@ -283,4 +281,6 @@ def _draw_legend(figure: Any, charts: Sequence[Chart]) -> None:
     handles += [Patch(color=_IDLE), Patch(color="none")]
     labels += ["idle", "number: microbatch"]
     each = {tuple: HandlerTuple(ndivide=None, pad=0.2)}
-    figure.legend(handles, labels, handler_map=each, loc="outside lower left", ncols=len(labels), frameon=False)
+    left = _LEFT / (72 * figure.get_figwidth())
+    figure.legend(handles, labels, handler_map=each, loc="lower left", bbox_to_anchor=(left, 0), ncols=len(labels),
+                  frameon=False, borderpad=0, borderaxespad=0.3)  # fmt: skip
