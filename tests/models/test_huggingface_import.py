@@ -322,7 +322,7 @@ def test_user_mistakes(exported, tmp_path):
     with pytest.raises(ValueError, match=r"some_new_setting is 1, .* give ignore=\[some_new_setting\]"):
         run(directory, output)
     change_config(directory, model_type="gemma")
-    with pytest.raises(ValueError, match=r"model_type is 'gemma', and models/ has no module of that name; give module="):
+    with pytest.raises(ValueError, match=r"model_type is 'gemma', and models/ has no module of that name; give module"):
         run(directory, output)
     change_config(directory, model_type="llama")
     assert not output.exists()
