@@ -215,6 +215,7 @@ def test_the_page_refers_to_no_file_and_pictures_are_drawn(tmp_path):
     assert "<a>" not in page
     assert "<script>alert" not in page
     assert page.count("plotly-graph-div") == 1
+    assert re.search(r'"modeBarButtonsToRemove": ?\["sendChartToCloud"\]', page)  # the page uploads nothing
     starts = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
     for kind, start in starts.items():
         printed(runs=str(tmp_path), output=str(tmp_path / f"o.{kind}"))

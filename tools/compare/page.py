@@ -227,6 +227,15 @@ tr {{ border-bottom: 1px solid #ddd }} .setting {{ color: #00628c }} .best {{ fo
 """
 
 
+_CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "toImageButtonOptions": {"format": "svg"},
+    "modeBarButtonsToRemove": ["sendChartToCloud"],  # nothing leaves this machine
+    "plotlyServerURL": "",
+}
+
+
 def page(c: Comparison, panels: list[Panel]) -> str:
     """The whole comparison as one page of HTML that refers to no other file."""
     text = lambda value: html.escape(str(value))
@@ -255,7 +264,7 @@ def page(c: Comparison, panels: list[Panel]) -> str:
             full_html=False,
             include_plotlyjs=True,
             div_id="plots",
-            config={"displaylogo": False, "responsive": True, "toImageButtonOptions": {"format": "svg"}},
+            config=_CONFIG,
         ),
         shared="".join(line([cell(n), cell(value)]) for n, value in shared.items() if n not in c.differing),
     )
