@@ -1,52 +1,45 @@
-"""The training step compiled for NVIDIA GPUs by a machine that has none: what fits, and what the program is made of.
+"""The training step compiled for NVIDIA GPUs on a machine without one: its memory, kernels and collectives.
 
     python -m benchmarks.gpu_aot --config-name flat_tokens_c4_a100x8_1b --devices 8 training.attention=cudnn
 
-Prints a row of a table in Markdown for each configuration, or why it does not compile. XLA compiles for a description
-of the GPU; nothing runs. Needs CUDA's libraries as `pip install -e '.[cuda]'` brings them, no driver and no device:
+Prints a table in Markdown with a row for each configuration, or the reason why it does not compile. XLA compiles for a
+description of the GPU; nothing runs. Needs CUDA's libraries, as `pip install -e '.[cuda]'` installs them, but no driver
+and no device. The columns:
 
-- GiB of a device: arguments, and at the peak, arguments included; without cuDNN's workspaces, which need a device;
-- kernels, each once however often its loop turns: matmuls, of these with f32 operands, cuDNN's, all others;
-- collectives, each once too: all, of these with a matmul or attention between start and end, and of these moved to
-  another turn of the loop: gathers into the one before, scatters into the one behind.
+- GiB of a device: arguments, and the peak, arguments included; without cuDNN's workspaces, which need a device.
+- Kernels, each counted once, in loops too: matmuls; those with f32 operands; cuDNN's; all others.
+- Collectives, each counted once: all; those with a matmul or attention between start and end; those moved to another
+  turn of the loop, gathers to the turn before, scatters to the turn after.
 
-A GPU would choose kernels by timing them. Here nothing is timed, and all matmuls are given to cuBLAS.
+On a GPU, XLA times kernels to choose them. Here nothing is timed, and cuBLAS does all matmuls.
 """
 
 import argparse
-import os
 import re
 import time
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # so that JAX's plugin for CUDA does not ask for a device
-
 import jax
-import numpy as np
 import yaml
-from hydra import compose, initialize_config_dir
 from jax.experimental import topologies
 
-import train
+from benchmarks.steps import load, lowered_step, print_header, print_row
 from cluster.devices import make_mesh
-from input_loader import batch_shapes
-from modeling.model import load_model
-from shardlib.shardtypes import make_shardings
-from training_io.config import check_divides, register_schema, to_config
+from training_io.config import check_divides
 
 GPUS = {  # compute capability, processors, shared memory of one and of a block, bytes, bytes/s, level-2 cache, GHz
     "a100": (8, 108, 167936, 166912, 85_197_979_648, 2_039_000_000_000, 41_943_040, 1.41),
     "h100": (9, 132, 233472, 232448, 84_942_979_072, 3_352_000_000_000, 52_428_800, 1.98),
     "h200": (9, 132, 233472, 232448, 151_397_597_184, 4_800_000_000_000, 52_428_800, 1.98),
 }
-# Timing needs a device; without it, Triton's matmuls would have a tile that nobody would choose.
+# Timing needs a device. Without timing, Triton's matmuls would have a tile that is never the best.
 UNTIMED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 COLUMNS = ["configuration", "devices", "compiled in s", "arguments", "peak", "matmuls", "of f32", "cuDNN", "others"]
 COLUMNS += ["collectives", "beside matmuls", "moved"]
 
 
 def description(gpu: str) -> str:
-    """XLA's GpuTargetConfigProto, as text, with what its compiler asks for."""
+    """XLA's GpuTargetConfigProto as text, with the fields that its compiler needs."""
     major, cores, shared, of_block, memory, bandwidth, cache, clock = GPUS[gpu]
     accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
@@ -64,24 +57,17 @@ def description(gpu: str) -> str:
     """
 
 
-def lowered_step(name: str, overrides: list[str], devices: list) -> tuple[jax.stages.Lowered, dict]:
-    """The training step of configs/{name}.yaml on these devices, and the options to compile it with."""
-    with initialize_config_dir(str(Path(__file__).parents[1] / "configs"), version_base="1.3"):
-        c = to_config(compose(name, overrides=overrides))
+def step_on(name: str, overrides: list[str], devices: list) -> tuple[jax.stages.Lowered, dict]:
+    """The training step of configs/{name}.yaml on these devices, and the compiler options of the configuration."""
+    c = load(name, overrides)
     mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, devices, c.mesh.p)
     check_divides(c, mesh.shape)
     with jax.set_mesh(mesh):
-        model = load_model(c.model)
-        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
-        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        state = jax.tree.map(place, shapes, make_shardings(train.State[model.Weights], like=shapes))
-        batch = batch_shapes(c.training.batch_size, c.training.seq_len)
-        step = jax.ShapeDtypeStruct((), np.int32)
-        return train.make_training_step(c, model).lower(state, batch, step), c.hardware.compiler_options
+        return lowered_step(c), c.hardware.compiler_options
 
 
 def count(hlo: str) -> list[int]:
-    """matmuls, those of f32, cuDNN's, other kernels; collectives, those beside matmuls, those moved to another turn."""
+    """Matmuls, those of f32, cuDNN's, other kernels; collectives, those beside matmuls, those moved to another turn."""
     fused = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", hlo))
     free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
     instruction = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*?[\])}]) ([a-z][\w-]*)\((.*?)\)(.*)$", re.MULTILINE)
@@ -107,8 +93,9 @@ def count(hlo: str) -> list[int]:
 
 
 def main() -> None:
+    """Prints the table of the configurations that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-name", required=True, help="of files in configs/, with commas between them")
+    parser.add_argument("--config-name", required=True, help="names of files in configs/, separated by commas")
     parser.add_argument("--gpu", choices=GPUS, default="h200")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument(
@@ -116,27 +103,27 @@ def main() -> None:
     )
     parser.add_argument("--hlo", type=Path, help="directory in which to keep the scheduled programs, by configuration")
     args, overrides = parser.parse_known_args()
+    jax.config.update("jax_platforms", "cpu")  # so that JAX's plugin for CUDA does not look for a device
     try:
         topology = {"target_config": description(args.gpu), "topology": f"1x1x{args.devices}"}
         devices = topologies.get_topology_desc(platform="cuda", **topology).devices
     except NotImplementedError:
         parser.error("JAX's plugin for CUDA is not installed: pip install -e '.[cuda]'")
-    register_schema()
     options = {name: yaml.safe_load(value) for name, value in (option.split("=", 1) for option in args.options)}
-    print("|", " | ".join(COLUMNS), "|\n" + "|---" * len(COLUMNS) + "|", flush=True)
+    print_header(*COLUMNS, left=2)
     for name in args.config_name.split(","):
         row = [" ".join((name, *overrides, *args.options)), f"{args.devices} × {args.gpu}"]
         try:
-            lowered, own = lowered_step(name, [f"hardware={args.gpu}", *overrides], devices)
+            lowered, own = step_on(name, [f"hardware={args.gpu}", *overrides], devices)
             begin = time.perf_counter()
             compiled = lowered.compile(compiler_options={**own, **UNTIMED, **options})
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            print("|", " | ".join([*row, f"not compiled: {' '.join(str(error).split())[:400]}"]), "|", flush=True)
+            print_row(*row, f"not compiled: {' '.join(str(error).split())[:400]}")
             continue
         hlo, memory = compiled.as_text(), compiled.memory_analysis()
-        row.append(f"{time.perf_counter() - begin:.1f}")
-        row += [f"{size / 2**30:.2f}" for size in (memory.argument_size_in_bytes, memory.peak_memory_in_bytes)]
-        print("|", " | ".join(row + [str(number) for number in count(hlo)]), "|", flush=True)
+        seconds = f"{time.perf_counter() - begin:.1f}"
+        sizes = [f"{size / 2**30:.2f}" for size in (memory.argument_size_in_bytes, memory.peak_memory_in_bytes)]
+        print_row(*row, seconds, *sizes, *count(hlo))
         if args.hlo:
             args.hlo.mkdir(parents=True, exist_ok=True)
             (args.hlo / f"{name}.txt").write_text(hlo)

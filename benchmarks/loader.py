@@ -1,17 +1,17 @@
-"""The loader beside what one would do otherwise, on one dataset and in one run: ratios, and whether targets hold.
+"""The loader beside its alternatives, on one dataset and in one run: ratios and targets.
 
     python -m benchmarks.loader [--keep DIR]
 
 Four comparisons, each with its target:
 
-    start    the first batch at a random step, against filling a shuffle buffer as seqax does before its first batch
-    random   rows from random places, against the best of several ways to read them with zarr-python
-    paced    waiting for batches where each step takes 20 ms, against a loop that only sleeps
+    start    the first batch at a random step, against filling a shuffle buffer, as seqax does before its first batch
+    random   sequences from random places, against the best of several ways to read them with zarr-python
+    paced    waiting for batches when each step takes 20 ms, against a loop that only sleeps
     remote   the same with a store that answers each request after 30 ms
 
-The dataset has 100M tokens of made-up text, about as hard to compress as English in a 32k vocabulary: phrases of up to
-ten words, both by Zipf's law. It takes 0.3 GB in a temporary directory, or in DIR, where a later run finds it again.
-Memory for decoded chunks is cut to 16 MiB, since a real dataset would not fit into it either.
+The dataset has 100M tokens of made-up text: phrases of up to ten words, drawn by Zipf's law, as are the words. English
+in a 32k vocabulary is about as hard to compress. The dataset takes 0.3 GB in a temporary directory, or in DIR, where a
+later run finds it again. The memory for decoded chunks is only 16 MiB: a real dataset would not fit into memory either.
 """
 
 import argparse
@@ -39,6 +39,7 @@ BLOCK = 1_000_000
 BUFFER_BLOCKS = 32
 STEP = 0.020
 LATENCY = 0.030
+"""Seconds of a step, and of a request to the remote store."""
 CACHE_BYTES = 2**24
 
 
@@ -46,7 +47,7 @@ CACHE_BYTES = 2**24
 
 
 def make_text(rng: np.random.Generator, num_tokens: int) -> Iterator[np.ndarray]:
-    """Token ids in blocks of 4M: phrases from a stock of 200,000."""
+    """Yields token ids in blocks of 4M: phrases from a stock of 200,000."""
     words, stock = 32_000, 200_000
 
     def zipf(n: int, exponent: float, shift: float, size: int) -> np.ndarray:
@@ -65,7 +66,7 @@ def make_text(rng: np.random.Generator, num_tokens: int) -> Iterator[np.ndarray]
 
 
 def make_datasets(directory: Path) -> None:
-    """ours/ as the tools write it; seqax/encoded_tokens as seqax does: zarr v2, 4M tokens a chunk, LZ4, bit shuffle."""
+    """Writes ours/, as the tools do, and seqax/encoded_tokens, as seqax does: zarr v2, 4M tokens a chunk, LZ4."""
     import numcodecs
 
     marker = directory / f"made_{NUM_TOKENS}"
@@ -89,7 +90,7 @@ def make_datasets(directory: Path) -> None:
             lengths = np.append(lengths, ids.size - lengths.sum()) if lengths.sum() < ids.size else np.array([ids.size])
             start = writer.num_tokens
             writer.append(ids, lengths)
-            # Whole chunks, as seqax's writer does; the mark of a document's start makes no difference here.
+            # Whole chunks, as seqax's writer does. The bit that marks starts of documents makes no difference here.
             rest = np.append(rest, ids << 1)
             whole = rest.size // 2**22 * 2**22
             theirs[start + ids.size - rest.size : start + ids.size - rest.size + whole] = rest[:whole]
@@ -102,27 +103,31 @@ def make_datasets(directory: Path) -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
+    """The time that `work` takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 class Report:
-    """Prints rows of figures; remembers whether all targets hold."""
+    """Prints figures and remembers the targets that are missed."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
 
     def line(self, name: str, figure: str) -> None:
+        """Prints a figure."""
         print(f"  {name:<58}{figure:>18}", flush=True)
 
     def target(self, name: str, figure: str, holds: bool) -> None:
+        """Prints a figure that should reach a target."""
         self.line(f"-> {name}", f"{figure}  {'pass' if holds else 'FAIL'}")
         if not holds:
             self.failed.append(name)
 
 
 def loader_for(filespec: str, batch_size: int, seed: int = 0) -> FlatTokensLoader:
+    """The loader of a dataset, with a small cache."""
     config = FlatTokensConfig(filespec, seed=seed, cache_bytes=CACHE_BYTES)
     return FlatTokensLoader(config, "train", batch_size, SEQ_LEN)
 
@@ -131,7 +136,7 @@ def loader_for(filespec: str, batch_size: int, seed: int = 0) -> FlatTokensLoade
 
 
 def start_with_buffer(path: str, batch_size: int, rng: np.random.Generator) -> np.ndarray:
-    """The first batch as seqax has it: opens the dataset, reads 32 random blocks of 1M tokens, shuffles their rows."""
+    """Loads the first batch as seqax does: reads 32 random blocks of 1M tokens and shuffles their sequences."""
     tokens = zarr.open_array(path, path="encoded_tokens", mode="r")
     blocks = rng.permutation(tokens.shape[0] // BLOCK)[:BUFFER_BLOCKS].tolist()
     rows = BLOCK // SEQ_LEN
@@ -147,12 +152,15 @@ def start_with_buffer(path: str, batch_size: int, rng: np.random.Generator) -> n
 
 
 def measure_start(directory: Path, report: Report) -> None:
+    """Measures the first batch at a random step."""
     batch_size, rounds, rng = 64, 9, np.random.default_rng(1)
     print(f"start: first batch of {batch_size} rows at a random step, opening included; median of {rounds}, in turns")
-    ours, theirs = [], []
+    ours_path, ours, theirs = str(directory / "ours"), [], []
     for i in range(rounds):
         step = int(rng.integers(10**6))
-        ours.append(seconds(lambda i=i, step=step: first_batch(directory, batch_size, i, step)))
+        ours.append(
+            seconds(lambda i=i, step=step: loader_for(ours_path, batch_size, i).sequences(step, np.arange(batch_size)))
+        )
         theirs.append(seconds(lambda: start_with_buffer(str(directory / "seqax"), batch_size, rng)))
     mine, other = float(np.median(ours)), float(np.median(theirs))
     report.line("filling a shuffle buffer of 32 blocks of 1M tokens", f"{1e3 * other:.0f} ms")
@@ -160,15 +168,11 @@ def measure_start(directory: Path, report: Report) -> None:
     report.target("at least 20 times faster", f"{other / mine:.1f}x", other >= 20 * mine)
 
 
-def first_batch(directory: Path, batch_size: int, seed: int, step: int) -> None:
-    loader_for(str(directory / "ours"), batch_size, seed).sequences(step, np.arange(batch_size))
-
-
 # ---- random -------------------------------------------------------------------------------------------------------
 
 
 def zarr_ways(directory: Path) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """Ways to read rows, given by where they start, with zarr-python."""
+    """Ways to read sequences, given the places where they start, with zarr-python."""
     import zarr.api.asynchronous
 
     path = str(directory / "ours/train")
@@ -202,6 +206,7 @@ def zarr_ways(directory: Path) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
 
 
 def measure_random(directory: Path, report: Report) -> None:
+    """Measures tokens a second from random places."""
     batch_size, rounds, many = 256, 9, 12
     print(f"random: rows of {SEQ_LEN} tokens from random places, {batch_size} a batch; median of {rounds}, in turns")
     loader = loader_for(str(directory / "ours"), batch_size)
@@ -233,7 +238,7 @@ def measure_random(directory: Path, report: Report) -> None:
 
 
 def pace(next_batch: Callable[[], object] | None, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds that each step waits for its batch, and that it takes beyond STEP in all."""
+    """Seconds that each step waits for its batch, and seconds that it takes longer than STEP."""
     waits, excess = np.zeros(steps), np.zeros(steps)
     for i in range(steps):
         start = time.perf_counter()
@@ -246,12 +251,13 @@ def pace(next_batch: Callable[[], object] | None, steps: int) -> tuple[np.ndarra
 
 
 def measure_paced(filespec: str, batch_size: int, threads: int, report: Report) -> None:
+    """Measures the waits for batches when each step takes 20 ms."""
     turns, steps = 5, 100
     loader = loader_for(filespec, batch_size)
     bare, waits, excess = [], [], []
     with Prefetcher(lambda step: loader.sequences(step, np.arange(batch_size)), 0, 10**9, 8, threads) as batches:
         first = seconds(lambda: next(batches))
-        # In turns, so that what else the machine does falls on both.
+        # In turns, so that other work of the machine slows down both.
         for _ in range(turns):
             bare.append(pace(None, steps)[1])
             wait, beyond = pace(lambda: next(batches), steps)
@@ -270,7 +276,7 @@ def measure_paced(filespec: str, batch_size: int, threads: int, report: Report) 
 
 @contextlib.contextmanager
 def slow_store(directory: Path) -> Iterator[str]:
-    """The URL of a server of the directory's files that answers each request after 30 ms, in a process of its own."""
+    """Serves the directory from another process, which answers each request after 30 ms. Yields the URL."""
     server = subprocess.Popen(
         [sys.executable, str(Path(__file__).parent / "slow_http_store.py"), str(directory), str(LATENCY)],
         stdout=subprocess.PIPE,
@@ -284,8 +290,9 @@ def slow_store(directory: Path) -> Iterator[str]:
 
 
 def main() -> None:
+    """Runs the comparisons that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="where the datasets stay for a later run")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="directory that keeps the datasets for a later run")
     parser.add_argument("--only", nargs="*", choices=["start", "random", "paced", "remote"], help="some comparisons")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:

@@ -2,21 +2,18 @@
 
     python -m benchmarks.loss_chunks [--vocab 32768] [--d_model 256] [--tokens 2048]
 
-One sequence on the first device, f32 (bf16 where the device is no CPU). Rounds of all programs in turn, the best of
-each; memory is the compiler's figure for temporary memory.
+One sequence on the first device, in f32 (bf16 if the device is not a CPU). All programs take turns; the time is the
+best of all rounds. Memory is the compiler's figure for temporary memory.
 """
 
 import argparse
-import os
-import time
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import train
+from benchmarks.steps import print_header, print_row, times_in_turn, use_cpu_by_default
 from cluster.devices import make_mesh
 from input_loader import TokenBatch
 from modeling.gathers import gather_ahead
@@ -29,7 +26,7 @@ act = dtype_name("act")
 
 
 def program(c: train.ModelConfig, length: int, dtype, chunk: int | None):
-    """Per-device loss and gradients of the parts behind the layers, jitted."""
+    """Loss and gradients of the parts after the layers, jitted."""
     model = load_model(c)
     forward = train.Forward(model, TrainingConfig(batch_size=1, seq_len=length, loss_chunk=chunk))
 
@@ -51,10 +48,12 @@ def program(c: train.ModelConfig, length: int, dtype, chunk: int | None):
 
 
 def main() -> None:
+    """Prints the table for the sizes that the command line gives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("vocab", 32768), ("d_model", 256), ("tokens", 2048), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     o = parser.parse_args()
+    use_cpu_by_default()
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     c = train.ModelConfig(vocab=o.vocab, d_model=o.d_model, layers=1, n_kv=1, n_q_per_kv=1, d_head=8, d_ff=8)
     rng = np.random.default_rng(0)
@@ -64,19 +63,12 @@ def main() -> None:
     with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1])):
         w = jax.jit(lambda key: initialize(load_model(c).table, key))(jax.random.key(0))
         chunks = [None, *(n for n in (1024, 512, 256, 128) if n < o.tokens)]
-        found = {chunk: program(c, o.tokens, dtype, chunk).lower(w, x, batch).compile() for chunk in chunks}
-        best = dict.fromkeys(found, float("inf"))
-        for turn in range(o.rounds + 1):
-            for chunk, compiled in found.items():
-                start = time.perf_counter()
-                jax.block_until_ready(compiled(w, x, batch))
-                if turn:
-                    best[chunk] = min(best[chunk], time.perf_counter() - start)
-        print("| loss_chunk | ms | of the time without | temporary memory, MiB |\n|---|---|---|---|")
-        for chunk, compiled in found.items():
-            size = compiled.memory_analysis().temp_size_in_bytes / 2**20
-            ratio = best[chunk] / best[None]
-            print(f"| {'null' if chunk is None else chunk} | {best[chunk] * 1e3:.0f} | {ratio:.2f} | {size:.1f} |")
+        compiled = {chunk: program(c, o.tokens, dtype, chunk).lower(w, x, batch).compile() for chunk in chunks}
+        times = times_in_turn({chunk: (run, (w, x, batch)) for chunk, run in compiled.items()}, o.rounds)
+    print_header("loss_chunk", "ms", "of the time without", "temporary memory, MiB")
+    for chunk, run in compiled.items():
+        best, size = min(times[chunk]), run.memory_analysis().temp_size_in_bytes
+        print_row(chunk or "null", f"{best * 1e3:.0f}", f"{best / min(times[None]):.2f}", f"{size / 2**20:.1f}")
 
 
 if __name__ == "__main__":

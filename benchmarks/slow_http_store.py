@@ -1,6 +1,6 @@
-"""An HTTP server of a directory that answers each request after a while: `slow_http_store.py <directory> <seconds>`.
+"""An HTTP server of a directory that answers each request after a delay: `slow_http_store.py <directory> <seconds>`.
 
-It prints its port. It knows GET and HEAD with ranges, as far as stores use them, and waits without holding up others.
+It prints its port. It supports GET and HEAD with ranges, as far as stores use them. A delay does not block others.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import sys
 
 
 def answer(directory: str, head: bytes) -> bytes:
-    """The response to a request's head."""
+    """Returns the response to the head of a request."""
     lines = head.decode("latin-1").split("\r\n")
     method, target, _ = lines[0].split(" ")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
@@ -33,7 +33,7 @@ def answer(directory: str, head: bytes) -> bytes:
     return "\r\n".join([*fields, "", ""]).encode() + body
 
 
-class Connection(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
     def __init__(self, directory: str, latency: float):
         self._directory, self._latency, self._received = directory, latency, b""
 
@@ -52,8 +52,9 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(directory: str, latency: float) -> None:
-    # A connection that finds the queue full is tried again after a second, which is not the delay to be measured.
-    make = lambda: Connection(directory, latency)
+    """Serves the directory until the process ends."""
+    # If the queue is full, a connection is tried again after a second, which is not the delay to be measured.
+    make = lambda: _Connection(directory, latency)
     server = await asyncio.get_running_loop().create_server(make, "localhost", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()

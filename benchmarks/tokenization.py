@@ -1,21 +1,21 @@
-"""Text to flat-tokens by several tokenizers, beside what seqax does, on one text and in one run.
+"""Text to flat-tokens by several tokenizers, beside the approach of seqax, on one text and in one run.
 
     python -m benchmarks.tokenization [--megabytes 400] [--tokenizers bpe,mistral] [--keep DIR]
 
-Rows, each a program from its start to its end, on all cores:
+The rows of the table, each a program from its start to its end, on all cores:
 
     seqax        its approach, written anew: `transformers`' call per batch, Python lists, appended to a zarr array
     tokenizers   tools.huggingface_to_flat_tokens with tokenizer.backend=reference
     tiktoken     the same with an encoding of tiktoken that has the same ids
-    gigatoken    the same with what it chooses by itself
+    gigatoken    the same with tokenizer.backend=gigatoken
     … a quarter  the last one on a quarter of the text, to show that memory does not grow with it
 
 The text is made from Jane Austen's novels in tests/data: documents of sentences drawn at random, 2.8 kB on average. It
-has fewer different words than the web, which helps tokenizers that remember words, gigatoken above all. The tokenizers
-are a byte-level BPE trained on the novels (22,886 tokens; asked for 32,768) and that of Mistral Nemo (131,072). All
-rows of a tokenizer must give the same ids. Memory is the largest sum of the resident sizes of all processes of a row.
+has fewer different words than the web, which helps tokenizers that cache words, gigatoken above all. The tokenizers are
+a byte-level BPE trained on the novels (22,886 tokens; asked for 32,768) and that of Mistral Nemo (131,072). All rows of
+a tokenizer must give the same ids. Memory is the largest sum of the resident sizes of all processes of a row.
 
-It needs transformers and mistral-common: pip install -e '.[tools,oracle]'.
+Needs transformers and mistral-common: pip install -e '.[tools,oracle]'.
 """
 
 import argparse
@@ -54,12 +54,13 @@ ENCODING_CONSTRUCTORS = {{"bench": bench}}
 
 
 def novels() -> list[str]:
+    """The novels of the tests."""
     with lzma.open(ROOT / "tests/data/austen_train.jsonl.xz") as lines:
         return [json.loads(line)["text"] for line in lines]
 
 
 def write_text(path: Path, megabytes: float) -> None:
-    """Documents of random sentences, as JSON lines. The same size gives the same bytes."""
+    """Writes documents of random sentences, as JSON lines. The same size gives the same bytes."""
     sentences = [s for novel in novels() for s in re.split(r"(?<=[.!?;])\s+", novel)]
     rng = np.random.default_rng(0)
     written = 0
@@ -72,7 +73,7 @@ def write_text(path: Path, megabytes: float) -> None:
 
 
 def write_tiktoken_plugin(directory: Path, definition: str) -> None:
-    """Makes the byte-level BPE of a tokenizer.json known to tiktoken as the encoding `bench`."""
+    """Writes a plugin of tiktoken with the encoding `bench`: the byte-level BPE of a tokenizer.json."""
     letters = {letter: byte for byte, letter in definitions._LETTERS.items()}
     vocabulary = json.loads(definition)["model"]["vocab"].items()
     ranks = {bytes(letters[c] for c in token): i for token, i in vocabulary if i > 1}
@@ -82,7 +83,7 @@ def write_tiktoken_plugin(directory: Path, definition: str) -> None:
 
 
 def run_as_seqax(text: str, tokenizer: str, end: int, out: str) -> None:
-    """The approach of seqax: a batch of documents, one call of the tokenizer, one list of ids for each, one append."""
+    """Tokenizes as seqax does: a batch of documents, one call of the tokenizer, a list of ids for each, one append."""
     import zarr
     from datasets import load_dataset
     from transformers import AutoTokenizer
@@ -108,7 +109,7 @@ def run_as_seqax(text: str, tokenizer: str, end: int, out: str) -> None:
 
 
 def run(command: list[str], env: dict[str, str]) -> tuple[float, float]:
-    """Seconds, and the largest sum of resident MB of the processes that `command` starts."""
+    """Seconds that `command` takes, and the largest sum of resident MB of its processes."""
     peak, done = 0, threading.Event()
     begin = time.perf_counter()
     with subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as process:
@@ -132,9 +133,10 @@ def run(command: list[str], env: dict[str, str]) -> tuple[float, float]:
 
 
 def resident(session: int) -> int:
+    """Resident bytes of all processes of a session."""
     total = 0
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        # A process may end while it is looked at.
+        # A process may end in the meantime.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
             total += int(fields[21]) * os.sysconf("SC_PAGE_SIZE") if int(fields[3]) == session else 0
@@ -142,12 +144,14 @@ def resident(session: int) -> int:
 
 
 def tool(text: Path, out: Path, kind: str, name: str, backend: str, end_token: str) -> list[str]:
+    """The command that tokenizes `text` with the tool."""
     settings = [f"out={out}", f"train.files=[{text}]", "validation=null", "overwrite=true"]
     settings += [f"tokenizer.kind={kind}", f"tokenizer.name={name}", f"tokenizer.backend={backend}"]
     return [sys.executable, "-m", "tools.huggingface_to_flat_tokens", *settings, f"tokenizer.end_token='{end_token}'"]
 
 
 def compare(directory: Path, which: str, text: Path, quarter: Path) -> None:
+    """Prints the rows of a tokenizer, `bpe` or `mistral`."""
     home = directory / which
     home.mkdir(exist_ok=True)
     if which == "bpe":
@@ -192,7 +196,8 @@ def compare(directory: Path, which: str, text: Path, quarter: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    """Runs the tokenizers that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=400)
     parser.add_argument("--tokenizers", default="bpe,mistral")
     parser.add_argument("--keep", type=Path)

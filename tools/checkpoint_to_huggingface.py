@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a model that `transformers` opens: config.json, safetensors, tokenizer.
+"""Writes a checkpoint as a model of `transformers`: config.json, safetensors, tokenizer.
 
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported step=500 dtype=bf16
@@ -6,14 +6,14 @@
     model = transformers.AutoModelForCausalLM.from_pretrained("exported")
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
 
-A model of train.py becomes a Llama; with QK-norm, a Qwen3. The module of another model (model.module) says itself what
-it becomes, with `to_huggingface`: docs/huggingface.md describes that function. What a format cannot hold is refused by
-name: a weight, attention that is not plain causal. Then the logits of a text are computed twice, from the files and as
-the run does. If they differ, the layer is named. The output is there as a whole or not at all.
+A model of train.py becomes a Llama; with QK-norm, a Qwen3. The module of another model (model.module) is
+converted by its own `to_huggingface`, which docs/huggingface.md describes. A weight that the format cannot hold, or
+attention that is not plain causal, is refused by name. Then the logits of a text are computed twice, from the files and
+as the run does. If they differ, the error names the layer. The output is complete or missing.
 
-Runs on the CPU. Memory is bounded, whatever the model's size: two files of `file_bytes`; where a checkpoint's chunks
-hold all layers of a weight, as those of a run do, 8 GiB of them, or the largest weight; and for the logits four times
-the embedding table, and twice 8 GiB of layers, or of the model where it is smaller.
+Runs on the CPU. Memory is bounded for a model of any size: two files of `file_bytes`; if a checkpoint's chunks hold all
+layers of a weight, as those of a run do, 8 GiB of them, or the largest weight; for the logits four times the embedding
+table, and twice 8 GiB of layers, or twice the model if it is smaller.
 """
 
 import json
@@ -44,33 +44,33 @@ from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of, with_defaults
 
 DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(jnp.bfloat16))}
-"""What torch and numpy call them."""
+"""Names in torch, and numpy dtypes."""
 
 
 @dataclass
 class Config:
+    """Settings of the program."""
+
     run: str = MISSING
-    """A run's directory, or that of one of its checkpoints."""
+    """Directory of a run, or of one of its checkpoints."""
     output: str = MISSING
-    """The directory to write, which must not be there yet."""
+    """The directory to write; it must not exist yet."""
     step: int | None = None
-    """Which checkpoint of the run. Null: the last."""
+    """Step of the checkpoint; null: the last one."""
     weights: str = "weights"
-    """weights: those that are trained; ema: their moving average (training.ema_decay)."""
+    """weights: the trained ones; ema: their moving average (training.ema_decay)."""
     other_source: bool = False
-    """Whether source may compare the logits that computes something else than what made the checkpoint."""
+    """Allows source that computes something else than the source that made the checkpoint."""
     dtype: str = "f32"
-    """Of the weights: f32, as trained, or bf16, rounded to nearest."""
+    """Dtype of the weights: f32, as trained, or bf16, rounded to nearest."""
     dataset: str | None = None
-    """A flat-tokens dataset whose tokenizer is written. Null: what the run read."""
+    """A flat-tokens dataset whose tokenizer is written. Null: the run's."""
     file_bytes: int = 2**31
-    """Weights in a file at most, in bytes, where a single tensor is not larger; at least 1."""
+    """Largest size of a file of weights, at least 1. A tensor that is larger has a file of its own."""
 
 
 def read_model(run: str, step: int | None, which: str = "weights") -> tuple[int, Any, Any, dict]:
-    """The step of a checkpoint, its ModelConfig, its weights, to be read when they are indexed, and its metadata.
-
-    `which`: weights, or ema, their average.
+    """Opens a checkpoint: its step, ModelConfig, `weights` or `ema` (read when they are indexed), and metadata.
 
     Raises:
         ValueError: there is no such checkpoint, or its weights are not those of its model.
@@ -93,7 +93,7 @@ def read_model(run: str, step: int | None, which: str = "weights") -> tuple[int,
 def write_tensors(
     directory: Path, tensors: Mapping[str, np.ndarray | StoredArray | Callable], dtype: np.dtype, file_bytes: int
 ) -> int:
-    """Writes safetensors, in several files with an index where one does not hold them. Returns their bytes in all."""
+    """Writes safetensors, in several files with an index if one is too small. Returns the bytes of all weights."""
     from safetensors.numpy import save_file
 
     parts: list[list[str]] = []
@@ -105,7 +105,7 @@ def write_tensors(
         parts.append(list(waiting))
         path = directory / f"{len(parts)}.part"
         save_file(waiting, path, metadata={"format": "pt"})
-        path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read
+        path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
         waiting.clear()
 
     for name, tensor in tensors.items():
@@ -131,25 +131,25 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def run(config: Config, say: Callable[[str], None] = print) -> None:
-    """Writes the directory that `config` asks for.
+def run(config: Config, log: Callable[[str], None] = print) -> None:
+    """Writes the model.
 
     Raises:
-        ValueError: a setting out of range, no such checkpoint, an output that is there already, a model that
-            transformers cannot express, or one whose logits are not those of what was written.
+        ValueError: a setting out of range, no such checkpoint, an output that exists, a model that transformers cannot
+            express, or one whose logits differ from those of the files.
     """
     check_choice("dtype", config.dtype, tuple(DTYPES))
     if config.file_bytes < 1:
         raise ValueError(f"file_bytes is {config.file_bytes}; it must be at least 1.")
     output = Path(config.output)
     if output.exists():
-        raise ValueError(f"output is {config.output}, which is there already. Move it away, or give another path.")
+        raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")
     step, c, weights, metadata = read_model(config.run, config.step, config.weights)
     settings, allow = metadata["config"], None if config.other_source else "other_source=true"
     if saved := metadata.get("provenance"):
         now = provenance_of(train.programs, config_of(metadata["config"]), load_model(c))
         if differs := compare_source(saved, now, ("evaluation",), allow):
-            say(f"source     {differs}")
+            log(f"source     {differs}")
     if inputs := inputs_of(load_model(c)):
         raise ValueError(
             f"model.module {c.module!r} reads {', '.join(inputs)} beside the tokens; no model in transformers does: "
@@ -170,12 +170,12 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
 
     torch_dtype, dtype = DTYPES[config.dtype]
     ids = {"bos_token_id": c.bos_id, "eos_token_id": end}
-    # Stated even if null: transformers would take the ids of Llama's own tokenizer.
+    # Written even if null: transformers would take the ids of Llama's own tokenizer.
     files["config.json"] = content | ids | {"dtype": torch_dtype, "torch_dtype": torch_dtype}
     files["generation_config.json"] = ids
     temporary = output.with_name(output.name + ".tmp")
     if temporary.exists():
-        shutil.rmtree(temporary)  # what a killed export left
+        shutil.rmtree(temporary)  # a killed export left it
     temporary.mkdir(parents=True)
     try:
         for name, file in files.items():
@@ -187,17 +187,13 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
-    say(f"model      {content['architectures'][0]}: {parameters:,} parameters after {step} steps")
-    say(f"weights    {total:,} bytes, {config.dtype}")
-    say(f"compared   {compared}")
-    say(f"tokenizer  {about}")
-    say(f'written    {output}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
-
-
-def main() -> None:
-    jax.config.update("jax_platforms", "cpu")  # other devices would be started, and their memory taken, for nothing
-    run_program("checkpoint_to_huggingface", Config, run)
+    log(f"model      {content['architectures'][0]}: {parameters:,} parameters after {step} steps")
+    log(f"weights    {total:,} bytes, {config.dtype}")
+    log(f"compared   {compared}")
+    log(f"tokenizer  {about}")
+    log(f'written    {output}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
 
 
 if __name__ == "__main__":
-    main()
+    jax.config.update("jax_platforms", "cpu")  # other devices would be started, and their memory taken, for nothing
+    run_program("checkpoint_to_huggingface", Config, run)

@@ -1,4 +1,4 @@
-"""Text from a checkpoint.
+"""Samples text from a checkpoint.
 
     python -m tools.generate run=runs/<name> prompt="Once upon a time" max_tokens=200 temperature=0.8 top_k=50
     python -m tools.generate run=runs/<name> prompts_file=prompts.txt samples=4 output=texts.jsonl
@@ -40,6 +40,8 @@ from training_io.resuming import config_of
 
 @dataclass
 class MeshChoice:
+    """Devices along each axis; None: not chosen."""
+
     r: int | None = None
     d: int | None = None
     t: int | None = None
@@ -47,63 +49,65 @@ class MeshChoice:
 
 @dataclass
 class Config:
+    """Settings of the program."""
+
     run: str = MISSING
     """Directory of a run, or of one of its checkpoints."""
     step: int | None = None
-    """Which of its checkpoints; null for the last."""
+    """Step of the checkpoint; null: the last one."""
     weights: str = "weights"
-    """weights: those that are trained; ema: their moving average (training.ema_decay)."""
+    """weights: the trained ones; ema: their moving average (training.ema_decay)."""
     other_source: bool = False
-    """Whether source may draw that computes something else than what made the checkpoint."""
+    """Allows source that computes something else than the source that made the checkpoint."""
     prompt: str | None = None
-    """What to continue, exactly as it stands behind `prompt=`; empty: a document from its beginning."""
+    """Text to continue, exactly as it is after `prompt=`; empty: a document from its beginning."""
     prompts: list[str] = field(default_factory=list)
-    """Several of them."""
+    """Several prompts."""
     prompts_file: str | None = None
-    """A file with a prompt in each line."""
+    """A file with a prompt on each line."""
     prompt_ids: list[int] | None = None
-    """A prompt in token ids."""
+    """A prompt as token ids."""
     samples: int = 1
-    """Texts for each prompt, at least 1."""
+    """Number of texts for each prompt, at least 1."""
     max_tokens: int = 200
-    """Tokens to add to a prompt, at most; at least 1."""
+    """Largest number of tokens to add to a prompt, at least 1."""
     temperature: float = 1.0
-    """What logits are divided by, at least 0; 0 always takes the likeliest token."""
+    """Divisor of the logits, at least 0; 0 always takes the likeliest token."""
     top_k: int | None = None
     """Draw only from the likeliest this many tokens, at least 1; null: all."""
     top_p: float = 1.0
     """Draw only from the likeliest tokens that together have this probability, in (0, 1]."""
     seed: int = 0
-    """In [0, 2**63). A text depends on it and on its place among the texts, not on batch or mesh, up to rounding."""
+    """In [0, 2**63). A text depends on it and on the number of the text; on batch or mesh only by rounding."""
     stop: list[str] | None = None
-    """Tokens that end a text. Null: the one that ends the documents of the run's data, if any; [] for none."""
+    """Tokens that end a text. Null: the end token of the run's data, if any; []: none."""
     context: int | None = None
-    """Tokens that the next one can see, bos included; at least 2. Null: training.seq_len. A text that outgrows it goes
-    on with the last half of it."""
+    """Number of tokens that the next one can see, bos included; at least 2. Null: training.seq_len. A text that
+    outgrows it keeps the last half of it as context."""
     batch: int = 64
-    """Texts at once, at least 1; rounded up to a multiple of the devices."""
+    """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
-    """Devices along r, d and t; -1, for one of them, takes what is left. Null: the run's if it fits, else all on d."""
+    """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d."""
     gather_weights: str | None = None
-    """layer: each token gathers each layer's weights where they are used. step: all of them stay gathered for a while,
-    which is faster where they fit on a device. Null: as in training."""
+    """layer: for each token, the weights of each layer are gathered where they are used. step: all weights stay
+    gathered, which is faster if they fit on a device. Null: as in training."""
     check: bool = False
-    """Draw all tokens again from training's forward pass, without a cache, and compare. Not where tokens see later
+    """Draws all tokens again from training's forward pass, without a cache, and compares. Not if tokens see later
     ones."""
     output: str | None = None
-    """A file for the texts, one JSON object in a line."""
+    """A file for the texts, one JSON object on each line."""
     data: str | None = None
-    """The run's dataset, where it has moved: its tokenizer is used."""
+    """The run's dataset, if it has moved: its tokenizer is used."""
     tokenizer: str | None = None
-    """The tokenizer, where the data names none: `bytes`, `tiktoken:<encoding>`, `mistral:<file>`, or a name on the
+    """The tokenizer, if the data names none: `bytes`, `tiktoken:<encoding>`, `mistral:<file>`, or a name on the
     Hugging Face hub, a tokenizer.json, or a directory that holds one."""
 
 
-# ---- what to run --------------------------------------------------------------------------------------------------
+# ---- settings -----------------------------------------------------------------------------------------------------
 
 
 def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
-    """Raises ValueError if it does not fit the devices, or the model does not fit it."""
+    """Makes the mesh. Raises ValueError if it does not fit the devices, or the model does not fit it."""
     devices, chosen = jax.devices(), dataclasses.asdict(choice)
     if any(size is not None for size in chosen.values()):
         sizes = {"r": 1, "t": 1} | {axis: size for axis, size in chosen.items() if size is not None}
@@ -113,13 +117,12 @@ def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
             mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, devices)
         except ValueError:
             mesh = make_mesh(1, -1, 1, devices)
-    # Only what shards the model counts here: there are no rows of a training batch.
-    rows = dataclasses.replace(c.training, batch_size=mesh.size, seq_len=mesh.size, microbatches=1)
-    run_config.check_divides(dataclasses.replace(c, training=rows), mesh.shape)
+    run_config.check_divides(c, mesh.shape, of_batch=False)
     return mesh
 
 
 def open_codec(config: Config, c: run_config.Config) -> TextCodec:
+    """Opens the tokenizer of the settings, or else of the run's data."""
     if config.tokenizer is not None:
         return codec_by_name(config.tokenizer)
     if config.data is not None:
@@ -128,7 +131,7 @@ def open_codec(config: Config, c: run_config.Config) -> TextCodec:
 
 
 def read_prompts(config: Config) -> list[str]:
-    """The prompts as texts; none if there is prompt_ids. Raises ValueError unless they are given in one way."""
+    """The prompts as texts; none with prompt_ids. Raises ValueError unless they are given in exactly one way."""
     given = [
         name for name in ("prompt", "prompts", "prompts_file", "prompt_ids") if getattr(config, name) not in (None, [])
     ]
@@ -143,13 +146,14 @@ def read_prompts(config: Config) -> list[str]:
 
 
 def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
+    """The ids of the tokens that end a text."""
     if config.stop is None:
         return () if codec.end is None else (codec.end,)
     return tuple(codec.id_of(token) for token in config.stop)
 
 
-def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel, which: str = "weights") -> Any:
-    """The weights alone of a checkpoint, or their average (`ema`), sharded as in training on the mesh in force."""
+def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel, which: str) -> Any:
+    """Reads `weights` or `ema` of a checkpoint, sharded as in training on the mesh in force."""
     shapes = shapes_of(model.table)
     sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     like = jax.tree.map(sharded, shapes, make_shardings(model.Weights, like=shapes))
@@ -161,32 +165,32 @@ def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel, 
 
 @dataclass
 class Generated:
-    """One text, as `output` has it."""
+    """One text: a line of `output`."""
 
     prompt: str
     sample: int
-    """Which one of the prompt's texts."""
+    """Number of the text among those of its prompt, from 0."""
     text: str
-    """What was added to the prompt, without the stop token."""
+    """The text that was added to the prompt, without the stop token."""
     ended: bool
-    """Whether by a stop token."""
+    """A stop token ended it."""
     prompt_ids: list[int]
     ids: list[int]
     """The tokens added, the stop token included."""
 
 
 def show(console: Console, result: Generated) -> None:
-    """The text, its prompt in bold; where there are no letters in bold, up to the sign ▸."""
+    """Prints the text. Its prompt is bold and ends with ▸."""
     how = "ended" if result.ended else "cut"
     console.rule(f"sample {result.sample}: {len(result.ids)} tokens, {how}", align="left", style="dim")
     console.print(Text.assemble((result.prompt, "bold"), ("▸", "dim"), result.text), soft_wrap=True)
 
 
 def generate(config: Config, console: Console | None = None) -> list[Generated]:
-    """Prints and gives back the texts that `config` asks for.
+    """Samples texts and prints them.
 
     Raises:
-        ValueError: a setting out of range or contradicting another; a run, checkpoint or tokenizer that is missing.
+        ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint or tokenizer.
     """
     console = console or Console()
     for name in ("samples", "batch"):
@@ -203,7 +207,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
         if config.gather_weights is not None:
             c.training.gather_weights = config.gather_weights
             run_config.check_config(c)
-        # Ids need no tokenizer: without one they come out as numbers.
+        # Ids need no tokenizer: without one, ids are printed.
         named = config.tokenizer or config.data
         codec = TextCodec() if config.prompt_ids is not None and not named else open_codec(config, c)
         prompts = [codec.encode(text) for text in texts]
@@ -231,22 +235,22 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
             for result in results:
                 show(console, result)
             mesh = dict(jax.sharding.get_mesh().shape)
-            say = lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True)
+            write_line = lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True)
             speed = sampler.speed
-            say(
+            write_line(
                 f"{speed.tokens:,} tokens of {len(drawn)} texts in {speed.seconds:.2f} s: "
                 f"{speed.tokens / speed.seconds:,.0f} tokens/s, after {speed.compile_seconds:.1f} s of compilation; "
                 f"step {step}, mesh {mesh}, {c.training.compute_dtype}"
             )
             if sampler.why_no_cache:
-                say(f"drawn without a cache, which is slower: {sampler.why_no_cache}")
+                write_line(f"drawn without a cache, which is slower: {sampler.why_no_cache}")
             if config.output is not None:
                 _write(config.output, results)
             if config.check and sampler.sees_later:
-                say("not checked: training's forward pass shows each token later ones, which were not drawn yet")
+                write_line("not checked: training's forward pass shows each token later ones, which were not drawn yet")
             elif config.check:
                 found = sampler.check(weights, repeated, drawn)
-                say(
+                write_line(
                     f"checked: by training's forward pass, {found.tokens:,} tokens are the same, but for {found.ties} "
                     f"near ties (at most {found.largest:.2f} of what rounding explains)"
                 )
@@ -271,28 +275,20 @@ def _write(path: str, results: list[Generated]) -> None:
 
 
 def quote_text(argument: str) -> str:
-    """An argument of the command line as Hydra's grammar wants it: `prompt=Hello, "you"` is that text, sign by sign.
+    """Quotes a `prompt` or `stop` of the command line for Hydra: `prompt=Hello, "you"` is exactly that text.
 
-    What is in quotes from end to end stays Hydra's, and so do lists and null for `stop`.
+    Values in quotes, and lists and null for `stop`, are left to Hydra.
     """
     name, equals, value = argument.partition("=")
     is_hydras = re.fullmatch(r"""(?s)(['"])(\\.|(?!\1|\\).)*\1""", value) is not None
     is_hydras |= name == "stop" and (value.startswith("[") or value == "null")
     if name not in ("prompt", "stop") or not equals or is_hydras:
         return argument
-    # Hydra takes a backslash for itself, but before a quote or at the end.
+    # To Hydra, a backslash is special before a quote or at the end only.
     value = re.sub(r"""(\\*)("|\Z)""", lambda m: m[1] * 2 + (rf"\{m[2]}" if m[2] else ""), value).replace("${", r"\${")
     return f'{name}=["{value}"]' if name == "stop" else f'{name}="{value}"'
 
 
-def run(config: Config) -> None:
-    generate(config)
-
-
-def main() -> None:
-    sys.argv[1:] = map(quote_text, sys.argv[1:])
-    run_program("generate", Config, run)
-
-
 if __name__ == "__main__":
-    main()
+    sys.argv[1:] = map(quote_text, sys.argv[1:])
+    run_program("generate", Config, generate)

@@ -1,17 +1,17 @@
-"""Writes a model of `transformers` as a checkpoint from which a run continues training.
+"""Writes a model of `transformers` as a checkpoint, from which a run can continue training.
 
     python -m tools.huggingface_to_checkpoint model=<directory, or name on the hub> output=runs/<name>
 
 Llama, models with its math (TinyLlama, SmolLM, Mistral without a sliding window …) and Qwen3 become models of train.py.
-For another model_type, the module of that name, or the one that `module` names, says itself how, with
-`from_huggingface`; docs/huggingface.md describes that function. What would change the math and is not supported here is
-refused by name. Then the logits of a text are computed twice, from the model's files and as a run does. If they differ,
-the layer is named, and there is no checkpoint. Runs on the CPU, in memory for four times the embedding table, and twice
-8 GiB of layers, or of the model where it is smaller. In `output` it leaves
+Another model_type is converted by `from_huggingface` of the module of that name, or of the one that `module` names;
+docs/huggingface.md describes that function. Settings that change the math and are not supported are refused by name.
+Then the logits of a text are computed twice, from the model's files and as a run does. If they differ, the error names
+the layer, and there is no checkpoint. Runs on the CPU, in memory for four times the embedding table, and twice 8 GiB of
+layers, or twice the model if it is smaller. It writes into `output`
 
-    checkpoints/0000000000/    the weights, in f32; there as a whole or not at all
+    checkpoints/0000000000/    the weights, in f32; complete or missing
     model/imported.yaml        the model section, as a config group
-    tokenizer.json             where the model has one, to make datasets with
+    tokenizer.json             if the model has one, to make datasets with
 
 so that training.init_from=<output> with --config-dir=<output> model=imported starts from it.
 """
@@ -41,28 +41,30 @@ from training_io.checkpoint_arrays import named_leaves
 from training_io.host_checkpoint import StoredArray, write_checkpoint
 
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
-"""What is downloaded of a model on the hub; some have their weights a second time, in other formats."""
+"""Files to download of a model on the hub; some models have their weights again, in other formats."""
 
 
 @dataclass
 class Config:
+    """Settings of the program."""
+
     model: str = MISSING
     """A directory with config.json and safetensors, or a name on the Hugging Face hub."""
     output: str = MISSING
-    """The directory to write, such as runs/<name>; must not have checkpoints yet."""
+    """The directory to write, runs/<name> for example; it must not have checkpoints yet."""
     module: str | None = None
-    """What model.module becomes. Null: train for Llama, Mistral and Qwen3, else the module named as the model_type."""
+    """Value of model.module. Null: train for Llama, Mistral and Qwen3, else the module named like the model_type."""
     bos_id: int | None = None
-    """The id that stands before the first token of each document. Null: the config's bos_token_id."""
+    """The id before the first token of each document. Null: the config's bos_token_id."""
     ignore: list[str] = field(default_factory=list)
-    """Fields of config.json to pass over, because they do not change the logits."""
+    """Fields of config.json to ignore, because they do not change the logits."""
 
 
 def find_model(name: str) -> Path:
-    """The directory of a model: itself, or what is downloaded of one on the hub.
+    """The directory of a model: `name` itself, or, for a name on the hub, a download.
 
     Raises:
-        ValueError: it is missing, or has no config.json.
+        ValueError: there is no such model, or it has no config.json.
     """
     directory = Path(name)
     if not directory.is_dir():
@@ -71,11 +73,11 @@ def find_model(name: str) -> Path:
 
         try:
             directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=FILES))
-        # Without a connection it raises one of several errors of the system, else its own.
+        # Without a connection it raises one of several errors of the system.
         except (OSError, ValueError, HfHubHTTPError) as error:
             raise ValueError(
-                f"model is {name!r}, which is no directory, and cannot be had from the Hugging Face hub: {error} Check "
-                "the name, the connection, and that you are logged in if access is restricted."
+                f"model is {name!r}, which is not a directory, and cannot be downloaded from the Hugging Face hub: "
+                f"{error} Check the name, the connection, and that you are logged in if access is restricted."
             ) from error
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json: it is not a model of transformers.")
@@ -83,10 +85,10 @@ def find_model(name: str) -> Path:
 
 
 def parts_of(weights: Any, table: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """The weights that `from_huggingface` gave, array by array or layer by layer: name, index, and values.
+    """Yields name, index and values of the weights of `from_huggingface`, array by array or layer by layer.
 
     Raises:
-        ValueError: one is of another shape than `table` says.
+        ValueError: a shape is not that of `table`.
     """
     values = jax.tree.structure(table).flatten_up_to(weights)
     for (name, weight), value in zip(named_leaves({"weights": table}).items(), values, strict=True):
@@ -102,7 +104,7 @@ def parts_of(weights: Any, table: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
 
 
 def _end_token(tokenizer: Path, ids: Any) -> str:
-    """The setting, quoted for a shell, that ends documents with the model's eos token."""
+    """The setting, quoted for a shell, that makes the model's eos token the end of documents."""
     ids = ids if isinstance(ids, list) else [ids]
     added = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens", [])
     ends = [token["content"] for token in added if token["id"] in ids]
@@ -110,18 +112,18 @@ def _end_token(tokenizer: Path, ids: Any) -> str:
 
 
 def _untrained(length: int) -> dict:
-    """The other sections of a run's configuration, for programs that read them: of a run that trained for 0 steps."""
+    """The other sections of a run's configuration, for programs that read them."""
     return {
         "optimizer": {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"},
         "training": {"batch_size": 1, "seq_len": length, "steps": 1},
     }
 
 
-def run(config: Config, say: Callable[[str], None] = print) -> None:
-    """Writes the checkpoint that `config` asks for.
+def run(config: Config, log: Callable[[str], None] = print) -> None:
+    """Writes the checkpoint.
 
     Raises:
-        ValueError: a setting out of range, no such model, or one with other math than the module's, or other logits.
+        ValueError: a setting out of range, no such model, math that the module does not have, or other logits.
         OSError: the checkpoint could not be written.
     """
     directory, output = find_model(config.model), Path(config.output)
@@ -136,7 +138,7 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     name = config.module or ("train" if kind in ARCHITECTURES else str(kind))
     if not config.module and name != "train" and not (Path(__file__).parents[1] / "models" / f"{name}.py").exists():
         raise ValueError(
-            f"config.json: model_type is {kind!r}, and no module here is named so; give module=<its module>."
+            f"config.json: model_type is {kind!r}, and models/ has no module of that name; give module=<its module>."
         )
     tensors = Tensors(directory)
     c, weights = mapping_of(name).from_huggingface(content | {"bos_token_id": bos}, tensors)
@@ -166,28 +168,24 @@ def run(config: Config, say: Callable[[str], None] = print) -> None:
     checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
 
     parameters = sum(array.size for array in arrays.values())
-    say(f"model      {kind}: {parameters:,} parameters, as model.module={name}")
-    say(f"compared   {compared}")
-    say(f"checkpoint {checkpoint}")
+    log(f"model      {kind}: {parameters:,} parameters, as model.module={name}")
+    log(f"compared   {compared}")
+    log(f"checkpoint {checkpoint}")
     if has_tokenizer:
-        say(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")
+        log(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")
         end = _end_token(output / "tokenizer.json", content.get("eos_token_id"))
-        say("A dataset with its tokenizer, for example:")
-        say(
+        log("A dataset with its tokenizer, for example:")
+        log(
             "  python -m tools.huggingface_to_flat_tokens --config-name=austen_bytes out=data/<name>.zarr "
             f"tokenizer.kind=huggingface tokenizer.name={output / 'tokenizer.json'} {end}"
         )
-    say("To continue training, with the settings of a run in configs/:")
-    say(
+    log("To continue training, with the settings of a run in configs/:")
+    log(
         f"  python -m train --config-name=<run> --config-dir={config.output} model=imported "
         f"training.init_from={config.output} data.filespec=data/<name>.zarr"
     )
 
 
-def main() -> None:
+if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # other devices would be started, and their memory taken, for nothing
     run_program("huggingface_to_checkpoint", Config, run)
-
-
-if __name__ == "__main__":
-    main()

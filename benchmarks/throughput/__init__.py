@@ -1,0 +1,1 @@
+"""Compares training steps of shardwright with those of other trainers."""

@@ -1,22 +1,23 @@
-"""Training steps of shardwright and of other trainers: the same shapes, tokens and precision, in one run, as ratios.
+"""Compares training steps of shardwright with those of other trainers: same shapes, tokens and precision, in one run.
 
     python -m benchmarks.throughput [--quick] [--sizes 2m,10m] [--only ours,torch] [--json FILE] [--check]
 
-The contestants, each of which is a file of peers/ and a process of its own:
+The contestants. Each is a file in peers/ and runs in its own process:
 
-    ours      the step of train.py, on the mesh of a configuration; here without its mask of documents
+    ours      the step of train.py, on the mesh of a configuration, without the mask of documents
     nnx       a trainer in Flax NNX and optax, written as in their tutorials, jitted and donated
     cookbook  a trainer in plain JAX, written as in JAX's training cookbook, jitted and donated
     torch     transformers' Llama in PyTorch: torch.compile, fused attention, fused AdamW
-    floor     no trainer: the products of the step alone
+    floor     not a trainer: the products of the step alone
 
-All train the same Llama-like model with AdamW and clipping, on rows of one document each, from batches that are on
-the device already; bf16 is bf16 products over f32 weights and optimizer state. On a CPU all stay alive and take turns,
-those that wait stopped; on a GPU, whose memory they could not share, each has all its rounds at a stretch.
+All train the same Llama-like model with AdamW and clipping, on sequences of one document each. The batches are on the
+device before the start. bf16 means bf16 products with f32 weights and optimizer state. On a CPU all contestants stay
+alive and take turns; a contestant that waits is stopped. On a GPU, whose memory they cannot share, one runs after the
+other.
 
-tokens/s is of the best round. MFU counts half of attention, the causal one, or all of it (full). floor: what part of
-the step's time the floor took. Memory: of the process at its highest, and of its steps alone, above its imports; on a
-GPU the allocator's own peak. Compile time: of the first step.
+tokens/s is of the best round. MFU counts half of attention, the causal one, or all of it (full). floor: time of the
+floor as a part of the time of the step. Memory: the peak of the process, and of its steps alone, above its imports; on
+a GPU the allocator's peak. Compile time: of the first step.
 """
 
 import argparse
@@ -36,11 +37,13 @@ from benchmarks.throughput.targets import ratios, targets
 
 
 def has_gpu() -> bool:
+    """Looks for an NVIDIA GPU, without starting it."""
     program = shutil.which("nvidia-smi")
     return program is not None and subprocess.run([program, "-L"], capture_output=True).returncode == 0
 
 
-def printed_head(size: str, dtype: str, platform: str) -> str:
+def head_of(size: str, dtype: str, platform: str) -> str:
+    """The lines above the table of a size."""
     s = SIZES[size]
     devices = ", 8 simulated devices" if size == "demo" else ""
     shape = f"{s.shapes.parameters:,} parameters, {s.rows} rows of {s.length} tokens, {dtype}, {platform}{devices}"
@@ -48,6 +51,7 @@ def printed_head(size: str, dtype: str, platform: str) -> str:
 
 
 def main() -> None:
+    """Runs the comparisons that the command line names."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,12 +70,12 @@ def main() -> None:
         metavar="KEY=VALUE,...",
         help="ours once more with these settings of train.py, or rows=, microbatches=; may be given several times",
     )
-    parser.add_argument("--limit", type=float, default=300, help="seconds a contestant has to compile")
+    parser.add_argument("--limit", type=float, default=300, help="seconds that a contestant has to compile")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds for all of it")
-    parser.add_argument("--json", type=Path, help="write all figures there as they come; what it has already stands")
+    parser.add_argument("--json", type=Path, help="file for all figures; those that it has already are kept")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a target is missed")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the contestants are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit ends the contestants
     platform = options.platform if options.platform != "auto" else "gpu" if has_gpu() else "cpu"
     sizes = (
         options.sizes.split(",") if options.sizes else ["2m", "10m", "demo"] if platform == "cpu" else list(GPU_SIZES)
@@ -97,7 +101,7 @@ def main() -> None:
         if any(of_size[key] != value for key, value in kind.items()):
             raise SystemExit(f"{options.json} has other figures of {size}: of {of_size} instead of {kind}")
         rows = of_size["contestants"]
-        print(printed_head(size, dtype, platform), flush=True)
+        print(head_of(size, dtype, platform), flush=True)
 
         def show(measured: Measured, rows=rows) -> None:
             rows[measured.label] = figures(measured, rows.get("floor"))
@@ -111,8 +115,8 @@ def main() -> None:
     print()
     reached = []
     for size, of_size in record.items():
-        if said := ratios(size, of_size["contestants"]):
-            print(said)
+        if lines := ratios(size, of_size["contestants"]):
+            print(lines)
         reached += targets(size, of_size["contestants"], of_size["platform"])
     for target in reached:
         print(target)

@@ -1,4 +1,4 @@
-"""What was measured, as figures: tokens per second, MFU, the floor's share and memory, and their line of the table."""
+"""Figures of a contestant: tokens per second, MFU, the floor's share, memory; and its line of the table."""
 
 import statistics
 from typing import Any
@@ -8,27 +8,33 @@ from benchmarks.throughput.rounds import Measured
 
 
 def flops_per_token(job: Job) -> tuple[float, float]:
-    """flops_of_model's figures, causal and full; tests/benchmarks/test_throughput.py holds this to them."""
+    """FLOPs of a token with causal and with full attention, as training_io.flops.flops_of_model counts them."""
     c = job.shapes
     n, attention = c.parameters - c.vocab * c.d_model, c.layers * c.heads * c.d_head * job.length
     return 6 * n + 6 * attention, 6 * n + 12 * attention
 
 
 def figures(m: Measured, floor: dict[str, Any] | None) -> dict[str, Any]:
-    """All of one contestant's numbers, for the table and for --json. `floor`: these figures of the floor."""
+    """All numbers of a contestant, for the table and for --json. `floor`: the figures of the floor."""
     row: dict[str, Any] = {"label": m.label, "contestant": m.job.contestant, "error": m.error, "tokens": m.job.tokens}
     if m.error is not None:
         return row
-    row |= {"tokens_per_s": m.tokens_per_s, "tokens_per_s_median": m.job.tokens / statistics.median(m.rounds)}
-    row |= {"step_s": m.rounds, "compile_s": m.compile_s, "peak_bytes": m.peak, "host_peak_bytes": m.host_peak}
+    best, median = (m.job.tokens / seconds for seconds in (min(m.rounds), statistics.median(m.rounds)))
+    row |= {"tokens_per_s": best, "tokens_per_s_median": median}
+    row |= {
+        "step_s": m.rounds,
+        "compile_s": m.compile_s,
+        "peak_bytes": m.device_peak or m.host_peak,
+        "host_peak_bytes": m.host_peak,
+    }
     row |= {"steps_peak_bytes": m.steps_peak, "device_peak_bytes": m.device_peak, "imports_bytes": m.imports_memory}
     row |= {"about": m.about, "settings": m.job.settings, "losses": m.losses[:8]}
     if floor and floor["error"] is None and m.job.contestant != "floor":
         floor_per_token = min(floor["step_s"]) * (1 + floor["about"]["attention_share"]) / floor["tokens"]
-        # Where the peak is measured, on a machine with other work, the floor may have had the better moment.
+        # A measured peak may be lower than the floor reaches, if other programs ran at the time.
         peak = max(floor["about"]["peak"], flops_per_token(m.job)[0] / floor_per_token)
-        causal, full = (x * m.tokens_per_s / peak for x in flops_per_token(m.job))
-        row |= {"mfu_causal": causal, "mfu_full": full, "of_floor": floor_per_token * m.tokens_per_s}
+        causal, full = (x * best / peak for x in flops_per_token(m.job))
+        row |= {"mfu_causal": causal, "mfu_full": full, "of_floor": floor_per_token * best}
     return row
 
 
@@ -37,6 +43,7 @@ HEADER = "".join(f"{name:>{width}}" for name, width in (COLUMNS | {"compile s": 
 
 
 def line_of(row: dict[str, Any]) -> str:
+    """The line of the table."""
     name = f"{row['label']:<44}"
     if row["error"]:
         return f"{name}  failed: {row['error']}"

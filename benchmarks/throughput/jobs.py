@@ -1,4 +1,4 @@
-"""Who trains what: the contestants, and the sizes of models and batches."""
+"""The contestants, and the sizes of models and batches."""
 
 import dataclasses
 import importlib.util
@@ -23,6 +23,8 @@ NEEDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Size:
+    """A model, and a batch of `rows` sequences of `length` tokens; `config` is ours, a file of configs/."""
+
     shapes: Shapes
     rows: int
     length: int
@@ -51,19 +53,19 @@ GPU_SIZES = {
     "1b": Size(_c4(2048, 16, 16384), 16, 1024, _config("1b")),
     "2b": Size(_c4(4096, 16, 16384), 16, 1024, _config("2b")),
 }
-"""270m to 2b are those of configs/model. 124m has the products of GPT-2: 124M parameters without the input table."""
+"""270m to 2b are as in configs/model. 124m has the products of GPT-2: 124M parameters without the input table."""
 SIZES = CPU_SIZES | GPU_SIZES | {"demo": CPU_SIZES["2m"]}
 
 
 def missing(name: str) -> str | None:
-    """Why a contestant cannot run here, or None."""
+    """The reason why a contestant cannot run here, or None."""
     modules, remedy = NEEDS[name]
     lacking = [module for module in modules if importlib.util.find_spec(module) is None]
     return f"{name} is skipped: no {' and no '.join(lacking)} here; {remedy}" if lacking else None
 
 
 def variant_of(job: Job, text: str) -> Job:
-    """`job` with settings of its own: "training.save=dots,rows=16"; rows and microbatches are the job's."""
+    """`job` with other settings: "training.save=dots,rows=16"; rows and microbatches are fields of Job."""
     changes, settings = {}, []
     for setting in text.split(","):
         name, _, value = setting.partition("=")
@@ -75,7 +77,7 @@ def variant_of(job: Job, text: str) -> Job:
 
 
 def jobs_of(size: str, names: list[str], dtype: str, platform: str, extra: list[str]) -> dict[str, Job]:
-    """Label: job, in the order in which they run where they cannot take turns: the others' shares need the floor."""
+    """The jobs by label. The floor is first: the figures of the others need it."""
     s = SIZES[size]
     job = Job("", s.shapes, s.rows, s.length, dtype, platform, config=s.config)
     of = lambda name, **changes: dataclasses.replace(job, contestant=MODULES[name], **changes)

@@ -1,4 +1,4 @@
-"""A contestant's process: how it is started, told and ended."""
+"""A contestant's process: starting it, its events, ending it."""
 
 import contextlib
 import json
@@ -18,14 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 
 class ContestantError(Exception):
-    """A contestant ended, or took too long; the text is the end of what it said."""
+    """A contestant ended, or took too long. The message is the end of its output."""
 
 
 class Process:
     """A contestant's process, and the events that it has sent."""
 
     def __init__(self, label: str, job: Job, scratch: Path):
-        self.label, self.job = label, job
         self.errors = scratch / f"{label.replace('/', '_')[:80]}.stderr"
         self.events: queue.Queue[dict | None] = queue.Queue()
         with self.errors.open("w") as errors:
@@ -37,7 +36,7 @@ class Process:
                 text=True,
                 cwd=ROOT,
                 env=environment(job, scratch),
-                start_new_session=True,  # so that what it starts can be stopped and ended with it
+                start_new_session=True,  # a signal to the group reaches the processes that it starts too
             )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -49,46 +48,42 @@ class Process:
         self.events.put(None)
 
     def wait(self, event: str, timeout: float) -> dict[str, Any]:
-        """The next event, which must be `event`."""
+        """Returns the next event, which must be `event`. Raises ContestantError if there is none in time."""
         try:
             found = self.events.get(timeout=max(timeout, 0.1))
         except queue.Empty:
             raise ContestantError(f"no {event} within {timeout:.0f} s") from None
         if found is None:
             lines = [line for line in self.errors.read_text().splitlines() if line.strip()]
-            raise ContestantError(f"ended with {self.process.wait()}: {lines[-1][:300] if lines else 'no word'}")
+            raise ContestantError(f"ended with {self.process.wait()}: {lines[-1][:300] if lines else 'no message'}")
         assert found["event"] == event, (found, event)
         return found
 
-    def steps(self, n: int, timeout: float) -> dict[str, Any]:
-        self.tell(f"{n}\n")
-        return self.wait("steps", timeout)
-
-    def tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `wait` then says how it ended
-            self.process.stdin.write(line)
-            self.process.stdin.flush()
-
-    def finish(self, timeout: float) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        return self.wait("end", timeout)
+    def send(self, line: str | None) -> None:
+        """Writes a line to the process; None: closes its input."""
+        with contextlib.suppress(BrokenPipeError):  # `wait` then reports how it ended
+            if line is None:
+                self.process.stdin.close()
+            else:
+                self.process.stdin.write(f"{line}\n")
+                self.process.stdin.flush()
 
     def signal(self, which: signal.Signals) -> None:
+        """Sends a signal to the process and those that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, which)
 
     def end(self) -> None:
+        """Kills the process and those that it started."""
         self.signal(signal.SIGKILL)
         self.process.wait()
-        self.reader.join(timeout=10)  # until the pipe's end: what the process started is gone too
+        self.reader.join(timeout=10)  # the output ends when the last of the processes has ended
         self.process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+        self.send(None)
 
 
 def environment(job: Job, scratch: Path) -> dict[str, str]:
-    """Without caches of compiled programs that outlive the run, unless they were asked for."""
+    """The environment of a contestant, with caches of compiled programs only for this run, unless it has others."""
     env = dict(os.environ) | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env["TORCHINDUCTOR_CACHE_DIR"], env["TRITON_CACHE_DIR"] = str(scratch / "inductor"), str(scratch / "triton")
     if existing := os.environ.get("PYTHONPATH"):
@@ -99,8 +94,8 @@ def environment(job: Job, scratch: Path) -> dict[str, str]:
             flag = f"--xla_force_host_platform_device_count={job.devices}"
             env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flag}".strip()
     else:
-        # Without a platform by name, JAX would go on with the CPU where it cannot use the GPU.
+        # Without the name of a platform, JAX would use the CPU if it cannot use the GPU.
         env |= {"JAX_PLATFORMS": "cuda", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        if job.contestant != "ours":  # whose configuration says it
+        if job.contestant != "ours":  # ours sets it by its configuration
             env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     return env

@@ -1,9 +1,9 @@
-"""What our step should reach beside the others, and its ratios to them."""
+"""Targets of our step, and its ratios to the other contestants."""
 
 import dataclasses
 
 DEMO_GOAL, DEMO_PLAIN = 20_000, 13_000
-"""Tokens/s of the demo on 8 simulated devices, and of a plain f32 step where that was set as the goal."""
+"""Tokens/s of the demo on 8 simulated devices: the goal, and those of a plain f32 step on the same machine."""
 
 MFU_MARKS = {"124m": 0.45, "540m": 0.55, "1b": 0.55, "2b": 0.60}
 """Full-attention MFU in bf16 on an H200."""
@@ -11,22 +11,25 @@ MFU_MARKS = {"124m": 0.45, "540m": 0.55, "1b": 0.55, "2b": 0.60}
 
 @dataclasses.dataclass
 class Target:
+    """A measured value and its goal."""
+
     name: str
     value: float
     goal: float
-    """At least this."""
+    """Least value that meets the target."""
 
     @property
     def met(self) -> bool:
+        """The value reaches the goal."""
         return self.value >= self.goal
 
     def __str__(self) -> str:
-        said = "met" if self.met else f"missed by {1 - self.value / self.goal:.0%}"
-        return f"target  {self.name}: {self.value:.3g}, at least {self.goal:.3g}: {said}"
+        result = "met" if self.met else f"missed by {1 - self.value / self.goal:.0%}"
+        return f"target  {self.name}: {self.value:.3g}, at least {self.goal:.3g}: {result}"
 
 
 def targets(size: str, rows: dict[str, dict], platform: str) -> list[Target]:
-    """What `ours` should reach, of those that were measured."""
+    """Targets of `ours` against the contestants that were measured."""
     ran = {label: row for label, row in rows.items() if row["error"] is None}
     found: list[Target] = []
     if size == "tiny":
@@ -55,7 +58,7 @@ def targets(size: str, rows: dict[str, dict], platform: str) -> list[Target]:
 
 
 def ratios(size: str, rows: dict[str, dict]) -> str:
-    """Ours over each of the others, and each of ours by other settings over ours."""
+    """Ratios of ours to each of the others, and of ours with other settings to ours, a line each."""
     ran = {label: row for label, row in rows.items() if row["error"] is None and row["contestant"] != "floor"}
     if "ours" not in ran:
         return ""

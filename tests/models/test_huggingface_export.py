@@ -175,7 +175,7 @@ def test_step(tmp_path, one_device):
         export(run, tmp_path / "another", step=6)
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*give a run's directory"):
         export(tmp_path, tmp_path / "another")
-    with pytest.raises(ValueError, match=r"output is .*exported, which is there already"):
+    with pytest.raises(ValueError, match=r"output is .*exported, which exists already"):
         export(run, tmp_path / "exported")
     with pytest.raises(ValueError, match="dtype is 'f16'; choose one of f32, bf16"):
         export(run, tmp_path / "another", dtype="f16")

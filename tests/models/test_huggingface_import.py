@@ -325,7 +325,7 @@ def test_user_mistakes(exported, tmp_path):
     with pytest.raises(ValueError, match=r"some_new_setting is 1, .* give ignore=\[some_new_setting\]"):
         run(directory, output)
     change_config(directory, model_type="gemma")
-    with pytest.raises(ValueError, match=r"model_type is 'gemma', and no module here is named so; give module="):
+    with pytest.raises(ValueError, match=r"model_type is 'gemma', and models/ has no module of that name; give module"):
         run(directory, output)
     change_config(directory, model_type="llama")
     assert not output.exists()
@@ -354,7 +354,7 @@ def test_models_on_the_hub_are_downloaded(exported, tmp_path, monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ValueError, match=r"'someone/other', which is no directory.*no route to host"):
+    with pytest.raises(ValueError, match=r"'someone/other', which is not a directory.*no route to host"):
         run("someone/other", tmp_path / "other")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 from rich.console import Console
 
 from tools.compare.__main__ import Config, run
-from tools.compare.page import draw
+from tools.compare.page import figure_of, panels_of
 from tools.compare.runs import compare, find_runs, read_run, smoothed
 
 pytest.importorskip("matplotlib", reason="plots need the extra `tools`")
+pytest.importorskip("plotly", reason="plots need the extra `tools`")
 ROOT = Path(__file__).parents[2]
 
 
@@ -202,23 +204,61 @@ def test_memory_that_was_predicted_is_marked(tmp_path):
     assert "predicted by the compiler" in text
 
 
-def test_the_page_stands_alone_and_pictures_are_drawn(tmp_path):
+def test_the_page_refers_to_no_file_and_pictures_are_drawn(tmp_path):
     write(tmp_path / "<a>", events=[VALIDATION, MEMORY], t=1)
-    write(tmp_path / "b", events=[VALIDATION], t=2)
+    write(tmp_path / "b</script><script>alert(1)", events=[VALIDATION], t=2)
     printed(runs=str(tmp_path))
     page = (tmp_path / "compare.html").read_text()
-    assert page.count("<svg") == 1
+    assert "plotly.js v" in page[:10_000]
+    assert not re.search(r"<(script|img|link)[^>]*(src|href)=", page)
     assert "&lt;a&gt;" in page
     assert "<a>" not in page
-    assert "src=" not in page
-    assert "<script" not in page
+    assert "<script>alert" not in page
+    assert page.count("plotly-graph-div") == 1
+    assert re.search(r'"modeBarButtonsToRemove": ?\["sendChartToCloud"\]', page)  # the page uploads nothing
     starts = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
     for kind, start in starts.items():
         printed(runs=str(tmp_path), output=str(tmp_path / f"o.{kind}"))
         assert (tmp_path / f"o.{kind}").read_bytes().startswith(start)
 
 
-def test_metrics_of_the_trainers_own_are_plotted(tmp_path):
+def test_the_page_is_the_same_for_the_same_runs(tmp_path):
+    write(tmp_path / "a", events=[VALIDATION, MEMORY])
+    for name in ("first", "second"):
+        printed(runs=str(tmp_path), output=str(tmp_path / f"{name}.html"))
+    assert (tmp_path / "first.html").read_bytes() == (tmp_path / "second.html").read_bytes()
+
+
+def test_each_run_has_one_colour_and_one_entry_in_the_legend(tmp_path):
+    for i in range(9):
+        write(tmp_path / str(i), [4.0 - 0.1 * i] * 4, events=[VALIDATION, MEMORY], learning_rate=(i + 1) / 100)
+    c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "learning_rate")
+    panels = panels_of(c, 50)
+    figure = figure_of(panels)
+    shown = [trace for trace in figure.data if trace.showlegend]
+    assert [trace.name for trace in shown] == [f"{i + 1}  learning_rate={(i + 1) / 100:g}" for i in range(9)]
+    style = lambda trace: (trace.line.color, trace.line.dash)
+    assert len({style(trace) for trace in shown}) == 9
+    for trace in figure.data:
+        run = shown[int(trace.legendgroup)]
+        if trace.type == "bar" or trace.mode == "markers":
+            assert trace.marker.color == run.line.color
+        else:
+            assert style(trace) == style(run)
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    assert [trace.y[0] for trace in bars] == [str(i + 1) for i in range(9)] * 3
+    assert [trace.text[0] for trace in bars[-9:]] == ["3.00 GiB"] * 9
+
+
+def test_equal_curves_can_both_be_seen(tmp_path):
+    for t in (1, 2):
+        write(tmp_path / str(t), t=t)
+    c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "mesh.t")
+    dashes = [trace["line"]["dash"] for trace in panels_of(c, 50)[0].traces if "opacity" not in trace]
+    assert dashes == ["solid", "dash"]
+
+
+def test_metrics_of_the_users_own_are_plotted(tmp_path):
     for name, layers in (("a", 2), ("b", 3)):
         lines = [
             {"step": i, "loss": 3 - i, "noise": 0.5 * i, "stream": [i + j for j in range(layers)]} for i in range(4)
@@ -226,13 +266,14 @@ def test_metrics_of_the_trainers_own_are_plotted(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "loss")
-    *_, noise, stream, empty = draw(c, 50).axes
-    assert [ax.get_title(loc="left") for ax in (noise, stream)] == ["noise", "stream: mean of 3 layers, and each"]
-    assert not empty.get_visible()
-    assert [len(ax.lines) for ax in (noise, stream)] == [2, 2 + 1 + 3 + 1]
-    np.testing.assert_array_equal(noise.lines[0].get_ydata(), [0, 0.5, 1, 1.5])
-    np.testing.assert_array_equal(stream.lines[-1].get_ydata(), [1, 2, 3, 4])
-    np.testing.assert_array_equal(stream.lines[-2].get_ydata(), [2, 3, 4, 5])
+    *_, noise, stream = panels_of(c, 50)
+    assert [panel.title for panel in (noise, stream)] == ["noise", "stream: mean of 3 layers, and each"]
+    assert [len(panel.traces) for panel in (noise, stream)] == [2, 1 + 2 + 1 + 3]
+    np.testing.assert_array_equal(noise.traces[0]["y"], [0, 0.5, 1, 1.5])
+    mean, *of_layers = stream.traces[3:]
+    np.testing.assert_array_equal(mean["y"], [1, 2, 3, 4])
+    np.testing.assert_array_equal(of_layers[2]["y"], [2, 3, 4, 5])
+    assert of_layers[2]["name"] == "2  b, layer 2"
 
 
 def test_many_runs_and_long_ones(tmp_path):
@@ -241,10 +282,20 @@ def test_many_runs_and_long_ones(tmp_path):
     text = printed(runs=str(tmp_path), sort="learning_rate", output=str(tmp_path / "o.svg"))
     assert len([line for line in text.splitlines() if "0:0" in line]) == 12
     c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "loss")
-    lines = [line for ax in draw(c, 50).axes[:3] for line in ax.lines]
+    lines = [trace for panel in panels_of(c, 50)[:3] for trace in panel.traces]
     assert len(lines) == 36
-    assert {len(line.get_xdata()) for line in lines} == {1500}  # thinned out, ends kept
-    assert max(line.get_xdata()[-1] for line in lines[:12]) == 5100
+    assert {len(line["x"]) for line in lines} == {1500}  # thinned out, ends kept
+    assert max(line["x"][-1] for line in lines[:12]) == 5100
+
+
+@pytest.mark.parametrize("library", ["plotly", "matplotlib"])
+def test_without_the_library_the_table_is_printed(tmp_path, monkeypatch, library):
+    write(tmp_path / "run")
+    output = tmp_path / {"plotly": "o.html", "matplotlib": "o.svg"}[library]
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=f"the plots need {library}.*: pip install"):
+        run(Config(runs=str(tmp_path / "run"), output=str(output)))
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@
     python -m tools.compare runs=[runs/a,runs/b] sort=tokens/s
     python -m tools.compare runs='runs/local_*' output=curves.svg
 
-Runs that are still going on, or broke off, are compared as far as they got; a line says so.
+Runs that are still training, or that broke off, are compared up to their last step. A line says so.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +22,8 @@ from tools.compare.runs import Comparison, Run, compare, find_runs, name_of, rea
 
 @dataclass
 class Config:
+    """Settings of the program."""
+
     runs: Any = None
     """Directories of runs, directories of sweeps, or patterns such as runs/local_*; one, or a list."""
     sort: str = "loss"
@@ -37,62 +39,63 @@ class Config:
 # ---- terminal -----------------------------------------------------------------------------------------------------
 
 
+class _Column(NamedTuple):
+    header: str
+    cells: list[str]
+    style: str = ""
+
+    @property
+    def header_lines(self) -> list[str]:
+        """A long header in two lines, broken after an underscore or after the section."""
+        for sign in (".", "_"):
+            if len(self.header) > 8 and sign in self.header:
+                places = (i for i, s in enumerate(self.header) if s == sign)
+                middle = min(places, key=lambda i: abs(i - len(self.header) / 2))
+                return [self.header[: middle + 1], self.header[middle + 1 :]]
+        return [self.header]
+
+    @property
+    def width(self) -> int:
+        return max(map(len, [*self.header_lines, *self.cells]))
+
+
 def show(c: Comparison, console: Console) -> None:
-    """Prints the table, as many of its columns as fit, and what there is to say about single runs."""
-    rows = range(len(c.runs))
-    columns = [("#", [str(i + 1) for i in rows], set(), "")]
-    for name in c.differing:
-        columns.append((c.header(name), [c.setting(run, name) for run in c.runs], set(), "cyan"))
-    for name in c.metrics:
-        best = c.best(name)
-        bold = {i for i in rows if str(c.runs[i].directory) in best}
-        columns.append((name, [c.metric(run, name) for run in c.runs], bold, ""))
-    width = lambda column: max(len(part) for part in [*_header_lines(column[0]), *column[1]]) + 2
+    """Prints the table, as many of its columns as fit, and notes on single runs."""
+    number = _Column("#", [str(i + 1) for i in range(len(c.runs))])
+    settings = [_Column(c.header(name), [c.setting(run, name) for run in c.runs], "cyan") for name in c.differing]
+    metrics = [_Column(name, [c.metric(run, name) for run in c.runs]) for name in c.metrics]
     shown, left_out, used = [], [], 0
-    # Losses and speeds go before the fifth setting and those after it.
-    by_weight = [
-        *columns[: 1 + min(4, len(c.differing))],
-        *columns[1 + len(c.differing) :],
-        *columns[5 : 1 + len(c.differing)],
-    ]
-    for column in by_weight:
-        if used + width(column) - 2 <= console.width:
+    # Losses and speeds are more important than the fifth setting and those after it.
+    for column in [number, *settings[:4], *metrics, *settings[4:]]:
+        if used + column.width <= console.width:
             shown.append(column)
-            used += width(column)
+            used += column.width + 2
         else:
-            left_out.append(column[0])
+            left_out.append(column.header)
+    shown = [column for column in [number, *settings, *metrics] if column in shown]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for column in [column for column in columns if column in shown]:
-        table.add_column(
-            "\n".join(_header_lines(column[0])), justify="right", style=column[3], no_wrap=True, vertical="bottom"
-        )
-    for i in rows:
-        cells = [(column[1][i], i in column[2]) for column in columns if column in shown]
-        table.add_row(*(Text(text, style="bold green" if best else "") for text, best in cells))
-    console.print(table)
-    say = lambda text, **style: console.print(Text(text, **style), soft_wrap=True)
-    if left_out:
-        say(f"Too narrow for: {', '.join(left_out)}; they are in the file.", style="dim")
-    for text in remarks(c):
-        say(text, style="dim")
-    console.print()
-    say(f"Runs in {c.parent}:")
+    for column in shown:
+        header = "\n".join(column.header_lines)
+        table.add_column(header, justify="right", style=column.style, no_wrap=True, vertical="bottom")
+    best = {name: c.best(name) for name in c.metrics}
     for i, run in enumerate(c.runs):
-        console.print(Text.assemble(f"{i + 1:>3}  {name_of(c, run)}", (_of_notes(run), "yellow")), soft_wrap=True)
+        is_best = lambda column, run=run: column in metrics and str(run.directory) in best[column.header]
+        table.add_row(*(Text(column.cells[i], style="bold green" if is_best(column) else "") for column in shown))
+    console.print(table)
+    write_line = lambda text, **style: console.print(Text(text, **style), soft_wrap=True)
+    if left_out:
+        write_line(f"Too narrow for: {', '.join(left_out)}; they are in the file.", style="dim")
+    for text in remarks(c):
+        write_line(text, style="dim")
+    console.print()
+    write_line(f"Runs in {c.parent}:")
+    for i, run in enumerate(c.runs):
+        console.print(Text.assemble(f"{i + 1:>3}  {name_of(c, run)}", (_notes(run), "yellow")), soft_wrap=True)
     for run in c.left_out:
-        console.print(Text.assemble(f"  –  {run.directory}", (_of_notes(run), "yellow")), soft_wrap=True)
+        console.print(Text.assemble(f"  –  {run.directory}", (_notes(run), "yellow")), soft_wrap=True)
 
 
-def _header_lines(header: str) -> list[str]:
-    """A long header in two lines, parted at an underscore or behind the section."""
-    for sign in (".", "_"):
-        if len(header) > 8 and sign in header:
-            middle = min((i for i, s in enumerate(header) if s == sign), key=lambda i: abs(i - len(header) / 2))
-            return [header[: middle + 1], header[middle + 1 :]]
-    return [header]
-
-
-def _of_notes(run: Run) -> str:
+def _notes(run: Run) -> str:
     return f"   {'; '.join(run.notes)}" if run.notes else ""
 
 
@@ -100,7 +103,7 @@ def _of_notes(run: Run) -> str:
 
 
 def run(config: Config, console: Console | None = None) -> None:
-    """Prints and writes what `config` asks for.
+    """Prints the table and writes the file.
 
     Raises:
         ValueError: a setting out of range, or nothing to compare.
@@ -124,9 +127,5 @@ def run(config: Config, console: Console | None = None) -> None:
     console.print(Text(f"Plots and table: {output}"), soft_wrap=True)
 
 
-def main() -> None:
-    run_program("compare", Config, run)
-
-
 if __name__ == "__main__":
-    main()
+    run_program("compare", Config, run)

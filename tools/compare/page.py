@@ -1,143 +1,126 @@
-"""The plots of tools/compare, and its page of HTML."""
+"""The plots of tools/compare and the page of HTML that holds them.
+
+A plot is a Panel of plotly's traces, as plain dicts. `figure_of` arranges panels in an interactive figure of plotly.
+"""
 
 import html
-import io
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tools.compare.runs import ASIDE, METRICS, Comparison, Curve, Run, name_of, remarks, smoothed
+from tools.compare.runs import IGNORED_SETTINGS, METRICS, Comparison, Curve, Run, name_of, remarks, smoothed
 
-# ---- plots --------------------------------------------------------------------------------------------------------
+# ---- panels -------------------------------------------------------------------------------------------------------
 
 _POINTS = 1500  # of a curve, at most
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#000000")  # Okabe and Ito
+_DASHES = ("solid", "dot", "dashdot")
+"""Of the first eight runs, of the next eight, and of all others."""
 
 
-def draw(c: Comparison, smooth: int) -> Any:
-    """The plots, as a matplotlib Figure: losses by steps, tokens and time; tokens/s, MFU and peak memory."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("the plots need matplotlib: pip install -e '.[tools]'") from None
-    style = {
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#666666",
-        "xtick.color": "#444444",
-        "ytick.color": "#444444",
-        "grid.color": "#e6e6e6",
-        "svg.hashsalt": "compare",  # the same file for the same runs
-    }
-    with matplotlib.rc_context(style):
-        n = len(c.runs)
-        colours = _COLOURS[:n] if n <= len(_COLOURS) else matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, n))
-        legend_columns = max(1, min(n, 13 // (max(len(c.label(run)) for run in c.runs) // 10 + 1)))
-        legend_height = 0.22 * math.ceil(n / legend_columns) + 0.2
-        bars_height = max(1.6, 0.24 * n + 0.6)
-        own = sorted({name for run in c.runs for name in run.own})
-        heights = [3.6, bars_height, *[2.6] * -(-len(own) // 3)]
-        figure = Figure(figsize=(12, sum(heights) + legend_height), layout="constrained")
-        curves, bars, *rows = figure.subplots(len(heights), 3, height_ratios=heights)
-        for ax, name in itertools.zip_longest([ax for row in rows for ax in row], own):
-            _draw_own(ax, c, name, colours)
-        unit, per_unit = _time_unit(max(run.time[-1] for run in c.runs))
-        x_axes = (
-            ("steps", lambda run: run.step + 1),
-            ("tokens", lambda run: run.tokens),
-            (f"training time, {unit}", lambda run: run.time / per_unit),
-        )
-        for ax, (name, x_of) in zip(curves, x_axes, strict=True):
-            _draw_losses(ax, c, x_of, colours, smooth)
-            ax.set_xlabel(name)
-        curves[0].set_title(
-            f"Training loss, nats a token{' (○ validation)' if any(r.validation for r in c.runs) else ''}"
-        )
-        for ax, name, title in zip(
-            bars,
-            ("tokens/s", "MFU", "memory"),
-            ("Tokens/s", "MFU", "Peak memory of a device"),
-            strict=True,
-        ):
-            _draw_bars(ax, c, name, colours)
-            ax.set_title(title)
-        handles = [matplotlib.lines.Line2D([], [], color=colour, linewidth=3) for colour in colours]
-        labels = [f"{i + 1}  {c.label(run)}" for i, run in enumerate(c.runs)]
-        figure.legend(handles, labels, loc="outside lower left", ncols=legend_columns, frameon=False, handlelength=1)
-    return figure
+@dataclass
+class Panel:
+    """One plot. Its strings are plain text."""
+
+    title: str
+    traces: list[dict[str, Any]] = field(default_factory=list)
+    """As in plotly.graph_objects; `legendgroup` is the run."""
+    x: dict[str, Any] = field(default_factory=dict)
+    """Settings of the axis, as in plotly's layout.xaxis."""
+    y: dict[str, Any] = field(default_factory=dict)
 
 
-def _draw_losses(ax: Any, c: Comparison, x_of: Callable[[Run], Curve], colours: Sequence, smooth: int) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, ScalarFormatter
+def colour(i: int) -> str:
+    """Colour of run number `i`, as #rrggbb."""
+    return _COLOURS[i % len(_COLOURS)]
 
-    ends = [x_of(run)[-1] for run in c.runs]
-    for i, (run, colour) in enumerate(zip(c.runs, colours, strict=True)):
-        # Runs that differ in speed alone have one curve: dashes of the one show on the other.
-        dashes = (0, (3, 3)) if any(_same_curve(run, other) for other in c.runs[:i]) else "-"
-        x, averaged = x_of(run), smoothed(run.loss, smooth)
-        kept = np.unique(np.linspace(0, len(x) - 1, min(_POINTS, len(x))).astype(int))
+
+def panels_of(c: Comparison, smooth: int) -> list[Panel]:
+    """All plots: losses by steps, tokens and time; tokens/s, MFU and peak memory; metrics of the user's own."""
+    unit, per_unit = _time_unit(max(run.time[-1] for run in c.runs))
+    title = f"Training loss, nats a token{' (○ validation)' if any(run.validation for run in c.runs) else ''}"
+    return [
+        losses(c, title, "steps", lambda run: run.step + 1, smooth),
+        losses(c, "", "tokens", lambda run: run.tokens, smooth),
+        losses(c, "", f"training time, {unit}", lambda run: run.time / per_unit, smooth),
+        bars(c, "Tokens/s", "tokens/s"),
+        bars(c, "MFU", "MFU"),
+        bars(c, "Peak memory of a device", "memory"),
+        *(own_metric(c, name) for name in sorted({name for run in c.runs for name in run.own})),
+    ]
+
+
+def losses(c: Comparison, title: str, x_title: str, x_of: Callable[[Run], Curve], smooth: int) -> Panel:
+    """Averaged losses, of few runs also those of single steps, and validation losses as circles."""
+    panel = Panel(title, x={"title": x_title}, y={"type": "log"})
+    for i, run in enumerate(c.runs):
+        # Runs that differ in speed alone have one curve: through the dashes of the second one, the first can be seen.
+        dashed = {"dash": "dash"} if any(_same_curve(run, other) for other in c.runs[:i]) else {}
+        x = x_of(run)
+        panel.traces.append(_line(c, i, x, smoothed(run.loss, smooth), width=2, **dashed))
         if len(c.runs) <= 4:
-            ax.plot(x[kept], run.loss[kept], color=colour, alpha=0.2, linewidth=0.8)
-        ax.plot(x[kept], averaged[kept], color=colour, linewidth=1.7, linestyle=dashes)
-        at = {int(step): i for i, step in enumerate(run.step)}
+            panel.traces.append(_line(c, i, x, run.loss, width=0.8) | {"opacity": 0.25, "hoverinfo": "skip"})
+        at = {int(step): place for place, step in enumerate(run.step)}
         points = [(x[at[step]], loss) for step, loss in run.validation if step in at and math.isfinite(loss)]
         if points:
-            ax.plot(*zip(*points, strict=True), "o", color=colour, markerfacecolor="white", markersize=4)
-    ax.set_yscale("log")
-    ax.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
-    ax.yaxis.set_major_formatter(ScalarFormatter())
-    ax.yaxis.set_minor_formatter(NullFormatter())
-    ax.minorticks_off()
+            circles = dict(zip("xy", zip(*points, strict=True), strict=True)) | {"mode": "markers"}
+            marker = {"symbol": "circle-open", "size": 7, "color": colour(i)}
+            panel.traces.append(_trace(c, i) | circles | {"marker": marker})
+    ends = [x_of(run)[-1] for run in c.runs]
     if min(ends) > 0 and max(ends) > 10 * min(ends):  # a short run would be a stroke at the left
-        ax.set_xscale("log")
-    elif max(ends) >= 10_000:
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    ax.grid(True)
+        panel.x["type"] = "log"
+    return panel
 
 
-def _draw_own(ax: Any, c: Comparison, name: str | None, colours: Sequence) -> None:
-    """A metric of the trainer's own by steps: of layers their mean, and thin lines for each; nothing without a name."""
-    ax.set_visible(name is not None)
-    for run, colour in zip(c.runs, colours, strict=True):
-        values = run.own.get(name)
-        if values is None:
-            continue
-        kept = np.unique(np.linspace(0, len(values) - 1, min(_POINTS, len(values))).astype(int))
-        if values.shape[1] > 1:
-            ax.plot(run.step[kept] + 1, values[kept], color=colour, alpha=0.3, linewidth=0.7)
-        ax.plot(run.step[kept] + 1, values[kept].mean(1), color=colour, linewidth=1.5)
-    layers = max((run.own[name].shape[1] for run in c.runs if name in run.own), default=1)
-    ax.set_title(f"{name}{f': mean of {layers} layers, and each' if layers > 1 else ''}")
-    ax.set_xlabel("steps")
-    ax.grid(True)
+def bars(c: Comparison, title: str, metric: str) -> Panel:
+    """A horizontal bar for each run."""
+    values = [run.values.get(metric, math.nan) for run in c.runs]
+    lengths = [value if math.isfinite(value) else 0.0 for value in values]
+    numbers = [str(i + 1) for i in range(len(values))]
+    room = [0, max(1.3 * max(lengths), 1e-9)]  # for the numbers beside the bars
+    panel = Panel(title, x={"range": room, "visible": False})
+    panel.y = {"type": "category", "categoryarray": numbers[::-1], "showgrid": False}
+    for i, run in enumerate(c.runs):
+        bar = {"type": "bar", "orientation": "h", "x": [lengths[i]], "y": [numbers[i]], "marker": {"color": colour(i)}}
+        text = {"text": [c.metric(run, metric)], "textposition": "outside", "cliponaxis": False, "hoverinfo": "name"}
+        panel.traces.append(_trace(c, i) | bar | text)
+    return panel
+
+
+def own_metric(c: Comparison, name: str) -> Panel:
+    """A metric of the user's own by steps: of layers their mean, and a thin line for each."""
+    layers = max(run.own[name].shape[1] for run in c.runs if name in run.own)
+    panel = Panel(f"{name}{f': mean of {layers} layers, and each' if layers > 1 else ''}", x={"title": "steps"})
+    for i, run in enumerate(c.runs):
+        values = run.own.get(name, np.empty((len(run.step), 0)))
+        if values.shape[1]:
+            panel.traces.append(_line(c, i, run.step + 1, values.mean(1), width=2))
+        for layer in range(values.shape[1] if values.shape[1] > 1 else 0):
+            line = _line(c, i, run.step + 1, values[:, layer], width=0.8) | {"opacity": 0.4}
+            panel.traces.append(line | {"name": f"{line['name']}, layer {layer}"})
+    return panel
+
+
+def _trace(c: Comparison, i: int) -> dict[str, Any]:
+    return {"type": "scatter", "name": f"{i + 1}  {c.label(c.runs[i])}", "legendgroup": str(i)}
+
+
+def _line(c: Comparison, i: int, x: Curve, y: Curve, **style: Any) -> dict[str, Any]:
+    """A curve of run number `i`, thinned out where it is long; its ends are kept."""
+    kept = np.unique(np.linspace(0, len(x) - 1, min(_POINTS, len(x))).astype(int))
+    dash = _DASHES[min(i // len(_COLOURS), len(_DASHES) - 1)]
+    line = {"color": colour(i), "dash": dash} | style
+    return _trace(c, i) | {"mode": "lines", "x": x[kept], "y": y[kept], "line": line}
 
 
 def _same_curve(a: Run, b: Run) -> bool:
     n = min(len(a.loss), len(b.loss))
     return np.array_equal(a.step[:n], b.step[:n]) and np.allclose(a.loss[:n], b.loss[:n], rtol=5e-3, equal_nan=True)
-
-
-def _draw_bars(ax: Any, c: Comparison, name: str, colours: Sequence) -> None:
-    values = [run.values.get(name, math.nan) for run in c.runs]
-    lengths = [value if math.isfinite(value) else 0 for value in values]
-    places = range(len(values))
-    ax.barh(places, lengths, color=colours, height=0.7)
-    for i, run in enumerate(c.runs):
-        ax.annotate(c.metric(run, name), (lengths[i], i), (4, 0), textcoords="offset points", va="center")
-    ax.set_yticks(places, [str(i + 1) for i in places])
-    ax.tick_params(left=False, bottom=False, labelbottom=False)
-    ax.spines["bottom"].set_visible(False)
-    ax.set_xlim(0, max(1.3 * max(lengths), 1e-9))  # room for the figures
-    ax.invert_yaxis()
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:
@@ -147,71 +130,159 @@ def _time_unit(seconds: float) -> tuple[str, float]:
     return "seconds", 1
 
 
+# ---- pictures and pages -------------------------------------------------------------------------------------------
+
+
+def figure_of(panels: list[Panel], columns: int = 3) -> Any:
+    """An interactive figure of plotly. A click on a run in its one legend hides that run in all panels."""
+    from plotly.subplots import make_subplots
+
+    rows = -(-len(panels) // columns)
+    titles = [html.escape(panel.title) for panel in panels]
+    figure = make_subplots(rows, columns, subplot_titles=titles, vertical_spacing=0.25 / rows, horizontal_spacing=0.05)
+    places = itertools.product(range(1, rows + 1), range(1, columns + 1))
+    in_legend: set[str] = set()
+    for panel, (row, column) in zip(panels, places, strict=False):
+        figure.update_xaxes(panel.x, row=row, col=column)
+        figure.update_yaxes(panel.y, row=row, col=column)
+        for trace in panel.traces:
+            shown = {"name": html.escape(trace["name"]), "showlegend": trace["legendgroup"] not in in_legend}
+            figure.add_trace(trace | shown, row=row, col=column)
+            in_legend.add(trace["legendgroup"])
+    figure.update_layout(
+        template="plotly_white",
+        height=330 * rows,
+        margin={"l": 40, "r": 10, "t": 60, "b": 40},
+        legend={"orientation": "h", "yref": "container", "y": 1, "yanchor": "top"},
+        hoverlabel={"namelength": -1},
+        modebar={"orientation": "v"},
+    )
+    return figure
+
+
+_MATPLOTLIB_DASHES = {"solid": "-", "dot": ":", "dashdot": "-.", "dash": "--"}
+
+
+def write_picture(panels: list[Panel], path: Path) -> None:
+    """Writes the panels as .svg, .png or .pdf, by matplotlib: plotly would need a browser for these."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    rows = -(-len(panels) // 3)
+    style = {"axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+    with matplotlib.rc_context(style | {"text.parse_math": False, "svg.hashsalt": "compare"}):
+        figure = Figure(figsize=(12, 3 * rows + 1), layout="constrained")
+        axes = figure.subplots(rows, 3, squeeze=False).flat
+        for ax, panel in itertools.zip_longest(axes, panels):
+            ax.set_visible(panel is not None)
+            for trace in panel.traces if panel else []:
+                _draw_trace(ax, trace)
+            if panel:
+                ax.set(title=panel.title, xlabel=panel.x.get("title", ""), xscale=panel.x.get("type", "linear"))
+                if panel.y.get("type") == "log":
+                    ax.set_yscale("log")
+                    ax.yaxis.set_major_formatter("{x:g}")
+                    ax.yaxis.set_minor_formatter("{x:g}")
+                if panel.x.get("type") != "log":
+                    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+                ax.xaxis.set_visible(panel.x.get("visible", True))
+                if "range" in panel.x:
+                    ax.set_xlim(panel.x["range"])
+                    ax.invert_yaxis()
+        lines: dict[str, Any] = {}
+        for trace, line in zip(panels[0].traces, figure.axes[0].lines, strict=True):
+            lines.setdefault(trace["name"], line)
+        columns = max(1, 150 // max(map(len, lines)))
+        figure.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=columns, frameon=False)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw_trace(ax: Any, trace: dict[str, Any]) -> None:
+    """Draws one of plotly's traces by matplotlib."""
+    if trace["type"] == "bar":
+        bar = ax.barh(trace["y"], trace["x"], color=trace["marker"]["color"])
+        ax.bar_label(bar, trace["text"], padding=4)
+    elif trace["mode"] == "markers":
+        ax.plot(trace["x"], trace["y"], "o", color=trace["marker"]["color"], markerfacecolor="white", markersize=4)
+    else:
+        line, dash = trace["line"], _MATPLOTLIB_DASHES[trace["line"]["dash"]]
+        style = {"color": line["color"], "linestyle": dash, "linewidth": 0.8 * line["width"]}
+        ax.plot(trace["x"], trace["y"], alpha=trace.get("opacity", 1), **style)
+
+
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 14px/1.45 system-ui, sans-serif; color: #222; background: #fff; margin: 2em auto; padding: 0 1em;
-  max-width: 1250px }}
-h1 {{ font-size: 1.3em }} svg {{ width: 100%; height: auto }}
-.wide {{ overflow-x: auto }} table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-td, th {{ text-align: right; padding: .25em .7em; white-space: nowrap }} td.run {{ text-align: left }}
-th {{ border-bottom: 2px solid #444; vertical-align: bottom }} tr + tr td {{ border-top: 1px solid #e4e4e4 }}
-.setting {{ color: #00628c }} .best {{ font-weight: bold; color: #00713d }} .note {{ color: #8a5200 }}
-.key {{ display: inline-block; width: .8em; height: .8em; margin-right: .5em }} p, details {{ color: #555 }}
+body {{ font: 14px/1.45 system-ui, sans-serif; color: #222; background: #fff; margin: 2em }}
+h1 {{ font-size: 1.3em }} .wide {{ overflow-x: auto }} table {{ border-collapse: collapse }}
+td, th {{ text-align: right; padding: .25em .7em; white-space: nowrap }} th {{ vertical-align: bottom }}
+tr {{ border-bottom: 1px solid #ddd }} .setting {{ color: #00628c }} .best {{ font-weight: bold; color: #00713d }}
+.run {{ text-align: left }} .note {{ color: #8a5200 }} p, details {{ color: #555 }}
 </style></head><body><h1>{title}</h1>
-<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
-{rows}
-</tbody></table></div>
+<div class="wide"><table>{table}</table></div>
 {remarks}
-<ol>{names}</ol>
 {plots}
-<details><summary>Settings that all runs share</summary><div class="wide"><table>{shared}</table></div></details>
+<details><summary>Settings that all runs share</summary><table>{shared}</table></details>
 </body></html>
 """
 
 
-def page(c: Comparison, figure: Any) -> str:
-    """The whole comparison as one page of HTML that refers to nothing else."""
-    from matplotlib.colors import to_hex
+_CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "toImageButtonOptions": {"format": "svg"},
+    "modeBarButtonsToRemove": ["sendChartToCloud"],  # nothing leaves this machine
+    "plotlyServerURL": "",
+}
 
+
+def page(c: Comparison, panels: list[Panel]) -> str:
+    """The whole comparison as one page of HTML that refers to no other file."""
     text = lambda value: html.escape(str(value))
-    cell = lambda value, kind="": f'<td class="{kind}">{text(value)}</td>' if kind else f"<td>{text(value)}</td>"
+    cell = lambda value, kind="": f'<td class="{kind}">{text(value)}</td>'
+    line = lambda cells: f"<tr>{''.join(cells)}</tr>\n"
     head = ["<th>#</th>"]
     head += [f'<th class="setting" title="{text(name)}">{text(c.header(name))}</th>' for name in c.differing]
     head += [f'<th title="{text(METRICS[name].meaning)}">{name}</th>' for name in c.metrics]
+    head += ['<th class="run">run</th>']
     best = {name: c.best(name) for name in c.metrics}
-    rows = []
+    rows = [line(head)]
     for i, run in enumerate(c.runs):
-        colour = to_hex(figure.legends[0].legend_handles[i].get_color())
-        cells = [f'<td><span class="key" style="background:{colour}"></span>{i + 1}</td>']
+        cells = [f'<td><span style="color:{colour(i)}">⬤</span> {i + 1}</td>']
         cells += [cell(c.setting(run, name), "setting") for name in c.differing]
         cells += [cell(c.metric(run, name), "best" if str(run.directory) in best[name] else "") for name in c.metrics]
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    said = remarks(c) + [f"Left out: {run.directory}: {'; '.join(run.notes)}" for run in c.left_out]
-    known = [run for run in c.runs if run.settings]
-    shared = {name: value for run in known[:1] for name, value in run.settings.items() if not name.startswith(ASIDE)}
-    svg = io.StringIO()
-    figure.savefig(svg, format="svg", metadata={"Date": None})
+        notes = f'<span class="note">{text("; ".join(run.notes))}</span>'
+        rows.append(line([*cells, f'<td class="run">{text(name_of(c, run))} {notes}</td>']))
+    lines = remarks(c) + [f"Left out: {run.directory}: {'; '.join(run.notes)}" for run in c.left_out]
+    settings = next((run.settings for run in c.runs if run.settings), {})
+    shared = {name: settings[name] for name in settings if not name.startswith(IGNORED_SETTINGS)}
     return _PAGE.format(
         title=text(f"{len(c.runs)} runs in {c.parent}"),
-        head="".join(head),
-        rows="\n".join(rows),
-        names="".join(
-            f'<li>{text(name_of(c, run))} <span class="note">{text("; ".join(run.notes))}</span></li>' for run in c.runs
+        table="".join(rows),
+        remarks="".join(f"<p>{text(remark)}</p>" for remark in lines),
+        plots=figure_of(panels).to_html(
+            full_html=False,
+            include_plotlyjs=True,
+            div_id="plots",
+            config=_CONFIG,
         ),
-        remarks="".join(f"<p>{text(line)}</p>" for line in said),
-        plots=svg.getvalue()[svg.getvalue().index("<svg") :],
-        shared="".join(
-            f'<tr><td class="run">{text(name)}</td><td class="run">{text(value)}</td></tr>'
-            for name, value in shared.items()
-            if name not in c.differing
-        ),
+        shared="".join(line([cell(n), cell(value)]) for n, value in shared.items() if n not in c.differing),
     )
 
 
 def write(c: Comparison, output: Path, smooth: int) -> None:
-    figure = draw(c, smooth)
+    """Writes the page, or the plots alone if `output` is not an .html file.
+
+    Raises:
+        ValueError: plotly, or for a picture matplotlib, is not installed.
+    """
+    panels = panels_of(c, smooth)
     output.parent.mkdir(parents=True, exist_ok=True)
-    if output.suffix == ".html":
-        output.write_text(page(c, figure))
-    else:
-        figure.savefig(output, dpi=150, metadata={"Date": None} if output.suffix == ".svg" else None)
+    try:
+        if output.suffix == ".html":
+            output.write_text(page(c, panels))
+        else:
+            write_picture(panels, output)
+    except ImportError as error:
+        library = error.name.partition(".")[0]
+        raise ValueError(f"the plots need {library}: pip install -e '.[tools]'") from None

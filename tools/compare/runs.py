@@ -1,4 +1,4 @@
-"""What tools/compare compares: runs as their directories tell them, what differs, and in which order they stand."""
+"""What tools/compare compares: runs, as their directories describe them, the settings that differ, and their order."""
 
 import contextlib
 import glob
@@ -19,8 +19,8 @@ from training_io.resuming import with_defaults
 
 Curve = Float64[np.ndarray, "steps"]
 
-OF_EVERY_RUN = {"loss", "grad_norm", "learning_rate", *OF_A_STEP}
-"""What the lines of metrics.jsonl have of every step."""
+COMMON_METRICS = {"loss", "grad_norm", "learning_rate", *OF_A_STEP}
+"""Metrics that metrics.jsonl has of every step of every run."""
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ OF_EVERY_RUN = {"loss", "grad_norm", "learning_rate", *OF_A_STEP}
 
 @dataclass
 class Run:
-    """What a run's directory holds. Curves have an entry for each step; NaN where it is not known."""
+    """A run, as its directory describes it. Curves have an entry for each step; NaN is an unknown value."""
 
     directory: Path
     settings: dict[str, Any]
@@ -37,29 +37,29 @@ class Run:
     loss: Curve
     """In nats a token."""
     tokens: Curve
-    """Seen when the step was done."""
+    """Tokens seen up to the end of the step."""
     time: Curve
-    """Seconds of training when the step was done, without start, compilation, validation and pauses."""
+    """Seconds of training up to the end of the step, without start, compilation, validation and pauses."""
     own: dict[str, np.ndarray] = field(default_factory=dict)
-    """Metrics that the trainer adds to those of every run: [steps, layers], with one layer for a scalar."""
+    """Metrics of the user's own, [steps, layers]; a scalar has one layer."""
     values: dict[str, float] = field(default_factory=dict)
-    """What the table shows, by the names of METRICS. Absent: not known."""
+    """Columns of the table, by the names of METRICS. Absent: unknown."""
     validation: list[tuple[int, float]] = field(default_factory=list)
     """Steps and losses."""
     memory_source: str | None = None
     """`device` or `compiler`."""
     total_steps: int | None = None
-    """That the run is to have; None if it does not say."""
+    """Number of steps that the configuration asks for; None: unknown."""
     notes: list[str] = field(default_factory=list)
 
 
 def find_runs(patterns: Sequence[str]) -> list[Path]:
-    """The directories of the runs that `patterns` name, each once, in the order named.
+    """Returns the directories of the runs that `patterns` name, each once, in that order.
 
-    A directory with neither metrics.jsonl nor config.yaml stands for the runs in it, at any depth.
+    A directory with neither metrics.jsonl nor config.yaml names the runs in it, at any depth.
 
     Raises:
-        ValueError: a pattern names nothing.
+        ValueError: a pattern names no run.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
@@ -72,18 +72,16 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
 
 
 def _runs_in(directory: Path) -> Iterator[Path]:
-    if any((directory / name).exists() for name in ("metrics.jsonl", "config.yaml")):
-        yield directory
-        return
     inside = [path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-    if not inside:
-        yield directory  # of a run that left nothing
+    if not inside or any((directory / name).exists() for name in ("metrics.jsonl", "config.yaml")):
+        yield directory  # empty too: of a run that left nothing
+        return
     for path in inside:
         yield from _runs_in(path)
 
 
 def read_run(directory: Path, smooth: int) -> Run:
-    """Reads config.yaml and metrics.jsonl as far as they can be read; `notes` says what cannot."""
+    """Reads config.yaml and metrics.jsonl as far as possible; `notes` lists the rest."""
     notes = []
     settings = _read_settings(directory, notes)
     steps, events = _read_metrics(directory, notes)
@@ -96,7 +94,7 @@ def read_run(directory: Path, smooth: int) -> Run:
         loss=column("loss"),
         tokens=column("tokens"),
         time=np.cumsum(np.nan_to_num(_without_events(seconds, column("step"), events))),
-        own={name: _vectors(steps, name) for name in sorted({*itertools.chain(*steps)} - OF_EVERY_RUN)},
+        own={name: _vectors(steps, name) for name in sorted({*itertools.chain(*steps)} - COMMON_METRICS)},
         total_steps=_total_steps(settings),
         notes=notes,
     )
@@ -135,10 +133,10 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
         return {}
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # YAML's own, or OmegaConf's
+    except Exception as error:  # of YAML or of OmegaConf
         notes.append(f"config.yaml cannot be read ({type(error).__name__})")
         return {}
-    # Of a run by another version, or of a model that is not here, the settings are as they were written.
+    # The settings of another version, or of a model that is not here, stay as they are in the file.
     with contextlib.suppress(Exception):
         saved = with_defaults(saved)
     return dict(_flat(saved))
@@ -153,7 +151,7 @@ def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict]]:
-    """The lines of steps, in order, and those of events."""
+    """Returns the lines of steps, in order, and those of events."""
     path = directory / "metrics.jsonl"
     if not path.exists():
         notes.append("no metrics.jsonl: the run did not start")
@@ -179,15 +177,15 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
 
 
 def _vectors(steps: list[dict], name: str) -> np.ndarray:
-    """A metric of each step, [steps, layers]; NaN where there is none."""
+    """Returns a metric of each step, [steps, layers]; NaN where it is missing."""
     rows = [record.get(name) for record in steps]
     rows = [row if isinstance(row, list) else [row] for row in rows]
-    layers = max(map(len, rows))
-    return np.array([[_number(x) for x in (row + [None] * layers)[:layers]] for row in rows])
+    columns = itertools.zip_longest(*rows)
+    return np.array([[_number(value) for value in column] for column in columns]).T
 
 
 def _number(value: Any) -> float:
-    """A number of metrics.jsonl, where what is not finite is a string; NaN if it is none."""
+    """Returns a number of metrics.jsonl, where infinities and NaN are strings; NaN for what is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -202,10 +200,10 @@ def _total_steps(settings: dict[str, Any]) -> int | None:
 
 
 def _without_events(seconds: Curve, step: Curve, events: Sequence[dict]) -> Curve:
-    """The seconds of a step beside which a validation ran are those of the two together: the median stands for them."""
-    beside = np.isin(step, [event["step"] for event in events])
-    rest = seconds[~beside & ~np.isnan(seconds)]
-    return np.where(beside & ~np.isnan(seconds), np.median(rest) if rest.size else seconds, seconds)
+    """Replaces the seconds of steps with an event, a validation for example, which they include, by the median."""
+    with_event = np.isin(step, [event["step"] for event in events]) & ~np.isnan(seconds)
+    rest = seconds[~with_event & ~np.isnan(seconds)]
+    return np.where(with_event, np.median(rest), seconds) if rest.size else seconds
 
 
 def _note_state(run: Run) -> None:
@@ -224,7 +222,7 @@ def _note_state(run: Run) -> None:
 
 
 def smoothed(values: Curve, most: int) -> Curve:
-    """At each place the mean of the last `most` values up to it, or of a tenth of all where that is fewer."""
+    """Running mean of the last `most` values, or of a tenth of all if that is fewer; NaN where one is not finite."""
     window = max(1, min(most, len(values) // 10))
     sums = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(values), values, 0))])
     bad = np.concatenate([[0], np.cumsum(~np.isfinite(values))])
@@ -236,68 +234,67 @@ def smoothed(values: Curve, most: int) -> Curve:
 # ---- comparing ----------------------------------------------------------------------------------------------------
 
 
-def _si(value: float) -> str:
-    for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{_three_digits(value / factor)}{suffix}"
-    return _three_digits(value)
+def _scaled(value: float, *units: tuple[float, str]) -> str:
+    """`value` with three digits in the first of `units` that is not larger."""
+    factor, suffix = next((unit for unit in units if value >= unit[0]), (1, units[-1][1]))
+    value /= factor
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{suffix}"
 
 
-def _three_digits(value: float) -> str:
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
-
-
-def _bytes(value: float) -> str:
-    for factor, suffix in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= factor:
-            return f"{_three_digits(value / factor)} {suffix}"
-    return f"{value:.0f} B"
+_NUMBER = (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")
+_BYTES = (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (1, " B")
 
 
 class Metric(NamedTuple):
+    """A column of the table."""
+
     best: Callable | None
-    """min or max; None: neither end is better."""
+    """min or max; None: neither."""
     show: Callable[[float], str]
     meaning: str
 
 
 METRICS = {
     "loss": Metric(min, "{:.3f}".format, "training loss at the end, nats a token, averaged over the last steps"),
-    "val": Metric(min, "{:.3f}".format, "validation loss, nats a token, the last one"),
+    "val": Metric(min, "{:.3f}".format, "the last validation loss, nats a token"),
     "bits/byte": Metric(min, "{:.3f}".format, "the same in bits a byte of text"),
-    "tokens/s": Metric(max, _si, "of the median step"),
-    "ms/step": Metric(min, _three_digits, "the median step"),
-    "MFU": Metric(max, "{:.1%}".format, "of the median step, causal attention counted half"),
-    "memory": Metric(min, _bytes, "peak of the fullest device"),
+    "tokens/s": Metric(max, lambda x: _scaled(x, *_NUMBER), "of the median step"),
+    "ms/step": Metric(min, lambda x: _scaled(x, (1, "")), "of the median step"),
+    "MFU": Metric(max, "{:.1%}".format, "of the median step, with half of attention, the causal one"),
+    "memory": Metric(min, lambda x: _scaled(x, *_BYTES), "peak of the fullest device"),
     "steps": Metric(None, "{:,.0f}".format, "done"),
     "time": Metric(min, duration, "of all steps, h:mm:ss, without start, compilation, validation and pauses"),
     "min": Metric(min, "{:.3f}".format, "lowest averaged training loss"),
-    "tokens": Metric(None, _si, "seen in training"),
+    "tokens": Metric(None, lambda x: _scaled(x, *_NUMBER), "seen in training"),
 }
 
 
 @dataclass
 class Comparison:
+    """Runs side by side."""
+
     runs: list[Run]
-    """Those with steps, sorted."""
+    """Runs with steps, sorted."""
     differing: list[str]
-    """Dotted names of the settings that are not the same in all of them."""
+    """Dotted names of the settings that are not the same in all runs."""
     metrics: list[str]
-    """Those of METRICS that any of them knows."""
+    """Names in METRICS that at least one run has."""
     left_out: list[Run]
-    """Those without a step."""
+    """Runs without a step."""
 
     def header(self, setting: str) -> str:
-        """The setting's own name, with its section where that would not tell."""
+        """The setting's own name, with its section if the name alone is ambiguous."""
         name = setting.rpartition(".")[2]
         clash = [other for other in [*self.differing, *METRICS] if other.rpartition(".")[2] == name]
         return setting if len(clash) > 1 or len(name) == 1 else name
 
     def setting(self, run: Run, name: str) -> str:
+        """The value of a setting, for the table."""
         value = run.settings.get(name, "?")
         return f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
 
     def metric(self, run: Run, name: str) -> str:
+        """The value of a metric, for the table."""
         value = run.values.get(name)
         if value is None:
             return "–"
@@ -307,7 +304,7 @@ class Comparison:
         return f"~{text}" if name == "memory" and run.memory_source == "compiler" else text
 
     def best(self, name: str) -> set[str]:
-        """The directories of the runs that are best by this metric; none where all are the same."""
+        """The directories of the runs that are best by this metric; none if all runs are equal."""
         known = [run for run in self.runs if math.isfinite(run.values.get(name, math.nan))]
         texts = {self.metric(run, name) for run in known}
         if METRICS[name].best is None or len(texts) < 2:
@@ -316,7 +313,7 @@ class Comparison:
         return {str(run.directory) for run in known if self.metric(run, name) == self.metric(best, name)}
 
     def label(self, run: Run) -> str:
-        """The settings that tell the run from the others, or its name where they do not."""
+        """The settings in which the run differs from the others, or its name if they do not identify it."""
         text = "  ".join(f"{self.header(name)}={self.setting(run, name)}" for name in self.differing[:4])
         alike = [r for r in self.runs if all(r.settings.get(n) == run.settings.get(n) for n in self.differing[:4])]
         return text if text and len(alike) == 1 else run.directory.name
@@ -330,25 +327,25 @@ class Comparison:
 
 
 def _rank(setting: str) -> int:
-    """Small for what is swept most often, large for what changes no step."""
+    """Small for settings that are swept often, large for those that do not change a step."""
     if setting.startswith("training.") and any(word in setting for word in ("interval", "eval", "keep", "steps")):
         return 9
     order = ("optimizer.", "training.", "mesh.", "model.", "data.")
     return next((i for i, start in enumerate(order) if setting.startswith(start)), len(order))
 
 
-ASIDE = (
+IGNORED_SETTINGS = (
     "paths.",
     "training.sample_",
     "training.log_interval",
     "training.checkpoint_interval",
     "training.keep_checkpoints",
 )
-"""Settings that change nothing in the figures of a run."""
+"""Beginnings of the settings that do not change what is compared."""
 
 
 def compare(runs: Sequence[Run], sort: str) -> Comparison:
-    """Finds what differs, and sorts: unknown values and NaN last, equal ones by name.
+    """Finds the settings that differ and sorts the runs: unknown values and NaN last, equal ones by name.
 
     Raises:
         ValueError: no run has a step, or there is no column `sort`.
@@ -358,46 +355,44 @@ def compare(runs: Sequence[Run], sort: str) -> Comparison:
         reasons = "\n".join(f"  {run.directory}: {'; '.join(run.notes)}" for run in left_out)
         raise ValueError(f"there is nothing to compare: no run has done a step.\n{reasons}")
     known = [run for run in with_steps if run.settings]
-    names = dict.fromkeys(name for run in known for name in run.settings if not name.startswith(ASIDE))
+    names = dict.fromkeys(name for run in known for name in run.settings if not name.startswith(IGNORED_SETTINGS))
     value = lambda run, name: json.dumps(run.settings.get(name, "?"), default=str)
-    differing = [name for name in names if len({value(run, name) for run in known}) > 1]
-    differing.sort(key=_rank)
+    differing = sorted((name for name in names if len({value(run, name) for run in known}) > 1), key=_rank)
     metrics = [name for name in METRICS if any(name in run.values for run in with_steps)]
-    result = Comparison(list(with_steps), differing, metrics, left_out)
-
-    by_header = {result.header(name): name for name in differing} | {
-        name.rpartition(".")[2]: name for name in differing
-    }
-    setting = sort if sort in differing else by_header.get(sort)
-    if sort in METRICS:
-        sign = -1 if METRICS[sort].best is max else 1
-        number = lambda run: run.values.get(sort, math.nan)
-        key = lambda run: (math.isnan(number(run)), 0 if math.isnan(number(run)) else sign * number(run))
-    elif setting is not None:
-        numeric = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-        of = lambda run: run.settings.get(setting)
-        key = lambda run: (not numeric(of(run)), of(run) if numeric(of(run)) else 0, str(of(run)))
-    elif sort == "run":
-        key = lambda run: ()
-    else:
-        columns = [*metrics, *map(result.header, differing), "run"]
-        raise ValueError(f"sort is {sort!r}; the columns are {', '.join(columns)}.")
-    result.runs.sort(key=lambda run: (*key(run), str(run.directory)))
+    result = Comparison(with_steps, differing, metrics, left_out)
+    result.runs.sort(key=lambda run: (*_sort_key(result, sort)(run), str(run.directory)))
     return result
 
 
+def _sort_key(c: Comparison, sort: str) -> Callable[[Run], tuple]:
+    if sort == "run":
+        return lambda run: ()
+    if sort in METRICS:
+        sign = -1 if METRICS[sort].best is max else 1
+        return lambda run: _unknown_last(sign * run.values.get(sort, math.nan))
+    for name in c.differing:
+        if sort in (name, c.header(name), name.rpartition(".")[2]):
+            return lambda run: (*_unknown_last(run.settings.get(name)), str(run.settings.get(name)))
+    columns = [*c.metrics, *map(c.header, c.differing), "run"]
+    raise ValueError(f"sort is {sort!r}; the columns are {', '.join(columns)}.")
+
+
+def _unknown_last(value: Any) -> tuple[bool, float]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return (not is_number, value if is_number else 0)
+
+
 def remarks(c: Comparison) -> list[str]:
-    """What a reader of the table has to know."""
-    said = []
+    """Warnings for a reader of the table."""
+    found = []
     if any(name == "model.vocab" or name.startswith("data.") for name in c.differing):
-        said.append("Data or vocabulary differ: losses in nats a token compare only where the tokens are the same; "
-                    "bits/byte compare always, on the same text.")  # fmt: skip
+        found.append("Data or vocabulary differ: losses in nats a token compare only where the tokens are the same; "
+                     "bits/byte compare always, on the same text.")  # fmt: skip
     if any(run.memory_source == "compiler" for run in c.runs):
-        said.append("~ memory: of the step alone, predicted by the compiler.")
-    return said
+        found.append("~ memory: of the step alone, predicted by the compiler.")
+    return found
 
 
 def name_of(c: Comparison, run: Run) -> str:
-    """The run's directory, in that of all."""
-    absolute, parent = run.directory.absolute(), c.parent.absolute()
-    return str(absolute.relative_to(parent))
+    """The run's directory, relative to the one that all runs are in."""
+    return str(run.directory.absolute().relative_to(c.parent.absolute()))

@@ -1,12 +1,12 @@
-"""Shows what a pipeline schedule does: a chart on the terminal and as SVG, its bubble, what is alive, what is stored.
+"""Shows what a pipeline schedule does: a chart on the terminal and as a picture, its bubble, its memory.
 
     python -m tools.schedule schedule=interleaved_1f1b p=4 m=16 v=2
     python -m tools.schedule schedule=1f1b p=4 m=16 recompute=true transfer=0.1 model=asynchronous
     python -m tools.schedule schedule=interleaved_1f1b p=4 m=16 forward=[1,1,1,1.5] backward=[2,2,2,3]
     python -m tools.schedule schedule=[gpipe,1f1b,interleaved_1f1b,my_schedules:mine] p=4 m=16 v=2
 
-The last one compares. No devices are needed: times are those of the costs that are given. docs/pipeline.md explains
-what is printed.
+The last one compares. No devices are needed: times follow from the costs in the settings. docs/pipeline.md explains
+the output.
 """
 
 import re
@@ -23,13 +23,15 @@ from rich.text import Text
 from configuration.program import run_program
 from shardlib.schedule_simulator import Costs, Timeline, simulate, simulate_ticks
 from shardlib.schedules import ONE_CHUNK, TickTable, schedule_of, tick_table
-from tools.schedule.gantt import Chart, draw_svg, draw_text, text_legend
+from tools.schedule.gantt import Chart, draw_text, text_legend, write_picture
 
 
 @dataclass
 class Config:
+    """Settings of the program."""
+
     schedule: Any = MISSING
-    """gpipe, 1f1b, interleaved_1f1b, eager_1f1b, or `module:function` of a schedule of your own; a list compares."""
+    """gpipe, 1f1b, interleaved_1f1b, eager_1f1b, or `module:function` of your own schedule; a list compares."""
     p: int = MISSING
     """Devices of the pipeline axis, at least 1."""
     m: int = MISSING
@@ -47,16 +49,16 @@ class Config:
     """The backward begins with the forward again: only stage inputs are kept. The last stage's forward is then part of
     its backward."""
     model: str = "ticks"
-    """Which times are drawn. ticks: all devices begin a tick together, as in the executor; asynchronous: each device
-    begins a task as soon as it can."""
+    """Times to draw. ticks: all devices begin a tick together, as in the executor; asynchronous: each device begins a
+    task as soon as it can."""
     wait_between_slots: bool = True
     """In a tick all devices wait for the slowest forward before the first backward."""
     input_bytes: Any = None
-    """Of a stage's input, for one microbatch, on one device: a number, or such as 16MiB."""
+    """Size of a stage's input, for one microbatch, on one device: a number, or 16MiB for example."""
     residual_bytes: Any = None
-    """Of what the backward through a device's layers, all its chunks, needs of one microbatch; likewise."""
+    """Size of what the backward through a device's layers, all its chunks, needs of one microbatch; likewise."""
     output: str | None = None
-    """The .svg file to write. Null: one in outputs/ that is called after the schedule. An existing one is replaced."""
+    """The .svg file to write. Null: a file in outputs/, named after the schedule. An existing one is replaced."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,16 @@ class Result:
     ticks: Timeline
     asynchronous: Timeline
     alive_bytes: list[float] | None
-    """Of an activation of each stage that is alive: its input if that is what is kept, otherwise its residuals."""
+    """Size of an activation of each stage that is alive: its input if only that is kept, otherwise its residuals."""
     buffer_bytes: float | None
-    """Of the executor's buffers on each device."""
+    """Size of the executor's buffers on each device."""
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------
 
 
 def simulated(config: Config) -> list[Result]:
-    """Runs every schedule of `config`.
+    """Simulates every schedule of `config`.
 
     Raises:
         ValueError: a setting out of range, or a schedule that is not defined for it.
@@ -114,7 +116,7 @@ def _simulated(config: Config, name: str, v: int) -> Result:
 
 
 def _chunks(v: Any, names: Sequence[str]) -> list[int]:
-    """The v of each schedule."""
+    """Number of chunks of each schedule."""
     if isinstance(v, list):
         if len(v) != len(names) or not all(type(value) is int for value in v):
             raise ValueError(
@@ -127,7 +129,7 @@ def _chunks(v: Any, names: Sequence[str]) -> list[int]:
 
 
 def _times(name: str, value: Any, stages: int, v: int) -> list[float]:
-    """One a stage."""
+    """Time of each stage."""
     is_time = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
     if is_time(value):
         return [value / v] * stages
@@ -144,7 +146,7 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 1e3, "M
 
 
 def as_bytes(name: str, value: Any) -> float | None:
-    """A number of bytes, or text such as 16MiB; None stays None."""
+    """Parses a number of bytes, or text such as 16MiB; None stays None."""
     if value is None:
         return None
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([a-zA-Z]*)", str(value))
@@ -157,42 +159,32 @@ def as_bytes(name: str, value: Any) -> float | None:
 
 
 def bytes_text(size: float | None) -> str:
-    """Such as 1.5 MiB."""
+    """Formats a size, as 1.5 MiB for example."""
     if size is None:
         return "–"
-    for unit in ("GiB", "MiB", "KiB"):
-        if size >= _UNITS[unit]:
-            return f"{size / _UNITS[unit]:.4g} {unit}"
-    return f"{size:.4g} B"
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= _UNITS[unit]), "B")
+    return f"{size / _UNITS[unit]:.4g} {unit}"
 
 
 # ---- terminal -----------------------------------------------------------------------------------------------------
 
 
 def chart_of(result: Result, model: str) -> Chart:
-    """What is drawn of a schedule."""
+    """The chart of a schedule, with its times in ticks or of asynchronous devices."""
     timeline = result.ticks if model == "ticks" else result.asynchronous
-    count = lambda n, what: f"{n} {what}{'' if n == 1 else 's'}"
-    what = [count(result.p, "device"), count(result.m, "microbatch" + "e" * (result.m != 1))]
-    what += [count(result.v, "chunk") + " each"] * (result.v > 1)
-    what += ["recomputed"] * timeline.costs.recompute
+    count = lambda n, noun: f"{n} {noun}{'' if n == 1 else 's'}"
+    parts = [count(result.p, "device"), count(result.m, "microbatch" + "e" * (result.m != 1))]
+    parts += [count(result.v, "chunk") + " each"] * (result.v > 1)
+    parts += ["recomputed"] * timeline.costs.recompute
     when = count(len(timeline.ticks), "tick") if timeline.ticks else "asynchronous devices"
-    subtitle = f"{', '.join(what)} · {when} · time {timeline.total:.4g} · bubble {timeline.bubble:.1%}"
+    subtitle = f"{', '.join(parts)} · {when} · time {timeline.total:.4g} · bubble {timeline.bubble:.1%}"
     return Chart(result.name, subtitle, timeline, result.m)
 
 
 def show(result: Result, model: str, console: Console) -> None:
     """Prints the chart of one schedule, and a line for each device."""
     chart = chart_of(result, model)
-    say = lambda text, **style: console.print(Text(text, **style), soft_wrap=True)
-    say(chart.title, style="bold")
-    say(chart.subtitle)
-    console.print()
-    for line in draw_text(chart, console.width):
-        console.print(line, no_wrap=True, crop=False, soft_wrap=True)
-    console.print(text_legend(chart), soft_wrap=True)
-    console.print()
-    timeline = chart.timeline
+    timeline, stages_of = chart.timeline, lambda device: range(device, result.p * result.v, result.p)
     of_devices, of_stages = timeline.peak_of_devices(), timeline.peak_of_stages()
     table = _table(["device", "stages", "busy", "alive at most", "of each stage"])
     if result.alive_bytes:
@@ -200,23 +192,29 @@ def show(result: Result, model: str, console: Console) -> None:
         for header in ("bytes", "of each stage"):
             table.add_column(header, justify="right", no_wrap=True)
     for device in range(result.p):
-        stages = range(device, result.p * result.v, result.p)
         busy = sum(span.end - span.start for span in timeline.spans[device]) / (timeline.total or 1.0)
-        row = [str(device), " ".join(map(str, stages)), f"{busy:.1%}", str(of_devices[device])]
-        row.append(" ".join(str(of_stages[stage]) for stage in stages))
+        cells = [str(device), " ".join(map(str, stages_of(device))), f"{busy:.1%}", str(of_devices[device])]
+        cells.append(" ".join(str(of_stages[stage]) for stage in stages_of(device)))
         if result.alive_bytes:
-            row.append(bytes_text(bytes_of_devices[device]))
-            row.append(", ".join(bytes_text(of_stages[stage] * result.alive_bytes[stage]) for stage in stages))
-        table.add_row(*row)
-    console.print(table)
-    console.print()
-    both = f"ticks {result.ticks.bubble:.1%}, asynchronous devices {result.asynchronous.bubble:.1%}"
-    say(f"Bubble: {both}")
+            cells.append(bytes_text(bytes_of_devices[device]))
+            sizes = (bytes_text(of_stages[stage] * result.alive_bytes[stage]) for stage in stages_of(device))
+            cells.append(", ".join(sizes))
+        table.add_row(*cells)
     t = result.table
     size = "" if result.buffer_bytes is None else f"; {bytes_text(result.buffer_bytes)} together"
-    say(
-        f"Slots in the buffers of a device: inputs {t.inputs}, cotangents {t.cotangents}, residuals {t.residuals}{size}"
-    )
+    slots = f"inputs {t.inputs}, cotangents {t.cotangents}, residuals {t.residuals}{size}"
+    write = lambda line="": console.print(line, soft_wrap=True, no_wrap=True, crop=False)
+    write(Text(chart.title, style="bold"))
+    write(Text(chart.subtitle))
+    write()
+    for line in draw_text(chart, console.width):
+        write(line)
+    write(text_legend(chart))
+    write()
+    console.print(table)
+    write()
+    write(Text(f"Bubble: ticks {result.ticks.bubble:.1%}, asynchronous devices {result.asynchronous.bubble:.1%}"))
+    write(Text(f"Slots in the buffers of a device: {slots}"))
 
 
 def show_comparison(results: Sequence[Result], console: Console) -> None:
@@ -227,14 +225,16 @@ def show_comparison(results: Sequence[Result], console: Console) -> None:
     table.columns[0].justify = "left"
     for r in results:
         t, alive = r.table, max(r.ticks.peak_of_devices())
-        figures = [r.v, f"{r.ticks.total:.4g}", f"{r.ticks.bubble:.1%}", f"{r.asynchronous.bubble:.1%}"]
-        figures += [len(r.ticks.ticks or []), alive, f"{t.inputs}+{t.cotangents}+{t.residuals}"]
-        table.add_row(r.name, *map(str, figures), *[bytes_text(r.buffer_bytes)] * has_bytes)
+        cells = [r.v, f"{r.ticks.total:.4g}", f"{r.ticks.bubble:.1%}", f"{r.asynchronous.bubble:.1%}"]
+        cells += [len(r.ticks.ticks or []), alive, f"{t.inputs}+{t.cotangents}+{t.residuals}"]
+        table.add_row(r.name, *map(str, cells), *[bytes_text(r.buffer_bytes)] * has_bytes)
     console.print(table)
     console.print()
-    say = lambda text: console.print(Text(text, style="dim"), soft_wrap=True)
-    say("time, bubble: in ticks.  async: bubble of asynchronous devices.  alive: activations at")
-    say("once on a device, at most.  slots of a device: stage inputs + cotangents + residuals.")
+    for line in (
+        "time, bubble: in ticks.  async: bubble of asynchronous devices.  alive: activations at",
+        "once on a device, at most.  slots of a device: stage inputs + cotangents + residuals.",
+    ):
+        console.print(Text(line, style="dim"), soft_wrap=True)
 
 
 def _table(headers: Sequence[str]) -> Table:
@@ -248,10 +248,10 @@ def _table(headers: Sequence[str]) -> Table:
 
 
 def run(config: Config, console: Console | None = None) -> None:
-    """Prints and writes what `config` asks for.
+    """Prints the schedules and writes their picture.
 
     Raises:
-        ValueError: a setting out of range, or a schedule that is not defined for it.
+        ValueError: a setting out of range, a schedule that is not defined for it, or no matplotlib for the picture.
     """
     console = console or Console()
     if config.model not in ("ticks", "asynchronous"):
@@ -259,26 +259,17 @@ def run(config: Config, console: Console | None = None) -> None:
     if config.output is not None and Path(config.output).suffix != ".svg":
         raise ValueError(f"output is {config.output}; its name must end in .svg.")
     results = simulated(config)
-    charts = [chart_of(result, config.model) for result in results]
     if len(results) == 1:
         show(results[0], config.model, console)
     else:
         show_comparison(results, console)
-    if config.output is not None:
-        output = Path(config.output)
-    else:
-        names = "_".join(re.sub(r"\W+", "_", result.name) for result in results)
-        v = "_".join(dict.fromkeys(str(result.v) for result in results))
-        output = Path("outputs") / f"{names}_p{config.p}_m{config.m}_v{v}.svg"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(draw_svg(charts), encoding="utf-8")
+    names = "_".join(re.sub(r"\W+", "_", result.name) for result in results)
+    v = "_".join(dict.fromkeys(str(result.v) for result in results))
+    output = Path(config.output or f"outputs/{names}_p{config.p}_m{config.m}_v{v}.svg")
+    write_picture([chart_of(result, config.model) for result in results], output)
     console.print()
     console.print(Text(f"Chart: {output}"), soft_wrap=True)
 
 
-def main() -> None:
-    run_program("schedule", Config, run)
-
-
 if __name__ == "__main__":
-    main()
+    run_program("schedule", Config, run)

@@ -1,11 +1,11 @@
-"""Whether training is the same on every mesh: each tensor of a step on simulated devices, against one device.
+"""Checks that training is the same on every mesh: compares each tensor of a step on simulated devices with one device.
 
     python -m tools.verify --config-name=local_test_synthetic verify.small=true
     python -m tools.verify --config-name=local_gpt2 verify.devices=4 model.d_model=64 training.batch_size=8
     python -m tools.verify --config-name=gpt2_124m verify.only_types=true verify.devices=2048 training.batch_size=8192
 
-Takes a run's configuration as `python -m train` does, and the program (train.py and the model's module) as it stands on
-disk. docs/parallelism.md tells how to read the table. Exit status 1: the meshes differ.
+Takes the configuration of a run, as `python -m train` does. The program, train.py and the model's module, is read from
+disk. docs/parallelism.md explains the tables. Exit status 1: the meshes differ.
 """
 
 import dataclasses
@@ -32,30 +32,32 @@ from training_io.config import Config, register_schema, to_config
 
 @dataclass
 class VerifyConfig:
+    """The section `verify`."""
+
     devices: int = 8
-    """Simulated devices, at least 2: every mesh of so many is run."""
+    """Number of simulated devices, at least 2. Every mesh of that many runs."""
     meshes: list[str] | None = None
-    """Only these of them, each as devices along r, d and t, or p, r, d and t: [1x4x2,2x2x1x2]. Null: all."""
+    """Meshes to run, each as devices along r, d and t, or p, r, d and t: [1x4x2,2x2x1x2]. Null: all."""
     small: bool = False
-    """Whether the model and the batch are made small, at sizes that every mesh divides, with layers and microbatches
-    for mesh.p devices of p, or else for 2 and 4."""
+    """Makes the model and the batch small, at sizes that every mesh divides. Layers and microbatches are then for
+    mesh.p stages, or, if mesh.p is 1, for 2 and 4."""
     only_types: bool = False
-    """Whether the step is only traced on each mesh, which checks its types: without devices, in seconds, for any number
-    of them. Nothing is computed or compared."""
+    """Only traces the step on each mesh, which checks its types: in seconds, for any number of devices, without having
+    them. Nothing is computed or compared."""
     precisions: list[str] = field(default_factory=lambda: ["f64", "configured"])
-    """f64: the program with f64 for each f32 and for the compute dtype, compared to rounding. configured: with its own
-    dtypes, compared within a band."""
+    """f64: the program with f64 in place of each f32 and of the compute dtype, compared to rounding. configured: with
+    its own dtypes, compared within a band."""
     tolerance: float = 1e-10
-    """f64: largest difference over the largest entry of a tensor, in (0, 1)."""
+    """Limit in f64: largest difference over the largest entry of a tensor, in (0, 1)."""
     band: float = 8.0
-    """configured: how many times the difference that comes from summing in another order, at least 1."""
+    """Limit in the configured dtypes, a multiple of the difference that summing in another order makes; at least 1."""
 
 
 def small(c: Config, devices: int) -> None:
     """Makes `c` small: sizes that all meshes of `devices` divide, all different, so that no dim passes for another.
 
-    Layers and microbatches are for the stages that the configuration has, or else for up to 4. The sizes of a model
-    that are not among those known here stay.
+    Layers and microbatches are for the stages of the configuration, or, if it has none, for up to 4. Other sizes of a
+    model than those below stay.
     """
     n, t = devices, c.training
     p = c.mesh.p if c.mesh.p > 1 else next(p for p in (4, 3, 2, 1) if n % p == 0)
@@ -81,36 +83,28 @@ def small(c: Config, devices: int) -> None:
 
 
 def run(c: Config, settings: VerifyConfig, title: str) -> int:
-    """Verifies `c`; the exit status: 0 if all meshes agree, 1 if one differs, 2 for what was refused."""
+    """Verifies `c`: 0 if all meshes agree, 1 if one differs, 2 if tracing or a setting is refused."""
     sources = find_sources("train", module_name(c.model.module))
     status = 0
     for precision in ["configured"] if settings.only_types else settings.precisions:
         double = precision == "f64"
-        kind = "f64" if double else c.training.compute_dtype
-        job = {
-            "config": dataclasses.asdict(c),
-            "devices": settings.devices,
-            "meshes": settings.meshes,
-            "only_types": settings.only_types,
-            "tolerance": settings.tolerance if double else 0.0,
-            "band": settings.band,
-            "title": f"{title}: {kind}",
-            "agree": f"In {kind}, all {{count}} meshes agree with one device.",
-        }
-        job["config"]["training"]["compute_dtype"] = "f32" if double else c.training.compute_dtype
+        config = dataclasses.asdict(c)
+        if double:
+            config["training"]["compute_dtype"] = "f32"
+        job = {"config": config, "settings": dataclasses.asdict(settings), "double": double, "title": title}
         with tempfile.TemporaryDirectory(prefix="verify_") as directory:
             write_copy(sources, Path(directory) / "program", double)
             (Path(directory) / "job.json").write_text(json.dumps(job))
             simulated = 1 if settings.only_types else settings.devices
             status = max(status, run_job(Path(directory), simulated, double))
-        if status > 1:  # refused: the next precision would say the same
+        if status > 1:  # refused: the next precision would be refused too
             break
     return status
 
 
 def run_job(directory: Path, devices: int, double: bool) -> int:
     """Runs tools.verify.run with the program's copy in `directory`, on simulated devices."""
-    # Behind the copy, all is found as it is here: shardlib in the working directory, if there is one.
+    # After the copy, the search path is that of this process, with the working directory and its shardlib, if any.
     path = [str(directory / "program"), *filter(None, sys.path), str(Path(__file__).parents[2])]
     flags = (
         f"--xla_force_host_platform_device_count={devices} "
@@ -130,7 +124,7 @@ def run_job(directory: Path, devices: int, double: bool) -> int:
 
 
 def register() -> None:
-    """Tells Hydra that a run's configuration may have a section `verify` here."""
+    """Adds the section `verify` to the configuration of a run."""
     register_schema()
     store = ConfigStore.instance()
     schema = store.load("config_schema.yaml").node
@@ -147,7 +141,7 @@ def check(settings: VerifyConfig) -> None:
 
 
 def job(config: Any) -> None:
-    """The program: raises CompactHydraException with one line for what a user can get wrong."""
+    """Verifies the composed configuration. Raises CompactHydraException, one line, for wrong settings."""
     try:
         if not config:
             raise ValueError("name a run: --config-name=<file in configs/>")
@@ -165,10 +159,6 @@ def job(config: Any) -> None:
         sys.exit(status)
 
 
-def main() -> None:
+if __name__ == "__main__":
     register()
     hydra.main(version_base="1.3", config_path="../../configs")(job)()
-
-
-if __name__ == "__main__":
-    main()

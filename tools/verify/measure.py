@@ -1,4 +1,4 @@
-"""One training step of the program to verify on one mesh, with all that is compared between meshes."""
+"""One training step of the program to verify on one mesh, with all tensors that are compared between meshes."""
 
 import contextlib
 import dataclasses
@@ -35,19 +35,19 @@ from training_io.config import Config
 from training_io.stages import has_stages, placement_of
 
 AXES = ("p", "r", "d", "t")
-"""Of the mesh, major to minor."""
+"""Axes of the mesh, major to minor."""
 WITHIN_STAGES = AXES[1:]
-"""Those that shard what passes through the model."""
-ROWS = P(("r", "d"))
-"""How what there is for each row of the batch is sharded."""
+"""Axes that shard activations."""
+OF_SEQUENCES = P(("r", "d"))
+"""Sharding of an array with an entry for each sequence of the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """What is compared: a value at a `save_for_backward`, the loss, or a part of a weight's gradient or update."""
+    """Key of a tensor that is compared: a saved activation, a loss, or a weight's gradient, update or moment."""
 
     kind: str
-    """activation, loss, gradient, step (what a step returns), update, or the name of one of the optimizer's moments."""
+    """activation, loss, gradient, step (a metric), update, or the name of one of the optimizer's moments."""
     name: str
     layers: tuple[int, ...] = ()
     file: str = ""
@@ -56,11 +56,11 @@ class Tensor:
 
 @dataclasses.dataclass
 class Inputs:
-    """What every mesh is given: host arrays."""
+    """Inputs of the step on every mesh, as host arrays."""
 
     state: Any
     batch: TokenBatch
-    row_seeds: np.ndarray | None
+    seeds: np.ndarray | None
     step: int
 
 
@@ -69,7 +69,7 @@ class NotTheSame(ValueError):
 
 
 def on_host(x: jax.Array) -> np.ndarray | NotTheSame:
-    """The whole of an array; NotTheSame, as a value, if devices that should hold one block of it do not."""
+    """Copies an array to the host. Returns NotTheSame if devices that should hold the same block do not."""
     blocks: dict[str, np.ndarray] = {}
     for shard in x.addressable_shards:
         block = np.asarray(shard.data)
@@ -80,6 +80,7 @@ def on_host(x: jax.Array) -> np.ndarray | NotTheSame:
 
 @contextlib.contextmanager
 def mesh_of(sizes: Mapping[str, int]) -> Iterator[jax.sharding.Mesh]:
+    """Enters a mesh of these sizes on the first devices."""
     devices = jax.devices()[: math.prod(sizes.values())]
     mesh = make_mesh(*(sizes[axis] for axis in WITHIN_STAGES), devices, sizes["p"])
     with jax.set_mesh(mesh):
@@ -88,7 +89,7 @@ def mesh_of(sizes: Mapping[str, int]) -> Iterator[jax.sharding.Mesh]:
 
 @contextlib.contextmanager
 def abstract_mesh_of(sizes: Mapping[str, int]) -> Iterator[None]:
-    """The mesh that `mesh_of` makes, without devices."""
+    """Enters the mesh that `mesh_of` makes, without devices."""
     sizes = {axis: size for axis, size in sizes.items() if axis != PIPELINE_AXIS or size > 1}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
     with jax.sharding.use_abstract_mesh(mesh):
@@ -96,7 +97,7 @@ def abstract_mesh_of(sizes: Mapping[str, int]) -> Iterator[None]:
 
 
 def fresh_state(c: Config) -> Any:
-    """The state that a run starts from, on the mesh in force, as `on_host` gives it, in the order of the layers."""
+    """The state that a run starts from, initialized on the mesh in force, by `on_host`, in the order of the layers."""
     state = jax.jit(functools.partial(train.init_state, c=c, model=load_model(c.model)))(
         jax.random.key(c.training.seed)
     )
@@ -105,7 +106,7 @@ def fresh_state(c: Config) -> Any:
 
 
 def loaded_batch(c: Config, step: int) -> TokenBatch:
-    """The batch of `step` on the mesh in force, from the data that `c` names. Raises ValueError if there is none."""
+    """Loads the batch of `step` on the mesh in force from the data of `c`. Raises ValueError if there is none."""
     if c.data.stream is not None:
         raise ValueError("a stream would have to be read from its start")
     t = c.training
@@ -114,39 +115,39 @@ def loaded_batch(c: Config, step: int) -> TokenBatch:
 
 
 def random_batch(c: Config) -> TokenBatch:
-    """Random tokens, about four documents a row, a tenth of the targets masked."""
+    """Random tokens, about four documents a sequence, a tenth of the targets masked."""
     rng, shape = np.random.default_rng(0), (c.training.batch_size, c.training.seq_len)
     batch = TokenBatch(
         targets=rng.integers(0, c.model.vocab, shape).astype(np.uint32),
         is_seq_start=rng.random(shape) < 4 / c.training.seq_len,
         loss_mask=rng.random(shape) < 0.9,
     )
-    if count := len(inputs_of(load_model(c.model))):  # of which nobody knows the range, but that 0 and 1 are in it
+    if count := len(inputs_of(load_model(c.model))):  # 0 and 1 are in the range of any input
         batch.inputs = rng.integers(0, 2, (*shape, count)).astype(np.uint32)
     return batch
 
 
 def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
-    """`state`, a fresh one, as it might be after some training, with moments that are not zero, and a batch.
+    """Adds noise to the fresh `state`, as if after some training: biases and gains differ, moments are not zero.
 
-    All biases and gains differ then, and the rate of the step is the highest.
+    The learning rate of the step is the highest.
     """
     rng, count = np.random.default_rng(1), sum(x.size for x in jax.tree.leaves(state.weights))
 
-    def later(path, x):
+    def noisy(path, x):
         name, noise = jax.tree_util.keystr(path), rng.standard_normal(x.shape)
         if name.startswith(".weights"):
             x = x + 0.1 * (math.sqrt(np.mean(np.square(x))) or 1.0) * noise
-        else:  # of the size that gradients of norm 1 have
+        else:  # the size that gradients of norm 1 have
             x = (np.square(noise) + 0.1) / count if "nu" in name else noise / math.sqrt(count)
         return x.astype(jax.dtypes.canonicalize_dtype(np.float64))
 
     seeds = rng.integers(0, 2**32, c.training.batch_size, dtype=np.uint32) if getattr(c.model, "dropout", 0) else None
-    return Inputs(jax.tree_util.tree_map_with_path(later, state), batch, seeds, max(1, c.optimizer.warmup_steps))
+    return Inputs(jax.tree_util.tree_map_with_path(noisy, state), batch, seeds, max(1, c.optimizer.warmup_steps))
 
 
 def type_check(c: Config, sizes: Mapping[str, int]) -> None:
-    """Traces the training step on a mesh of these sizes, which needs no devices. Raises ValueError if it is refused."""
+    """Traces the training step on a mesh of these sizes, without devices. Raises ValueError if it is refused."""
     t, model = c.training, load_model(c.model)
     with abstract_mesh_of(sizes):
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(t.seed), c, model))
@@ -155,16 +156,16 @@ def type_check(c: Config, sizes: Mapping[str, int]) -> None:
         after, _ = jax.eval_shape(train.make_training_step(c, model), state, batch, step)
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     if kinds(after) != kinds(state):
-        raise ValueError("the training step returns a state of other shapes or dtypes than it is given.")
+        raise ValueError("the training step returns a state of other shapes or dtypes than its argument has.")
 
 
 # ---- the order of layers ------------------------------------------------------------------------------------------
 
 
 def in_order(c: Config, tree: Any, weights: Any) -> Any:
-    """`tree`, of host arrays, as it is at rest on the mesh in force: each stack of layers in the order of the layers.
+    """Puts the stacks of `tree`, host arrays at rest on the mesh in force, in the order of the layers.
 
-    NotTheSame stands for a stack with padding that is not 0. `weights` are at rest too.
+    A stack whose padding is not 0 becomes NotTheSame. `weights` are at rest too.
     """
     order = placement_of(c, load_model(c.model)).order
 
@@ -179,13 +180,13 @@ def in_order(c: Config, tree: Any, weights: Any) -> Any:
 
 
 def at_rest(c: Config, tree: Any, weights: Any) -> Any:
-    """The other way: `tree`, in the order of the layers as `weights` are, as it is at rest on the mesh in force."""
+    """Reverses `in_order`: `tree` and `weights` are in the order of the layers."""
     order = placement_of(c, load_model(c.model)).order
     return tree if order is None else _map_stacks(order.to_rows, tree, weights)
 
 
 def _map_stacks(fn: Any, tree: Any, weights: Any) -> Any:
-    """`tree`, like `weights` or a State of such, with `fn` of each stack of layers."""
+    """Maps `fn` over the stacks of layers in `tree`, which is like `weights`, or a State of such trees."""
     if not isinstance(tree, type(weights)):
         parts = {f.name: _map_stacks(fn, getattr(tree, f.name), weights) for f in dataclasses.fields(tree)}
         return dataclasses.replace(tree, **parts)
@@ -196,28 +197,29 @@ def _map_stacks(fn: Any, tree: Any, weights: Any) -> Any:
 
 
 class Probe:
-    """The forward pass and the gradients on the mesh in force, and what was saved for the backward pass."""
+    """The forward pass and the gradients on the mesh in force, with the values that are saved for the backward pass."""
 
     def __init__(self, c: Config):
         self._config, self.model = c, load_model(c.model)
         self.sites: list[Site] = []
         self.varying: list[frozenset[str]] = []
-        """Over which axes JAX knows each saved value to differ."""
-        self.places: list[int] = []
-        """On a mesh with p: on which device of it each saved value is."""
+        """Axes over which each saved value varies, according to JAX."""
+        self.holders: list[int] = []
+        """On a mesh with p: the device of p that holds each saved value."""
 
-    def forward_and_gradients(self, weights: Any, batch: TokenBatch, row_seeds: Any) -> tuple[list, Any, Any, Any]:
-        """Each saved value as all devices hold it, [p, r, d, t, *block], on a mesh without p without the first of
-        these dims; the summed loss; the mean loss; the gradients. Under jit.
+    def forward_and_gradients(self, weights: Any, batch: TokenBatch, seeds: Any) -> tuple[list, Any, Any, Any]:
+        """Returns the saved values, the summed loss, the mean loss and the gradients. Under jit.
+
+        A saved value is that of all devices, [p, r, d, t, *block]; on a mesh without p, [r, d, t, *block].
         """
         c = self._config
-        # The plain attention, saved values and loop, which can be recorded.
+        # Plain attention, saved values and loop: only these can be recorded.
         training = dataclasses.replace(c.training, attention="einsum", save="marked", unroll=1, fp8=False)
         forward = train.Forward(self.model, training)
-        # What is recorded inside jax.checkpoint could not leave it.
+        # A value that is recorded inside jax.checkpoint could not leave it.
         plain = train.Forward(self.model, dataclasses.replace(training, save=None, loss_chunk=None), scan)
 
-        def per_device(weights, batch, row_seeds):
+        def per_device(weights, batch, seeds):
             recorder = Recorder()
             with recording(recorder):
                 gather = c.training.gather_weights == "step"
@@ -225,39 +227,38 @@ class Probe:
                 parts = train.staged_loss(plain, functools.partial(train.training_loss, c=c.optimizer))
                 if has_stages():
                     placement = placement_of(c, self.model)
-                    total, self.places = stage_by_stage(placement, parts, recorder, copies, batch, row_seeds)
+                    total, self.holders = stage_by_stage(placement, parts, recorder, copies, batch, seeds)
                 else:
-                    total, extras = parts.whole(copies, batch, row_seeds)
+                    total, extras = parts.whole(copies, batch, seeds)
                     total += added_loss(extras)
             self.sites = recorder.sites
             self.varying = [jax.typeof(x).manual_axis_type.varying for x in recorder.values]
-            loss, gradients, *_ = train.loss_and_gradients(weights, batch, c, forward, row_seeds)
+            loss, gradients, *_ = train.loss_and_gradients(weights, batch, c, forward, seeds)
             return [_own_block(x) for x in recorder.values], total, loss, gradients
 
         specs = make_partition_specs(type(weights), like=weights)
         batch_specs = make_partition_specs(TokenBatch)
         with compute_scope(c.training.compute_dtype):
             out_specs = P(*jax.sharding.get_abstract_mesh().axis_names), P(), P(), specs
-            run = jax.shard_map(per_device, in_specs=(specs, batch_specs, ROWS), out_specs=out_specs)
-            return run(weights, batch, row_seeds)
+            run = jax.shard_map(per_device, in_specs=(specs, batch_specs, OF_SEQUENCES), out_specs=out_specs)
+            return run(weights, batch, seeds)
 
 
 def stage_by_stage(
-    placement: Placement, parts: Parts, recorder: Recorder, w: Any, *rows: Any
+    placement: Placement, parts: Parts, recorder: Recorder, w: Any, *batch: Any
 ) -> tuple[jax.Array, list[int]]:
-    """The loss of all rows at once, each stage waiting for the one before: `parts` as they stand, without a schedule.
+    """Runs the stages one after the other on the whole batch, without a schedule: nothing in its loop can be recorded.
 
-    Inside the schedule's loop and branches nothing can be recorded. Each stage runs on all devices of p, of which only
-    its own has its layers: what that one gives goes to all, and of what is saved that one's is the value. The second
-    result: which device that is, for each saved value.
+    Each stage runs on all devices of p. Only the result of the device that has its layers counts, and is sent to all.
+    Returns the loss, and for each saved value the device whose value counts.
     """
-    me, places = lax.axis_index(PIPELINE_AXIS), []
-    rows = jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), rows)
+    me, holders = lax.axis_index(PIPELINE_AXIS), []
+    batch = jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), batch)
 
     def run(fn, device, *args):
         with pipeline_stage():
-            y = fn(*args, *rows)
-        places.extend([device] * (len(recorder.values) - len(places)))
+            y = fn(*args, *batch)
+        holders.extend([device] * (len(recorder.values) - len(holders)))
         of_device = lambda y: jnp.where(me == device, y, jnp.zeros_like(y))
         return jax.tree.map(lambda y: lax.psum(of_device(varying(y, (PIPELINE_AXIS,))), PIPELINE_AXIS), y)
 
@@ -274,11 +275,11 @@ def stage_by_stage(
             recorder.sites[i] = dataclasses.replace(site, layers=(first + turn, *inner))
         first += count
     total = run(parts.last, stage % placement.p, w, varying(x, (PIPELINE_AXIS,)))
-    return total + added, places
+    return total + added, holders
 
 
 def added_loss(extras: Extras) -> Any:
-    """What the layers add to the loss."""
+    """The sum of what the layers add to the loss."""
     return 0.0 if extras.loss is None else jnp.sum(extras.loss)
 
 
@@ -288,9 +289,9 @@ def _own_block(x: jax.Array) -> jax.Array:
 
 
 def layouts(c: Config, sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """For each saved value, which of its dims each axis shards: those that shrink where that axis alone has devices.
+    """For each saved value, the dim that each axis shards: the one that shrinks where only that axis has devices.
 
-    `sizes`: devices along each axis, which the model's sizes are divisible by; an axis of 1 shards nothing.
+    `sizes`: devices along each axis, which divide the model's sizes. An axis of 1 shards nothing.
     """
     none = dict.fromkeys(WITHIN_STAGES, 1)
     whole = _block_shapes(c, none)
@@ -313,7 +314,7 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         placed = lambda tree, kind: jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, make_shardings(kind, like=tree)
         )
-        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), ROWS)
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), OF_SEQUENCES)
         dropout = getattr(c.model, "dropout", 0)
         seeds = jax.ShapeDtypeStruct(shape[:1], np.uint32, sharding=sharding) if dropout else None
         probe = jax.jit(Probe(c).forward_and_gradients)
@@ -322,10 +323,10 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
 
 
 def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozenset[str]) -> np.ndarray:
-    """The array of which `blocks`[r, d, t, *block] are what the devices hold.
+    """Assembles the array of which the devices hold `blocks`[r, d, t, *block].
 
-    Along an axis that shards no dim, all devices hold the same; or parts of a sum, where JAX lets them differ.
-    Raises NotTheSame if they do, and JAX does not know of it.
+    Along an axis that shards no dim, all devices hold the same, or, if JAX knows that they vary, parts of a sum.
+    Raises NotTheSame if they vary and JAX does not know it.
     """
     axes, summed = list(WITHIN_STAGES), blocks
     for axis in WITHIN_STAGES:
@@ -339,7 +340,7 @@ def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozense
             else:
                 raise NotTheSame(f"it should be the same on every device of {axis}, and is not")
             axes.remove(axis)
-    # Each axis goes to stand before its dim, in the project's one order, and becomes a part of it.
+    # Each axis moves before its dim, in the order of AXIS_ORDER, and is merged with it.
     for axis in sorted(axes, key=AXIS_ORDER.index, reverse=True):
         at, dim = axes.index(axis), layout[axis]
         axes.remove(axis)
@@ -356,15 +357,15 @@ def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozense
 def measure(
     c: Config, inputs: Inputs, layout: list[dict[str, int]] | None = None, blocks: Mapping[str, int] | None = None
 ) -> tuple[dict[Tensor, np.ndarray | NotTheSame], set[str]]:
-    """The tensors of one step on the mesh in force, in the program's order, and the dtypes of floats in the program.
+    """Runs one step on the mesh in force. Returns its tensors, in the program's order, and the program's float dtypes.
 
-    `layout`: as `layouts` gives it; None on one device. `blocks`: as for `summed_in_blocks`.
+    `layout`: from `layouts`; None on one device. `blocks`: as for `summed_in_blocks`.
     """
     place = lambda tree, kind: jax.tree.map(jax.device_put, tree, make_shardings(kind, like=tree))
     old = inputs.state.weights
     Weights = type(old)
     batch, state = place(inputs.batch, TokenBatch), place(at_rest(c, inputs.state, old), train.State[Weights])
-    seeds = None if inputs.row_seeds is None else jax.device_put(inputs.row_seeds, ROWS)
+    seeds = None if inputs.seeds is None else jax.device_put(inputs.seeds, OF_SEQUENCES)
     probe = Probe(c)
     with summed_in_blocks(**(blocks or {})):
         forward = jax.jit(probe.forward_and_gradients).trace(state.weights, batch, seeds)
@@ -376,22 +377,22 @@ def measure(
     for i, (site, value) in enumerate(zip(probe.sites, saved, strict=True)):
         name = name_of_site(site)
         tensor = Tensor("activation", name, site.layers, site.file, site.line)
-        for again in itertools.count(2):  # a line that several values pass
+        for again in itertools.count(2):  # several values may be saved on one line
             if tensor not in found:
                 break
             tensor = dataclasses.replace(tensor, name=f"{name} {again}")
-        blocks_of = np.asarray(value)[probe.places[i]] if probe.places else np.asarray(value)
+        blocks_of = np.asarray(value)[probe.holders[i]] if probe.holders else np.asarray(value)
         try:
             found[tensor] = whole_array(blocks_of, layout[i] if layout else {}, probe.varying[i])
         except NotTheSame as error:
             found[tensor] = error
     found[Tensor("loss", "summed loss", (), *line_of_function(train.staged_loss))] = on_host(total)
     found[Tensor("loss", "mean loss", (), *line_of_function(train.loss_and_gradients))] = on_host(loss)
-    # The backward pass finds the gradients of what was used last first.
+    # The backward pass computes the gradients of the last weights first.
     gradients = in_order(c, jax.tree.map(on_host, gradients), state.weights)
     found |= dict(reversed(by_layer("gradient", gradients, old)))
-    told = metrics.layers.by_name() if metrics.layers else {}
-    for name, value in {**vars(metrics), **told}.items():
+    of_layers = metrics.layers.by_name() if metrics.layers else {}
+    for name, value in {**vars(metrics), **of_layers}.items():
         if isinstance(value, jax.Array):
             found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = on_host(value)
     new = in_order(c, jax.tree.map(on_host, new), new.weights)
@@ -404,12 +405,8 @@ def measure(
     return found, dtypes
 
 
-def layers_of(weights: Any, path: str) -> int:
-    return len(functools.reduce(getattr, path.split("."), weights))
-
-
 def by_layer(kind: str, tree: Any, weights: Any) -> list[tuple[Tensor, np.ndarray]]:
-    """The arrays of `tree`, which is like `weights`, in the order of the forward pass, stacks of layers taken apart."""
+    """The arrays of `tree`, which is like `weights`, in the order of the forward pass; of stacks, each layer's."""
     whole = [
         (path, array, part)
         for path, array, part in arrays_of(type(weights), tree)
@@ -418,7 +415,8 @@ def by_layer(kind: str, tree: Any, weights: Any) -> list[tuple[Tensor, np.ndarra
     found = []
     for stacked, group in itertools.groupby(whole, lambda entry: entry[1].spec.names[:1] == ("layers",)):
         entries = list(group)
-        for i in range(layers_of(weights, entries[0][0]) if stacked else 1):
+        field_of = lambda path: functools.reduce(getattr, path.split("."), weights)
+        for i in range(len(field_of(entries[0][0])) if stacked else 1):
             for path, _, value in entries:
                 tensor = Tensor(kind, path, (i,) if stacked else (), *line_of_field(weights, path))
                 found.append((tensor, value[i] if stacked and not isinstance(value, NotTheSame) else value))

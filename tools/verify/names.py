@@ -1,22 +1,20 @@
-"""Where in the source a tensor is: the name and the line that a report gives it."""
+"""The name and the line of the source that a report gives a tensor."""
 
 import ast
 import functools
 import inspect
+import textwrap
 from pathlib import Path
+from typing import Any
 
 from tools.verify.record import Site
 
 
 @functools.cache
-def _tree(file: str) -> ast.Module:
-    return ast.parse(Path(file).read_text())
-
-
-@functools.cache
 def name_of_site(site: Site) -> str:
-    """`layer.v`: the function around a `save_for_backward`, and what its result is assigned to, if anything."""
-    around = [node for node in ast.walk(_tree(site.file)) if _holds(node, site.line)]
+    """The function around a `save_for_backward` and what its result is assigned to, if anything: `layer.v`."""
+    nodes = ast.walk(ast.parse(Path(site.file).read_text()))
+    around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= site.line <= node.end_lineno]
     functions = [node.name for node in around if isinstance(node, ast.FunctionDef)]
     targets = []
     for node in around:
@@ -26,23 +24,19 @@ def name_of_site(site: Site) -> str:
     return ".".join([*functions[-1:], *targets[-1:]]) or "saved"
 
 
-def _holds(node: ast.AST, line: int) -> bool:
-    return isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno
-
-
-def line_of_field(weights, path: str) -> tuple[str, int]:
-    """File and line of the field that `path`, such as `layers.w_q`, names in the dataclass `weights`."""
+def line_of_field(weights: Any, path: str) -> tuple[str, int]:
+    """File and line of the field that `path`, for example `layers.w_q`, names in the dataclass `weights`."""
     *outer, name = path.split(".")
-    owner = type(functools.reduce(getattr, outer, weights))
-    file, (lines, first) = inspect.getsourcefile(owner), inspect.getsourcelines(owner)
-    (cls,) = [n for n in ast.walk(_tree(file)) if isinstance(n, ast.ClassDef) and _spans(n, first, len(lines))]
-    fields = [n.lineno for n in cls.body if isinstance(n, ast.AnnAssign) and n.target.id == name]
-    return file, fields[0] if fields else first
+    return _line_in_class(type(functools.reduce(getattr, outer, weights)), name)
 
 
-def _spans(node: ast.ClassDef, first: int, count: int) -> bool:
-    start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return start == first and node.end_lineno == first + count - 1
+@functools.cache
+def _line_in_class(owner: type, name: str) -> tuple[str, int]:
+    """File and line of a field of `owner`; those of the class for a field that it inherits."""
+    lines, first = inspect.getsourcelines(owner)
+    (cls,) = ast.parse(textwrap.dedent("".join(lines))).body
+    fields = [n.lineno - 1 for n in cls.body if isinstance(n, ast.AnnAssign) and n.target.id == name]
+    return inspect.getsourcefile(owner), first + (fields or [0])[0]
 
 
 def line_of_function(fn) -> tuple[str, int]:

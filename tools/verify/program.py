@@ -1,12 +1,11 @@
-"""The program to verify, as its files stand on disk: a copy in which tools/verify can look into the forward pass.
+"""A copy of the program to verify, from its files on disk, in which tools/verify can look into the forward pass.
 
-The copy has the same lines as the original. Changed in it are the functions of RECORDED, which become those of
-tools/verify/record.py, and, where f64 is asked for, each f32 and float32.
+The copy has the same lines as the original. It calls functions of tools/verify/record.py in place of those in RECORDED,
+and in f64 has f64 for each f32 and float32.
 """
 
 import ast
 import importlib.util
-import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -20,15 +19,12 @@ RECORDED = {
     ("jax_extra", "save_for_backward"): f"{RECORD}.save_for_backward",
     ("jax_extra", "explicit_activation_checkpointing"): f"{RECORD}.explicit_activation_checkpointing",
 }
-"""What `module.function` becomes, and `function` where it is imported from jax_extra by name."""
+"""Replacement of `module.function`, and of `function` where it is imported from jax_extra by name."""
 IMPORT = f"from tools.verify import record as {RECORD}; "
 
 
 def rewritten(source: str, double: bool) -> str:
-    """The source of a module with the calls that are recorded exchanged; if `double`, with f64 for f32 too.
-
-    No line moves. Raises SyntaxError for what Python cannot read.
-    """
+    """Replaces the functions of RECORDED in the source of a module, and, if `double`, f32 by f64. No line moves."""
     tree = ast.parse(source)
     edits: list[tuple[int, int, int, str]] = []  # line, from, to (in bytes of UTF-8), text
 
@@ -60,7 +56,7 @@ def rewritten(source: str, double: bool) -> str:
                     replace(alias, f"f64 as {alias.asname or 'f32'}")
         elif double and isinstance(node, ast.Constant) and node.value == "float32":
             replace(node, '"float64"')
-        elif double and _is_random_bits(node):  # whose default would become u64
+        elif double and _is_random_bits(node):  # its default dtype would become u64
             edits.append((node.end_lineno, node.end_col_offset - 1, node.end_col_offset - 1, ', dtype="uint32"'))
     if any(text in RECORDED.values() for *_, text in edits):
         first = next(n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom) and not _is_future(n))
@@ -73,7 +69,7 @@ def rewritten(source: str, double: bool) -> str:
 
 
 def _is_random_bits(node: ast.AST) -> bool:
-    """Whether it is a call of `random.bits` that leaves the dtype out."""
+    """Tests for a call of `random.bits` without a dtype."""
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -98,14 +94,13 @@ LIBRARY = (
     "tools",
     "training_io",
 )
-"""Packages that are used as they are: they hold no math of the training step."""
+"""Packages that are not copied: they have no math of the training step."""
 
 
 def find_sources(*modules: str) -> dict[str, Path]:
-    """The files of `modules`, and of the modules that they import, neither installed, nor Python's own, nor of LIBRARY.
+    """Finds the files of `modules` and of the modules that they import, without installed ones, Python's and LIBRARY.
 
-    Of a package all files are found, since its copy takes the place of the whole. Raises ValueError for one of
-    `modules` that is not found.
+    A package is found whole, since its copy replaces it whole. Raises ValueError if one of `modules` is not found.
     """
     found: dict[str, Path] = {}
     queue = list(modules)
@@ -145,9 +140,7 @@ def _own_file(name: str) -> Path | None:
 
 
 def write_copy(sources: dict[str, Path], directory: Path, double: bool) -> None:
-    """The modules `sources`, rewritten, in `directory`."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    """Writes the modules `sources`, rewritten, into the new `directory`."""
     for name, path in sources.items():
         place = directory / name.replace(".", "/")
         copy = place / "__init__.py" if path.name == "__init__.py" else place.with_suffix(".py")

@@ -1,4 +1,4 @@
-"""Functions that take the place of those named in program.RECORDED, in the program that tools/verify looks into."""
+"""Functions that replace those of program.RECORDED in the copy of the program that tools/verify runs."""
 
 import contextlib
 import contextvars
@@ -21,26 +21,27 @@ from shardlib.shardtypes import Scope
 
 @dataclass(frozen=True)
 class Site:
-    """A value that `save_for_backward` was given."""
+    """The place of a value that the program saves with `save_for_backward`."""
 
     file: str
     line: int
     layers: tuple[int, ...]
-    """In which turn of each scan around the call, outermost first."""
+    """Turn of each scan around the call, outermost first."""
 
 
 _RECORDER: contextvars.ContextVar["Recorder | None"] = contextvars.ContextVar("recorder", default=None)
 
 
 class Recorder:
-    """Collects what `save_for_backward` is given while JAX traces, in program order."""
+    """Collects the values that the program saves while JAX traces it, in program order."""
 
     def __init__(self):
         self.sites: list[Site] = []
         self.values: list[jax.Array] = []
         self.layers: tuple[int, ...] = ()
 
-    def __call__(self, x: Any, file: str, line: int) -> None:
+    def add(self, x: Any, file: str, line: int) -> None:
+        """Adds the arrays of `x`, saved at this line."""
         for leaf in jax.tree.leaves(x):
             self.sites.append(Site(file, line, self.layers))
             self.values.append(leaf)
@@ -48,7 +49,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording(recorder: Recorder | None) -> Iterator[None]:
-    """While entered, `recorder` is given each value that the program's `save_for_backward` is given."""
+    """While entered, `recorder` gets each value that the program saves; None: values are not recorded."""
     token = _RECORDER.set(recorder)
     try:
         yield
@@ -57,10 +58,10 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
 
 
 def save_for_backward(x: Any) -> Any:
-    """`jax_extra.save_for_backward`; a Recorder in force is given `x` and the line of the call."""
+    """`jax_extra.save_for_backward`; a Recorder in force gets `x` and the line of the call."""
     if recorder := _RECORDER.get():
         caller = inspect.currentframe().f_back
-        recorder(x, caller.f_code.co_filename, caller.f_lineno)
+        recorder.add(x, caller.f_code.co_filename, caller.f_lineno)
     return jax_extra.save_for_backward(x)
 
 
@@ -78,7 +79,7 @@ def explicit_activation_checkpointing(fn: Callable | None = None, **options: Any
 
 
 def scan(f, init, xs=None, length=None, reverse=False, **options):
-    """`lax.scan`; while a Recorder is in force and `f` saves something, one turn after the other, written out."""
+    """`lax.scan`; if a Recorder is in force and `f` saves something, a Python loop."""
     recorder = _RECORDER.get()
     if recorder is None:
         return lax.scan(f, init, xs, length=length, reverse=reverse, **options)
@@ -104,10 +105,10 @@ _BLOCKS: contextvars.ContextVar[dict[str, int]] = contextvars.ContextVar("blocks
 
 @contextlib.contextmanager
 def summed_in_blocks(**blocks: int) -> Iterator[None]:
-    """On one device, einsum_unreduced works block by block, as the devices of a mesh would: `t=4` has four along t.
+    """On one device, einsum_unreduced works block by block, as the devices of a mesh do: `t=4` is four along t.
 
-    Each block's result is rounded to its dtype before it is added to the others, or put beside them; and so are,
-    backwards, the parts of a gradient.
+    The result of each block is rounded to its dtype before the results are added, or concatenated. In the backward
+    pass, so are the parts of a gradient.
     """
     token = _BLOCKS.set(blocks)
     try:
@@ -117,7 +118,7 @@ def summed_in_blocks(**blocks: int) -> Iterator[None]:
 
 
 def einsum(spec, *operands, **options):
-    """`shardops.einsum_unreduced`, by blocks where `summed_in_blocks` says so."""
+    """`shardops.einsum_unreduced`, by the blocks of `summed_in_blocks`."""
     blocks, op = _BLOCKS.get(), parse_op(spec)
     counts = {dim.name: math.prod(blocks.get(axis, 1) for axis in dim.axes) for side in op.lhs for dim in side.dims}
     cut = tuple((name, count) for name, count in counts.items() if count > 1)
@@ -126,7 +127,7 @@ def einsum(spec, *operands, **options):
 
     def by_blocks(cut, operands):
         if not cut:
-            with Scope():  # its own sizes: those of the blocks
+            with Scope():  # with the sizes of the blocks
                 return shardops.einsum_unreduced(spec, *operands, **options)
         (name, count), *rest = cut
         parts = [by_blocks(rest, [_block(x, s, name, i, count) for x, s in zip(operands, op.lhs, strict=True)])
@@ -141,13 +142,13 @@ def einsum(spec, *operands, **options):
 
 
 def note_gathers(fn: Callable, w: Any) -> Any:
-    """`gathers.note_gathers`, which traces one sequence aside from the forward pass: not recorded, nor in blocks."""
+    """`gathers.note_gathers`: it traces one more sequence, which is neither recorded nor in blocks."""
     with recording(None), summed_in_blocks():
         return gathers.note_gathers(fn, w)
 
 
 def _block(x, spec, name: str, index: int, count: int):
-    """Block `index` of `count` of the dim `name` of x, an array or a copy; all of it, if its spec has no such dim."""
+    """Block `index` of `count` along the dim `name` of x, an array or a copy; all of x if its spec has no such dim."""
     if name not in spec.names:
         return x
     axis = spec.names.index(name)

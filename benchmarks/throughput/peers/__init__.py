@@ -1,1 +1,1 @@
-"""The contestants of benchmarks/throughput: one module each, all training the same model on the same tokens."""
+"""The contestants of benchmarks/throughput, one module each. All train the same model on the same tokens."""

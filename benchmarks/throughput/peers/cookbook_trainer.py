@@ -1,4 +1,4 @@
-"""A trainer in plain JAX, as the cookbook in its documentation has it: dicts, a loop over layers, AdamW by hand."""
+"""A trainer in plain JAX, as in the cookbook of JAX's documentation: dicts, a loop over layers, AdamW by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ def nested(weights: dict, layers: int) -> dict:
 
 
 def initial_parameters(c: Shapes, key: jax.Array) -> dict:
+    """Random weights; norms are 1."""
+
     def draw(name, shape, key):
         if "norm" in name:
             return jnp.ones(shape, jnp.float32)
@@ -28,6 +30,7 @@ def initial_parameters(c: Shapes, key: jax.Array) -> dict:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """RMSNorm over the last dim (arXiv 1910.07467), in f32."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon) * weight).astype(x.dtype)
 
@@ -61,7 +64,10 @@ def adamw(job: Job, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, co
 
 
 class Contestant(JaxPeer):
+    """The trainer in plain JAX."""
+
     def initial(self, job: Job, weights: dict[str, np.ndarray] | None) -> dict:
+        """The state before the first step, from these weights or random ones."""
         if weights is None:
             parameters = jax.jit(lambda key: initial_parameters(job.shapes, key))(jax.random.key(job.seed))
         else:
@@ -70,6 +76,7 @@ class Contestant(JaxPeer):
         return {"parameters": parameters, "mu": zeros(), "nu": zeros(), "count": jnp.zeros((), jnp.float32)}
 
     def training_step(self, state: dict, ids: jax.Array, targets: jax.Array) -> tuple[dict, jax.Array]:
+        """One step: the next state and the loss."""
         job = self.job
 
         def loss_of(parameters):

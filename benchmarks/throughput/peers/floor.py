@@ -1,9 +1,9 @@
-"""The products of a step alone: no trainer can be faster without multiplying faster.
+"""The products of a step alone: a trainer that is faster has to multiply faster.
 
-Each product with a weight, forward and both of its gradients, as plain jnp.dot's of the very shapes that a device has,
-in one jitted program on the same devices. Those of attention are added at the rate which these reached, causal ones
-alone: as batched products of their own they would measure how fast scores are written, which a fused kernel never does.
-The peak FLOP/s for MFU is measured or looked up here too.
+Each product with a weight, forward and both of its gradients, is a plain jnp.dot of the shapes that a device has, all
+in one jitted program on the same devices. The causal products of attention are added at the rate that these reach: as
+batched products they would measure how fast scores are written, and a fused kernel does not write scores. The peak
+FLOP/s for MFU is measured or looked up here too.
 """
 
 import functools
@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.throughput.peers.jax_peer import DTYPES, JaxContestant
 from benchmarks.throughput.peers.job import Job
 from training_io.flops import peak_flops
-
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def attention_share(job: Job) -> float:
@@ -30,14 +29,16 @@ def dots(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Arra
     return jnp.dot(x, w), jnp.dot(dy, w.T), jnp.dot(x.T, dy)
 
 
-class Contestant:
-    def __init__(self, job: Job, weights: None = None):
+class Contestant(JaxContestant):
+    """The products of a step."""
+
+    def __init__(self, job: Job):
         self.job, dtype = job, DTYPES[job.dtype]
         devices = jax.devices()[: job.devices]
         mesh = jax.make_mesh((len(devices),), ("device",), axis_types=(AxisType.Auto,), devices=devices)
         on_each, rows = NamedSharding(mesh, P("device")), job.tokens // job.d
-        # Each layer has operands of its own, and there is no loop: out of one, XLA would move what does not change, and
-        # equal products it would compute once.
+        # Each layer has its own operands, and there is no loop: XLA would move constant products out of a loop, and
+        # compute equal products only once.
         products = [(i, o) for i, o, n in job.shapes.products(job.t) for _ in range(n)]
 
         @functools.partial(jax.jit, out_shardings=on_each)
@@ -58,18 +59,21 @@ class Contestant:
         self.given, self.results = operands(jax.random.key(job.seed)), places()
         of_each = P("device")
         mapped = jax.shard_map(per_device, mesh=mesh, in_specs=(of_each, of_each), out_specs=of_each, check_vma=False)
-        # The results of a step go where those of the step before were: fresh memory would cost page faults on a CPU.
+        # The results of a step reuse the memory of the step before: fresh memory would cost page faults on a CPU.
         self.jitted = jax.jit(mapped, donate_argnums=1, keep_unused=True)
 
     def step(self) -> jax.Array:
+        """Starts a step. Returns one of its results."""
         self.results = self.jitted(self.given, self.results)
         return self.results[0][0]
 
     def wait(self, results: list[jax.Array]) -> list[float]:
+        """Waits for the last step. There are no losses."""
         jax.block_until_ready(results[-1])
         return []
 
     def about(self) -> dict:
+        """Facts for the record."""
         devices = jax.devices()[: self.job.devices]
         peak = peak_flops(devices, DTYPES[self.job.dtype])
         return {
@@ -79,6 +83,3 @@ class Contestant:
             "device": devices[0].device_kind,
             "jax": jax.__version__,
         }
-
-    def device_peak(self) -> int | None:
-        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

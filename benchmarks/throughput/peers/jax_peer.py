@@ -1,4 +1,4 @@
-"""What the two peers in JAX share: RoPE, JAX's own attention, and the loop around a jitted and donated step."""
+"""What the contestants in JAX share, and what the two peers share: RoPE, JAX's own attention, a jitted step."""
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def rope_tables(c: Shapes, length: int) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, [length, 1, d_head / 2], of the angles by which pairs turn (arXiv 2104.09864)."""
+    """Cosine and sine, [length, 1, d_head / 2], of the angles by which pairs turn (arXiv 2104.09864)."""
     frequencies = c.rope_base ** (-np.arange(0, c.d_head, 2) / c.d_head)
     angles = jnp.asarray((np.arange(length)[:, None, None] * frequencies).astype(np.float32))
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """RoPE on x[batch, length, heads, d_head], halves together, in f32."""
+    """RoPE on x[batch, length, heads, d_head], by halves, in f32."""
     (cos, sin), (a, b) = rope, jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
@@ -30,10 +30,22 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla")
 
 
-class JaxPeer:
-    """A contestant whose subclass has initial(job, weights) -> state and training_step(state, ids, targets).
+class JaxContestant:
+    """A contestant on JAX's devices."""
 
-    More than one device: plain data parallelism, rows over all devices, everything else on each of them.
+    def wait(self, losses: list[jax.Array]) -> list[float]:
+        """Waits for the steps that returned these losses."""
+        return [float(loss) for loss in jax.device_get(losses)]
+
+    def device_peak(self) -> int | None:
+        """Peak bytes of the first device, if it counts them."""
+        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+class JaxPeer(JaxContestant):
+    """A peer. A subclass has initial(job, weights) -> state and training_step(state, ids, targets) -> state, loss.
+
+    On several devices: plain data parallelism, sequences sharded over all devices, everything else replicated.
     """
 
     def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
@@ -47,16 +59,12 @@ class JaxPeer:
         self.steps = 0
 
     def step(self) -> jax.Array:
+        """Starts a step. Returns its loss, on the device."""
         self.state, loss = self.jitted(self.state, *self.batches[self.steps % len(self.batches)])
         self.steps += 1
         return loss
 
-    def wait(self, losses: list[jax.Array]) -> list[float]:
-        return [float(loss) for loss in jax.device_get(losses)]
-
     def about(self) -> dict:
+        """Facts for the record."""
         fused = jax.default_backend() == "gpu" and self.job.dtype == "bf16"
         return {"attention": f"{'cudnn' if fused else 'xla'} of jax.nn.dot_product_attention"}
-
-    def device_peak(self) -> int | None:
-        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

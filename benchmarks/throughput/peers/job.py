@@ -1,4 +1,4 @@
-"""What a contestant is asked to train, and on which tokens. Imports neither JAX nor torch, which not all have."""
+"""The model and the tokens of a contestant. Imports neither JAX nor torch: a contestant may lack one of them."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 BOS_ID = 0
-"""What stands before the first token of each row."""
+"""Token before the first one of each sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,11 @@ class Shapes:
 
     @property
     def heads(self) -> int:
+        """Number of heads of queries."""
         return self.n_kv * self.n_q_per_kv
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Name: shape, as train.py has them, stacked over layers, with the dims that a product sums over first."""
+        """Shapes by name, as in train.py: stacked over layers, the dims that a product sums over first."""
         n, model, hidden = self.layers, self.d_model, self.d_ff
         return {
             "embed": (self.vocab, model),
@@ -49,7 +50,7 @@ class Shapes:
         }
 
     def products(self, t: int = 1) -> list[tuple[int, int, int]]:
-        """(inputs, outputs, how often) of each product with a weight in a forward pass, on one of `t` devices."""
+        """(inputs, outputs, count) of each product with a weight in a forward pass, on one of `t` devices."""
         q, kv, hidden = self.heads * self.d_head // t, self.n_kv * self.d_head // t, self.d_ff // t
         into = [
             (self.d_model, q),
@@ -63,27 +64,28 @@ class Shapes:
 
     @property
     def matmul_parameters(self) -> int:
-        """Those of all products with weights."""
+        """Number of the parameters that are in products."""
         return sum(inputs * outputs * n for inputs, outputs, n in self.products())
 
     @property
     def parameters(self) -> int:
+        """Number of all parameters."""
         return sum(math.prod(shape) for shape in self.weights().values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One contestant's task; travels as JSON.
+    """The task of one contestant.
 
     Attributes:
         contestant: a module of benchmarks/throughput/peers.
-        rows, length: of a batch, over all devices; each row is one document.
-        microbatches: parts of the batch that go through the model one after the other; of ours only.
+        rows, length: sequences of a batch, over all devices, and their tokens; each sequence is one document.
+        microbatches: number of parts of the batch that pass through the model one after the other; only ours has them.
         dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32.
         platform: cpu or gpu.
-        d, t: the mesh. Peers know d alone, as plain data parallelism over d·t devices.
-        config: of ours: a file of configs/, of which all holds that the job does not say otherwise.
-        settings: of ours: Hydra overrides, as on train.py's command line; they come last.
+        d, t: the mesh. Peers have plain data parallelism over d·t devices.
+        config: for ours, a file of configs/, for all settings that are not in the job.
+        settings: for ours, overrides as on the command line of train.py; they come last.
     """
 
     contestant: str
@@ -107,28 +109,32 @@ class Job:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens of a batch."""
         return self.rows * self.length
 
     @property
     def devices(self) -> int:
+        """Number of devices."""
         return self.d * self.t
 
     def to_json(self) -> str:
+        """Writes the job as JSON, for the command line of its process."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> "Job":
+        """Reads what `to_json` wrote."""
         found: dict[str, Any] = json.loads(text)
         found["shapes"], found["settings"] = Shapes(**found["shapes"]), tuple(found["settings"])
         return Job(**found)
 
 
 BATCHES = 4
-"""Different batches, which are on the devices before anything is timed, and take turns."""
+"""Number of different batches. They are on the devices before the timing, and take turns."""
 
 
 def batches(job: Job) -> Iterator[np.ndarray]:
-    """uint32[rows, length] each: the ids to predict."""
+    """Yields the ids to predict, uint32[rows, length]."""
     rng = np.random.default_rng(job.seed)
     for _ in range(BATCHES):
         yield rng.integers(0, job.shapes.vocab, (job.rows, job.length)).astype(np.uint32)
@@ -137,14 +143,3 @@ def batches(job: Job) -> Iterator[np.ndarray]:
 def inputs_of(targets: np.ndarray) -> np.ndarray:
     """The token before each target."""
     return np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
-
-
-def random_weights(shapes: Shapes, seed: int = 0) -> dict[str, np.ndarray]:
-    """Weights for tests that begin with the same in all contestants; norms' differ from 1."""
-    rng = np.random.default_rng(seed)
-
-    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        noise = rng.standard_normal(shape).astype(np.float32)
-        return 1 + 0.1 * noise if "norm" in name else noise / np.float32(np.sqrt(shapes.d_model))
-
-    return {name: draw(name, shape) for name, shape in shapes.weights().items()}

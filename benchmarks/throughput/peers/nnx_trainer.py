@@ -1,4 +1,4 @@
-"""A trainer in Flax NNX and optax, as their tutorials write one; the step is jitted over a split model, donated."""
+"""A trainer in Flax NNX and optax, as in their tutorials. The step is jitted over a split model, and donates it."""
 
 import functools
 
@@ -11,7 +11,7 @@ from benchmarks.throughput.peers.jax_peer import DTYPES, JaxPeer, attend, rope_t
 from benchmarks.throughput.peers.job import Job, Shapes
 
 
-class Attention(nnx.Module):
+class _Attention(nnx.Module):
     def __init__(self, c: Shapes, dtype, rngs: nnx.Rngs):
         linear = functools.partial(nnx.LinearGeneral, use_bias=False, dtype=dtype, rngs=rngs)
         self.q = linear(c.d_model, (c.heads, c.d_head))
@@ -23,7 +23,7 @@ class Attention(nnx.Module):
         return self.o(attend(rotate(self.q(x), rope), rotate(self.k(x), rope), self.v(x)))
 
 
-class FeedForward(nnx.Module):
+class _FeedForward(nnx.Module):
     def __init__(self, c: Shapes, dtype, rngs: nnx.Rngs):
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
         self.gate, self.up = linear(c.d_model, c.d_ff), linear(c.d_model, c.d_ff)
@@ -33,22 +33,22 @@ class FeedForward(nnx.Module):
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nnx.Module):
+class _Block(nnx.Module):
     def __init__(self, c: Shapes, dtype, rngs: nnx.Rngs):
         norm = functools.partial(nnx.RMSNorm, c.d_model, epsilon=c.norm_epsilon, dtype=dtype, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention, self.feed_forward = Attention(c, dtype, rngs), FeedForward(c, dtype, rngs)
+        self.attention, self.feed_forward = _Attention(c, dtype, rngs), _FeedForward(c, dtype, rngs)
 
     def __call__(self, x, rope):
         x = x + self.attention(self.attention_norm(x), rope)
         return x + self.feed_forward(self.mlp_norm(x))
 
 
-class Llama(nnx.Module):
+class _Llama(nnx.Module):
     def __init__(self, c: Shapes, dtype, rngs: nnx.Rngs):
         self.c = c
         self.embed = nnx.Embed(c.vocab, c.d_model, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(c, dtype, rngs) for _ in range(c.layers)])
+        self.blocks = nnx.List([_Block(c, dtype, rngs) for _ in range(c.layers)])
         self.norm = nnx.RMSNorm(c.d_model, epsilon=c.norm_epsilon, dtype=dtype, rngs=rngs)
         self.unembed = nnx.Linear(c.d_model, c.vocab, use_bias=False, dtype=dtype, rngs=rngs)
 
@@ -60,7 +60,7 @@ class Llama(nnx.Module):
         return self.unembed(self.norm(x))
 
 
-def load(model: Llama, weights: dict[str, np.ndarray]) -> None:
+def load(model: _Llama, weights: dict[str, np.ndarray]) -> None:
     """Puts weights in train.py's layout into `model`."""
     c = model.c
     model.embed.embedding[...] = weights["embed"]
@@ -77,7 +77,10 @@ def load(model: Llama, weights: dict[str, np.ndarray]) -> None:
 
 
 class Contestant(JaxPeer):
+    """The trainer in Flax NNX."""
+
     def initial(self, job: Job, weights: dict[str, np.ndarray] | None):
+        """The state before the first step, from these weights or random ones."""
         tx = optax.chain(
             optax.clip_by_global_norm(job.clip_norm),
             optax.adamw(job.learning_rate, job.b1, job.b2, job.epsilon, weight_decay=job.weight_decay),
@@ -85,7 +88,7 @@ class Contestant(JaxPeer):
 
         @nnx.jit
         def create():
-            model = Llama(job.shapes, DTYPES[job.dtype], nnx.Rngs(job.seed))
+            model = _Llama(job.shapes, DTYPES[job.dtype], nnx.Rngs(job.seed))
             return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
         model, optimizer = create()
@@ -95,6 +98,7 @@ class Contestant(JaxPeer):
         return state
 
     def training_step(self, state, ids, targets):
+        """One step: the next state and the loss."""
         model, optimizer = nnx.merge(self.graph, state)
 
         def loss_of(model):

@@ -1,27 +1,25 @@
-"""shardwright: the step that train.py runs, from a configuration that Hydra composes, on the mesh it asks for."""
+"""shardwright: the step of train.py, from a configuration that Hydra composes, on its mesh."""
 
 import dataclasses
 import functools
-from pathlib import Path
 
-import hydra
 import jax
 import numpy as np
 
 import train
+from benchmarks.steps import load
+from benchmarks.throughput.peers.jax_peer import JaxContestant
 from benchmarks.throughput.peers.job import BOS_ID, Job, batches
 from cluster.devices import compile_program, known_options, make_mesh, start_devices
 from input_loader import TokenBatch
 from modeling.attention_calls import describe_attention
 from modeling.model import load_model
 from shardlib.shardtypes import make_shardings
-from training_io.config import check_divides, register_schema, to_config
-
-CONFIGS = Path(__file__).parents[3] / "configs"
+from training_io.config import check_divides
 
 
 def config_of(job: Job):
-    """The configuration of a run: job.config, with everything in its place that the job says."""
+    """The configuration of a run: job.config with the settings of the job."""
     shapes = {f"model.{name}": value for name, value in dataclasses.asdict(job.shapes).items()}
     training = {"batch_size": job.rows, "seq_len": job.length, "steps": 1000, "microbatches": job.microbatches}
     training |= {"seed": job.seed, "document_mask": False, "compute_dtype": job.dtype}
@@ -33,12 +31,12 @@ def config_of(job: Job):
     overrides |= {"hardware.compilation_cache": "null"}
     lines = [f"++{name}={value}" if "." in name else f"{name}={value}" for name, value in overrides.items()]
     lines += ["optimizer.schedule=constant", "optimizer.schedule_steps=null", f"++model.bos_id={BOS_ID}"]
-    register_schema()
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(hydra.compose(job.config, [*lines, *job.settings]))
+    return load(job.config, [*lines, *job.settings])
 
 
-class Contestant:
+class Contestant(JaxContestant):
+    """The step of train.py."""
+
     def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
         self.config = c = config_of(job)
         start_devices(c.distributed, c.hardware)
@@ -56,6 +54,7 @@ class Contestant:
         self.steps = 0
 
     def step(self) -> jax.Array:
+        """Starts a step. Returns its loss, on the device."""
         with jax.set_mesh(self.mesh):
             batch = self.batches[self.steps % len(self.batches)]
             if self.training_step is None:
@@ -65,22 +64,17 @@ class Contestant:
         self.steps += 1
         return metrics.loss
 
-    def wait(self, losses: list[jax.Array]) -> list[float]:
-        return [float(loss) for loss in jax.device_get(losses)]
-
     def about(self) -> dict:
+        """Facts for the record."""
         c = self.config
         forward = train.Forward(self.model, c.training)
         with jax.set_mesh(self.mesh):
             lines = describe_attention(forward, c.training.seq_len, self.mesh.devices.flat[0])
         return {"attention": "; ".join(lines)}
 
-    def device_peak(self) -> int | None:
-        return (self.mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use")
-
 
 def whole_documents(targets: np.ndarray) -> TokenBatch:
-    """A batch on the mesh in force in which each row is one document."""
+    """A batch on the mesh in force in which each sequence is one document."""
     starts = np.zeros(targets.shape, bool)
     starts[:, 0] = True
     batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=np.ones_like(starts))
@@ -88,6 +82,6 @@ def whole_documents(targets: np.ndarray) -> TokenBatch:
 
 
 def placed(weights: dict[str, np.ndarray], like: train.Transformer) -> train.Transformer:
-    """`weights` in the place of those in `like`."""
+    """`weights` with the shardings of `like`."""
     named = lambda path, x: jax.device_put(weights[path[-1].name], x.sharding)
     return jax.tree_util.tree_map_with_path(named, like)

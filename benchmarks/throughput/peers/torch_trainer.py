@@ -1,4 +1,4 @@
-"""transformers' Llama in PyTorch: torch.compile, fused attention, fused AdamW; bf16 is autocast over f32 weights."""
+"""Llama of `transformers` in PyTorch: torch.compile, fused attention, fused AdamW; bf16 is autocast of f32 weights."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from benchmarks.throughput.peers.job import Job, Shapes, batches, inputs_of
 
 
 def causal(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
-    """transformers' sdpa path without the mask that it builds under torch.compile, which would bar fused kernels."""
+    """The sdpa path of transformers without its mask, which would rule out fused kernels under torch.compile."""
     shared = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared)
     return out.transpose(1, 2).contiguous(), None
@@ -32,13 +32,13 @@ SWITCHES = {
 
 
 def allow(kernels: Iterable[SDPBackend]) -> None:
-    """Has torch choose its attention from these alone, from now on. Inside a context manager it would not compile."""
+    """Makes torch choose its attention from these alone. As a context manager this would not compile."""
     for kernel, switch in SWITCHES.items():
         switch(kernel in kernels)
 
 
 def fastest_kernel(job: Job, kernels: Iterable[SDPBackend], device: str) -> SDPBackend | None:
-    """Of `kernels`, the fastest at the shapes of the job, forward and backward; None if none can do them."""
+    """The fastest of `kernels` at the shapes of the job, forward and backward; None if none supports them."""
     c, dtype = job.shapes, torch.bfloat16 if job.dtype == "bf16" else torch.float32
     draw = lambda heads: torch.randn(job.rows, heads, job.length, c.d_head, dtype=dtype, device=device)
     q, k, v = (draw(heads).requires_grad_() for heads in (c.heads, c.n_kv, c.n_kv))
@@ -52,7 +52,7 @@ def fastest_kernel(job: Job, kernels: Iterable[SDPBackend], device: str) -> SDPB
 
     for kernel in kernels:
         allow([kernel])
-        with contextlib.suppress(RuntimeError):  # it cannot do these shapes
+        with contextlib.suppress(RuntimeError):  # it does not support these shapes
             run()
             start = time.perf_counter()
             for _ in range(3):
@@ -63,6 +63,7 @@ def fastest_kernel(job: Job, kernels: Iterable[SDPBackend], device: str) -> SDPB
 
 
 def model_of(c: Shapes, device: str) -> LlamaForCausalLM:
+    """The model, with random weights."""
     config = LlamaConfig(
         vocab_size=c.vocab,
         hidden_size=c.d_model,
@@ -103,6 +104,8 @@ def load(model: LlamaForCausalLM, weights: dict[str, np.ndarray]) -> None:
 
 
 class Contestant:
+    """The trainer in PyTorch."""
+
     def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None, compiled: bool = True):
         self.job, self.device = job, "cuda" if job.platform == "gpu" else "cpu"
         if self.device == "cpu":
@@ -123,7 +126,7 @@ class Contestant:
         place = lambda x: torch.tensor(x.astype(np.int64), device=self.device)
         self.batches = [(place(inputs_of(x)), place(x)) for x in batches(job)]
         self.loss_of = torch.compile(self.plain_loss) if compiled else self.plain_loss
-        # Torch takes FlashAttention first; on Hopper cuDNN's kernels are faster, as who wants speed finds out.
+        # Torch prefers FlashAttention. On Hopper cuDNN's kernels are faster.
         fused = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION] if self.device == "cuda" else []
         self.kernel = fastest_kernel(job, fused, self.device)
         if self.kernel:
@@ -133,10 +136,12 @@ class Contestant:
         self.steps = 0
 
     def plain_loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss of a batch."""
         logits = self.model(input_ids=ids, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def step(self) -> torch.Tensor:
+        """Starts a step. Returns its loss, on the device."""
         ids, targets = self.batches[self.steps % len(self.batches)]
         half = self.job.dtype == "bf16"
         with torch.autocast(self.device, torch.bfloat16) if half else contextlib.nullcontext():
@@ -145,7 +150,7 @@ class Contestant:
             except RuntimeError:
                 if self.steps or not self.kernel:
                     raise
-                # Compiled, it cannot do what it could: torch chooses again, from all.
+                # Compiled, the kernel fails: torch chooses again, from all of them.
                 self.kernel = None
                 allow(SWITCHES)
                 torch.compiler.reset()
@@ -158,9 +163,11 @@ class Contestant:
         return loss.detach()
 
     def wait(self, losses: list[torch.Tensor]) -> list[float]:
+        """Waits for the steps that returned these losses."""
         return torch.stack(losses).tolist()
 
     def about(self) -> dict:
+        """Facts for the record."""
         return {
             "torch": torch.__version__,
             "attention": self.kernel.name if self.kernel else "as torch chooses",
@@ -168,4 +175,5 @@ class Contestant:
         }
 
     def device_peak(self) -> int | None:
+        """Peak bytes that torch allocated on the GPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else None

@@ -1,25 +1,24 @@
-"""Whether a change of the source changes what runs: a hash of each program of each shipped configuration.
+"""Detects whether a change of the source changes what runs: a hash of each program of each shipped configuration.
 
     python -m benchmarks.programs before.json                          # on one commit
     python -m benchmarks.programs after.json --against before.json     # on another
 
-Traces the step of training, of evaluation, and those of sampling, for every file in configs/ and for settings that
-change the program (gathers, recomputation, attention paths, Muon, FP8, schedules, GPT-2 with dropout), on several
-meshes of eight simulated devices. graph.py says what a hash is of. Prints what differs; exits with 1 if anything does.
+Traces the steps of training, evaluation and sampling for every file in configs/ and for settings that change the
+program (gathers, recomputation, attention paths, Muon, FP8, schedules, GPT-2 with dropout), on several meshes of eight
+simulated devices. shardlib/program_hash.py defines the hash. Prints what differs; exits with 1 if anything does.
 """
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from hydra import compose, initialize_config_dir
 
 import train
+from benchmarks.steps import CONFIGS, load, simulate_devices, state_shapes
 from cluster.devices import make_mesh
 from input_loader import TokenBatch, batch_shapes
 from modeling.model import load_model
@@ -27,10 +26,8 @@ from sampling.cache import Texts
 from sampling.drawing import Settings
 from sampling.sampler import Sampler
 from shardlib.program_hash import hash_of
-from shardlib.shardtypes import make_shardings
-from training_io.config import Config, check_divides, register_schema, to_config
+from training_io.config import Config, check_divides
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 DEVICES = 8
 MESHES = {  # p, r, d, t
     "1": (1, 1, 1, 1),
@@ -40,7 +37,7 @@ MESHES = {  # p, r, d, t
     "p=4 t=2": (4, 1, 1, 2),
 }
 STAGES = ["training.microbatches=4", "pipeline.layers_per_stage=balanced"]
-"""Added on meshes with p to configurations that are not for one."""
+"""Overrides on meshes with p, for configurations without stages."""
 
 DEMO, GPT2, PIPELINE = "local_test_synthetic", "local_gpt2", "local_test_pipeline"
 DEEP = ["model.layers=4", "training.microbatches=2"]
@@ -86,11 +83,11 @@ VARIED = {
     "gpt2, stages, uneven": (GPT2, ["model.dropout=0.1", "model.layers=5", "pipeline.schedule=1f1b", *STAGES]),
     "gpt2, stages, not gathered": (GPT2, ["model.dropout=0.1", "model.layers=4", *STAGES[:1], NOT_GATHERED]),
 }
-"""By name, a file in configs/ and what is changed in it."""
+"""A file in configs/ and its overrides, by name."""
 
 
 def cases() -> dict[str, tuple[str, list[str], str]]:
-    """By name: a file in configs/, what is changed in it, and a mesh."""
+    """A file in configs/, its overrides, and a mesh, by the name of the case."""
     found = {}
     for name in sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base"):
         for mesh in MESHES:
@@ -101,17 +98,11 @@ def cases() -> dict[str, tuple[str, list[str], str]]:
     return found
 
 
-def load(name: str, overrides: list[str]) -> Config:
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(compose(name, overrides=["paths.model_name=programs", *overrides]))
-
-
 def programs(name: str, overrides: list[str], mesh: str) -> dict[str, str]:
-    """Hash of each program of a run; of one that is refused, the first line of why."""
+    """Hash of each program of a run, or the first line of the error if it is refused."""
     p, r, d, t = MESHES[mesh]
     try:
-        c = load(name, overrides)
+        c = load(name, ["paths.model_name=programs", *overrides])
         with jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
             check_divides(c, jax.sharding.get_mesh().shape)
             return _programs(c, sampled=p == 1 and name.startswith("local"))
@@ -121,10 +112,7 @@ def programs(name: str, overrides: list[str], mesh: str) -> dict[str, str]:
 
 def _programs(c: Config, sampled: bool) -> dict[str, str]:
     model = load_model(c.model)
-    init = jax.jit(lambda: train.init_state(jax.random.key(0), c, model))
-    shapes = jax.eval_shape(init)
-    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    state = jax.tree.map(place, shapes, make_shardings(train.State[model.Weights], like=shapes))
+    init, state = jax.jit(lambda: train.init_state(jax.random.key(0), c, model)), state_shapes(c, model)
     batch = batch_shapes(c.training.batch_size, c.training.seq_len)
     found = {
         "init": init.trace(),
@@ -138,28 +126,28 @@ def _programs(c: Config, sampled: bool) -> dict[str, str]:
 
 
 def _of_sampling(sampler: Sampler, weights: Any) -> dict[str, jax.stages.Traced]:
-    rows, length = sampler.rows(DEVICES), sampler.padded(9)
-    ids, fresh = np.zeros((rows, length), np.uint32), np.ones(rows, bool)
+    batch, length = sampler.rows(DEVICES), sampler.padded(9)
+    ids, fresh = np.zeros((batch, length), np.uint32), np.ones(batch, bool)
     cache = jax.eval_shape(sampler.prefill, weights, ids, fresh, None)
-    zeros, places = np.zeros(rows, np.int32), np.zeros((rows, length), np.int32)
-    texts = Texts(number=zeros, length=zeros, token=np.zeros(rows, np.uint32), place=zeros, left=zeros)
-    batch = TokenBatch(targets=ids, is_seq_start=ids == 0, loss_mask=ids == 0)
+    zeros, places = np.zeros(batch, np.int32), np.zeros((batch, length), np.int32)
+    texts = Texts(number=zeros, length=zeros, token=np.zeros(batch, np.uint32), place=zeros, left=zeros)
+    tokens = TokenBatch(targets=ids, is_seq_start=ids == 0, loss_mask=ids == 0)
     return {
         "prefill": sampler.prefill.trace(weights, ids, fresh, None),
         "prefill again": sampler.prefill.trace(weights, ids, fresh, cache),
         "decode": sampler.decode.trace(weights, cache, texts),
-        "compare": sampler.compare.trace(weights, batch, places, places),
+        "compare": sampler.compare.trace(weights, tokens, places, places),
     }
 
 
 def main() -> None:
+    """Writes the hashes, and compares them with those of `--against`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="where to write the hashes")
     parser.add_argument("--against", type=Path, help="hashes to compare with")
-    parser.add_argument("--only", default="", help="only cases whose name has this text")
+    parser.add_argument("--only", default="", help="only cases with this text in their names")
     options = parser.parse_args()
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    jax.config.update("jax_platforms", "cpu")
+    simulate_devices(DEVICES)
     before = json.loads(options.against.read_text()) if options.against else None
     if before and before["jax"] != jax.__version__:
         parser.error(f"{options.against} is of jax {before['jax']}, this is jax {jax.__version__}; use the same.")

@@ -1,1 +1,0 @@
-"""Compares the programs that two versions of the source run."""
