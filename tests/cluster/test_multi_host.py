@@ -135,6 +135,7 @@ def test_a_coordinator_that_does_not_answer_is_named():
     assert seconds < 30
 
 
+@pytest.mark.long
 def test_processes_that_do_not_come_are_missed():
     address = f"127.0.0.1:{free_port()}"
     who = [f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=0"]
@@ -159,6 +160,7 @@ def test_without_a_cluster_auto_says_so():
     assert "distributed.auto is true, but JAX finds no cluster here" in errors
 
 
+@pytest.mark.long
 def test_a_count_that_is_not_that_of_the_processes(tmp_path):
     """Under Slurm with two tasks, of which the configuration expects three: all end, each with this error."""
     environment = [slurm(2, i, job=free_port()) for i in range(2)]
@@ -172,6 +174,7 @@ def test_a_count_that_is_not_that_of_the_processes(tmp_path):
 # ---- the same as one process -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one(tmp_path):
     """Found as tasks of Slurm. One process of as many devices has the same losses, but for the order of sums."""
     job = free_port()

@@ -23,6 +23,7 @@ def run(name, arguments, directory, **env):
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "arguments", "message"), MESSAGES)
 def test_an_error_is_its_message(tmp_path, name, arguments, message):
     done = run(name, arguments, tmp_path)

@@ -280,6 +280,7 @@ def test_a_step_is_the_same_by_blocks(monkeypatch, mesh, module):
     assert_same(g_found, g, 2e-6)
 
 
+@pytest.mark.long
 def test_logits_and_gradients_equal_llama(monkeypatch):
     pytest.importorskip("torch", reason="the Llama oracle needs torch")
     pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
@@ -316,6 +317,7 @@ def squares(hlo: str, length: int) -> set[str]:
     return {shape for shape in found if re.split(r"[\[\],]", shape).count(str(length)) > 1}
 
 
+@pytest.mark.long
 def test_no_array_has_the_length_twice():
     step = compiled_step(384, attention="blockwise")
     assert not squares(step.as_text(), 384)
@@ -325,6 +327,7 @@ def test_no_array_has_the_length_twice():
     assert step.as_text().count(" while(") == again.as_text().count(" while(") - 2
 
 
+@pytest.mark.long
 def test_memory_grows_linearly():
     small, large = (compiled_step(n, attention="blockwise").memory_analysis().temp_size_in_bytes for n in (2048, 8192))
     assert large < 4.4 * small

@@ -108,6 +108,7 @@ def assert_blocks(blocks: np.ndarray, whole: np.ndarray, dims: list[str], mesh) 
         np.testing.assert_array_equal(blocks[device], block)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_weight_is_as_its_uses_see_it(name, mesh):
@@ -124,6 +125,7 @@ def test_each_weight_is_as_its_uses_see_it(name, mesh):
         assert_blocks(blocks, rounded, dims, mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_the_layers_stay_if_they_are_to(name):
     (c, expected), mesh = MODELS[name], mesh_of("p=2 d=2 t=2")
@@ -139,6 +141,7 @@ def test_the_layers_stay_if_they_are_to(name):
     assert any("/t" in kind for kind in expected.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "changes"),
     [

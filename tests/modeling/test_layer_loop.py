@@ -27,6 +27,7 @@ def kept(hlo: str) -> int:
     return max(len(re.findall(rf"\w+\[{LAYERS},", loop)) for loop in loops)
 
 
+@pytest.mark.long
 def test_each_keeps_what_it_says():
     marked, nothing, dots, everything = (kept(run(save, 1)[0]) for save in ("marked", "nothing", "dots", "everything"))
     # Beside the layer's input, which all keep: 7 marked values. Dots are q, k, v, gate, up, and what attention adds.
@@ -35,6 +36,7 @@ def test_each_keeps_what_it_says():
     assert everything > marked + 7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("save", "unroll"), [("nothing", 1), ("dots", 1), ("everything", 1), ("marked", 2), ("marked", None)]
 )

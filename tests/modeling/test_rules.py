@@ -159,6 +159,7 @@ def test_calls_are_those_of_each_layer_of_a_period(mesh):
 # ---- the comparison before the first step -------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compute_dtype", ["f32", "bf16"])
 def test_paths_that_agree_pass(compute_dtype, tmp_path):
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
@@ -169,6 +170,7 @@ def test_paths_that_agree_pass(compute_dtype, tmp_path):
         assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compute_dtype", ["f32", "bf16"])
 def test_an_edit_of_one_path_alone_is_named(compute_dtype, monkeypatch, tmp_path):
     """As a user makes it who wants a window, and finds train.attention."""
@@ -219,6 +221,7 @@ def test_a_rule_by_which_a_position_sees_nothing_is_refused_before_the_first_ste
             check_paths(forward_of(Blind, attention="einsum"), 16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dropped", ["the last blocks", "all but the last blocks", "later documents"])
 def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
     """Blocks are small in the comparison, however large they are in the run."""

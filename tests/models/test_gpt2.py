@@ -52,6 +52,7 @@ def loss_with_dropout(mesh: str, rate: float, seeds, **training) -> float:
 SEEDS = np.arange(100, 100 + tiny.BATCH)
 
 
+@pytest.mark.long
 def test_dropout_depends_on_the_row_and_nothing_else():
     """Not on the mesh, nor on microbatches: only then is a run the same on any mesh."""
     one = loss_with_dropout("one device", 0.3, SEEDS)
@@ -72,6 +73,7 @@ def test_dropout_keeps_the_mean():
     assert len(np.unique(dropped, axis=0)) == 50, "each key drops others"
 
 
+@pytest.mark.long
 def test_training_drops_other_entries_at_each_step_and_evaluation_none():
     c = tiny.config(model(dropout=0.3))
     c.optimizer.learning_rate = 0.0
@@ -88,6 +90,7 @@ def test_training_drops_other_entries_at_each_step_and_evaluation_none():
     assert len({*found, float(without)}) == 3
 
 
+@pytest.mark.long
 def test_weights_gathered_ahead_are_not_gathered_again():
     c = tiny.config(model(), microbatches=2, gather_weights="step")
     with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
@@ -142,6 +145,7 @@ def their_logits(their, batch: TokenBatch, bos_id: int):
     return their(input_ids=torch.tensor(inputs), attention_mask=mask, position_ids=positions, use_cache=False).logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", tiny.MESHES)
 def test_logits_loss_and_gradients_equal_transformers(mesh, oracle):
     import torch
@@ -192,6 +196,7 @@ def test_their_weights_become_ours_again(prefix, oracle):
     jax.tree.map(np.testing.assert_array_equal, read_all(found, parts), w)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [

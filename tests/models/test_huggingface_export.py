@@ -57,6 +57,7 @@ def saved(tmp_path, one_device):
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "case"),
     [
@@ -84,6 +85,7 @@ def test_logits_in_transformers_are_ours(tmp_path, mesh, case):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 def test_greedy_generation_is_ours(tmp_path, one_device):
     """From text to text, with the tokenizer of a dataset of bytes."""
     transformers = need_transformers()
@@ -126,6 +128,7 @@ def test_without_an_end_token_generation_never_ends(saved, tmp_path):
     assert not (output / "tokenizer.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", models.CASES)
 def test_there_and_back_is_the_same_to_the_bit(saved, tmp_path, case):
     w, c, run = saved(case)

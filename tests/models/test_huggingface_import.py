@@ -117,6 +117,7 @@ LLAMA3 = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "kind", "settings"),
     [

@@ -239,6 +239,7 @@ def test_what_is_exchanged_is_in_the_compute_dtype_and_filled_up_late():
     assert sorted(int(np.prod([int(n) for n in shape.split("x")])) for shape, _ in results) == sorted(once * 2)
 
 
+@pytest.mark.long
 def test_a_training_step_adds_the_exchange_and_learns():
     c = tiny.config()
     c.optimizer = config()
@@ -258,6 +259,7 @@ def test_a_training_step_adds_the_exchange_and_learns():
 # ---- checkpoints ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_checkpoint_has_the_momentum_and_no_second_moment_of_matrices(tmp_path):
     c = tiny.config(tiny.model(tied_embeddings=True, vocab=1280))
     c.optimizer, c.data.filespec = config(), str(Path(__file__).parents[2] / "synthetic_dataset.zarr")

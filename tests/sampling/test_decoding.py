@@ -95,6 +95,7 @@ def check_texts(name: str, place: str, document_mask: bool) -> None:
     np.testing.assert_allclose(taken, logits.max(axis=1), rtol=0, atol=1e-4 * np.abs(logits).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "place", "document_mask"), [case for case in CASES if case in QUICK])
 def test_texts_are_dense(name, place, document_mask):
     check_texts(name, place, document_mask)
@@ -127,6 +128,7 @@ class EmbedsPairs(train.Llama):
         return x + shifted(x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "part"), [(TokenShift, "layer"), (HiddenShift, "layer"), (EmbedsPairs, "embed")])
 def test_where_positions_learn_outside_of_attend_there_is_no_cache(kind, part):
     """And each token is that of training's forward pass."""
@@ -210,6 +212,7 @@ def verdict_of(kind: type, mesh: str):
         return probes.verdict(train.Forward(kind(c.model), c.training), tiny.weights(c.model), 16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["one device", pytest.param("d=4 t=2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "why"),

@@ -67,6 +67,7 @@ def uncached():
         return rows, np.asarray(tiny.per_device(logits)(weights("one device"), tiny.place(batch, TokenBatch)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", tiny.MESHES)
 def test_cached_logits_are_those_of_training(mesh, uncached):
     """Grouped queries; eight texts whose prompts have different lengths, and stand in one padded window."""
@@ -114,12 +115,14 @@ def texts(sampler):
         return sampler.generate(weights("one device"), PROMPTS)
 
 
+@pytest.mark.long
 def test_tokens_are_those_of_the_uncached_forward_pass(sampler, texts):
     with jax.set_mesh(tiny.mesh("one device")):
         checked = sampler.check(weights("one device"), PROMPTS, texts)
     assert (checked.tokens, checked.ties) == (20 * len(PROMPTS), 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "gather"), [("t=8", "layer"), ("r=2 d=2 t=2", "step")])
 def test_texts_are_the_same_on_every_mesh(mesh, gather, texts):
     """Through windows that overflow; with weights gathered in each layer, or ahead."""
@@ -160,6 +163,7 @@ def test_a_stop_token_ends_its_text_alone(texts):
     assert max(map(len, drawn)) == 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "dtype", "ties"), [("one device", "f32", 0), ("d=4 t=2", "bf16", 10)])
 def test_another_model_samples_likewise(mesh, dtype, ties):
     """GPT-2: learned positions, just as many as the context has; one query head for each of keys."""

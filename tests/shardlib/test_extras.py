@@ -80,6 +80,7 @@ def trained(case: str | None, kind: type = Penalized) -> tuple:
 QUICK = ("d=4 t=2", "interleaved, uneven, recompute")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES])
 def test_they_are_those_of_one_device(case):
     (steps, layers, evaluation), (expected, expected_layers, expected_evaluation) = trained(case), trained(None)
@@ -90,6 +91,7 @@ def test_they_are_those_of_one_device(case):
     assert evaluation == pytest.approx(expected_evaluation, rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_loss_is_that_of_the_plain_model_and_what_is_added():
     (steps, layers, evaluation), (plain, nothing, plain_evaluation) = trained(None), trained(None, train.Llama)
     assert nothing is None

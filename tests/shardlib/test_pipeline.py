@@ -202,6 +202,7 @@ def test_step_equals_that_of_one_device(case):
     assert_same_step(one_step(settings(case), mesh_of(case)), oracle(case.tied))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("counts", "recompute"), [([3, 1], False), pytest.param("balanced", True, marks=pytest.mark.slow)]
 )
@@ -256,6 +257,7 @@ def dropout_step(p: int, recompute: bool):
         return float(loss), in_layer_order(jax.tree.map(np.asarray, g), order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_dropout_is_that_of_one_device(recompute):
     """A mask depends on row and layer, not on stage or microbatch, and is the same in forward and backward."""
@@ -439,6 +441,7 @@ def test_memory_of_gpipe_grows():
     assert many > few + 20 * 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part", [pytest.param("embed", marks=pytest.mark.slow), "attend", pytest.param("tokens", marks=pytest.mark.slow)]
 )

@@ -118,6 +118,7 @@ def test_a_difference_stops_the_run(texts, bpe, monkeypatch, place):
             tokenizer.encode(["what xyzzy says " * 10_000])
 
 
+@pytest.mark.long
 def test_what_is_compared_is_a_small_part(texts, bpe, monkeypatch):
     right, compared = Tokenizers(bpe), 0
 
@@ -190,6 +191,7 @@ def check_against(oracle, definition, reference, texts, end):
             assert cut == len(text.encode()) if n == len(ids) else cut <= len(text.encode()) + 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*TEKKEN[:1], *[pytest.param(name, marks=pytest.mark.slow) for name in TEKKEN[1:]]])
 def test_tekken_is_that_of_mistral_common(texts, name):
     tekken = pytest.importorskip("mistral_common.tokens.tokenizers.tekken")

@@ -63,6 +63,7 @@ def read(path):
 # ---- during training ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_training_writes_texts_before_between_and_after(run):
     lines = read(run / "samples.jsonl")
     assert [(line["step"], line["prompt"]) for line in lines] == [(n, p) for n in (0, 2, 4, 5) for p in PROMPTS]
@@ -73,6 +74,7 @@ def test_training_writes_texts_before_between_and_after(run):
     assert events[0]["text"].startswith("It is")
 
 
+@pytest.mark.long
 def test_the_last_texts_are_those_of_the_checkpoint(run):
     """On another mesh, too."""
     expected = [line for line in read(run / "samples.jsonl") if line["step"] == 5]
@@ -82,6 +84,7 @@ def test_the_last_texts_are_those_of_the_checkpoint(run):
         assert [(text.text, text.ended) for text in found] == [(line["text"], line["ended"]) for line in expected]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "checked"),
     [
@@ -125,9 +128,11 @@ def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
         assert lines[: len(before)] == before
 
 
-def samples_of(c, directory, placement=None, say=None):
+def samples_of(c, directory, placement=None, write_line=None):
     log_event = lambda *_: None
-    run = SimpleNamespace(directory=directory, start=0, done=0, placement=placement, say=say, log_event=log_event)
+    run = SimpleNamespace(
+        directory=directory, start=0, done=0, placement=placement, print=write_line, log_event=log_event
+    )
     return TrainingSamples(c, tiny.forward(c), run)
 
 
@@ -146,6 +151,7 @@ def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_pat
 # ---- the tool -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_command(run, tmp_path):
     """With a prompt that Hydra's grammar would not take."""
     prompt, output = 'so, "it" is', tmp_path / "texts.jsonl"

@@ -188,6 +188,7 @@ def test_parquet_and_globs(tmp_path):
     assert documents == [byte_ids(text) for text in TEXTS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streaming", [True, False])
 def test_huggingface_dataset(tmp_path, streaming):
     """A directory is a dataset to the `datasets` library, as a name on the hub is."""
@@ -231,6 +232,7 @@ def test_half_of_a_surrogate_pair(tmp_path):
     assert documents == [byte_ids("a\ufffdb"), byte_ids("😀")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bytes", "huggingface"])
 @pytest.mark.parametrize("batch", [1, 50, 10**6])
 def test_max_tokens_is_exact(tmp_path, bpe, kind, batch, monkeypatch):
@@ -380,6 +382,7 @@ def test_local_examples(tmp_path, name):
             assert tokenizer.decode(documents[3]) == texts[3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["c4_en", "tinystories", "fineweb_edu"])
 def test_hub_examples_are_valid(tmp_path, name):
     """As far as one gets without a connection."""

@@ -43,6 +43,7 @@ def bpe(tmp_path_factory):
     return TokenizerConfig(kind=TokenizerKind.huggingface, name=str(path), end_token="<|end|>")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_merged_shards_are_what_one_process_writes(tmp_path, small, monkeypatch, bpe, count, capsys):
     monkeypatch.setattr(merge_flat_tokens, "BLOCK_TOKENS", 190)
@@ -56,6 +57,7 @@ def test_merged_shards_are_what_one_process_writes(tmp_path, small, monkeypatch,
     assert (tmp_path / "many.shards").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_max_tokens_of_shards(tmp_path, small, bpe, kind):
     """Cut anywhere: at the end of a document, within one, within a character, at the last token."""

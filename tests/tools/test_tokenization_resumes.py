@@ -64,6 +64,7 @@ def test_every_place_to_stop(tmp_path, small, monkeypatch, kind):
     assert stopped > 60
 
 
+@pytest.mark.long
 def test_killed_processes(tmp_path, small):
     """SIGKILL, once the first states are written; the workers end too."""
     run_killed(tmp_path, rounds=1, kills=2, seed=0)
@@ -165,6 +166,7 @@ def stopped(tmp_path, monkeypatch, **settings):
     return source
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [

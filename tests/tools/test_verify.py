@@ -280,7 +280,7 @@ def test_meshes_that_do_not_divide_are_listed_with_the_reason():
     assert all(mesh["t"] <= 2 for mesh in meshes)
     reasons = {tuple(mesh.values()): reason for mesh, reason in others}
     assert "model.n_kv is 2; on the mesh r=1 d=1 t=8" in reasons[1, 1, 1, 8]
-    assert "interleaved_1f1b takes microbatches in groups of one a device: 1 microbatches" in reasons[2, 2, 2, 1]
+    assert "interleaved_1f1b takes microbatches in groups of one per device: 1 microbatches" in reasons[2, 2, 2, 1]
     assert "4 layers do not divide into 8 stages" in reasons[8, 1, 1, 1]
 
 
@@ -300,6 +300,7 @@ def test_settings_out_of_range_are_named(changes, message):
 # ---- the program --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_train_py_is_the_same_in_f64_with_stages(tmp_path):
     done = verify(tmp_path, "verify.meshes=[2x1x2x2]", "verify.precisions=[f64]")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -320,6 +321,7 @@ def test_train_py_is_the_same_on_meshes_of_all_axes(tmp_path, meshes):
     assert "not all is f64" not in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "instead", "tensor"),
     [
@@ -402,12 +404,14 @@ def test_a_bug_in_the_executor_is_found_and_named(tmp_path, file, text, instead,
     assert line.startswith(f"DIFFERS on p=2 r=1 d=2 t=2: the first tensor that differs is {tensor}")
 
 
+@pytest.mark.long
 def test_fp8_is_not_what_meshes_agree_on(tmp_path):
     done = verify(tmp_path, "training.fp8=true")
     assert done.returncode == 2
     assert "Verify the step with training.fp8=false." in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_what_tracing_rejects_is_one_message(tmp_path):
     text = 'w_down = gather("F/t M/d -> F/t M", w.w_down.astype(dtype))'
     assert text in SOURCE

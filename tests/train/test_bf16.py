@@ -25,6 +25,7 @@ def loss_and_gradients(batch: TokenBatch, dtype: str, c: ModelConfig):
         )
 
 
+@pytest.mark.slow
 def test_gradients_are_those_in_f32_up_to_bf16_rounding():
     """Also for a token that comes thousands of times, whose row of the embedding table sums up that many gradients."""
     c, rows, length = tiny.model(layers=1), 16, 512
@@ -71,6 +72,7 @@ def test_rotary_positions_are_exact_far_out():
     np.testing.assert_allclose(rotated, expected, atol=2**-7 * np.abs(expected).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_first_loss_is_near_that_of_guessing(tied):
     c = tiny.model(tied_embeddings=tied, d_model=64)

@@ -170,6 +170,7 @@ def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, pipeline):
     assert "In f64, all 2 meshes agree with one device." in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", OTHERS_SLOW)
 def test_label_smoothing_is_torchs_and_leaves_validation_alone(mesh):
     torch = pytest.importorskip("torch", reason="label smoothing is compared with torch's, on Python 3.11 only")
@@ -206,6 +207,7 @@ def schedule(c):
     return optax.cosine_decay_schedule(c.learning_rate, c.schedule_steps, c.final_fraction)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", OTHERS_SLOW[:2])
 def test_lion_is_optaxs(mesh):
     c, m = tiny.optimizer(), tiny.model(layers=4)
@@ -272,6 +274,7 @@ def test_what_no_weight_has_is_refused(settings, message):
         trained("A scalar in the metrics", "one device", optimizer=settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", OTHERS_SLOW[:2])
 def test_an_average_of_the_weights(mesh):
     found = trained("A scalar in the metrics", mesh, steps=3, ema_decay=0.75)
@@ -282,6 +285,7 @@ def test_an_average_of_the_weights(mesh):
     assert np.abs(average.embed - found.state.weights.embed).max() > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", OTHERS_SLOW[:2])
 @pytest.mark.parametrize("gather", ["step", pytest.param("layer", marks=pytest.mark.slow)])
 def test_the_noise_scale_is_that_of_each_microbatch(mesh, gather):

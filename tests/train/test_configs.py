@@ -50,6 +50,7 @@ def test_composes_and_its_header_tells_the_truth(name):
     assert (steps, a_step) == (c.training.steps, c.training.batch_size * c.training.seq_len)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in RUNS if "c4" in name])
 def test_c4_runs_type_check_on_their_devices(name):
     hardware, size = name.split("_c4_")[1].split("_")

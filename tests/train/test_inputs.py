@@ -344,6 +344,7 @@ def unbroken(data, tmp_path_factory):
     return losses(config(str(data)), tmp_path_factory.mktemp("runs") / "run", "one device")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "gather"),
     [("d=2 t=2", 2, "layer"), pytest.param("r=2 d=2", 1, "step", marks=pytest.mark.slow), ("p=2 d=2", 2, "layer")],
@@ -355,12 +356,14 @@ def test_it_trains_the_same_on_every_mesh(data, unbroken, tmp_path, mesh, microb
     np.testing.assert_allclose(found, unbroken, rtol=2e-5)
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_same_losses(data, unbroken, tmp_path):
     losses(config(str(data), steps=2, eval_interval=10), tmp_path / "run", "one device")
     found = losses(config(str(data)), tmp_path / "run", "one device")
     assert [*found[:4], found[-1]] == unbroken
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "split"), [("kind", "train"), ("weight", "train"), ("kind", "validation")])
 def test_the_loss_depends_on_each_input(data, unbroken, tmp_path, name, split):
     shutil.copytree(data, tmp_path / "d")

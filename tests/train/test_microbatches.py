@@ -30,6 +30,7 @@ def whole_batch():
     return loss_and_gradients(tiny.host_batch())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("n", "gather"), [(2, "layer"), (2, "step"), (1, "step")])
 def test_gradients_are_those_of_the_whole_batch(whole_batch, n, gather):
     loss, g = loss_and_gradients(tiny.host_batch(), microbatches=n, gather_weights=gather)
@@ -59,6 +60,7 @@ def test_gradients_are_scattered_in_each_microbatch_otherwise():
     assert found["outside"] == {"all-reduce": 12 + 2, "all-gather": 3}
 
 
+@pytest.mark.long
 def test_microbatches_take_less_memory():
     whole, parts = (compile_step("d=4 t=2", microbatches=n).memory_analysis() for n in (1, 2))
     assert parts.temp_size_in_bytes < 0.8 * whole.temp_size_in_bytes

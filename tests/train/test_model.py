@@ -12,7 +12,7 @@ from input_loader import TokenBatch
 @pytest.mark.parametrize(
     ("mesh", "changes", "z_loss"),
     [
-        *((name, {}, 0.0) for name in tiny.MESHES),
+        *(pytest.param(name, {}, 0.0, marks=pytest.mark.long) for name in tiny.MESHES),
         ("r=2 d=2 t=2", {"tied_embeddings": True}, 0.0),
         ("d=4 t=2", {}, 0.01),
         ("r=2 d=2 t=2", {"qk_norm": True}, 0.0),

@@ -231,6 +231,7 @@ def test_what_means_the_same_without_p(before, after, same):
     assert same_without_p(mutant) is same
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_program_as_it_stands_traces(name):
     assert own_program(name).is_same(program(SOURCE, name))
@@ -243,6 +244,7 @@ def test_weights_that_are_not_gathered_ahead_are_gathered_at_their_use():
     assert [outcome(mutant) for mutant in ahead] == ["gathered at its use", "rejected"]
 
 
+@pytest.mark.long
 def test_a_sample_of_the_mutants():
     """Every hundredth; all of them is the slow test."""
     for mutant in list(mutants(SOURCE))[::100]:

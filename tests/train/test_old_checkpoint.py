@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 import tiny
 from losses_of_runs import losses
 
@@ -18,6 +19,7 @@ RECORDED = [6.082516670227051, 5.727694034576416, 5.811829090118408]
 """Losses of the steps after the checkpoint's three, as the version that wrote it had them."""
 
 
+@pytest.mark.long
 def test_it_goes_on_as_it_would_have_then(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # its data is named from there
     with tarfile.open(ROOT / "tests" / "data" / "checkpoint_of_3_steps.tar.xz") as archive:

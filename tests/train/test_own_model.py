@@ -70,6 +70,7 @@ def test_it_has_nothing_of_the_trainers():
         assert word not in MINE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gather", ["layer", pytest.param("step", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "one device"])
 def test_it_trains_the_same_on_every_mesh(place, gather):
@@ -103,6 +104,7 @@ def texts(mesh: str, gather: str, unroll: int | None = 1):
     return drawn
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "gather", "unroll"), [("one device", "step", None), ("d=4 t=2", "layer", 2), ("r=2 d=2 t=2", "step", 1)]
 )

@@ -62,6 +62,7 @@ def saved(tmp_path_factory):
     return paths
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
 def test_a_checkpoint_is_the_same_from_any_stages(saved, place):
     """As another program reads it: arrays in the order of layers, without padding."""
@@ -72,6 +73,7 @@ def test_a_checkpoint_is_the_same_from_any_stages(saved, place):
         np.testing.assert_array_equal(mine[name][...], plain[name][...], err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
 def test_and_is_restored_to_any_others(saved, place):
     c = settings(place)
@@ -86,6 +88,7 @@ def test_and_is_restored_to_any_others(saved, place):
         np.testing.assert_array_equal(x, e)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_without_stages_are_those_of_a_mesh_without_p(place):
     with jax.set_mesh(tiny.mesh("one device")):

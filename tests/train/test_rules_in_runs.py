@@ -81,6 +81,7 @@ def check_steps(name: str, place: str, path: str) -> None:
         np.testing.assert_allclose(a, b, atol=2e-4 * np.abs(b).max(), rtol=0, err_msg=jax.tree_util.keystr(where))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "place", "path"), [case for case in ALL if case in QUICK])
 def test_steps_are_dense(name, place, path):
     check_steps(name, place, path)

@@ -70,6 +70,7 @@ def load_for(name: str, mesh: dict[str, int]) -> Config:
 SOME = [name for name in RUNS if "_c4_" not in name or name == "flat_tokens_c4_a100x8_2b"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES, ids=name_of)
 @pytest.mark.parametrize(
     "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
@@ -99,6 +100,7 @@ def test_every_step_type_checks_on_2048_devices_or_names_what_does_not_divide(na
         type_check(c, mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_a_model_is_refused_just_where_its_weights_do_not_divide(name):
     """On all meshes of 2048 devices: ModelConfig.sharded, which a model's author writes, against the weights' types."""
@@ -133,6 +135,7 @@ def test_a_step_that_communicates_wrongly_is_refused_on_2048_devices(monkeypatch
         type_check(c, mesh)
 
 
+@pytest.mark.long
 def test_verify_says_which_meshes_type_check(tmp_path):
     settings = ["verify.only_types=true", "verify.devices=2048", "verify.meshes=[32x8x8,4x16x32]"]
     command = [sys.executable, "-m", "tools.verify", "--config-name=flat_tokens_c4_a100x8_84m", *settings]

@@ -49,6 +49,7 @@ def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_the_same_on_every_mesh():
     c, curves = tiny.config(), {}
     for name in tiny.MESHES:
@@ -67,6 +68,7 @@ def test_twenty_steps_are_the_same_on_every_mesh():
         np.testing.assert_allclose(curve, one, rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_weights_at_init_do_not_depend_on_the_mesh():
     c, found = tiny.model(), {}
     for name in tiny.MESHES:
@@ -137,11 +139,13 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
     assert events(unbroken)[0]["targets"] == rows.size
 
 
+@pytest.mark.long
 def test_evaluations_at_their_interval(tmp_path):
     run(tmp_path / "run", 5, eval_interval=2)
     assert [e["step"] for e in events(tmp_path / "run")] == [1, 3, 4]
 
 
+@pytest.mark.long
 def test_a_run_without_its_validation_gets_it_when_started_again(tmp_path):
     run(tmp_path / "run", 2, eval_batches=0)
     assert events(tmp_path / "run") == []
@@ -150,6 +154,7 @@ def test_a_run_without_its_validation_gets_it_when_started_again(tmp_path):
     assert [(e["step"], e["event"]) for e in events(tmp_path / "run")] == [(1, "validation")]
 
 
+@pytest.mark.long
 def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(unbroken, tmp_path, capsys, monkeypatch):
     sent = []
     log = RunLog.log
@@ -167,6 +172,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on_after_it(unbroken, tmp_pat
     assert losses(tmp_path / "run") == losses(unbroken)
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
     with pytest.raises(FloatingPointError, match="there is no checkpoint yet") as error:
         run(tmp_path / "run", 4, learning_rate=1e30, warmup_steps=0)
@@ -181,6 +187,7 @@ def test_resuming_gives_the_same_losses_to_the_bit(unbroken, tmp_path):
     assert losses(broken) == losses(unbroken)
 
 
+@pytest.mark.long
 def test_resuming_on_another_mesh_gives_the_same_losses(unbroken, tmp_path):
     broken = run(tmp_path / "broken", 3)
     run(broken, 8, mesh="r=2 d=2 t=2")
@@ -278,6 +285,7 @@ def test_bad_settings_get_one_clear_error(argument, message):
     assert message in str(error.value) + str(error.value.__cause__)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -107,6 +107,7 @@ def test_what_a_run_may_change_makes_no_difference(plain, name):
     assert programs(SOURCE, **FREE[name]) == plain
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OTHER)
 def test_what_computes_something_else_has_another(plain, name):
     source, differs = OTHER[name]
@@ -185,6 +186,7 @@ def run_directory(tmp_path_factory):
     return directory, jax.tree.map(np.asarray, state.ema)
 
 
+@pytest.mark.long
 def test_an_export_is_refused_by_other_source_or_is_of_the_average(run_directory, tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     directory, average = run_directory
@@ -199,6 +201,7 @@ def test_an_export_is_refused_by_other_source_or_is_of_the_average(run_directory
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], average.embed)
 
 
+@pytest.mark.long
 def test_drawing_is_refused_by_other_source_or_is_of_the_average(run_directory):
     directory, _ = run_directory
     config = {"run": str(directory), "prompt_ids": [5], "max_tokens": 4, "temperature": 0.0}

@@ -136,6 +136,7 @@ def _some_function(config):
     pass
 
 
+@pytest.mark.long
 def test_a_failed_job_lets_go_of_its_memory(capsys):
     class State:
         pass
@@ -163,6 +164,7 @@ def test_a_failed_job_lets_go_of_its_memory(capsys):
     assert "in job\n" in said  # where it was
 
 
+@pytest.mark.long
 def test_two_jobs_and_one_that_does_not_fit(tmp_path):
     """The real thing, small: meshes of one batch have the same losses, each in its own directory."""
     settings = ["training.steps=3", "training.batch_size=8", "training.seq_len=8", "training.compute_dtype=f32"]
