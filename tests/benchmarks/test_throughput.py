@@ -95,6 +95,7 @@ def test_eight_devices_train_as_one(contestant, ours):
     np.testing.assert_allclose(found, ours["f32"], rtol=TOLERANCE["f32"])
 
 
+@pytest.mark.long
 def test_torch_takes_the_fastest_kernel_that_can():
     need("torch")
     from torch.nn.attention import SDPBackend

@@ -46,6 +46,7 @@ def test_the_numbers_are_the_same(save, unroll):
     assert_same(g, g_expected, 1e-6)
 
 
+@pytest.mark.long
 def test_unrolling_makes_fewer_turns():
     loops = lambda unroll: run("marked", unroll)[0].count(" while(")
     assert loops(LAYERS) == loops(None) == loops(1) - 2, "no loop over layers, forward and backward"

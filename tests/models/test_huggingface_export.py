@@ -256,6 +256,7 @@ def test_chunks_of_several_layers_are_read_once(saved, monkeypatch):
     assert len(reads) == 2 + 2 * c.layers - 1
 
 
+@pytest.mark.long
 def test_as_a_program(saved, tmp_path):
     _, _, run = saved("grouped")
     command = [sys.executable, "-m", "tools.checkpoint_to_huggingface", f"run={run}", f"output={tmp_path / 'exported'}"]

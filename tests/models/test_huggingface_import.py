@@ -215,6 +215,7 @@ def test_a_failed_import_leaves_no_checkpoint(exported, tmp_path):
         run(directory, tmp_path / "imported")
 
 
+@pytest.mark.long
 def test_as_a_program(exported, tmp_path):
     _, _, directory = exported()
     command = [sys.executable, "-m", "tools.huggingface_to_checkpoint", f"model={directory}", f"output={tmp_path}/o"]

@@ -182,6 +182,7 @@ def test_another_model_samples_likewise(mesh, dtype, ties):
     assert checked.ties <= ties
 
 
+@pytest.mark.long
 def test_greedy_text_is_that_of_llama():
     torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
     pytest.importorskip("transformers", reason="the Llama oracle needs transformers")

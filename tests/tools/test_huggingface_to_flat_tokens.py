@@ -357,6 +357,7 @@ def test_bpe_is_trained_on_the_training_split(tmp_path):
 # ---- the examples -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["austen_bytes", "austen_bpe32k", pytest.param("austen_mistral", marks=pytest.mark.slow)]
 )

@@ -37,6 +37,7 @@ def kill_after(monkeypatch, num_states):
     monkeypatch.setattr(Unfinished, "write_state", write)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bytes", pytest.param("train_bpe", marks=pytest.mark.slow)])
 def test_every_place_to_stop(tmp_path, small, monkeypatch, kind):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(90))

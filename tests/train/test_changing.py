@@ -136,6 +136,7 @@ def test_a_model_is_the_dense_one(recipe, mesh):
     assert abs(loss(found.before[0], **plain) - found.validation) > 1e-4, "the change is felt"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh", [mesh if mesh.startswith("p") else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
 )

@@ -8,6 +8,7 @@ import train
 from input_loader import TokenBatch
 
 
+@pytest.mark.long
 def test_a_target_sees_its_document_up_to_itself():
     c, length = tiny.model(embed_init_scale=1.0), tiny.LENGTH
     # Each place of the first row holds a token of its own, so a row of the table's gradient tells which place was seen.

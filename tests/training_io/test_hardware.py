@@ -125,6 +125,7 @@ def test_the_others_reach_both_steps(tmp_path, monkeypatch):
 
 @pytest.mark.quick
 def test_several_processes_keep_programs_only_where_they_are_told_to(monkeypatch, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", None)  # which a run in this process may have set
     set_to = {}
     monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)

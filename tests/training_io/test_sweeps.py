@@ -67,6 +67,7 @@ def jobs(done: subprocess.CompletedProcess) -> list[str]:
     return [line[4:] for line in done.stdout.splitlines() if line.startswith("JOB ")]
 
 
+@pytest.mark.long
 def test_jobs_are_named_by_what_is_swept(program, tmp_path):
     done = program("--multirun", "--config-name=own", "a=3,4", "b=7", "paths.model_name=sweep")
     assert done.returncode == 0, done.stderr
@@ -78,6 +79,7 @@ def test_jobs_are_named_by_what_is_swept(program, tmp_path):
     assert left == {"configs", "configs/own.yaml", "program.py", "runs", "runs/sweep", "runs/sweep/multirun.yaml"}
 
 
+@pytest.mark.long
 def test_a_sweep_without_a_name_is_named_by_config_and_time(program):
     first, second = [
         line.split()[0] for line in jobs(program("--multirun", "--config-name=own", "a=3,4", "b=5,6"))[::3]
