@@ -226,11 +226,11 @@ def note(event, arguments):
 sys.addaudithook(note)
 
 begin_read = flat_tokens.Reader.begin_read
-def recorded(self, starts, lengths):
+def recorded(self, starts, lengths, *name):
     if self.path.endswith("train") and set(lengths) == {16}:  # rows, not the dataset's checksum or statistics
         reads.write(" ".join(map(str, starts)) + "\\n")
         reads.flush()
-    return begin_read(self, starts, lengths)
+    return begin_read(self, starts, lengths, *name)
 flat_tokens.Reader.begin_read = recorded
 """
 """In process i: the files of the run that Python opens to write, and where the rows begin that the reader reads."""
