@@ -22,7 +22,7 @@ from cluster import watch
 from cluster.config import DistributedConfig, HardwareConfig
 from cluster.devices import make_mesh, start_devices
 from cluster.watch import EXIT_CODE
-from input_loader import make_loader
+from input_loader import TokenBatch, make_loader
 from modeling.model import load_model
 from shardlib.shardtypes import make_shardings
 from training_io.config import Config, register_schema, to_config
@@ -252,7 +252,8 @@ def test_each_process_reads_and_writes_its_own_part_and_one_logs(count, devices,
         loader = make_loader(c.data, "train", c.training.batch_size, c.training.seq_len, c.model.vocab)
         shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, load_model(c.model)))
         shardings = make_shardings(train.State[train.Transformer], like=shapes)
-        rows = loader._shardings.targets.devices_indices_map((c.training.batch_size, c.training.seq_len))
+        shape = (c.training.batch_size, c.training.seq_len)
+        rows = make_shardings(TokenBatch).targets.devices_indices_map(shape)
 
     # Reads: each process those rows of each step that its devices hold, once. Here no two processes hold the same.
     starts, _ = loader.spans(np.arange(steps * c.training.batch_size))
