@@ -256,10 +256,10 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
 
 
 class _Residuals:
-    """The jax.vjp, with has_aux, of a function, with forward and backward traced apart. Arrays pass between them.
+    """jax.vjp(has_aux=True) of a function, with forward and backward traced separately and arrays passed between them.
 
-    `jax.vjp` returns a function that is a pytree. Its leaves are what the backward needs. Those among them that are
-    weights are available in the backward anyway and are not passed.
+    The function that `jax.vjp` returns is a pytree, whose leaves are what the backward needs. Leaves that are weights
+    are not passed, since the backward has the weights anyway.
     """
 
     def __init__(self, fn: Callable):

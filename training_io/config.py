@@ -44,7 +44,7 @@ class TrainingConfig:
     """Random seed of the initial weights, in [0, 2**63)."""
     init_from: str | None = None
     """Directory of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its model
-    must be the same. A run that is resumed resumes from its own checkpoint."""
+    must be the same. A resumed run reads its own checkpoint instead."""
     other_source: bool = False
     """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
     microbatches: int = 1
@@ -92,8 +92,9 @@ class TrainingConfig:
     sample_top_k: int | None = None
     """Number of the likeliest tokens to draw from, at least 1; null: all."""
     ema_decay: float | None = None
-    """Factor on the moving average of the weights at each step, in [0, 1); the rest is of the new weights. It begins
-    with the first weights, or with those of a checkpoint that has no average. Null: there is no average."""
+    """Factor on the moving average of the weights at each step, in [0, 1). The new weights have the factor 1 minus
+    this. The average begins with the first weights, or with those of a checkpoint that has no average. Null: there is
+    no average."""
     eval_weights: str = "weights"
     """Weights for the validation and the samples. weights: those that are trained; ema: their average."""
     log_interval: int = 10

@@ -127,7 +127,7 @@ class RunLog:
             self.flush()  # no step follows that would have to be dispatched first
 
     def flush(self) -> None:
-        """Writes the metrics of the last step, and so waits for the devices. What follows is not part of its time."""
+        """Writes the metrics of the last step, and so waits for the devices. The time of that step ends here."""
         if self._pending is None:
             return
         (step, metrics, source_tokens), self._pending = self._pending, None

@@ -21,10 +21,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 
 class PickledByName:
-    """Decorator for the program's function, under hydra.main, with which launchers can send it to other processes.
+    """Decorator, below hydra.main, that lets launchers send the program's function to other processes.
 
-    A function of `__main__` would be pickled by value, with all that it refers to, which fails. So the other process
-    imports it from its module.
+    Pickling a function of `__main__` by value, with all that it refers to, fails. So the other process imports the
+    function from its module.
     """
 
     def __init__(self, function: Callable):
@@ -57,7 +57,7 @@ class Sweep(Callback):
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Gives each job overrides with its directory, which reach it with any launcher, in any process."""
+        """Adds the directory of each job to its overrides, which reach it with any launcher, in any process."""
         if OmegaConf.select(config, "paths.root_working_dir") is None:
             return  # there is no --config-name, which each job refuses
         params = OmegaConf.select(config, "hydra.sweeper.params") or {}
