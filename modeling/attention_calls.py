@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
 
 def calls_of(forward: Any, length: int) -> list[Call]:
-    """The calls of `attend` in the layers of one period, on the mesh in force.
+    """The calls of `attend` in the layers of one period, on the current mesh.
 
     Args:
         forward: train.Forward of the model.
@@ -114,7 +114,7 @@ def with_path(forward: Any, path: str) -> Any:
 def check_paths(forward: Any, length: int, cache: Path | None = None) -> None:
     """Compares each path that the layers take, other than einsum, with train.attention: results and gradients.
 
-    Each device of the mesh in force compares one sequence of DOCUMENTS documents, with its own number of heads. PAIRS
+    Each device of the current mesh compares one sequence of DOCUMENTS documents, with its own number of heads. PAIRS
     limits the length of the sequence, which has at least BLOCKS blocks. The comparison is in f32, where rounding hides
     less, unless the path does not take f32.
 

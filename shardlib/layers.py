@@ -28,7 +28,7 @@ class LayerNumbers:
 
 @pytree_dataclass
 class Extras:
-    """What a layer returns besides x: scalars, the same on all devices of r, d and t."""
+    """Further results of a layer, besides x: scalars, the same on all devices of r, d and t."""
 
     loss: jax.Array | None = None
     """Added to the training loss as it is, so it includes any factor."""

@@ -51,7 +51,7 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the executor runs.
+    """Work of the executor.
 
     Attributes:
         placement: the layers of each stage.
@@ -136,7 +136,7 @@ def run_evaluation(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> Any:
 
 
 def _extra_loss(extras: Extras, microbatches: int) -> Any:
-    """What the layers add to the loss for one microbatch; None if they add nothing."""
+    """Sum of the layers' own losses for a microbatch, divided by `microbatches`; None if the layers have none."""
     return None if extras.loss is None else jnp.sum(extras.loss) / microbatches
 
 
@@ -278,7 +278,7 @@ class _Residuals:
         return [*results, *(leaf for leaf in leaves if id(leaf) not in known)]
 
     def backward(self, w: Any, saved: list[jax.Array]) -> tuple[Any, Callable, Any]:
-        """What `jax.vjp` returns for the call of `forward`: the result, the function for gradients, and aux."""
+        """Results of `jax.vjp` for the call of `forward`: the result, the function for gradients, and aux."""
         count = self._results.num_leaves
         result, aux = jax.tree.unflatten(self._results, saved[:count])
         weights, others = jax.tree.leaves(w), iter(saved[count:])

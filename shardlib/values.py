@@ -156,7 +156,7 @@ class _Opaque:
         raise ShardError(f"{what} was given {describe(self)}{self._made_by()}", self.remedy())
 
     def remedy(self) -> str:
-        """What to do with the value instead, for error messages."""
+        """Advice in error messages: what to do with the value instead."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

@@ -27,12 +27,12 @@ from training_io.config import Config, check_divides
 
 
 def has_stages() -> bool:
-    """Whether the mesh in force has an axis p."""
+    """Whether the current mesh has an axis p."""
     return PIPELINE_AXIS in mesh_axes()
 
 
 def placement_of(c: Config, model: LanguageModel) -> Placement:
-    """Placement of the layers of a run on the mesh in force. Raises ValueError if they cannot be placed so."""
+    """Placement of the layers of a run on the current mesh. Raises ValueError if they cannot be placed so."""
     p, v, counts = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages, c.pipeline.layers_per_stage
     if p == 1:
         v, counts = 1, None
@@ -95,7 +95,7 @@ def microbatches(batch: Any, count: int) -> Any:
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
-    """Initial weights, in their order at rest on the mesh in force. Under jit, as modeling.weights.initialize."""
+    """Initial weights, in their order at rest on the current mesh. Under jit, as modeling.weights.initialize."""
     return initialize(model.table, key, placement_of(c, model).order)
 
 
