@@ -459,7 +459,7 @@ class Metrics:
 
 
 def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
-    """Fresh weights, and zeros for the optimizer. Under jit; the values do not depend on the mesh."""
+    """Fresh weights, and zeros for the optimizer. Runs under jit. The values do not depend on the mesh."""
     weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)

@@ -121,7 +121,7 @@ def _keep_programs(directory: str) -> None:
 
 
 def known_options(options: Mapping[str, Any], print_line: Callable[[str], None]) -> dict[str, Any]:
-    """The compiler options that the installed XLA knows; `print_line` gets a line about each other one.
+    """The compiler options that the installed XLA knows. `print_line` is called with a line about each other one.
 
     Options that are None are left out. Raises ValueError for a value that XLA does not take. Starts the devices.
     """

@@ -15,7 +15,7 @@ from shardlib import shardops
 def sum_in_chunks(
     summed: Callable, chunk: int | None, w: Any, x: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> Any:
-    """summed(w, x, targets, mask), computed for `chunk` positions of L at a time; None: at once. Per-device code.
+    """summed(w, x, targets, mask), computed for `chunk` positions of L at a time (None: all). Per-device code.
 
     A gradient, if needed, is computed along with the sum, chunk by chunk, and kept instead of the logits. So the logits
     are computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.

@@ -110,7 +110,7 @@ class Tokens:
 
 
 class LanguageModel(Protocol):
-    """The parts of a model. `Model(c)` makes one from its ModelConfig; the methods are per-device code.
+    """The parts of a model. `Model(c)` makes one from its ModelConfig. The methods are per-device code.
 
     A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared` for
     all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike. `tokens.turn`

@@ -29,7 +29,7 @@ class Weight:
         shape: of the whole array, over all devices.
         kind: one of KINDS. embedding: a table for lookups. unembedding: the output projection, even if it is also the
             embedding table. vector: gains and biases.
-        std: standard deviation at init, of a normal cut off at two of them; 0 for the constant `mean`.
+        std: standard deviation at init, of a normal distribution truncated at two of its own; 0: all are `mean`.
         mean: mean at init.
         inputs: number of dims that are the inputs of a matrix.
         outputs: number of dims that are its outputs; they follow the inputs. Dims before both count matrices (layers).

@@ -175,7 +175,7 @@ def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str]
 def cast_to_result(
     op: OpSpec, values: Iterable[jax.Array], operands: Iterable[Any]
 ) -> tuple[list[jax.Array], set[str], set[str]]:
-    """Operands of a product, cast to vary over the axes of its result; these axes; and those it is a copy over.
+    """Operands of a product, cast to vary over the axes of its result, these axes, and the axes of which it is a copy.
 
     `values` are the arrays in `operands`. Raises ShardError for a copy in the result that no operand is, and for a cast
     that hides a reduction of a gradient.

@@ -103,9 +103,9 @@ def run_training(
         observe: called with the gradients of each microbatch; None on a mesh with p, where no device has all of them.
 
     Returns:
-        The loss, on a mesh with p a partial sum over p. The gradients, like `w`, in f32, or f64 for f64 weights. The
-        metrics of the layers, averaged over microbatches, on a mesh with p partial sums; None if there are none. The
-        results of `observe`, with one leading dim of microbatches in the order of the batch; None without it.
+        The loss. The gradients, like `w`, in f32, or f64 for f64 weights. The metrics of the layers, averaged over
+        microbatches, or None. The results of `observe`, with one leading dim of microbatches in the order of the batch,
+        or None. On a mesh with p, the loss and the metrics are partial sums over p.
     """
     if PIPELINE_AXIS in mesh_axes():
         return *_run(parts, plan, w, microbatches, training=True), None

@@ -188,7 +188,7 @@ class Checkpointer:
             remedy: end of the message where the checkpoint has other arrays: what to do.
 
         Raises:
-            ValueError: the checkpoint has other arrays than `like`; with their names.
+            ValueError: the checkpoint has other arrays than `like`. The message names them.
             OSError: an array is missing, truncated, corrupt, or contradicts the manifest.
         """
         path = self._path(step)

@@ -49,7 +49,7 @@ class RunLog:
         tokens_per_step: in the global batch.
         flops: of the model, a token.
         peak: of all the devices together.
-        print_every: steps from one plain line to the next, at least 1; the first and the last step have theirs.
+        print_every: steps from one plain line to the next, at least 1. The first and the last step always have one.
         console: where to show progress; stdout by default.
     """
 

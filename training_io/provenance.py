@@ -128,7 +128,7 @@ def compare_source(
 
 
 def keep_source(directory: Path, step: int, model: Any, provenance: dict[str, Any]) -> None:
-    """Writes <directory>/source/<step>; on process 0 alone."""
+    """Writes <directory>/source/<step>, on process 0 alone."""
     if jax.process_index():
         return
     kept = directory / "source" / f"{step:010}"
