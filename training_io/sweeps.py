@@ -85,7 +85,7 @@ class Sweep(Callback):
             config.hydra.overrides.task = [*task, f"paths.model_name={_quoted(run)}"]
         self._name, self._jobs = name, 0
         self._failed: list[str] = []
-        atexit.register(self._say_failures, config.hydra.sweep.dir)
+        atexit.register(self._print_failures, config.hydra.sweep.dir)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Prints at once why a job failed. Hydra itself shows only the first failure, at the end."""
@@ -112,7 +112,7 @@ class Sweep(Callback):
             if jax.distributed.is_initialized() and config.hydra.launcher._target_.endswith(".BasicLauncher"):
                 sys.exit("The sweep stops here: after an error all processes of a run end.")
 
-    def _say_failures(self, directory: str) -> None:
+    def _print_failures(self, directory: str) -> None:
         if self._failed:
             print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
             print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)
