@@ -2,13 +2,13 @@
 
     python -m train --config-name=local_test_synthetic
 
-Read it from the top. The settings are in training_io/config.py, the loop over layers is in shardlib/layers.py.
+Read it from the top. The settings are in training_io/config.py. The loop over layers is in shardlib/layers.py.
 
 Dims                                                   Axes of the device mesh
   B  batch (sequences)    L  positions, as queries       r  replicas: plain data parallel
   M  d_model              S  positions, as keys          d  data parallel, weights sharded at rest (FSDP)
   K  key/value heads      Q  query heads for each of K   t  tensor parallel
-  D  entries of a head    F  d_ff                        p  pipeline: each device has other layers
+  D  entries of a head    F  d_ff                        p  pipeline: each device has its own layers
   V  vocabulary
 
 `f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum over t, which still
@@ -229,7 +229,7 @@ W = TypeVar("W")  # class of a model's weights, such as Transformer
 class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling.
 
-    The settings attention, document_mask, save, unroll and fp8 of `training` say how it is computed. `scan` is the loop
+    `training` has the settings that matter here: attention, document_mask, save, unroll and fp8. `scan` runs the loop
     over layers.
     """
 
@@ -242,7 +242,7 @@ class Forward:
     ) -> tuple[Any, Any, Extras]:
         """Result of head(w, x) on the output x of the last layer, the caches of the layers, and their Extras.
 
-        `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to what each query reads and the new cache. None:
+        `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to the output of attention and the new cache. None:
         attention within `tokens`, without caches.
         """
         w = gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=False)
@@ -282,7 +282,7 @@ class Forward:
         return attend
 
     def rule(self, rule: rules.Rule) -> rules.Rule:
-        """Rule of a layer; without training.document_mask, each sequence is one document."""
+        """Rule of a layer. Without training.document_mask, each sequence is one document."""
         return rule if self.training.document_mask else rule.without(rules.same_document)
 
     def tokens(self, batch: TokenBatch, seeds: jax.Array | None = None) -> Tokens:
@@ -291,9 +291,9 @@ class Forward:
         return Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
 
     def copies(self, w: W, gather: bool = False) -> W:
-        """Weights as all microbatches use them: a copy on each replica, so that gradients are reduced once, here.
+        """Weights for all microbatches: a copy on each replica, so that gradients are reduced over r once, here.
 
-        With `gather` all weights are gathered over d here; with pipeline stages, those outside of the layers always.
+        With `gather`, all weights are gathered over d too. With pipeline stages, those outside the layers always are.
         """
         w = shardops.replicate("... -> ... *r", w)
         if not (gather or stages.has_stages()):
@@ -339,7 +339,7 @@ def summed_loss(
 
 
 def staged_loss(forward: Forward, loss: Callable = cross_entropy, targets: Any = 1.0) -> Parts:
-    """Loss of a (TokenBatch, seeds), summed_loss divided by `targets`: whole, and as pipeline stages compute it."""
+    """Loss of a (TokenBatch, seeds), as a whole and split for pipeline stages: summed_loss divided by `targets`."""
     tokens, summed = forward.tokens, functools.partial(summed_loss, forward=forward, loss=loss)
 
     def last(w, x, batch, _):
@@ -360,7 +360,7 @@ def loss_and_gradients(
 ) -> tuple[f32[""], W, LayerMetrics | None, Any]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers, by the schedule of c.pipeline.
 
-    The last result stacks see(g) for each microbatch, whose part of the gradients is g; it is None without `see`.
+    The last result stacks see(g) over microbatches, where g is the part of each in the gradients. None without `see`.
     """
     copies, vjp = jax.vjp(lambda w: forward.copies(w, gather=c.training.gather_weights == "step"), w)
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
@@ -428,7 +428,7 @@ def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfi
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": muon}
-"""Optimizers by the names of optimizer.algorithm. Each updates the weights that are its own and returns the State."""
+"""Optimizers by name, as in optimizer.algorithm. Each updates its own weights and returns the State."""
 
 
 @typed
@@ -450,7 +450,7 @@ def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: Any) 
 
 @pytree_dataclass
 class Metrics:
-    """Metrics of a step, logged by these names."""
+    """Metrics of a step, logged under these names."""
 
     loss: f32[""]
     grad_norm: f32[""]
@@ -459,7 +459,7 @@ class Metrics:
 
 
 def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
-    """Fresh weights, and zeros for the optimizer. Under jit; the values do not depend on the mesh."""
+    """Fresh weights, and zeros for the optimizer. Runs under jit. The values do not depend on the mesh."""
     weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
@@ -509,7 +509,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 
 
 def programs(c: Config, model: LanguageModel, batch: TokenBatch) -> dict[str, jax.stages.Traced]:
-    """The two steps, traced on the mesh in force for such a batch. A checkpoint keeps their hashes."""
+    """The training and evaluation steps, traced for `batch` on the current mesh. A checkpoint keeps their hashes."""
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
     training, evaluation = make_training_step(c, model), make_evaluation_step(c, model)
     return {"training": training.trace(state, batch, np.int32(0)), "evaluation": evaluation.trace(state.weights, batch)}
@@ -519,7 +519,7 @@ def programs(c: Config, model: LanguageModel, batch: TokenBatch) -> dict[str, ja
 
 
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
-    """A whole run on the mesh in force, with its files in `directory`. Returns the signal that stopped it, if any."""
+    """A whole run on the current mesh, with its files in `directory`. Returns the signal that stopped it, if any."""
     t, forward = c.training, Forward(model, c.training)
     evaluated = lambda state: getattr(state, t.eval_weights)
     with Run(c, forward, directory, programs) as run:
@@ -553,6 +553,6 @@ def main(config) -> str | None:
 
 
 if __name__ == "__main__":
-    from train import main  # as the module `train`, under which other modules know this file
+    from train import main  # as the module `train`, the name by which other modules import this file
 
     main()

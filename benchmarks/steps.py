@@ -54,14 +54,14 @@ def config_of(model: train.ModelConfig, **training: Any) -> Config:
 
 
 def state_shapes(c: Config, model: LanguageModel) -> Any:
-    """The state of a run as shapes, dtypes and shardings on the mesh in force."""
+    """The state of a run as shapes, dtypes and shardings on the current mesh."""
     shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return jax.tree.map(place, shapes, make_shardings(train.State[model.Weights], like=shapes))
 
 
 def lowered_step(c: Config) -> jax.stages.Lowered:
-    """The training step on the mesh in force."""
+    """The training step on the current mesh."""
     model = load_model(c.model)
     batch = batch_shapes(c.training.batch_size, c.training.seq_len)
     step = jax.ShapeDtypeStruct((), np.int32)

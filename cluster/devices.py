@@ -47,7 +47,7 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1)
 def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> None:
     """Applies the settings of `hardware` and joins the other processes of the run, if there are any.
 
-    To be called before anything else asks for devices. Ends this process, with a message and exit code 1, if the
+    Must be called before anything else uses devices. Ends this process, with a message and exit code 1, if the
     processes do not find one another within processes.join_timeout: JAX waits outside of Python, and would abort.
 
     Raises:
@@ -57,7 +57,7 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
         os.environ.setdefault(name, value)
     if hardware.memory_fraction is not None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
-    # Where hosts do not share their homes, process 0 alone would find programs, and not compile along with the others.
+    # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
     if hardware.compilation_cache is not None and not unshared and not jax.config.jax_compilation_cache_dir:
         _keep_programs(os.path.expanduser(hardware.compilation_cache))
@@ -96,9 +96,9 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
 
 
 def kept_programs(name: str) -> Path | None:
-    """Directory of this name beside the compiled programs that JAX keeps; None where this process keeps none.
+    """Directory of this name beside the compiled programs that JAX keeps; None if this process keeps none.
 
-    None with several processes too, since all have to do the same, whatever each has kept.
+    None with several processes too, since all must do the same, and each may have kept other files.
     """
     directory = jax.config.jax_compilation_cache_dir
     keeps = directory and jax.config.jax_enable_compilation_cache and jax.process_count() == 1
@@ -121,7 +121,7 @@ def _keep_programs(directory: str) -> None:
 
 
 def known_options(options: Mapping[str, Any], print_line: Callable[[str], None]) -> dict[str, Any]:
-    """The compiler options that the installed XLA knows; `print_line` gets a line about each other one.
+    """The compiler options that the installed XLA knows. `print_line` is called with a line about each other one.
 
     Options that are None are left out. Raises ValueError for a value that XLA does not take. Starts the devices.
     """
@@ -146,9 +146,9 @@ def known_options(options: Mapping[str, Any], print_line: Callable[[str], None])
 
 
 def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-    """Compiles, and returns the memory that the compiler took to the system.
+    """The compiled program. Afterwards the memory that the compiler used is given back to the system.
 
-    It would otherwise stay with the process: 220 MiB for the step of a small model on a CPU.
+    The process would keep it otherwise: 220 MiB for the step of a small model on a CPU.
     """
     compiled = lowered.compile(compiler_options=options)
     libc = ctypes.CDLL(None)

@@ -9,11 +9,11 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM asks the run to stop after a step. A second SIGINT acts as usual.
+    """Context in which the first SIGINT or SIGTERM asks the run to stop after a step. A second SIGINT acts as usual.
 
-    With several processes a signal to any of them stops all after the same step: by JAX's preemption service, which
-    handles SIGTERM from jax.distributed.initialize on, they agree on the next step that none of them has begun. Outside
-    of the main thread, which alone gets signals, this does nothing.
+    With several processes a signal to any of them stops all after the same step. JAX's preemption service handles
+    SIGTERM from jax.distributed.initialize on, and lets them agree on the next step that none of them has begun. Only
+    the main thread gets signals: in other threads this does nothing.
     """
 
     def __init__(self):

@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from cluster.config import DistributedConfig
 
 EXIT_CODE = 75
-"""Of a process that stalled: EX_TEMPFAIL of sysexits.h, "try again"."""
+"""Exit code of a process that stalled: EX_TEMPFAIL of sysexits.h, "try again"."""
 _INTERVAL_S = 1.0
 _GRACE_S = 3.0
 
@@ -36,11 +36,11 @@ class _Place(NamedTuple):
 
 
 _place = _Place()
-"""Where the main thread is. Each call of `now_at` makes another object."""
+"""Place of the main thread. Each call of `now_at` makes another object."""
 
 
 def now_at(what: str, step: int | None = None, *, paused: bool = False) -> None:
-    """Notes where the main thread is from now on.
+    """Notes the place of the main thread from now on.
 
     Args:
         what: the place, in words.
@@ -53,7 +53,7 @@ def now_at(what: str, step: int | None = None, *, paused: bool = False) -> None:
 
 @contextlib.contextmanager
 def pause(what: str) -> Iterator[None]:
-    """While entered, the main thread is at `what`, which may take longer than a step; then, where it was before."""
+    """Context in which the place of the main thread is `what`, where it may stay for longer than a step takes."""
     before = _place
     now_at(what, paused=True)
     yield
@@ -77,7 +77,7 @@ def watched_batches(batches: Iterator[Any], start: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def watched(c: DistributedConfig) -> Iterator[None]:
-    """While entered, ends this process with a message and EXIT_CODE if its main thread stays too long at one place.
+    """Context that ends this process with a message and EXIT_CODE if its main thread stays too long at one place.
 
     After an exception the process shows it and ends with exit code 1, without waiting for the others. Does nothing
     where there is one process.

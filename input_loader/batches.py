@@ -1,4 +1,4 @@
-"""What all loaders have in common: batches, their way to the devices, and loading them ahead of use."""
+"""Common parts of all loaders: batches, their way to the devices, and loading them ahead of use."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ class TokenBatch:
 
 
 def batch_shapes(batch_size: int, seq_len: int, inputs: int = 0) -> TokenBatch:
-    """The `jax.ShapeDtypeStruct` of each array of a batch on the mesh that is set: enough to compile a step."""
+    """The `jax.ShapeDtypeStruct` of each array of a batch on the current mesh: enough to compile a step."""
     shape = batch_size, seq_len
     struct = jax.ShapeDtypeStruct
     tokens, flags = struct(shape, np.uint32), struct(shape, np.bool_)
@@ -55,7 +55,7 @@ class Limit(NamedTuple):
     steps: int
     """Number of batches that can be read."""
     reason: str
-    """What ends then, as a clause."""
+    """Reason for the end, as a clause."""
 
 
 class Loader:
@@ -64,7 +64,7 @@ class Loader:
     Args:
         batch_size: sequences in a batch, over all hosts.
         seq_len: tokens in a sequence.
-        shardings: of the batches that `load` gives; by default those of TokenBatch on the mesh that is set now.
+        shardings: of the batches that `load` gives; by default those of TokenBatch on the current mesh.
             Without either, only `sequences` works.
         inputs: names of the inputs that batches hold beside the tokens.
 
@@ -108,9 +108,9 @@ class Loader:
         return {}
 
     def state(self, step: int) -> dict[str, Any]:
-        """The JSON values that a checkpoint needs so that a run can resume with the batch of `step`; for `make_loader`.
+        """JSON values, for a checkpoint, with which `make_loader` resumes at the batch of `step`.
 
-        Where any step can be read at any time, they only name the datasets.
+        They only name the datasets if any step can be read at any time.
         """
         self._check_step(step)
         return {}

@@ -45,7 +45,7 @@ def make_loader(
         batch_size: sequences in a batch, over all hosts.
         seq_len: tokens in a sequence.
         vocab_size: bound on the token ids, or None for no check.
-        shardings: of the batches; by default those of TokenBatch on the mesh that is set now.
+        shardings: of the batches; by default those of TokenBatch on the current mesh.
         state: what `Loader.state` gave for the step to resume with; None or empty for the beginning.
         inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
 
@@ -111,7 +111,7 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the settings that decide the content of batches, without `data.`, to compare a checkpoint's and a run's.
+    """Names, without `data.`, of the settings that decide the content of batches. A resumed run must not change them.
 
     max_epochs, cache_bytes and prefetch may change. So may the path of a dataset, since `Loader.state` identifies it.
 

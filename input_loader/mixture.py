@@ -40,7 +40,7 @@ class SourceConfig:
 
 
 class Quotas:
-    """The source of each sequence.
+    """The source of each sequence of a mixture.
 
     Args:
         weights: one for each source, above 0, and large enough for one sequence in BLOCK · PERIOD.
@@ -70,7 +70,7 @@ class Quotas:
     def locate(self, numbers: Indices) -> tuple[Indices, Indices]:
         """`(source, number)` of sequences given by their numbers in the mixture.
 
-        These are the index of the source, and the number among all sequences of that source, over all epochs.
+        They are the index of the source, and the sequence's number within that source, over all epochs.
         """
         which, inverse = np.unique(numbers // BLOCK, return_inverse=True)
         source, rank = self._blocks(which)

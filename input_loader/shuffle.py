@@ -22,8 +22,8 @@ def _mix(x: Words) -> Words:
 def permute(index: Indices, size: int, seed: int, epoch: Indices) -> Indices:
     """Places of `index` under the random permutation of range(size) that (seed, epoch) select for each index.
 
-    An eight-round Feistel network on pairs (high, low) of a grid just larger than `size`, walked again where it leads
-    outside: any one place costs the same, whatever the size, and nothing is stored. The values are a promise: a change
+    An eight-round Feistel network on pairs (high, low) of a grid just larger than `size`, applied again to what falls
+    outside of `size`. A place costs the same at any size, and nothing is stored. The values must never change: that
     would alter the batches of every run that resumes.
 
     Args:

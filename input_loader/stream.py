@@ -194,7 +194,7 @@ class StreamLoader(Loader):
             self._place = self._here._replace(tokens=self._offset)
 
     def _next_document(self) -> np.ndarray:
-        """Makes the next document with tokens the current one, from the token on at which its place is."""
+        """Makes the next document that has tokens the current one, starting at the token that its place names."""
         self._here, self._after, self._ids = next(self._documents)
         self._offset = self._here.tokens
         return self._ids

@@ -6,7 +6,7 @@
     blockwise   softmax over one block of keys after another, in jax.numpy: any device, any float dtype
                 (modeling/blockwise.py). Its memory grows linearly with L.
     cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for rules that change no scores. It knows the conditions causal
-                and Window. Others, same_document among them, become a mask of L×L entries for each sequence.
+                and Window. Others, such as same_document, become a mask of L×L entries for each sequence.
     auto        one of these, by `choose`.
 
 All are per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
@@ -26,14 +26,14 @@ from shardlib.values import target_device
 PATHS = ("auto", "einsum", "blockwise", "cudnn")
 """Values of `training.attention`."""
 CUDNN_UP_TO = 16384
-"""The longest sequences, in tokens, for which `auto` takes cudnn with a mask of documents. The mask, and the gradient
-of it that cuDNN makes, then take 1 GiB for each sequence."""
+"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask of documents. The mask, and its gradient,
+which cuDNN computes, then take 1 GiB for each sequence."""
 
 
 def choose(
     path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False, device: jax.Device | None = None
 ) -> tuple[str, str]:
-    """The path that `training.attention: path` stands for: PATHS without auto. If `path` is auto, also the reason.
+    """Path of attention for the setting `path`: one of PATHS other than auto. If `path` is auto, also the reason.
 
     Args:
         path: one of PATHS.
@@ -41,7 +41,7 @@ def choose(
         q: queries [B, L, K, Q, D], or their shape and dtype.
         dropout: whether attention weights have dropout.
         sinks: whether the softmax has sinks.
-        device: one that will run it; None: one of the mesh in force.
+        device: a device that will run it. None: one of the current mesh.
 
     Raises:
         ValueError: `path` cannot compute it.
@@ -125,6 +125,6 @@ def cudnn(
 
 
 def _masked(rule: Rule) -> tuple:
-    """Conditions that cuDNN takes as a mask. It knows a window only where attention is causal too."""
+    """Conditions that become a mask for cuDNN, which knows a window only where attention is causal too."""
     known = lambda condition: condition is causal or (isinstance(condition, Window) and causal in rule.visible)
     return tuple(condition for condition in rule.visible if not known(condition))

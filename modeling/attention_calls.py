@@ -1,7 +1,7 @@
 """The calls of attention in a model's layers, found by tracing them, and checks of them before the first step.
 
-`training.attention` may name another path than einsum, which is train.attention. Such a path is compared with
-train.attention on random tokens in several documents, results and gradients.
+einsum is train.attention. Results and gradients of any other path that `training.attention` names are compared with
+those of einsum, on random tokens in several documents.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from shardlib.shardtypes import f32, typed_shard_map
 from shardlib.values import mesh_axes, pipeline_stage
 
 TOLERANCE = {"bf16": 2**-4, "f32": 2**-12}
-"""Largest difference of two paths, as a part of the largest entry: four times that of rounding on random tokens."""
+"""Largest difference of two paths, divided by the largest entry: four times what rounding causes on random tokens."""
 PAIRS = 2**22
 """Largest number of pairs of positions, times query heads of a device, that is compared."""
 BLOCKS, DOCUMENTS = 4, 5
 """Numbers of blocks and of documents in the sequence that is compared."""
 NEAR = 64
-"""Number of positions, from each of three places in a document, that are checked to see any key."""
+"""Number of positions that check_rules checks at each of three places in a document."""
 
 
 class Call(NamedTuple):
@@ -47,14 +47,14 @@ class Call(NamedTuple):
     """Place of the layer in its period."""
     rule: Rule
     q: Any
-    """Shape and dtype of the queries. The same of the weights in `learned`, and of `sinks` if there are any."""
+    """Shape and dtype of the queries. `learned` and `sinks` have those of the weights and of the sinks, if any."""
     learned: tuple
     sinks: Any
     dropout: bool
 
 
 def calls_of(forward: Any, length: int) -> list[Call]:
-    """The calls of `attend` in the layers of one period, on the mesh in force.
+    """The calls of `attend` in the layers of one period, on the current mesh.
 
     Args:
         forward: train.Forward of the model.
@@ -87,7 +87,7 @@ def calls_of(forward: Any, length: int) -> list[Call]:
 
 
 def distinct(calls: list[Call]) -> list[Call]:
-    """The calls that differ in more than the place of their layer."""
+    """The calls without repeats, each with `turn` 0: calls that differ only in `turn` are the same."""
     return list(dict.fromkeys(call._replace(turn=0) for call in calls))
 
 
@@ -114,14 +114,14 @@ def with_path(forward: Any, path: str) -> Any:
 def check_paths(forward: Any, length: int, cache: Path | None = None) -> None:
     """Compares each path that the layers take, other than einsum, with train.attention: results and gradients.
 
-    Each device of the mesh in force compares one sequence of DOCUMENTS documents, with its own number of heads. PAIRS
+    Each device of the current mesh compares one sequence of DOCUMENTS documents, with its own number of heads. PAIRS
     limits the length of the sequence, which has at least BLOCKS blocks. The comparison is in f32, where rounding hides
-    less, if the path takes it.
+    less, unless the path does not take f32.
 
     Args:
         forward: train.Forward of the model.
         length: positions of a sequence.
-        cache: directory in which programs that were compared are noted, so that each is compared once; None: nowhere.
+        cache: directory that records which programs were compared, so that each is compared once; None: no record.
 
     Raises:
         ValueError: they differ by more than TOLERANCE, or some position sees no key by a rule.
@@ -191,7 +191,7 @@ def random_operands(call: Call, length: int, seed: int = 0) -> tuple[Any, ...]:
 
 
 def _comparison(attend_of: Callable, reference_of: Callable, call: Call, length: int) -> Callable:
-    """Program that gives the differences of two ways to attend, each as a part of the largest entry, by name."""
+    """Program that computes the differences of two ways to attend, by name, each divided by the largest entry."""
     axes = tuple(mesh_axes())
     names = ["the result", *(f"the gradient of {x}" for x in ("the queries", "the keys", "the values"))]
     names += ["the gradient of the rule's weights"] * len(call.learned)

@@ -24,14 +24,14 @@ from shardlib.values import stage_axes, target_device
 BLOCKS = {"cpu": 128}
 """Largest number of positions in a block, by platform. docs/performance.md has the measurements."""
 BLOCK = 512
-"""The same for other platforms. It was not measured; blocks of this size fill a large device."""
+"""The same for other platforms. It is not measured: blocks of this size fill a large device."""
 
 _SMALL_BLOCKS: contextvars.ContextVar[int | None] = contextvars.ContextVar("small_blocks", default=None)
 
 
 @contextlib.contextmanager
 def small_blocks(size: int) -> Iterator[None]:
-    """Context in which attention is traced with blocks of at most `size` positions, to have several of them."""
+    """Context in which attention is traced in blocks of at most `size` positions, so that a short sequence has many."""
     token = _SMALL_BLOCKS.set(size)
     try:
         yield
@@ -63,7 +63,7 @@ def blockwise(
     Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first block of keys that any
     of them sees, in any sequence, to the last one.
     """
-    # JAX wants each gradient to vary over the same axes as its value. Here all values vary over the same axes.
+    # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
     axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
     alike = lambda tree: jax.tree.map(lambda x: varying(x, axes | set(stage_axes())), tree)
     length = q.shape[1]
@@ -107,13 +107,13 @@ def _blocks_of(x: jax.Array, blocks: int) -> jax.Array:
 
 
 def _sees(task: _Task, q: Places, k: Places) -> jax.Array:
-    """Rule.sees, where padding sees all padding and nothing else, so that no softmax is over nothing."""
+    """Rule.sees with padding, which sees all padding and nothing else, so that no softmax is empty."""
     q_padding, k_padding = q.index >= task.length, k.index >= task.length
     return jnp.where(q_padding | k_padding, q_padding & k_padding, task.rule.sees(q, k))
 
 
 def _seen_blocks(task: _Task, q: Places, places: Places) -> tuple[jax.Array, jax.Array]:
-    """First block of keys that some query of a block sees, in some sequence, and the one after the last."""
+    """First block of keys that any query of a block sees, in any sequence, and one past the last such block."""
     seen = jnp.any(_sees(task, q, places.as_keys()), axis=(0, 1, 2, 3)).reshape(task.blocks, -1).any(axis=1)
     return jnp.argmax(seen).astype(jnp.int32), task.blocks - jnp.argmax(seen[::-1]).astype(jnp.int32)
 
@@ -150,7 +150,7 @@ def _forward(task: _Task, q, k, v, sinks, learned, places, heads) -> tuple[jax.A
             more = jnp.einsum("bkqls,bksd->bkqld", weights.astype(v.dtype), values[j], preferred_element_type=wide)
             return out * scale[..., None] + more, new_peak, total * scale + jnp.sum(weights, axis=-1)
 
-        # Finite, so that the scores of a query that sees no key of a block, -inf, become weights of 0 and not NaN.
+        # Finite: a query that sees no key of a block has scores of -inf there, which must become weights of 0, not NaN.
         peak = jnp.full_like(q[..., 0], jnp.finfo(wide).min, wide)
         total = jnp.zeros_like(peak)
         if sinks is not None:

@@ -2,9 +2,8 @@
 
 With `training.fp8`, the operands of a layer's products with its weights are rounded to eight bits: activations and
 weights to e4m3, gradients to e5m2, which has the wider range (arXiv 2209.05433). Before that, each operand is divided
-by a scale of its own, which takes its largest magnitude in this step to the largest number of the format. Sums are as
-wide as without FP8. Each device scales its own blocks, so that nothing is communicated, and the rounding depends on the
-mesh.
+by its own scale, which maps its largest magnitude in this step to the largest number of the format. Sums are as wide
+as without FP8. Each device scales its own blocks. So nothing is communicated, and the rounding depends on the mesh.
 
 The program multiplies the rounded values in the compute dtype. On a Hopper GPU, XLA fuses casts, scales and product
 into cuBLASLt's product in FP8. Elsewhere the result is the same, and slower than without FP8.
@@ -39,7 +38,7 @@ def _dequantize(x: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """jnp.einsum(formula, x, y) of the rounded operands; gradients come from them and the rounded gradient.
+    """jnp.einsum(formula, x, y) of the rounded operands. Gradients are products of these and the rounded gradient.
 
     Each dim of an operand must be in the other operand or in the result.
     """

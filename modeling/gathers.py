@@ -1,4 +1,4 @@
-"""Weights gathered before their use, by the gathers that the parts of the model write."""
+"""Weights gathered ahead of their use, by the gathers in the model's own code."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,8 +17,8 @@ W = TypeVar("W")
 def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, layers: bool) -> W:
     """Gathers and casts the weights outside of the layers, each once for all its uses. Per-device code.
 
-    The gathers are those that `embed`, `layer` and `logits` write, noted while these are traced once. Where a weight
-    that was gathered here is used, its gather does nothing.
+    The gathers are those in `embed`, `layer` and `logits`, which are traced once to find them. If a weight is gathered
+    here, the gather where it is used does nothing.
 
     Args:
         model: the model.
@@ -36,8 +36,8 @@ def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, laye
             x, _ = split_extras(model.layer(x, w_layer, tokens, lambda q, *_, **options: q, einsum))
         check_logits(model, model.logits(w, x))
 
-    with pipeline_stage():  # whose devices have different layers
+    with pipeline_stage():  # devices of p have different layers
         notes = gathers.note_gathers(parts, w)
     in_layer = lambda path: path.startswith("layers.")
-    in_stage = PIPELINE_AXIS in mesh_axes()  # where nothing can be gathered over p
+    in_stage = PIPELINE_AXIS in mesh_axes()  # in a stage nothing can be gathered over p
     return gathers.gather_ahead(w, notes, lambda path: layers or not in_layer(path), lambda path: layers or in_stage)

@@ -15,10 +15,10 @@ from shardlib import shardops
 def sum_in_chunks(
     summed: Callable, chunk: int | None, w: Any, x: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> Any:
-    """summed(w, x, targets, mask), computed for `chunk` positions of L at a time; None: at once. Per-device code.
+    """summed(w, x, targets, mask), computed for `chunk` positions of L at a time (None: all). Per-device code.
 
-    If there is a gradient, it is computed along with the sum, chunk by chunk, and kept instead of the logits. These are
-    then computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.
+    A gradient, if needed, is computed along with the sum, chunk by chunk, and kept instead of the logits. So the logits
+    are computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.
 
     Args:
         summed: gives a sum over positions, a scalar or a partial sum of one. It closes over no arrays, and does not
@@ -27,7 +27,7 @@ def sum_in_chunks(
         w: weights of the model; a dataclass of floats.
         x: [B, L/t, M], the positions of this device.
         targets: [B, L], of all devices of t.
-        mask: [B, L], as the targets.
+        mask: [B, L], like the targets.
     """
     if chunk is None:
         return summed(w, x, targets, mask)

@@ -1,4 +1,4 @@
-"""What a model is: its settings, its weights, and the math of one layer. docs/models.md builds one.
+"""Interface of a model: its settings, its weights, and the math of one layer. docs/models.md builds a model.
 
 A module of a model has two parts: `ModelConfig`, the dataclass of its settings, and `Model`, the class of the model.
 The loop over layers, checkpointing, stages and caches belong to the trainer.
@@ -43,7 +43,7 @@ class Tokens:
     """Places in the document, counted from 0."""
     document: i32["B/r/d L"] | None = None
     """Number of the document in its sequence, not decreasing along L. None in decoding, where each position belongs to
-    another text."""
+    a different text."""
     keys: Any = None
     """Random keys for dropout, one for each sequence, which differ at each step and in each layer. None where nothing
     is random, as in evaluation and sampling."""
@@ -110,12 +110,12 @@ class Tokens:
 
 
 class LanguageModel(Protocol):
-    """The parts of a model. `Model(c)` makes one from its ModelConfig; the methods are per-device code.
+    """The parts of a model. `Model(c)` makes one from its ModelConfig. The methods are per-device code.
 
-    A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared`, which
-    all layers then have. `period`, an int, is the number of layers after which their pattern repeats, if they are not
-    all alike; `tokens.turn` is then the place of a layer in it. `inputs` names further values of each token that it
-    reads from a dataset (docs/flat-tokens.md), which are in `tokens.inputs`.
+    A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared` for
+    all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike. `tokens.turn`
+    is the place of a layer in its period. `inputs` names further values of each token in the dataset
+    (docs/flat-tokens.md), which the model finds in `tokens.inputs`.
     """
 
     c: Any
@@ -135,7 +135,7 @@ class LanguageModel(Protocol):
             x: residual stream before the layer, act['B/r/d L/t M'].
             w: weights of the layer.
             tokens: the tokens, with their place in documents.
-            attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> what each query reads. `rule` says
+            attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> output of attention. `rule` says
                 who attends to whom (modeling/rules.py), with the weights `learned` if it needs any. `sinks`,
                 f32['B/r/d K/t Q'], are scores of keys without values. `drop` applies dropout to attention weights.
                 All that a position learns from others must pass through `attend`, or decoding has no cache.
@@ -152,7 +152,7 @@ def period_of(model: LanguageModel) -> int:
 
 
 def inputs_of(model: LanguageModel) -> tuple[str, ...]:
-    """Names of the further values of each token that the model reads from a dataset; mostly none."""
+    """Names of the further values of each token that the model reads from a dataset; usually none."""
     return tuple(getattr(model, "inputs", ()))
 
 

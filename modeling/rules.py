@@ -55,7 +55,7 @@ def same_document(q: Places, k: Places) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A query sees the last `size` positions, its own among them (arXiv 2004.05150); `size` is at least 1."""
+    """A query sees the last `size` positions, including its own (arXiv 2004.05150); `size` is at least 1."""
 
     size: int
 

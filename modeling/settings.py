@@ -60,7 +60,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     """Logits x become softcap·tanh(x/softcap) (arXiv 2408.00118, section 2). Null: no cap."""
     bos_id: int = 0
-    """Token id before the first of each document, in [0, vocab)."""
+    """Token id before the first token of each document, in [0, vocab)."""
 
     sharded: ClassVar[dict[str, str]] = {"vocab": "t", "d_model": "t·d·p", "n_kv": "t", "d_ff": "t"}
     """Sizes that axes of the mesh must divide, and the axes."""

@@ -1,7 +1,7 @@
-"""Each weight of a model besides its sharding: shape, initial values, and kind.
+"""Shape, initial values and kind of each weight of a model. Its sharding is in its type.
 
-A model's `table` is its own dataclass of weights with a `Weight` in place of each array. Initial values come from it,
-and what an optimizer needs to know: which weights are matrices, and which weights decay.
+A model's `table` is its own dataclass of weights with a `Weight` in place of each array. It defines the initial values,
+and shows optimizers which weights are matrices and which weights decay.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class Weight:
 
     Attributes:
         shape: of the whole array, over all devices.
-        kind: one of KINDS. embedding: a table that is looked up in. unembedding: the output projection, also where it
-            is the embedding table too. vector: gains and biases.
-        std: standard deviation at init, of a normal cut off at two of them; 0 for the constant `mean`.
+        kind: one of KINDS. embedding: a table for lookups. unembedding: the output projection, even if it is also the
+            embedding table. vector: gains and biases.
+        std: standard deviation at init, of a normal distribution truncated at two of its own; 0: all are `mean`.
         mean: mean at init.
         inputs: number of dims that are the inputs of a matrix.
         outputs: number of dims that are its outputs; they follow the inputs. Dims before both count matrices (layers).

@@ -140,7 +140,7 @@ def first_difference(theirs: Any, ids: np.ndarray, own: list[tuple[int, np.ndarr
 def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> list[tuple[int, np.ndarray]]:
     """The run's residual stream [L, M] after each period of layers, and at last its logits [L, V].
 
-    Each with the number of layers before it, from 0 to all of them. On the mesh in force.
+    Each with the number of layers before it, from 0 to all of them. On the current mesh.
     """
     forward = forward_of(c)
     model, period = forward.model, period_of(forward.model)

@@ -136,13 +136,13 @@ def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], dealt: tuple[str, ...
     """Applies fn, which takes a stack of whole matrices, to the matrices whose blocks are in x[stack, *dims].
 
     There is one all_to_all before fn and one after it for each axis that shards `dims`. A stack that the axis does not
-    divide is padded with zeros for that time. Devices along the axes `dealt` have different matrices already.
+    divide is padded with zeros in between. Devices along the axes `dealt` have different matrices already.
     """
     axes = sort_axes(axis for dim in dims for axis in dim.axes)
     if not axes:
         return fn(x)
-    # The last axis is also the last of its dim, so that it can be removed. So d comes before t, which has the faster
-    # links: padding to a multiple of t·d is exchanged over t alone.
+    # The last axis is also the last of its dim, so it can be removed. Thus d comes before t, which has faster links:
+    # padding to a multiple of t·d is exchanged over t alone.
     axis, count = axes[-1], len(x)
     without = tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in dims)
     # The dim `dealt` has one entry on each device that has different matrices.

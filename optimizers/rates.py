@@ -47,8 +47,8 @@ class Update:
 def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> Any:
     """The Update of each weight, in a tree like the model's `table`.
 
-    muon is for matrices; with it, other weights are updated by adamw. Then each of c.groups, in order, changes the
-    weights whose names it matches.
+    With muon as the algorithm, weights that are not matrices are updated by adamw. Then each of c.groups, in order,
+    changes the weights whose names it matches.
 
     Args:
         c: settings of the optimizer.

@@ -14,8 +14,8 @@ from shardlib import shardops
 from shardlib.shardtypes import f32, i32, typed, u32
 
 ROUNDING = {"bf16": 2**-5, "f32": 1e-4}
-"""Largest difference of the same logit summed in two orders, as a part of the largest logit of its position. In bf16 it
-is four times, in f32 a hundred times the measured one (docs/sampling.md)."""
+"""Largest difference of a logit summed in two orders, divided by the largest logit of its position. In bf16 it is four
+times the measured one, in f32 a hundred times (docs/sampling.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,10 @@ class Settings:
     temperature: float = 1.0
     """At least 0; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Draws from this number of likeliest tokens only, with those as likely as the last of them; at least 1. None: from
-    all."""
+    """Number of likeliest tokens to draw from, at least 1, and with them those as likely as the last. None: all."""
     top_p: float = 1.0
-    """Draws from the likeliest tokens only that together have this probability, with those as likely as the last of
-    them; in (0, 1] (arXiv 1904.09751)."""
+    """Draws only from the likeliest tokens that together have this probability, and from those as likely as the last
+    of them. In (0, 1] (arXiv 1904.09751)."""
     seed: int = 0
     """In [0, 2**63). The noise of a token depends only on the seed, the number of its text, and its place in it."""
     stop: tuple[int, ...] = ()
@@ -113,11 +112,11 @@ def compare(
 ) -> tuple[u32["B/r/d L/t"], f32["B/r/d L/t"], f32["B/r/d L/t"]]:
     """Compares the tokens `drawn` with those that `choose` draws from these logits.
 
-    Returns the token from `choose`; the excess of its scaled logit with noise over that of `drawn`; and the excess that
+    Returns the token from `choose`, the excess of its scaled logit with noise over that of `drawn`, and the excess that
     rounding explains, if each scaled logit may be wrong by half of it.
 
-    Such errors can also change which tokens top_k and top_p leave. The excess is that of tokens that they leave in any
-    case. It is infinite if they can never leave `drawn`.
+    Rounding can also change which tokens top_k and top_p keep. The excess is that of tokens that they keep in any case.
+    It is infinite if no rounding could make them keep `drawn`.
     """
     scaled = scaled_logits(shardops.all_to_all("B/r/d L V/t -> B/r/d L/t V", logits), s)
     noisy = scaled + gumbel_noise(own_block(number), own_block(place), scaled.shape[-1], s)

@@ -47,7 +47,7 @@ def verdict(forward: Any, weights: Any, context: int) -> Verdict:
 
     Args:
         forward: train.Forward of the model.
-        weights: of the model, on the mesh in force.
+        weights: of the model, on the current mesh.
         context: number of tokens that the next one can see.
 
     Raises:

@@ -45,7 +45,7 @@ class Speed:
 
 
 class Sampler:
-    """Continues texts with the weights of a model, on the mesh in force.
+    """Continues texts with the weights of a model, on the current mesh.
 
     Args:
         forward: train.Forward of the model. Its `training` sets the compute dtype, and gather_weights: whether weights
@@ -57,9 +57,9 @@ class Sampler:
 
     Attributes:
         prefill: the jitted program that fills the cache with windows of tokens.
-        decode: the one that draws up to CHUNK tokens of each text.
+        decode: the jitted program that draws up to CHUNK tokens of each text.
         decode_windows: the same without a cache.
-        compare: the one that draws tokens from training's forward pass, for `check`.
+        compare: the jitted program that draws tokens from training's forward pass, for `check`.
         why_no_cache: reason to draw without a cache; empty: with it. None before the first text.
         sees_later: whether a position of a text sees later ones, so that `check` can compare nothing.
 
@@ -258,8 +258,8 @@ class Sampler:
     ) -> "Checked":
         """Draws each token again from training's forward pass over its window, without a cache, with the same noise.
 
-        Nothing is compared if positions see later ones: a pass over a whole window then shows each position tokens that
-        were not there when the next was drawn.
+        Nothing is compared if positions see later ones: in a pass over a whole window, they would see tokens that did
+        not exist when theirs was drawn.
 
         Args:
             weights: as in `generate`.
@@ -325,4 +325,4 @@ class Checked:
     ties: int = 0
     """Number of these that differ because of rounding."""
     largest: float = 0.0
-    """The largest of their differences, as a part of the difference that rounding explains."""
+    """The largest of their differences, divided by the difference that rounding explains."""

@@ -132,7 +132,7 @@ def pytree_dataclass(cls=None, **kwargs):
 # ---- walking types ----------------------------------------------------------------------------------------------
 
 ABSENT = object()
-"""What `arrays_of` gives for an array of an optional part that is None."""
+"""Value that `arrays_of` yields for an array of an optional part that is None."""
 
 
 def _class_of(t):

@@ -35,7 +35,7 @@ Sizes = dict[str, int]
 
 
 class Scope:
-    """What the checks have bound: the size of each dim, the class of each TypeVar, the dtype of each dtype name.
+    """Bindings of the checks: the size of each dim, the class of each TypeVar, the dtype of each dtype name.
 
     `with Scope():` starts without sizes, and what is bound inside is forgotten at its end. Functions under `typed` and
     `typed_shard_map` open a scope for each call, so that calls do not affect each other. Outside of any scope an op
@@ -107,12 +107,13 @@ def error_context(sizes: Sizes, **values: Any) -> str:
 def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bool = False) -> jax.Array:
     """Checks an array, a partial sum or a copy against `spec` and returns the array in it. Adds new sizes to `sizes`.
 
-    Inside shard_map the value must be a partial sum exactly where the spec says so, a copy at least where it says so
-    (only shardops can use one), of the rank and the sizes of the spec, and vary over no axis that the spec does not
-    mention. Outside, its rank, its sizes, and its sharding where JAX knows it must be those of the spec.
+    Inside shard_map the value must be a partial sum over exactly the axes that the spec marks with +, and a copy over
+    at least those that it marks with *: only shardops can use a copy. It must have the rank and the sizes of the spec,
+    and vary over no axis that the spec does not mention. Outside, its rank, its sizes, and its sharding where JAX knows
+    it must be those of the spec.
 
-    With `gathered_ahead` a copy over d may be the whole of a dim that the spec has as `/d`. An op that allows it must
-    treat the value so. Annotations allow it, since only ops can use a copy.
+    With `gathered_ahead`, a copy over d may hold the whole of a dim that has `/d` in the spec. An op that allows this
+    must expect the whole dim. Annotations allow it, since only ops can use a copy.
 
     Raises:
         ShardError: the value is not as the spec says, or the mesh lacks an axis of the spec.
@@ -172,7 +173,7 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
 
 
 def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], sizes: Sizes) -> None:
-    """Checks rank and sizes, inside shard_map of this device's block, outside of the whole array.
+    """Checks rank and sizes: of this device's block inside shard_map, of the whole array outside.
 
     Raises:
         ShardError: also for a dim of a whole array that its axes do not divide.

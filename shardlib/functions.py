@@ -41,7 +41,7 @@ def _check_dtype(t: ArrayType, value) -> None:
 
 
 def _location(*parts: str) -> str:
-    """Where an error is: the parts that are not empty, from the outermost in."""
+    """Place of an error: the parts that are not empty, from the outermost in."""
     return ": ".join(filter(None, parts))
 
 

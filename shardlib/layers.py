@@ -28,10 +28,10 @@ class LayerNumbers:
 
 @pytree_dataclass
 class Extras:
-    """What a layer returns besides x: scalars, the same on all devices of r, d and t."""
+    """Further results of a layer, besides x: scalars, the same on all devices of r, d and t."""
 
     loss: jax.Array | None = None
-    """Added to the training loss, with any factor included."""
+    """Added to the training loss as it is, so it includes any factor."""
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     """Metrics of the layer, which the log shows, by name."""
 
@@ -93,7 +93,7 @@ def run_layers(
     unroll: int | None = 1,
     scan: Callable = lax.scan,
 ) -> tuple[Any, Any, Extras]:
-    """`x` after all layers of a stack, their caches afterwards, and their Extras, stacked. Per-device code.
+    """`x` after all layers of a stack, the new caches of the layers, and their Extras, stacked. Per-device code.
 
     Args:
         layer: (weights, x, index, turn, attend) -> x of one layer, or a tuple of x and its Extras. x keeps its type.
@@ -102,8 +102,8 @@ def run_layers(
         x: the residual stream.
         numbers: number of the layer in each row. Rows of padding leave x as it is. None: the rows are the layers in
             order.
-        attend: (cache, q, k, v, …) -> what each query reads, and the new cache of the layer. A layer calls it without
-            the cache, once if there are caches.
+        attend: (cache, q, k, v, …) -> the output of attention, and the new cache of the layer. A layer calls it without
+            the cache, exactly once if there are caches.
         caches: caches of the layers, each array with one leading dim of rows; or None.
         period: number of layers after which the model's pattern of layers repeats. It divides the rows.
         save: what the forward pass of a layer keeps for its backward pass, one of jax_extra.KEPT.
@@ -117,8 +117,8 @@ def run_layers(
         numbers = LayerNumbers(jnp.arange(len(jax.tree.leaves(w)[0])))
     periods = len(numbers.index) // period
     turn = periods if unroll is None else min(max(1, unroll // period), periods)
-    # XLA must not replace a recomputed value by that of the forward pass. It cannot if both passes are loops, and
-    # preventing it (prevent_cse) would make the gathers of each layer wait for the gradient that arrives there.
+    # XLA must not replace a recomputed value by that of the forward pass. If both passes are loops, it cannot, and
+    # prevent_cse would only make the gathers of each layer wait for the gradient that arrives there.
     prevent_cse = turn == periods or periods % turn != 0  # no loop, or layers left over after it
 
     def run(turn, x, of_layer):

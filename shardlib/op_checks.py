@@ -111,8 +111,8 @@ def check_same_dims(lhs: ShapeSpec, rhs: ShapeSpec) -> None:
 def last_axes(longer: Dim, shorter: Dim) -> tuple[str, ...]:
     """The axes that `shorter` lacks.
 
-    They must be the last ones of `longer`, along which the blocks are contiguous in those of `shorter`; otherwise it is
-    a ShardError.
+    Raises ShardError if they are not the last axes of `longer`, along which its blocks are contiguous in those of
+    `shorter`.
     """
     if longer.axes[: len(shorter.axes)] != shorter.axes:
         raise ShardError(
@@ -137,10 +137,10 @@ def zeros_like_traced(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
 
 
 def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """`x`, which may differ over `axes` in JAX's types. No operation forward; the gradient stays correct.
+    """`x`, marked in JAX's types as varying over `axes`. No operation forward; the gradient stays correct.
 
-    The gradient of a gathered value becomes a partial sum, as it should. That of a value which JAX knows to be the
-    same on every device is all-reduced here; `cast` refuses to do that unseen.
+    The gradient of a gathered value becomes a partial sum, as it should. If JAX knows that the value is the same on
+    every device, its gradient is all-reduced here. `cast` refuses that, as no spec shows it.
     """
     kind = jax.typeof(x).manual_axis_type
     missing = sort_axes(set(axes) - kind.varying)
@@ -175,7 +175,7 @@ def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str]
 def cast_to_result(
     op: OpSpec, values: Iterable[jax.Array], operands: Iterable[Any]
 ) -> tuple[list[jax.Array], set[str], set[str]]:
-    """Operands of a product, cast to vary over the axes of its result; these axes; and those it is a copy over.
+    """Operands of a product, cast to vary over the axes of its result, these axes, and the axes of which it is a copy.
 
     `values` are the arrays in `operands`. Raises ShardError for a copy in the result that no operand is, and for a cast
     that hides a reduction of a gradient.
@@ -208,10 +208,10 @@ def copy_axes(value: Any) -> tuple[str, ...]:
 def refuse_repeated_gradient(
     position: int, x: jax.Array, name: str, spec: str | bytes, operands: Iterable[Any], sizes: Sizes
 ) -> jax.Array:
-    """`x`, no operation, whose derivative is a ShardError if all devices would compute the same gradient.
+    """`x` unchanged. Its derivative is a ShardError if all devices would compute the same gradient.
 
-    They would where `x` was gathered over an axis on which the result does not depend. JAX refuses that too, but its
-    error shows neither the op nor the axis.
+    They would if `x` was gathered over an axis over which the result does not vary. JAX refuses that too, but its error
+    shows neither the op nor the axis.
     """
     repeated = sort_axes(jax.typeof(x).manual_axis_type.reduced)
     if not repeated:

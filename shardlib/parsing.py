@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 AXIS_ORDER = ("r", "t", "d", "p")
 PIPELINE_AXIS = "p"
-"""The only axis that a mesh may lack. On such a mesh a spec means what it says without that axis."""
+"""The only axis that a mesh may lack. On such a mesh, specs are read without that axis."""
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _DIM = re.compile(rf"({_NAME}|[0-9]+)((?:/{_NAME})*)")

@@ -51,7 +51,7 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the executor runs.
+    """Work of the executor.
 
     Attributes:
         placement: the layers of each stage.
@@ -103,9 +103,9 @@ def run_training(
         observe: called with the gradients of each microbatch; None on a mesh with p, where no device has all of them.
 
     Returns:
-        The loss, on a mesh with p a partial sum over p. The gradients, like `w`, in f32, or f64 for f64 weights. The
-        metrics of the layers, averaged over microbatches, on a mesh with p partial sums; None if there are none. The
-        results of `observe`, with one leading dim of microbatches in the order of the batch; None without it.
+        The loss. The gradients, like `w`, in f32, or f64 for f64 weights. The metrics of the layers, averaged over
+        microbatches, or None. The results of `observe`, with one leading dim of microbatches in the order of the batch,
+        or None. On a mesh with p, the loss and the metrics are partial sums over p.
     """
     if PIPELINE_AXIS in mesh_axes():
         return *_run(parts, plan, w, microbatches, training=True), None
@@ -136,7 +136,7 @@ def run_evaluation(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> Any:
 
 
 def _extra_loss(extras: Extras, microbatches: int) -> Any:
-    """What the layers add to the loss for one microbatch; None if they add nothing."""
+    """Sum of the layers' own losses for a microbatch, divided by `microbatches`; None if the layers have none."""
     return None if extras.loss is None else jnp.sum(extras.loss) / microbatches
 
 
@@ -256,10 +256,10 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
 
 
 class _Residuals:
-    """The jax.vjp, with has_aux, of a function, with forward and backward traced apart. Arrays pass between them.
+    """jax.vjp(has_aux=True) of a function, with forward and backward traced separately and arrays passed between them.
 
-    `jax.vjp` returns a function that is a pytree. Its leaves are what the backward needs. Those among them that are
-    weights are available in the backward anyway and are not passed.
+    The function that `jax.vjp` returns is a pytree, whose leaves are what the backward needs. Leaves that are weights
+    are not passed, since the backward has the weights anyway.
     """
 
     def __init__(self, fn: Callable):
@@ -278,7 +278,7 @@ class _Residuals:
         return [*results, *(leaf for leaf in leaves if id(leaf) not in known)]
 
     def backward(self, w: Any, saved: list[jax.Array]) -> tuple[Any, Callable, Any]:
-        """What `jax.vjp` returns for the call of `forward`: the result, the function for gradients, and aux."""
+        """Results of `jax.vjp` for the call of `forward`: the result, the function for gradients, and aux."""
         count = self._results.num_leaves
         result, aux = jax.tree.unflatten(self._results, saved[:count])
         weights, others = jax.tree.leaves(w), iter(saved[count:])

@@ -6,8 +6,8 @@ device, in the order in which the device runs them. Any function that returns ev
 device and without a deadlock, is a schedule. `check_schedule` checks that, and `tick_table` makes the table that the
 executor scans over. docs/pipeline.md shows the published schedules and how to write another.
 
-A **tick** is one forward slot and then one backward slot on every device. What a task gives to the neighbouring device
-is sent at the end of its slot and arrives at the start of the next tick. This module does not import JAX.
+A **tick** is one forward slot and then one backward slot on every device. The result of a task is sent to the
+neighbouring device at the end of its slot, and arrives at the start of the next tick. This module does not import JAX.
 """
 
 import importlib
@@ -187,8 +187,7 @@ def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
     Returns the orders, with every task as a `Task`.
 
     Raises:
-        ValueError: a task is missing, listed twice or on another device's list, or devices wait for each other for
-            ever.
+        ValueError: a task is missing, listed twice or on another device's list, or devices wait for each other forever.
     """
     orders = _check_tasks(orders, p, m, v, training=True)
     _place(orders, p * v, fuse_last=False)
@@ -274,7 +273,7 @@ def _place(orders: Orders, stages: int, *, fuse_last: bool) -> tuple[dict[Task, 
 
 
 def _deadlock(orders: Orders, place: Sequence[int], done: Mapping[Task, int], stages: int) -> str:
-    """The devices that wait for each other: from one device to the one that it waits for, until they repeat."""
+    """Message that names the devices that wait for each other: each one, then the one that it waits for."""
     device = next(d for d, order in enumerate(orders) if place[d] < len(order))
     path: list[int] = []
     waits = {}
@@ -324,7 +323,7 @@ class TickTable:
 
 
 def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_last: bool) -> TickTable:
-    """Places the tasks in ticks, as early as their order allows, and gives everything that is kept a slot.
+    """Places the tasks in ticks, as early as their order allows, and assigns a slot to everything that is kept.
 
     `orders` is a schedule or `forward_only`, for which the columns of backwards are 0. With `recompute` a backward
     starts from the input of its stage, which is kept until then, and there are no residuals. Otherwise the input is

@@ -1,7 +1,7 @@
 """Per-device ops under `typed_shard_map`: every collective, and the products that make partial sums.
 
-Each takes a spec string and checks its operands against it while JAX traces. It compiles to the `jax.lax` collective
-or product of its name, and to transpositions where its dim is not the first. What each does to a type:
+Each op checks its operands against a spec string while JAX traces. It compiles to the `jax.lax` collective or product
+of the same name, and to transpositions if its dim is not the first. This is what each does to a type:
 
     all_gather         'M/d F/t -> M F/t'                   removes /d; into `M F/t *d`, a Copy
     psum_scatter       'B L M +t -> B L/t M'                turns +t into /t
@@ -276,8 +276,7 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
         spec: the dims of each operand and of the result.
         *operands: arrays, gathered arrays or Copies.
         preferred_element_type: dtype of the sums; None: that of the operands.
-        product: a function of a formula of jnp.einsum and two operands that multiplies these in its place, e.g. in
-            another precision.
+        product: a function (formula, x, y) that is called instead of jnp.einsum, e.g. for another precision.
     """
     with checked_op("einsum_unreduced", spec, *operands) as sizes:
         op = parse(spec, len(operands), copies=True)
@@ -294,7 +293,7 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
                 refuse_repeated_gradient(i, v, "einsum_unreduced", spec, operands, sizes)
                 for i, v in enumerate(values, 1)
             ]
-        # Then each gradient is a product of the other two: no dim is in one place alone.
+        # simple: every dim is in two of the three arrays at least, so each gradient is a product of the other two.
         places = collections.Counter(name for shape in (*op.lhs, op.rhs) for name in shape.names)
         simple = len(values) == 2 and min(places.values()) > 1 and jnp.issubdtype(values[0].dtype, jnp.inexact)
         if product and not simple:

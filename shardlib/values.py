@@ -50,7 +50,7 @@ def target_device():
 
 
 def on_mesh(spec: ShapeSpec) -> ShapeSpec:
-    """What `spec` means on the current mesh: without the pipeline axis if the mesh lacks it."""
+    """`spec` on the current mesh: without the pipeline axis if the mesh lacks it."""
     sizes = mesh_axes()
     return spec.without(PIPELINE_AXIS) if sizes and PIPELINE_AXIS not in sizes else spec
 
@@ -156,7 +156,7 @@ class _Opaque:
         raise ShardError(f"{what} was given {describe(self)}{self._made_by()}", self.remedy())
 
     def remedy(self) -> str:
-        """What to do with the value instead, for error messages."""
+        """Advice in error messages: what to do with the value instead."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -223,7 +223,7 @@ class Partial(_Opaque):
 class Copy(_Opaque):
     """A copy on every device of `axes`, each used independently. Its gradient is a partial sum. Its mark is `*axis`.
 
-    It is not an array: only all_gather, broadcast, einsum_unreduced and index_unreduced take it, which check its use.
+    It is not an array: only all_gather, broadcast, einsum_unreduced and index_unreduced take it, and check its use.
     """
 
     def remedy(self) -> str:

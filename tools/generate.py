@@ -153,7 +153,7 @@ def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
 
 
 def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel, which: str) -> Any:
-    """Reads `weights` or `ema` of a checkpoint, sharded as in training on the mesh in force."""
+    """Reads `weights` or `ema` of a checkpoint, sharded as in training on the current mesh."""
     shapes = shapes_of(model.table)
     sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     like = jax.tree.map(sharded, shapes, make_shardings(model.Weights, like=shapes))

@@ -107,7 +107,7 @@ def _of_device(plane: Any, module: str, steps: int) -> list[Execution]:
 def _kernels(stream: Any, module: str) -> list[tuple[float, float, str, bool]]:
     """Kernels that the module may have launched: start, end, name, and whether they name the module.
 
-    Kernels of a CUDA graph may not name their module. Copies that do not are of data loading and checkpoints.
+    Kernels of a CUDA graph may not name their module. Copies without a module belong to data loading and checkpoints.
     """
     kernels = []
     for event in stream.events:

@@ -34,7 +34,7 @@ from training_io.checkpoint_arrays import (
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "zarr.json"
-"""The metadata of the root group: zarr readers need this file, and complain of any other beside the arrays."""
+"""The metadata of the root group: zarr readers need this file, and complain about any other beside the arrays."""
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run in another directory."
 
 
@@ -113,8 +113,8 @@ class Checkpointer:
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
             metadata: what json can write, without NaN or infinity. Kept in the manifest.
             orders: by name, the orders of the stacks of layers, which are written in the order of the layers.
-            check: called in every process before it waits for the devices; nothing is written if it raises. A check
-                that waits for the step that makes `state` belongs here: the rest of the save is done while that runs.
+            check: called in every process before it waits for the devices. Nothing is written if it raises. A check
+                that waits for the step that computes `state` belongs here, as all work before it overlaps that step.
 
         Raises:
             ValueError: a step, leaf or name that cannot be saved, by name.
@@ -176,8 +176,8 @@ class Checkpointer:
     ) -> Any:
         """The state that was saved at `step`, with the shardings of `like`.
 
-        The process of each device reads the device's own region from disk, leaf after leaf. While it reads, each chunk
-        that overlaps the region is in host memory whole.
+        The process of each device reads the device's own region from disk, leaf after leaf. Meanwhile the whole of each
+        chunk that overlaps the region is in host memory.
 
         Args:
             step: step of a complete checkpoint.
@@ -188,7 +188,7 @@ class Checkpointer:
             remedy: end of the message where the checkpoint has other arrays: what to do.
 
         Raises:
-            ValueError: the checkpoint has other arrays than `like`; with their names.
+            ValueError: the checkpoint has other arrays than `like`. The message names them.
             OSError: an array is missing, truncated, corrupt, or contradicts the manifest.
         """
         path = self._path(step)

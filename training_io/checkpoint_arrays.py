@@ -131,7 +131,7 @@ def write_arrays(directory: Path, arrays: list[HostArray]) -> None:
 
 
 def _results(futures: list[tuple[str, ts.Future]], action: str) -> list:
-    """All results, when all have ended: a write that goes on would bring back files that the next save removes."""
+    """All results, once all have ended: a write that continued would bring back files that the next save removes."""
     results, failures = [], []
     for name, future in futures:
         try:

@@ -44,12 +44,12 @@ class TrainingConfig:
     """Random seed of the initial weights, in [0, 2**63)."""
     init_from: str | None = None
     """Directory of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its model
-    must be the same. A run that is resumed resumes from its own checkpoint."""
+    must be the same. A resumed run reads its own checkpoint instead."""
     other_source: bool = False
     """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
     microbatches: int = 1
-    """Parts of the batch that go through the model one after the other. batch_size is a multiple of r·d times this; for
-    interleaved_1f1b this is a multiple of p."""
+    """Parts of the batch that go through the model one after the other. batch_size must be a multiple of r·d times this
+    number. For interleaved_1f1b the number must be a multiple of p."""
     gather_weights: str = "layer"
     """layer: weights are gathered over d where they are used, in each microbatch. step: they are gathered once a step,
     before the microbatches, and their gradients are scattered once after them; each device of d then holds all weights
@@ -61,8 +61,8 @@ class TrainingConfig:
     scores at a time. cudnn: NVIDIA's fused kernel. auto: the path that suits device and seq_len, which the run prints
     when it starts (modeling/attention.py)."""
     document_mask: bool = True
-    """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document; cudnn, for
-    which documents are a mask of seq_len² entries a sequence, is then faster."""
+    """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document. That makes
+    cudnn faster, which otherwise needs a mask of seq_len² entries for each sequence."""
     fp8: bool = False
     """Whether the products of a layer with its weights have operands rounded to FP8: faster on NVIDIA GPUs from Hopper
     on, slower elsewhere, and less exact (modeling/fp8.py)."""
@@ -79,7 +79,7 @@ class TrainingConfig:
     eval_batches: int = 8
     """Largest number of batches of the validation split in an evaluation; 0 for no evaluations."""
     eval_interval: int | None = None
-    """Steps between evaluations. There is one after the last step too; null: that one only."""
+    """Steps between evaluations. There is one after the last step too. Null: only that one."""
     sample_interval: int | None = None
     """Steps between samples, texts that the model writes into samples.jsonl. There are some before the first step and
     after the last too. Null: none."""
@@ -92,8 +92,9 @@ class TrainingConfig:
     sample_top_k: int | None = None
     """Number of the likeliest tokens to draw from, at least 1; null: all."""
     ema_decay: float | None = None
-    """Factor on the moving average of the weights at each step, in [0, 1); the rest is of the new weights. It begins
-    with the first weights, or with those of a checkpoint that has no average. Null: there is no average."""
+    """Factor on the moving average of the weights at each step, in [0, 1). The new weights have the factor 1 minus
+    this. The average begins with the first weights, or with those of a checkpoint that has no average. Null: there is
+    no average."""
     eval_weights: str = "weights"
     """Weights for the validation and the samples. weights: those that are trained; ema: their average."""
     log_interval: int = 10

@@ -10,7 +10,7 @@ from cluster.watch import pause
 def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: int) -> dict[str, float]:
     """Mean loss in nats a token over the first `batches` batches of the validation split, no sequence twice.
 
-    Where the dataset has the number of bytes of its text, also in bits a byte of UTF-8.
+    Also in bits per byte of UTF-8, if the dataset records the number of bytes of its text.
 
     Args:
         evaluation_step: (weights, batch) -> (nats summed over the batch's targets, number of targets).

@@ -28,7 +28,7 @@ def find_checkpoint(
     Args:
         path: directory of a run, or of one checkpoint.
         step: step of the checkpoint; None for the last.
-        latest: gives the last step; by default all processes get the same.
+        latest: returns the last step. The default returns the same step in all processes.
 
     Raises:
         ValueError: there is no such checkpoint.

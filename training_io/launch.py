@@ -37,7 +37,7 @@ def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
-    """The configuration of a run, its model and its directory; while entered, its mesh is in force and it is watched.
+    """The configuration, model and directory of a run. Inside the context its mesh is set and the run is watched.
 
     Raises ValueError for a setting that is missing, unknown or out of its range, before anything is computed.
     """

@@ -49,7 +49,7 @@ class RunLog:
         tokens_per_step: in the global batch.
         flops: of the model, a token.
         peak: of all the devices together.
-        print_every: steps from one plain line to the next, at least 1; the first and the last step have theirs.
+        print_every: steps from one plain line to the next, at least 1. The first and the last step always have one.
         console: where to show progress; stdout by default.
     """
 
@@ -127,7 +127,7 @@ class RunLog:
             self.flush()  # no step follows that would have to be dispatched first
 
     def flush(self) -> None:
-        """Writes the metrics of the last step, and so waits for the devices. What follows is not part of its time."""
+        """Writes the metrics of the last step, and so waits for the devices. The time of that step ends here."""
         if self._pending is None:
             return
         (step, metrics, source_tokens), self._pending = self._pending, None

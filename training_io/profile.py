@@ -86,7 +86,7 @@ class StepProfiler:
 
         Args:
             i: the step.
-            outputs: arrays that the step computed and that no later step is given to donate, such as its metrics.
+            outputs: arrays that the step computed and that no later step donates, such as its metrics.
         """
         if i == self._first - 1:
             self._before = outputs
@@ -161,9 +161,9 @@ class StepProfiler:
 
 def _options() -> jax.profiler.ProfileOptions:
     options = jax.profiler.ProfileOptions()
-    # Without frames of Python: their tracer exchanges the interpreter's current thread for a moment, a thread that asks
-    # for the lock in that moment believes it has it, and the process ends by a segmentation fault. It also slows the
-    # steps that are timed.
+    # No frames of Python. Their tracer replaces the interpreter's current thread for a moment. A thread that requests
+    # the lock in that moment believes that it holds it, and the process ends with a segmentation fault. The tracer also
+    # slows the timed steps.
     options.python_tracer_level = 0
     return options
 

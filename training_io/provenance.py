@@ -6,7 +6,7 @@
         untracked/              Python files of this project that git does not track
         provenance.json         commit, versions of all packages, command line, environment, hashes
 
-What is compared is the training step and the evaluation step, traced on one device and hashed as graphs of values, so
+The training step and the evaluation step are compared. They are traced on one device and hashed as graphs of values, so
 that names, comments and the order of lines do not count.
 """
 
@@ -128,7 +128,7 @@ def compare_source(
 
 
 def keep_source(directory: Path, step: int, model: Any, provenance: dict[str, Any]) -> None:
-    """Writes <directory>/source/<step>; on process 0 alone."""
+    """Writes <directory>/source/<step>, on process 0 alone."""
     if jax.process_index():
         return
     kept = directory / "source" / f"{step:010}"

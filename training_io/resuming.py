@@ -16,7 +16,7 @@ RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host")}
 
 
 def with_defaults(saved: dict) -> dict:
-    """A checkpoint's configuration, with the defaults of settings that are younger than it."""
+    """A checkpoint's configuration, with defaults for the settings that it does not have."""
     filled = {}
     for section in dataclasses.fields(Config):
         given = saved.get(section.name, {})
@@ -44,7 +44,7 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     training = tuple(
         f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype", "document_mask", "fp8")
     )
-    # Nothing reads it in a resumed run, and its directory may be gone. So it may be left out, but not changed.
+    # A resumed run does not read init_from, whose directory may be gone. So it may be left out, but not changed.
     training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
     return ("model", "optimizer", *data, *training)
 
@@ -62,10 +62,10 @@ def check_resumes(saved: dict, c: Config, directory: Path) -> None:
 
 
 def fixed_by_weights(config: dict) -> tuple[str, ...]:
-    """Dotted names of the settings that a run and the one whose weights it takes (training.init_from) must agree on.
+    """Dotted names of the settings that a run must have in common with the run of training.init_from.
 
-    The model, without the init of its weights and without what further training may change: RoPE scaling, for longer
-    sequences, and dropout.
+    They are the model's settings, without those of its initial weights, and without those that further training may
+    change: RoPE scaling, for longer sequences, and dropout.
     """
     free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
     return tuple(f"model.{name}" for name in config["model"] if name not in free)

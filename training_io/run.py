@@ -1,4 +1,4 @@
-"""A run: what opens and closes, and what is written and printed, around the training step."""
+"""A run around the training step: its data, checkpoints, log, profile, and printed lines."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ class Run:
     make the same calls, and process 0 writes and prints.
 
     Attributes:
-        start: number of steps done before.
+        start: number of steps done before this start.
         total: number of steps of the whole run.
         done: number of steps done until now.
         options: compiler options that the installed XLA knows.
@@ -118,12 +118,12 @@ class Run:
     # ---- before the first step ----------------------------------------------------------------------------------
 
     def begin(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
-        """The state to begin with: of the last checkpoint, or fresh, with the weights of training.init_from if given.
+        """The state to begin with: that of the last checkpoint, or that of `fresh_state`.
 
-        Prints what the run is, and opens its log.
+        Prints the lines that describe the run, and opens its log.
 
         Args:
-            init: gives a fresh state for a random key. Jitted here.
+            init: returns a fresh state for a random key. It is jitted here.
             State: class of the state, generic in the class of the weights. Its fields are `weights`, those of the
                 optimizer, and `ema`, the average of each weight, or None.
         """
@@ -218,7 +218,7 @@ class Run:
     def log(self, step: int, metrics: Any) -> None:
         """Takes the metrics of the step just dispatched, and writes those of the step before: the devices never wait.
 
-        `metrics`: a dataclass as RunLog.log takes its fields, `loss` among them.
+        `metrics` is a dataclass. Its fields are those that RunLog.log takes, and one is `loss`.
         """
         self.done, self._loss = step + 1, metrics.loss
         self._log.log(step, vars(metrics), self.loader.source_tokens(step))
@@ -277,7 +277,7 @@ class Run:
 
 
 def fresh_state(c: Config, placement: Placement, init: Callable[[jax.Array], Any], State: Any) -> Any:
-    """The state of a run before its first step, on the mesh in force; with the weights of training.init_from if given.
+    """State of a run before its first step, on the current mesh, with the weights of training.init_from if given.
 
     Args:
         c: the configuration.

@@ -1,7 +1,7 @@
 """Pipeline of a run: the layers of each stage, the schedule, and the order of the weights at rest.
 
-A stack of layers is `layers/p` at rest, in the order of shardlib/placement.py. That is the order of the layers where
-each device of p has one chunk and all have the same number of layers.
+At rest a stack of layers is `layers/p`, in the order of shardlib/placement.py. That is the order of the layers if each
+device of p has one chunk and all have the same number of layers.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ from training_io.config import Config, check_divides
 
 
 def has_stages() -> bool:
-    """Whether the mesh in force has an axis p."""
+    """Whether the current mesh has an axis p."""
     return PIPELINE_AXIS in mesh_axes()
 
 
 def placement_of(c: Config, model: LanguageModel) -> Placement:
-    """Placement of the layers of a run on the mesh in force. Raises ValueError if they cannot be placed so."""
+    """Placement of the layers of a run on the current mesh. Raises ValueError if they cannot be placed so."""
     p, v, counts = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages, c.pipeline.layers_per_stage
     if p == 1:
         v, counts = 1, None
@@ -44,7 +44,7 @@ def placement_of(c: Config, model: LanguageModel) -> Placement:
 
 
 def training_plan(c: Config, model: LanguageModel) -> Plan:
-    """Work of the devices of p in a step. Raises ValueError for a schedule that cannot have so many microbatches."""
+    """Plan of a training step. Raises ValueError if the schedule does not allow so many microbatches."""
     schedule = c.pipeline.schedule if has_stages() else "gpipe"
     return plan_training(placement_of(c, model), schedule, c.training.microbatches, c.pipeline.recompute)
 
@@ -82,7 +82,7 @@ def run_training(
 
 
 def run_evaluation(c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any) -> Any:
-    """The loss as `run_training` gives it, without gradients. Where there are no stages, of the whole batch at once."""
+    """The loss of `run_training`, without gradients. Without stages, it is computed for the whole batch at once."""
     if not has_stages():
         return parts.whole(w, *batch)[0]
     plan = plan_evaluation(placement_of(c, model), c.training.microbatches)
@@ -95,7 +95,7 @@ def microbatches(batch: Any, count: int) -> Any:
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
-    """Initial weights, in their order at rest on the mesh in force. Under jit, as modeling.weights.initialize."""
+    """Initial weights, in their order at rest on the current mesh. Under jit, as modeling.weights.initialize."""
     return initialize(model.table, key, placement_of(c, model).order)
 
 
@@ -108,7 +108,7 @@ def head_cost(c: Config, table: Any) -> float:
 
 
 def balanced(layers: int, stages: int, head: float) -> list[int]:
-    """Numbers of layers with which the slowest stage is fastest, if the head of the last stage costs `head` layers.
+    """Numbers of layers that make the slowest stage fastest, if the head of the last stage costs `head` layers.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -135,7 +135,7 @@ def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, StackO
 
 
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
-    """The mesh in force without stages: d has the devices of p and r too, or r has those of p where d cannot."""
+    """The current mesh without stages: d takes the devices of p and r, or r those of p if sizes do not allow that."""
     mesh = jax.sharding.get_mesh()
     if PIPELINE_AXIS not in mesh.shape:
         return mesh

@@ -21,10 +21,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 
 class PickledByName:
-    """Decorator for the program's function, under hydra.main, with which launchers can send it to other processes.
+    """Decorator, below hydra.main, that lets launchers send the program's function to other processes.
 
-    A function of `__main__` would be pickled by value, with all that it refers to, which fails. So the other process
-    imports it from its module.
+    Pickling a function of `__main__` by value, with all that it refers to, fails. So the other process imports the
+    function from its module.
     """
 
     def __init__(self, function: Callable):
@@ -57,7 +57,7 @@ class Sweep(Callback):
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Gives each job overrides with its directory, which reach it with any launcher, in any process."""
+        """Adds the directory of each job to its overrides, which reach it with any launcher, in any process."""
         if OmegaConf.select(config, "paths.root_working_dir") is None:
             return  # there is no --config-name, which each job refuses
         params = OmegaConf.select(config, "hydra.sweeper.params") or {}
@@ -85,7 +85,7 @@ class Sweep(Callback):
             config.hydra.overrides.task = [*task, f"paths.model_name={_quoted(run)}"]
         self._name, self._jobs = name, 0
         self._failed: list[str] = []
-        atexit.register(self._say_failures, config.hydra.sweep.dir)
+        atexit.register(self._print_failures, config.hydra.sweep.dir)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Prints at once why a job failed. Hydra itself shows only the first failure, at the end."""
@@ -112,7 +112,7 @@ class Sweep(Callback):
             if jax.distributed.is_initialized() and config.hydra.launcher._target_.endswith(".BasicLauncher"):
                 sys.exit("The sweep stops here: after an error all processes of a run end.")
 
-    def _say_failures(self, directory: str) -> None:
+    def _print_failures(self, directory: str) -> None:
         if self._failed:
             print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
             print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)

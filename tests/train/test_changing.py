@@ -120,6 +120,7 @@ def test_gradients_of_microbatches_are_refused_with_stages():
 QUICK = ("A second input beside tokens",)  # the others' dense tests are slow: rules have quick ones
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", OTHERS_SLOW)
 @pytest.mark.parametrize(
     "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DENSE]

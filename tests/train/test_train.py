@@ -180,6 +180,7 @@ def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 
 
+@pytest.mark.long
 def test_resuming_gives_the_same_losses_to_the_bit(unbroken, tmp_path):
     broken = run(tmp_path / "broken", 3)
     assert losses(broken) == losses(unbroken)[:3]

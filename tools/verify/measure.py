@@ -97,7 +97,7 @@ def abstract_mesh_of(sizes: Mapping[str, int]) -> Iterator[None]:
 
 
 def fresh_state(c: Config) -> Any:
-    """The state that a run starts from, initialized on the mesh in force, by `on_host`, in the order of the layers."""
+    """The state that a run starts from, initialized on the current mesh, by `on_host`, in the order of the layers."""
     state = jax.jit(functools.partial(train.init_state, c=c, model=load_model(c.model)))(
         jax.random.key(c.training.seed)
     )
@@ -106,7 +106,7 @@ def fresh_state(c: Config) -> Any:
 
 
 def loaded_batch(c: Config, step: int) -> TokenBatch:
-    """Loads the batch of `step` on the mesh in force from the data of `c`. Raises ValueError if there is none."""
+    """Loads the batch of `step` on the current mesh from the data of `c`. Raises ValueError if there is none."""
     if c.data.stream is not None:
         raise ValueError("a stream would have to be read from its start")
     t = c.training
@@ -163,7 +163,7 @@ def type_check(c: Config, sizes: Mapping[str, int]) -> None:
 
 
 def in_order(c: Config, tree: Any, weights: Any) -> Any:
-    """Puts the stacks of `tree`, host arrays at rest on the mesh in force, in the order of the layers.
+    """Puts the stacks of `tree`, host arrays at rest on the current mesh, in the order of the layers.
 
     A stack whose padding is not 0 becomes NotTheSame. `weights` are at rest too.
     """
@@ -197,7 +197,7 @@ def _map_stacks(fn: Any, tree: Any, weights: Any) -> Any:
 
 
 class Probe:
-    """The forward pass and the gradients on the mesh in force, with the values that are saved for the backward pass."""
+    """The forward pass and the gradients on the current mesh, with the values that are saved for the backward pass."""
 
     def __init__(self, c: Config):
         self._config, self.model = c, load_model(c.model)
@@ -357,7 +357,7 @@ def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozense
 def measure(
     c: Config, inputs: Inputs, layout: list[dict[str, int]] | None = None, blocks: Mapping[str, int] | None = None
 ) -> tuple[dict[Tensor, np.ndarray | NotTheSame], set[str]]:
-    """Runs one step on the mesh in force. Returns its tensors, in the program's order, and the program's float dtypes.
+    """Runs one step on the current mesh. Returns its tensors, in the program's order, and the program's float dtypes.
 
     `layout`: from `layouts`; None on one device. `blocks`: as for `summed_in_blocks`.
     """

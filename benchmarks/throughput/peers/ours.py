@@ -74,7 +74,7 @@ class Contestant(JaxContestant):
 
 
 def whole_documents(targets: np.ndarray) -> TokenBatch:
-    """A batch on the mesh in force in which each sequence is one document."""
+    """A batch on the current mesh in which each sequence is one document."""
     starts = np.zeros(targets.shape, bool)
     starts[:, 0] = True
     batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=np.ones_like(starts))
