@@ -21,6 +21,7 @@ All ops raise ShardError, with the op, the spec, the operands, the sizes bound s
 
 import collections
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ from shardlib.op_checks import (
     wrap,
 )
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
-from shardlib.values import Noted, describe, devices_along, is_opaque, target_device
+from shardlib.values import Noted, describe, devices_along, is_opaque, planned_devices, target_device
 
 
 def axis_size(axes: str) -> int:
@@ -122,8 +123,6 @@ def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax
     The blocks have to be contiguous in any case. For another dim, XLA on a CPU chooses layouts around the collective
     that cost its neighbours more time than the collective itself takes.
     """
-    if devices_along(axes) == 1:  # nothing changes, whatever the dim
-        return collective(x, axes, tiled=True, **options)
     return jnp.moveaxis(collective(jnp.moveaxis(x, dim, 0), axes, tiled=True, **options), 0, dim)
 
 
@@ -304,14 +303,15 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
     if product:
         value = product(formula, *values)
     elif simple:
-        value = _with_gradients(formula, preferred_element_type, *values)
+        blocks = [math.prod((sizes.get(d.name) or d.literal_size) // planned_devices(d.axes) for d in shape.dims) for shape in (op.lhs[0], op.rhs)]
+        value = _with_gradients(formula, preferred_element_type, blocks[0] <= blocks[1], *values)
     else:
         value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
     return wrap(varying(value, axes), op.rhs.partial, copies, f"einsum_unreduced({op})")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_gradients(formula: str, dtype, x: jax.Array, y: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _with_gradients(formula: str, dtype, x_is_smaller: bool, x: jax.Array, y: jax.Array) -> jax.Array:
     """jnp.einsum, whose gradients are einsums with the dims of the operands in their order, in the operands' dtype.
 
     JAX's own rule contracts the gradient with x and transposes the result. XLA turns that into a transposition of the
@@ -322,12 +322,12 @@ def _with_gradients(formula: str, dtype, x: jax.Array, y: jax.Array) -> jax.Arra
     return jnp.einsum(formula, x, y, preferred_element_type=dtype)
 
 
-def _product_forward(formula, dtype, x, y):
+def _product_forward(formula, dtype, x_is_smaller, x, y):
     # Not a call of _with_gradients, in which the policies of jax.checkpoint would not see the product.
     return jnp.einsum(formula, x, y, preferred_element_type=dtype), (x, y)
 
 
-def _product_backward(formula, dtype, operands, g):
+def _product_backward(formula, dtype, x_is_smaller, operands, g):
     x, y = operands
     operand_dims, result = formula.split("->")
     x_dims, y_dims = operand_dims.split(",")
@@ -335,7 +335,7 @@ def _product_backward(formula, dtype, operands, g):
     product = lambda a, b, to: jnp.einsum(f"{a[0]},{b[0]}->{to}", a[1], b[1])
     of_g, of_x, of_y = (result, g), (x_dims, x), (y_dims, y)
     dx = product(of_g, of_y, x_dims)
-    if target_device().platform != "cpu" or x.size <= g.size:
+    if target_device().platform != "cpu" or x_is_smaller:
         return dx, product(of_x, of_g, y_dims)
     # A CPU transposes the first operand, so the smaller one comes first. XLA would follow the order of the result.
     swapped = "".join(sorted(y_dims, key=lambda dim: dim not in result))

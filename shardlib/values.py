@@ -95,6 +95,25 @@ def devices_along(axes: Iterable[str]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
+_PLANNED: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("shardlib_planned", default=None)
+
+
+@contextlib.contextmanager
+def planned_for(mesh: Mapping[str, int]) -> Iterator[None]:
+    """Context in which choices of speed are those for a mesh of these sizes, whatever mesh is traced on."""
+    token = _PLANNED.set(mesh)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+def planned_devices(axes: Iterable[str]) -> int:
+    """Number of devices along `axes`, for choices of speed: two traces that are compared choose alike."""
+    sizes = _PLANNED.get() or mesh_axes()
+    return math.prod(sizes[axis] for axis in axes)
+
+
 # ---- opaque values ----------------------------------------------------------------------------------------------
 
 

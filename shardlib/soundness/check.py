@@ -1,0 +1,126 @@
+"""Check of traced programs."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from shardlib.parsing import ShardError
+from shardlib.soundness.domain import UNIFORM, Value, Wild, describe
+from shardlib.soundness.equation import Equation
+from shardlib.soundness.interpreter import Different, Interpreter, block_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What is wrong with a program: where, what the value is, what to do."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def findings(program: Any, twin: Any = None) -> list[Finding]:
+    """What is wrong with each jax.shard_map in a traced program.
+
+    Args:
+        program: what jax.make_jaxpr or jax.jit(f).trace(...).jaxpr gives.
+        twin: the same program traced on a mesh whose axes have one device each. Without it, numbers and sizes that
+            depend on the mesh are taken for whole ones: `x.shape[0]` is not noticed.
+    """
+    found: list[Finding] = []
+    theirs = list(_shard_maps(twin)) if twin is not None else None
+    ours = list(_shard_maps(program))
+    for i, eqn in enumerate(ours):
+        other = theirs[i] if theirs is not None else None
+        found += _of_shard_map(eqn, other)
+    return found
+
+
+def _shard_maps(jaxpr: Any) -> Iterator[Any]:
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "shard_map":
+            yield eqn
+            continue
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                    yield from _shard_maps(part)
+
+
+def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
+    entries = [*spec, *([None] * (ndim - len(spec)))]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
+def _of_shard_map(eqn: Any, twin: Any) -> list[Finding]:
+    sizes = dict(eqn.params["mesh"].shape)
+    twin_sizes = dict(twin.params["mesh"].shape) if twin is not None else dict.fromkeys(sizes, 1)
+    interpreter = Interpreter(sizes, twin_sizes)
+    inner, other = eqn.params["jaxpr"], twin.params["jaxpr"] if twin is not None else None
+    body = getattr(inner, "jaxpr", inner)
+    args = [
+        block_of(_axes(spec, len(var.aval.shape)), var.aval.shape, sizes)
+        for spec, var in zip(eqn.params["in_specs"], body.invars, strict=True)
+    ]
+    try:
+        outs = interpreter.run(inner, other, args)
+    except Different as different:
+        place = Equation(different.eqn, None, [], sizes, twin_sizes, interpreter.run).place()
+        return [Finding(f"{place}: {different}")]
+    found = {id(wild): wild for wild in interpreter.problems}
+    texts = []
+    for i, (spec, value, var) in enumerate(zip(eqn.params["out_specs"], outs, body.outvars, strict=True)):
+        problem = _leaving(value, _axes(spec, len(var.aval.shape)), var.aval, sizes)
+        if isinstance(problem, Wild):
+            found.setdefault(id(problem), problem)
+        elif problem:
+            texts.append(Finding(f"result {i} {problem}"))
+    return [*(Finding(str(wild)) for wild in found.values()), *texts]
+
+
+def _leaving(value: Value, axes: list, aval: Any, sizes: Any) -> Wild | str | None:
+    """What is wrong with a result that is declared to be sharded over `axes`; None if nothing is."""
+    if value.wild:
+        return value.wild
+    declared = block_of(axes, aval.shape, sizes)
+    fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
+    bad = value.partial or value.extreme or value.offset or value.is_local or value.looked_up is not None or value.mask
+    if fits and not bad and value.ratio == 1.0:
+        return None
+    return (
+        f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
+        f"{describe(declared, aval.shape, aval.dtype, sizes)}"
+    )
+
+
+def check(function: Callable, *args: Any, mesh: Any = None, keep: tuple[str, ...] = ()) -> None:
+    """Refuses a function that does not compute, on `mesh`, what it computes on one device. It is traced, not run.
+
+    Args:
+        function: calls jax.shard_map (or typed_shard_map) over the mesh in force.
+        *args: its arguments, arrays or jax.ShapeDtypeStruct.
+        mesh: the mesh; None: the one in force.
+        keep: axes that have as many devices on the mesh of comparison, instead of one.
+
+    Raises:
+        ShardError: with the file and line of the first value that is not a block of what one device computes.
+    """
+    found = findings(*(jax.make_jaxpr(function)(*args) for _ in _each_mesh(mesh, keep)))
+    if found:
+        raise ShardError(str(found[0]), "")
+
+
+def _each_mesh(mesh: Any, keep: tuple[str, ...]) -> Iterator[AbstractMesh]:
+    """Sets the mesh, and then that of one device, without devices."""
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    mesh = getattr(mesh, "abstract_mesh", mesh)
+    alone = AbstractMesh(
+        tuple(n if axis in keep else 1 for axis, n in mesh.shape.items()), mesh.axis_names, axis_types=mesh.axis_types
+    )
+    for each in (mesh, alone):
+        with jax.sharding.use_abstract_mesh(each):
+            yield each

@@ -1,0 +1,361 @@
+"""Interpretation of a per-device program over facts about its values, beside the same program on one device."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from shardlib.soundness import elementwise, rules
+from shardlib.soundness.domain import UNIFORM, Dim, Value, Wild, constant, cut, devices, whole
+from shardlib.soundness.equation import Equation, Refused
+from shardlib.soundness.escape import boundary_of
+from shardlib.soundness.rules import rule
+
+COLLECTIVES = frozenset(
+    "psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced "
+    "reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ppermute pbroadcast ragged_all_to_all".split()
+)
+
+
+class Interpreter:
+    """Facts about the results of a program, and what is wrong with it whatever becomes of its results.
+
+    Attributes:
+        sizes: number of devices along each axis of the mesh.
+        twin_sizes: those of the mesh on which the twin was traced: 1, but for axes that both have.
+        problems: collectives that not all devices reach, as they stand below a condition that differs.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
+        self.sizes, self.twin_sizes = dict(sizes), dict(twin_sizes)
+        self.problems: list[Wild] = []
+        self._seen: set[int] = set()
+
+    def run(self, jaxpr: Any, twin: Any, args: list[Value]) -> list[Value]:
+        """Facts about the results of a jaxpr, closed or open, from those about its arguments."""
+        closed, twin_closed = isinstance(jaxpr, core.ClosedJaxpr), isinstance(twin, core.ClosedJaxpr)
+        consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
+        jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
+        known = [read_array(c, None if twin_consts is None else t) for c, t in zip(consts, twin_consts or consts, strict=True)]
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*known, *args], strict=True))
+        twins = twin.eqns if twin is not None else [None] * len(jaxpr.eqns)
+        if len(twins) != len(jaxpr.eqns):
+            raise Different(jaxpr, twin)
+        for eqn, other in zip(jaxpr.eqns, twins, strict=True):
+            if other is not None and other.primitive.name != eqn.primitive.name:
+                raise Different(jaxpr, twin)
+            ins = [
+                self.read(env, v, other.invars[i] if other is not None else None) for i, v in enumerate(eqn.invars)
+            ]
+            equation = Equation(eqn, other, ins, self.sizes, self.twin_sizes, self.run)
+            env.update(zip(eqn.outvars, self.apply(equation), strict=True))
+        outs = twin.outvars if twin is not None else [None] * len(jaxpr.outvars)
+        return [self.read(env, v, t) for v, t in zip(jaxpr.outvars, outs, strict=True)]
+
+    def read(self, env: Mapping, var: Any, twin: Any) -> Value:
+        """Facts about a variable or a literal."""
+        if isinstance(var, core.Literal):
+            other = twin.val if isinstance(twin, core.Literal) else None
+            if twin is not None and other is None:
+                return _wild_constant("a number here is a computed value on one device")
+            return read_array(var.val, other)
+        return env[var]
+
+    def apply(self, eq: Equation) -> list[Value]:
+        """Facts about the results of one equation."""
+        boundary = boundary_of(eq.eqn)
+        try:
+            if boundary is not None:
+                return [self._crossed(eq, boundary)]
+            control = _CONTROL.get(eq.name)
+            if control is not None:
+                return control(self, eq)
+            inner = next((n for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if hasattr(eq.params.get(n), "eqns") or hasattr(eq.params.get(n), "jaxpr")), None)
+            if inner is not None:
+                return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins)
+            if wild := next((v.wild for v in eq.ins if v.wild), None):
+                return self.wild(eq, wild)
+            if eq.name in rules.RULES:
+                found = rules.RULES[eq.name](eq)
+            elif eq.name in elementwise.ELEMENTWISE:
+                found = elementwise.elementwise(eq)
+            else:
+                found = rules.everything_whole(eq)
+            found = found if isinstance(found, list) else [found]
+            return [self._checked(eq, i, value) for i, value in enumerate(found)]
+        except Refused as refusal:
+            return self.wild(eq, self.explain(eq, refusal))
+
+    def explain(self, eq: Equation, refusal: Refused) -> Wild:
+        """The refusal with its place and the types of the operands."""
+        return Wild(eq.place(), f"{eq.name}: {refusal.problem}", refusal.remedy, eq.operand_texts())
+
+    def wild(self, eq: Equation, reason: Wild) -> list[Value]:
+        """Results of which nothing is known."""
+        return [Value((UNIFORM,) * _ndim(var), wild=reason) for var in eq.eqn.outvars]
+
+    def _checked(self, eq: Equation, i: int, value: Value) -> Value:
+        """`value`, if it is one of the result's shape that can be: also of the shape that it has on one device."""
+        shape = eq.eqn.outvars[i].aval.shape
+        assert len(value.dims) == len(shape), (eq.name, value, shape)
+        axes = [axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
+        if len(set(axes)) < len(axes):
+            again = next(axis for axis in axes if axes.count(axis) > 1)
+            raise Refused(
+                f"axis {again} would shard two dims of the result: each device sees only the matching pairs of blocks",
+                f"gather one of the two over {again} first",
+            )
+        if both := value.partial & set(axes):
+            raise Refused(
+                f"the result is sharded over {', '.join(sorted(both))}, over which it is also a partial sum",
+                "reduce the partial sum first, with psum or psum_scatter",
+            )
+        if math.isnan(value.ratio):
+            raise Refused("a number that is zero on some meshes alone", "compute it from whole sizes")
+        if eq.twin is not None:
+            for k, (dim, here, there) in enumerate(zip(value.dims, shape, eq.twin.outvars[i].aval.shape, strict=True)):
+                if dim is UNIFORM or (k in value.count and value.is_local):
+                    continue
+                if eq.whole_size(dim, here) != there:
+                    raise Refused(
+                        f"dim {k} of the result is {here} of {eq.whole_size(dim, here)} here and {there} on one device",
+                        "a device's own size was taken for the whole size (x.shape[0], jnp.arange, random bits from one "
+                        "key): shardops.size and shardops.positions give the whole; fold positions into a key",
+                    )
+        if any(d is not UNIFORM and d.parts == ((1, ()),) for d in value.dims):
+            dims = tuple(UNIFORM if d is not UNIFORM and d.parts == ((1, ()),) else d for d in value.dims)
+            value = dataclasses.replace(value, dims=dims)
+        if value.is_zero:
+            return constant(len(shape), 0, 0)
+        return value
+
+    def _crossed(self, eq: Equation, boundary: Any) -> Value:
+        """A value at the boundary of code that is per-device on purpose: what its declared type says."""
+        if boundary.reason_only:
+            return self.wild(eq, Wild(eq.place(), f"within per_device: {boundary.reason}", "", ()))[0]
+        return block_of(boundary.axes, eq.result_shape, self.sizes, boundary.partial, boundary.names)
+
+
+class Different(Exception):
+    """The program is another one on one device."""
+
+    def __init__(self, jaxpr: Any, twin: Any):
+        pairs = zip(jaxpr.eqns, twin.eqns, strict=False)
+        eqn = next((a for a, b in pairs if a.primitive.name != b.primitive.name), None)
+        self.eqn = eqn if eqn is not None else (jaxpr.eqns or [None])[-1]
+        there = next((b for a, b in zip(jaxpr.eqns, twin.eqns, strict=False) if a is eqn), None)
+        names = [e.primitive.name if e is not None else "nothing more" for e in (self.eqn, there)]
+        super().__init__(f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there")
+
+
+def _ndim(var: Any) -> int:
+    return len(getattr(var.aval, "shape", ()))
+
+
+def _wild_constant(problem: str) -> Value:
+    return Value((), wild=Wild("?", problem, "compute it from whole sizes", ()))
+
+
+def block_of(axes: Any, shape: tuple[int, ...], sizes: Mapping[str, int], partial: Any = (), names: Any = None) -> Value:
+    """A device's block of an array, of which each dim is sharded over `axes`."""
+    live = [tuple(axis for axis in a if sizes[axis] > 1) for a in axes]
+    names = names or [""] * len(shape)
+    dims = tuple(
+        UNIFORM if n == 1 and not a else cut(n, a, name) for n, a, name in zip(shape, live, names, strict=True)
+    )
+    return Value(dims, frozenset(axis for axis in partial if sizes[axis] > 1))
+
+
+def read_array(here: Any, there: Any) -> Value:
+    """Facts about a constant array: a number, a count, or an array that is the same on both meshes."""
+    array = np.asarray(here) if not isinstance(here, jax.Array) or not jax.dtypes.issubdtype(here.dtype, jax.dtypes.extended) else None
+    if array is None or array.dtype == jax.dtypes.float0 or array.dtype == object:
+        return Value(tuple(whole(n) for n in np.shape(here)))
+    other = array if there is None else np.asarray(there)
+    if array.size and other.size and (array == array.flat[0]).all() and (other == other.flat[0]).all():
+        return constant(array.ndim, array.flat[0].item(), other.flat[0].item())
+    if array.shape == other.shape and np.array_equal(array, other, equal_nan=array.dtype.kind in "fc"):
+        return Value(tuple(whole(n) if n > 1 else UNIFORM for n in array.shape))
+    if array.ndim == 1 and _counts(array) and _counts(other):
+        return Value((whole(len(array)),), known=(0, 0), count=(0,), is_local=True)
+    return Value(
+        (UNIFORM,) * array.ndim,
+        wild=Wild("?", f"a constant array, {array.dtype}{list(array.shape)}, depends on the mesh", "", ()),
+    )
+
+
+def _counts(array: np.ndarray) -> bool:
+    return array.dtype.kind in "iu" and np.array_equal(array, np.arange(len(array)))
+
+
+# ---- control flow -----------------------------------------------------------------------------------------------
+
+
+def _join(eq: Equation, a: Value, b: Value, interpreter: Interpreter) -> Value:
+    """What holds of a value that is one or the other."""
+    if a.wild or b.wild or a == b:
+        return a if a.wild or a == b else b
+    try:
+        values = [a, b]
+        if a.offset != b.offset or a.count != b.count or a.mask != b.mask or a.looked_up != b.looked_up:
+            for value in values:
+                eq.block(value)
+        if a.offset or a.count or a.mask or a.looked_up is not None:
+            known = a.known if a.known == b.known else None
+            return dataclasses.replace(a, known=known, dims=eq.joined_dims(values))
+        return Value(
+            eq.joined_dims(values),
+            eq.joined_partial(values),
+            _joined_extreme(eq, values),
+            eq.joined_ratio(values),
+            known=a.known if a.known == b.known else None,
+        )
+    except Refused as refusal:
+        return Value(a.dims, wild=interpreter.explain(eq, refusal))
+
+
+def _joined_extreme(eq: Equation, values: list[Value]) -> Any:
+    """Extremes of one kind; a finished value is one whose extreme was taken already, so it may join as well."""
+    found = {value.extreme for value in values if value.extreme}
+    if len(found) > 1:
+        for value in values:
+            eq.finished(value)
+    return found.pop() if found else None
+
+
+def _fixed_point(interpreter: Interpreter, eq: Equation, carry: list[Value], body: Any) -> list[Value]:
+    """The facts about carried values that a pass of a loop's body keeps."""
+    for _ in range(4 * len(carry) + 8):
+        outs = body(carry)
+        new = [_join(eq, a, b, interpreter) for a, b in zip(carry, outs, strict=True)]
+        if new == carry:
+            return carry
+        carry = new
+    raise AssertionError(f"{eq.place()}: the facts about the carried values do not settle")
+
+
+def _scan(interpreter: Interpreter, eq: Equation) -> list[Value]:
+    consts, carried = eq.params["num_consts"], eq.params["num_carry"]
+    first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
+    twin = eq.twin and eq.twin.params["jaxpr"]
+    items = []
+    for k, x in enumerate(xs, consts + carried):
+        try:
+            if not x.wild:
+                eq.uncut(x, 0, "a loop runs")
+                if x.count or x.offset:
+                    eq.block(x)
+            gone = dataclasses.replace(x, dims=x.dims[1:], count=(), components=(), known=None if x.count else x.known)
+        except Refused as refusal:
+            gone = Value(x.dims[1:], wild=interpreter.explain(eq, refusal))
+        items.append(gone)
+    if eq.twin is not None and eq.twin.params["length"] != eq.params["length"]:
+        reason = Refused(
+            f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
+            "loop over a whole size; a ring over devices is shardops.per_device(...) with the reason",
+        )
+        outs = interpreter.wild(eq, interpreter.explain(eq, reason))
+        args = [*first, *(Value(c.dims, wild=outs[0].wild) for c in carry), *items]
+        interpreter.run(eq.params["jaxpr"], twin, args)
+        return outs
+    run = lambda carry: interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items])
+    carry = _fixed_point(interpreter, eq, carry, lambda carry: run(carry)[:carried])
+    outs = run(carry)
+    results = list(carry)
+    for i, out in enumerate(outs[carried:], carried):
+        n = eq.params["length"]
+        stacked = dataclasses.replace(out, dims=(whole(n) if n > 1 else UNIFORM, *out.dims), count=(), components=())
+        if (out.count and out.is_local) and not out.wild:
+            stacked = Value(stacked.dims, wild=interpreter.explain(eq, Refused("positions within a block leave a loop", "")))
+        results.append(dataclasses.replace(stacked, known=None) if out.count else stacked)
+    return results
+
+
+def _divergent(eq: Equation, predicate: Value, var: Any) -> frozenset[str] | None:
+    """Axes over which a predicate differs; None if it is the same on all devices and right."""
+    if predicate.wild:
+        kind = getattr(var.aval, "manual_axis_type", None)
+        varying = getattr(kind, "varying", getattr(var.aval, "vma", None))
+        return frozenset(eq.sizes) if varying is None else frozenset(a for a in varying if eq.sizes[a] > 1)
+    axes = {axis for axis, _ in predicate.offset} | predicate.partial
+    axes |= predicate.extreme[1] if predicate.extreme else set()
+    axes |= {axis for axis, _ in predicate.mask.offset} if predicate.mask else set()
+    return frozenset(axes) or None
+
+
+def _collectives(jaxpr: Any, axes: frozenset[str]) -> Any:
+    """The first collective over one of the axes in a jaxpr; None if there is none."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name in COLLECTIVES:
+            names = eqn.params.get("axis_name", eqn.params.get("axes"))
+            if axes & set(names if isinstance(names, tuple | list) else (names,)):
+                return eqn
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                    if found := _collectives(part, axes):
+                        return found
+    return None
+
+
+def _under_predicate(interpreter: Interpreter, eq: Equation, predicate: Value, var: Any, bodies: Any) -> Wild | None:
+    """Why results that depend on a predicate are not known. Notes a collective that not all devices reach."""
+    axes = _divergent(eq, predicate, var)
+    if predicate.ratio != 1.0 and axes is None:
+        axes = frozenset()
+    if axes is None:
+        return None
+    over = ", ".join(sorted(axes)) or "the mesh"
+    reason = predicate.wild or interpreter.explain(
+        eq,
+        Refused(
+            f"the condition differs between devices of {over}: they take different branches",
+            "reduce the condition over these axes first, e.g. with psum or pmax",
+        ),
+    )
+    if id(eq.eqn) not in interpreter._seen:
+        for body in bodies:
+            found = _collectives(body, axes) if axes else None
+            if found is not None:
+                interpreter._seen.add(id(eq.eqn))
+                name = found.primitive.name
+                problem = f"{eq.name}: devices of {over} decide for themselves, and {name} within waits for all of them"
+                interpreter.problems.append(
+                    Wild(eq.place(), problem, "reduce the condition first, or communicate outside", eq.operand_texts())
+                )
+                break
+    return reason
+
+
+def _while(interpreter: Interpreter, eq: Equation) -> list[Value]:
+    consts, body_consts = eq.params["cond_nconsts"], eq.params["body_nconsts"]
+    of_cond, of_body = eq.ins[:consts], eq.ins[consts : consts + body_consts]
+    carry = eq.ins[consts + body_consts :]
+    test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
+    twin_test, twin_body = (eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]) if eq.twin else (None, None)
+    step = lambda carry: interpreter.run(body, twin_body, [*of_body, *carry])
+    carry = _fixed_point(interpreter, eq, carry, step)
+    (go,) = interpreter.run(test, twin_test, [*of_cond, *carry])
+    if reason := _under_predicate(interpreter, eq, go, test.jaxpr.outvars[0], [test, body]):
+        return interpreter.wild(eq, reason)
+    return carry
+
+
+def _cond(interpreter: Interpreter, eq: Equation) -> list[Value]:
+    which, *args = eq.ins
+    branches = eq.params["branches"]
+    twins = eq.twin.params["branches"] if eq.twin else [None] * len(branches)
+    outs = [interpreter.run(branch, twin, args) for branch, twin in zip(branches, twins, strict=True)]
+    if reason := _under_predicate(interpreter, eq, which, eq.eqn.invars[0], branches):
+        return interpreter.wild(eq, reason)
+    result = outs[0]
+    for other in outs[1:]:
+        result = [_join(eq, a, b, interpreter) for a, b in zip(result, other, strict=True)]
+    return result
+
+
+_CONTROL = {"scan": _scan, "while": _while, "cond": _cond}
