@@ -17,6 +17,7 @@ from jax import lax
 from jax_extra import save_for_backward
 from modeling.model import act
 from modeling.rules import Places, Rule, head_numbers
+from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.shardtypes import f32, typed
 from shardlib.values import stage_axes, target_device
@@ -74,7 +75,13 @@ def blockwise(
     index = jnp.arange(length + -length % blocks, dtype=jnp.int32)[None]
     places = Places(index, pad(places.position), pad(places.document))
     everything = alike((pad(q), pad(k), pad(v), sinks, learned, places, head_numbers(*q.shape[2:4])))
-    return _blockwise(_Task(blocks, length, rule), *everything)[:, :length]
+    out = shardops.per_device(
+        "B/r/d P K/t Q D",
+        functools.partial(_blockwise, _Task(blocks, length, rule)),
+        *everything,
+        reason="blocks of keys that no sequence of this device sees are skipped; they add nothing",
+    )
+    return out[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -33,11 +33,17 @@ def sum_in_chunks(
         return summed(w, x, targets, mask)
     t = shardops.axis_size("t")
     own, chunks = chunk // t, x.shape[1] * t // chunk
+    rest = lax.stop_gradient(w)
     # Chunk i has the i-th part of each device's own positions, so that cutting x moves nothing between devices.
     of_devices = lambda ids: jnp.moveaxis(ids.reshape(len(ids), t, chunks, own), 2, 0).reshape(chunks, len(ids), -1)
-    cut = jnp.moveaxis(x.reshape(len(x), chunks, own, -1), 1, 0)
+    cut = lambda x: jnp.moveaxis(x.reshape(len(x), chunks, own, -1), 1, 0)
     w_head = {field.name: getattr(w, field.name) for field in dataclasses.fields(w) if field.name != "layers"}
-    return _sum(summed, w_head, w, cut, of_devices(targets), of_devices(mask))
+    return shardops.per_device(
+        "+r +d",
+        lambda w_head, x, targets, mask: _sum(summed, w_head, rest, cut(x), of_devices(targets), of_devices(mask)),
+        *(w_head, x, targets, mask),
+        reason="chunks are parts of each device's own positions; a sum does not depend on which",
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

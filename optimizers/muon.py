@@ -113,17 +113,24 @@ def orthogonalized(x: W, updates: Any, iterations: int) -> W:
             part = leaves[i].astype(act.dtype)
             part = part.reshape(-1, *part.shape[-weight.inputs - weight.outputs :])
             parts.append(transpose(part, weight.inputs) if transposed else part)
-        stack = on_whole_matrices(
-            functools.partial(newton_schulz_stack, rows=len(layout.rows), iterations=iterations),
-            (*layout.rows, *layout.columns),
-            layout.stack_axes,
-            jnp.concatenate(parts),
+        dims, stacks_of = (*layout.rows, *layout.columns), [Dim(f"n{i}", layout.stack_axes) for i in range(len(parts))]
+        fn = functools.partial(newton_schulz_stack, rows=len(layout.rows), iterations=iterations)
+        parts = shardops.per_device(
+            ", ".join(" ".join(map(str, (stack, *dims))) for stack in stacks_of),
+            lambda *parts, dims=dims, fn=fn, layout=layout: on_whole_stack(fn, dims, layout.stack_axes, parts),
+            *parts,
+            reason=f"each device takes some of the whole matrices {layout.rows} × {layout.columns}, each by itself",
         )
-        starts = list(itertools.accumulate(map(len, parts[:-1])))
-        for (i, weight, transposed), part in zip(members, jnp.split(stack, starts), strict=True):
+        for (i, weight, transposed), part in zip(members, parts, strict=True):
             part = transpose(part, weight.outputs) if transposed else part
             leaves[i] = part.reshape(leaves[i].shape).astype(leaves[i].dtype)
     return jax.tree.unflatten(structure, leaves)
+
+
+def on_whole_stack(fn: Callable, dims: tuple[Dim, ...], axes: tuple[str, ...], parts: Any) -> list[jax.Array]:
+    """on_whole_matrices for several stacks at once, which are joined for it."""
+    stack = on_whole_matrices(fn, dims, axes, jnp.concatenate(parts))
+    return jnp.split(stack, list(itertools.accumulate(map(len, parts[:-1]))))
 
 
 def transpose(x: jax.Array, rows: int) -> jax.Array:

@@ -47,8 +47,10 @@ from shardlib.op_checks import (
     varying,
     wrap,
 )
+from shardlib.checks import current_scope
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
-from shardlib.values import Noted, describe, devices_along, is_opaque, planned_devices, target_device
+from shardlib.soundness import escape
+from shardlib.values import Noted, describe, devices_along, is_opaque, on_mesh, planned_devices, target_device
 
 
 def axis_size(axes: str) -> int:
@@ -62,6 +64,57 @@ def axis_index(axis: str) -> jax.Array:
         devices_along((axis,))
         require_shard_map()
     return lax.axis_index(axis)
+
+
+def size(dim: str) -> int:
+    """Number of entries of a dim on all devices together: `'L'`. An annotation in this function must have bound it."""
+    sizes = current_scope().sizes
+    if dim not in sizes:
+        raise ShardError(
+            f"size({dim!r}): the size of {dim} is not known here; known are {', '.join(sizes) or 'none'}",
+            "annotate an argument or a local that has this dim",
+        )
+    return sizes[dim]
+
+
+def positions(spec: str) -> jax.Array:
+    """Positions of this device's block in a dim, i32: `positions('L/t')` counts from 0 over all devices of t."""
+    with checked_op("positions", spec):
+        (dim,) = parse_shape(spec_text(spec)).dims
+        block = (dim.literal_size or size(dim.name)) // devices_along(dim.axes)
+        require_shard_map()
+    offset = sum(lax.axis_index(axis) * block * _minor_devices(dim, axis) for axis in dim.axes)
+    return jnp.arange(block, dtype=jnp.int32) + offset
+
+
+def per_device(spec, fn, *args, reason: str):
+    """fn(*args), whose code differs between devices on purpose; the results are taken to be as `spec` says.
+
+    The check of the step does not look into `fn`: a ring, a halo, the slots of a mixture of experts, noise of its own
+    on each device. Gradients of the arguments are taken to have the types of the arguments.
+
+    Args:
+        spec: the type of the result, `B/r/d L/t M`; of a tuple, the types with commas between.
+        fn: a function of arrays and pytrees of arrays.
+        *args: its arguments.
+        reason: why the result is right on every mesh. Each use has its own.
+    """
+    with checked_op("per_device", spec):
+        require_shard_map()
+        shapes = [on_mesh(parse_shape(text)) for text in spec_text(spec).split(",")]
+        if not reason or "|" in reason:
+            raise ShardError(f"the reason is {reason!r}", "say in words why the result is right on every mesh")
+    leaves, structure = jax.tree.flatten(args)
+    entered = [escape.enter(x, f"{reason} [{i}]") for i, x in enumerate(leaves)]
+    results = escape.region(lambda leaves: fn(*structure.unflatten(leaves)), entered)
+    flat, structure = jax.tree.flatten(results, is_leaf=is_opaque)
+    with checked_op("per_device", spec, *flat) as sizes:
+        if len(flat) != len(shapes):
+            raise ShardError(f"the spec has {len(shapes)} types, the function {len(flat)} results", "give one for each")
+        for i, (shape, x) in enumerate(zip(shapes, flat, strict=True), 1):
+            check_operand(i, shape, x, sizes)
+    leave = lambda shape, x: jax.tree.map(lambda array: escape.leave(array, reason, str(shape)), x)
+    return structure.unflatten(map(leave, shapes, flat))
 
 
 # ---- collectives ------------------------------------------------------------------------------------------------

@@ -1,66 +1,86 @@
-"""Code that is per-device on purpose: what each device computes there is not checked, its results are taken as declared."""
+"""Marks around code that is per-device on purpose. What it computes is not checked; its results are what is declared.
 
-import dataclasses
+A mark is a name on a value (jax.ad_checkpoint.checkpoint_name), which compiles to nothing. An argument is marked
+`enters`, and a result `leaves` with the type that is declared. Gradients cross the other way: that of a result enters,
+that of an argument leaves with the type of the argument.
+"""
+
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-_MARK = "shardlib.per_device"
+REGION = "per_device"
+"""Name of the jitted function that holds the code."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Boundary:
-    """What the name of a marked value says: it enters per-device code, or leaves it as a block of these axes."""
+class Mark(NamedTuple):
+    """What the name of a value says.
 
-    reason: str
-    reason_only: bool
-    axes: tuple[tuple[str, ...], ...] = ()
-    partial: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
+    Attributes:
+        kind: enters, leaves, or gradient: leaves with the type of the argument that entered as `label`.
+        label: the reason, and the number of the argument.
+        spec: the type, in shardtypes' notation.
+    """
+
+    kind: str
+    label: str
+    spec: str = ""
 
 
-def boundary_of(eqn: Any) -> Boundary | None:
-    """What an equation marks; None if it is not a mark."""
+def mark_of(eqn: Any) -> Mark | None:
+    """The mark that an equation makes; None if it makes none."""
     name = eqn.params.get("name") if eqn.primitive.name == "name" else None
-    if not isinstance(name, str) or not name.startswith(_MARK):
-        return None
-    _, kind, text, reason = name.split("|", 3)
-    if kind == "enters":
-        return Boundary(reason, True)
-    dims, _, marks = text.partition(";")
-    words = [word.split("/") for word in dims.split()]
-    return Boundary(
-        reason, False, tuple(tuple(w[1:]) for w in words), tuple(marks.split()), tuple(w[0] for w in words)
-    )
+    return Mark(*name.split("|")[1:]) if isinstance(name, str) and name.startswith(f"{REGION}|") else None
 
 
-def _mark(x: jax.Array, kind: str, text: str, reason: str) -> jax.Array:
-    return checkpoint_name(x, f"{_MARK}|{kind}|{text}|{reason}")
+def is_region(eqn: Any) -> bool:
+    """Whether an equation calls code that is per-device on purpose."""
+    return eqn.params.get("name") == REGION and eqn.primitive.name in ("jit", "pjit")
+
+
+def _name(x: jax.Array, mark: Mark) -> jax.Array:
+    return checkpoint_name(x, "|".join((REGION, *mark)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def leaves(x: jax.Array, text: str, reason: str) -> jax.Array:
-    """`x`, taken for a block of the type that `text` says. Its gradient enters per-device code."""
-    return _mark(x, "leaves", text, reason)
+def _marked(x: jax.Array, forward: Mark, backward: Mark) -> jax.Array:
+    return _name(x, forward)
 
 
-leaves.defvjp(
-    lambda x, text, reason: (leaves(x, text, reason), None),
-    lambda text, reason, _, g: (_mark(g, "enters", "", reason),),
+_marked.defvjp(
+    lambda x, forward, backward: (_name(x, forward), None),
+    lambda forward, backward, _, g: (_name(g, backward),),
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def enters(x: jax.Array, text: str, reason: str) -> jax.Array:
-    """`x`, about to be used by per-device code. Its gradient leaves that code with the type that `text` says."""
-    return _mark(x, "enters", "", reason)
+def mark(x: jax.Array, forward: Mark, backward: Mark) -> jax.Array:
+    """`x` with a mark, and a mark on its gradient."""
+    return _marked(x, forward, backward) if jnp.issubdtype(x.dtype, jnp.inexact) else _name(x, forward)
 
 
-enters.defvjp(
-    lambda x, text, reason: (enters(x, text, reason), None),
-    lambda text, reason, _, g: (_mark(g, "leaves", text, reason),),
-)
+def enter(x: jax.Array, label: str) -> jax.Array:
+    """An argument of per-device code."""
+    return mark(x, Mark("enters", label), Mark("gradient", label))
+
+
+def leave(x: jax.Array, label: str, spec: str) -> jax.Array:
+    """A result of per-device code, of the type `spec`."""
+    return mark(x, Mark("leaves", label, spec), Mark("enters", label))
+
+
+def leave_like(x: jax.Array, label: str) -> jax.Array:
+    """A gradient that per-device code computes for the argument that entered as `label`."""
+    return _name(x, Mark("gradient", label))
+
+
+def region(fn: Callable, *args: Any) -> Any:
+    """fn(*args), as a call that the analysis does not look into."""
+
+    def per_device(*args):
+        return fn(*args)
+
+    return jax.jit(per_device)(*args)

@@ -12,7 +12,8 @@ from jax.extend import core
 from shardlib.soundness import elementwise, rules
 from shardlib.soundness.domain import UNIFORM, Dim, Value, Wild, constant, cut, devices, whole
 from shardlib.soundness.equation import Equation, Refused
-from shardlib.soundness.escape import boundary_of
+from shardlib.parsing import parse_shape
+from shardlib.soundness.escape import Mark, is_region, mark_of
 from shardlib.soundness.rules import rule
 
 COLLECTIVES = frozenset(
@@ -34,6 +35,7 @@ class Interpreter:
         self.sizes, self.twin_sizes = dict(sizes), dict(twin_sizes)
         self.problems: list[Wild] = []
         self._seen: set[int] = set()
+        self._entered: dict[str, Value] = {}
 
     def run(self, jaxpr: Any, twin: Any, args: list[Value]) -> list[Value]:
         """Facts about the results of a jaxpr, closed or open, from those about its arguments."""
@@ -67,10 +69,12 @@ class Interpreter:
 
     def apply(self, eq: Equation) -> list[Value]:
         """Facts about the results of one equation."""
-        boundary = boundary_of(eq.eqn)
+        mark = mark_of(eq.eqn)
         try:
-            if boundary is not None:
-                return [self._crossed(eq, boundary)]
+            if mark is not None:
+                return [self._marked(eq, mark)]
+            if is_region(eq.eqn):
+                return self.wild(eq, Wild(eq.place(), "a value of per-device code is used outside of it", "", ()))
             control = _CONTROL.get(eq.name)
             if control is not None:
                 return control(self, eq)
@@ -133,11 +137,26 @@ class Interpreter:
             return constant(len(shape), 0, 0)
         return value
 
-    def _crossed(self, eq: Equation, boundary: Any) -> Value:
-        """A value at the boundary of code that is per-device on purpose: what its declared type says."""
-        if boundary.reason_only:
-            return self.wild(eq, Wild(eq.place(), f"within per_device: {boundary.reason}", "", ()))[0]
-        return block_of(boundary.axes, eq.result_shape, self.sizes, boundary.partial, boundary.names)
+    def _marked(self, eq: Equation, mark: Mark) -> Value:
+        """A value that enters or leaves code that is per-device on purpose."""
+        (x,) = eq.ins
+        shape, aval = eq.result_shape, eq.eqn.outvars[0].aval
+        if mark.kind == "enters":
+            known = self._entered.setdefault(mark.label, x)
+            if known.dims != x.dims and not x.wild:
+                self._entered[mark.label] = dataclasses.replace(x, wild=self._ambiguous(eq, mark))
+            return dataclasses.replace(x, wild=Wild(eq.place(), f"within per_device: {mark.label}", "", ()))
+        if mark.kind == "leaves":
+            spec = parse_shape(mark.spec)
+            axes = [tuple(a for a in dim.axes if a in self.sizes) for dim in spec.dims]
+            return block_of(axes, shape, self.sizes, spec.partial, [dim.name for dim in spec.dims])
+        entered = self._entered[mark.label]
+        # Of a copy that each device uses by itself the gradient is a partial sum: it varies, and is not cut.
+        over = varying(aval, self.sizes) - entered.sharded
+        return Value(entered.dims, over, wild=entered.wild)
+
+    def _ambiguous(self, eq: Equation, mark: Mark) -> Wild:
+        return Wild(eq.place(), f"two uses of per_device have the reason {mark.label!r}", "give each its own reason", ())
 
 
 class Different(Exception):
@@ -150,6 +169,14 @@ class Different(Exception):
         there = next((b for a, b in zip(jaxpr.eqns, twin.eqns, strict=False) if a is eqn), None)
         names = [e.primitive.name if e is not None else "nothing more" for e in (self.eqn, there)]
         super().__init__(f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there")
+
+
+def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
+    """Axes over which JAX says that a value differs; all, where it does not say."""
+    kind = getattr(aval, "manual_axis_type", None)
+    axes = getattr(kind, "varying", getattr(aval, "vma", None))
+    unreduced = getattr(kind, "unreduced", frozenset())
+    return frozenset(a for a in (sizes if axes is None else axes | unreduced) if sizes[a] > 1)
 
 
 def _ndim(var: Any) -> int:
@@ -278,9 +305,7 @@ def _scan(interpreter: Interpreter, eq: Equation) -> list[Value]:
 def _divergent(eq: Equation, predicate: Value, var: Any) -> frozenset[str] | None:
     """Axes over which a predicate differs; None if it is the same on all devices and right."""
     if predicate.wild:
-        kind = getattr(var.aval, "manual_axis_type", None)
-        varying = getattr(kind, "varying", getattr(var.aval, "vma", None))
-        return frozenset(eq.sizes) if varying is None else frozenset(a for a in varying if eq.sizes[a] > 1)
+        return varying(var.aval, eq.sizes)
     axes = {axis for axis, _ in predicate.offset} | predicate.partial
     axes |= predicate.extreme[1] if predicate.extreme else set()
     axes |= {axis for axis, _ in predicate.mask.offset} if predicate.mask else set()
