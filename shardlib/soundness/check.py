@@ -1,6 +1,8 @@
 """Check of traced programs."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from shardlib.parsing import ShardError
 from shardlib.soundness.domain import UNIFORM, Value, Wild, describe
 from shardlib.soundness.equation import Equation
 from shardlib.soundness.interpreter import Different, Interpreter, block_of
+from shardlib.values import planned_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,9 @@ def findings(program: Any, twin: Any = None) -> list[Finding]:
         program: what jax.make_jaxpr or jax.jit(f).trace(...).jaxpr gives.
         twin: the same program traced on a mesh whose axes have one device each. Without it, numbers and sizes that
             depend on the mesh are taken for whole ones: `x.shape[0]` is not noticed.
+
+    Raises:
+        Different: the twin has other operations.
     """
     found: list[Finding] = []
     theirs = list(_shard_maps(twin)) if twin is not None else None
@@ -66,11 +72,9 @@ def _of_shard_map(eqn: Any, twin: Any) -> list[Finding]:
         block_of(_axes(spec, len(var.aval.shape)), var.aval.shape, sizes)
         for spec, var in zip(eqn.params["in_specs"], body.invars, strict=True)
     ]
-    try:
-        outs = interpreter.run(inner, other, args)
-    except Different as different:
-        place = Equation(different.eqn, None, [], sizes, twin_sizes, interpreter.run).place()
-        return [Finding(f"{place}: {different}")]
+    if twin is None:
+        interpreter.twin_sizes = sizes  # numbers are as they are on this mesh
+    outs = interpreter.run(inner, other, args)
     found = {id(wild): wild for wild in interpreter.problems}
     texts = []
     for i, (spec, value, var) in enumerate(zip(eqn.params["out_specs"], outs, body.outvars, strict=True)):
@@ -97,30 +101,77 @@ def _leaving(value: Value, axes: list, aval: Any, sizes: Any) -> Wild | str | No
     )
 
 
-def check(function: Callable, *args: Any, mesh: Any = None, keep: tuple[str, ...] = ()) -> None:
-    """Refuses a function that does not compute, on `mesh`, what it computes on one device. It is traced, not run.
+Trace = Callable[[], dict[str, Any]]
+"""Traces programs on the mesh in force; gives the jaxpr of each by its name."""
+
+
+def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Finding]:
+    """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
+
+    JAX traces other operations where a device has one entry of a dim. Such a program is compared on smaller meshes.
 
     Args:
-        function: calls jax.shard_map (or typed_shard_map) over the mesh in force.
-        *args: its arguments, arrays or jax.ShapeDtypeStruct.
+        trace: traces the programs.
         mesh: the mesh; None: the one in force.
-        keep: axes that have as many devices on the mesh of comparison, instead of one.
-
-    Raises:
-        ShardError: with the file and line of the first value that is not a block of what one device computes.
+        keep: axes that keep their number of devices on the mesh of comparison, instead of one.
     """
-    found = findings(*(jax.make_jaxpr(function)(*args) for _ in _each_mesh(mesh, keep)))
-    if found:
-        raise ShardError(str(found[0]), "")
-
-
-def _each_mesh(mesh: Any, keep: tuple[str, ...]) -> Iterator[AbstractMesh]:
-    """Sets the mesh, and then that of one device, without devices."""
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     mesh = getattr(mesh, "abstract_mesh", mesh)
-    alone = AbstractMesh(
-        tuple(n if axis in keep else 1 for axis, n in mesh.shape.items()), mesh.axis_names, axis_types=mesh.axis_types
-    )
-    for each in (mesh, alone):
-        with jax.sharding.use_abstract_mesh(each):
-            yield each
+    sizes = dict(mesh.shape)
+    alone = {axis: n if axis in keep else 1 for axis, n in sizes.items()}
+    halves = {axis: n if axis in keep else min(n, 2) for axis, n in sizes.items()}
+    each = [alone | {axis: n} for axis, n in halves.items() if n > alone[axis]]
+
+    @functools.cache
+    def on(*numbers: int) -> dict[str, Any]:
+        abstract = AbstractMesh(numbers, mesh.axis_names, axis_types=mesh.axis_types)
+        with jax.sharding.use_abstract_mesh(abstract), planned_for(sizes):
+            return trace()
+
+    ours, theirs = on(*sizes.values()), on(*alone.values())
+    found: list[Finding] = []
+    for name in ours:
+        try:
+            found += findings(ours[name], theirs[name])
+            continue
+        except Different as different:
+            first = different
+        compared: set[str] = set()
+        # The smaller meshes stand for this one only where JAX has a reason to trace it differently.
+        for smaller in (halves, *each) if _has_single_entries(ours[name]) else ():
+            axes = {axis for axis, n in smaller.items() if n > alone[axis]}
+            if axes <= compared:
+                continue
+            try:
+                found += findings(on(*smaller.values())[name], theirs[name])
+                compared |= axes
+            except Different:
+                continue
+        if missing := [axis for axis, n in halves.items() if n > alone[axis] and axis not in compared]:
+            found.append(Finding(f"{first.place}: {first}: the operations depend on the size of {', '.join(missing)}"))
+    return list({str(finding): finding for finding in found}.values())
+
+
+def _has_single_entries(program: Any) -> bool:
+    """Whether a device has one entry of a sharded dim of an argument."""
+    for eqn in _shard_maps(program):
+        for spec, var in zip(eqn.params["in_specs"], eqn.invars, strict=True):
+            if any(axes and n == math.prod(eqn.params["mesh"].shape[a] for a in axes) for axes, n in zip(_axes(spec, len(var.aval.shape)), var.aval.shape, strict=True)):
+                return True
+    return False
+
+
+def check(function: Callable, *args: Any, mesh: Any = None) -> None:
+    """Refuses a function that does not compute, on a mesh, what it computes on one device. It is traced, not run.
+
+    Args:
+        function: calls jax.shard_map, or a typed_shard_map, over the mesh in force.
+        *args: its arguments, arrays or jax.ShapeDtypeStruct.
+        mesh: the mesh, a jax.sharding.Mesh or AbstractMesh; None: the one in force.
+
+    Raises:
+        ShardError: with file and line of the first value that is not a block of what one device computes.
+    """
+    found = prove(lambda: {"": jax.make_jaxpr(function)(*args)}, mesh)
+    if found:
+        raise ShardError("\n".join(map(str, found)), "")

@@ -165,9 +165,10 @@ class Different(Exception):
     def __init__(self, jaxpr: Any, twin: Any):
         pairs = zip(jaxpr.eqns, twin.eqns, strict=False)
         eqn = next((a for a, b in pairs if a.primitive.name != b.primitive.name), None)
-        self.eqn = eqn if eqn is not None else (jaxpr.eqns or [None])[-1]
+        here = eqn if eqn is not None else (jaxpr.eqns or [None])[-1]
+        self.place = "?" if here is None else Equation(here, None, [], {}, {}, self.__init__).place()
         there = next((b for a, b in zip(jaxpr.eqns, twin.eqns, strict=False) if a is eqn), None)
-        names = [e.primitive.name if e is not None else "nothing more" for e in (self.eqn, there)]
+        names = [e.primitive.name if e is not None else "nothing more" for e in (here, there)]
         super().__init__(f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there")
 
 
