@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib.checks import current_scope
 from shardlib.op_checks import (
     cast,
     cast_to_result,
@@ -47,7 +48,6 @@ from shardlib.op_checks import (
     varying,
     wrap,
 )
-from shardlib.checks import current_scope
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
 from shardlib.soundness import escape
 from shardlib.values import Noted, describe, devices_along, is_opaque, on_mesh, planned_devices, target_device
@@ -356,7 +356,10 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
     if product:
         value = product(formula, *values)
     elif simple:
-        blocks = [math.prod((sizes.get(d.name) or d.literal_size) // planned_devices(d.axes) for d in shape.dims) for shape in (op.lhs[0], op.rhs)]
+        blocks = [
+            math.prod((sizes.get(d.name) or d.literal_size) // planned_devices(d.axes) for d in shape.dims)
+            for shape in (op.lhs[0], op.rhs)
+        ]
         value = _with_gradients(formula, preferred_element_type, blocks[0] <= blocks[1], *values)
     else:
         value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)

@@ -32,6 +32,7 @@ from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
 from training_io.report import print_end, print_start, save_config
 from training_io.resuming import check_resumes, fixed_by_weights, with_defaults
+from training_io.soundness import check_steps
 from training_io.stages import describe_stages, placement_of, stack_orders
 
 RENDERED_AFTER = 6
@@ -185,6 +186,8 @@ class Run:
         Tracing checks all types of the step, and refuses a step that communicates wrongly.
         """
         t = self.c.training
+        source = self.provenance["source"]
+        check_steps(self.programs, self.c, self.model, source, kept_programs("soundness"))
         check_paths(self.forward, t.seq_len, kept_programs("attention"))
         shapes = batch_shapes(t.batch_size, t.seq_len, len(self._inputs))
         lowered = training_step.lower(state, shapes, np.int32(self.start))

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh
 
 from shardlib.parsing import ShardError
 from shardlib.soundness.domain import UNIFORM, Value, Wild, describe
-from shardlib.soundness.equation import Equation
 from shardlib.soundness.interpreter import Different, Interpreter, block_of
 from shardlib.values import planned_for
 
@@ -125,7 +124,9 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Fi
     @functools.cache
     def on(*numbers: int) -> dict[str, Any]:
         abstract = AbstractMesh(numbers, mesh.axis_names, axis_types=mesh.axis_types)
-        with jax.sharding.use_abstract_mesh(abstract), planned_for(sizes):
+        # Through no mesh at all: JAX does not change from one mesh to another of a different size.
+        none = AbstractMesh((), ())
+        with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(abstract), planned_for(sizes):
             return trace()
 
     ours, theirs = on(*sizes.values()), on(*alone.values())
@@ -156,7 +157,10 @@ def _has_single_entries(program: Any) -> bool:
     """Whether a device has one entry of a sharded dim of an argument."""
     for eqn in _shard_maps(program):
         for spec, var in zip(eqn.params["in_specs"], eqn.invars, strict=True):
-            if any(axes and n == math.prod(eqn.params["mesh"].shape[a] for a in axes) for axes, n in zip(_axes(spec, len(var.aval.shape)), var.aval.shape, strict=True)):
+            if any(
+                axes and n == math.prod(eqn.params["mesh"].shape[a] for a in axes)
+                for axes, n in zip(_axes(spec, len(var.aval.shape)), var.aval.shape, strict=True)
+            ):
                 return True
     return False
 

@@ -151,7 +151,7 @@ def axes_of_offset(offset: Offset, size: int, sizes: Mapping[str, int]) -> tuple
 
 
 def add_offsets(a: Offset, b: Offset, factor: int = 1) -> Offset:
-    """a + factor · b."""
+    """A + factor · b."""
     total = dict(a)
     for axis, coefficient in b:
         total[axis] = total.get(axis, 0) + factor * coefficient

@@ -9,16 +9,31 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from shardlib.soundness import elementwise, rules
-from shardlib.soundness.domain import UNIFORM, Dim, Value, Wild, constant, cut, devices, whole
-from shardlib.soundness.equation import Equation, Refused
 from shardlib.parsing import parse_shape
+from shardlib.soundness import elementwise, rules
+from shardlib.soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
+from shardlib.soundness.equation import Equation, Refused
 from shardlib.soundness.escape import Mark, is_region, mark_of
-from shardlib.soundness.rules import rule
 
 COLLECTIVES = frozenset(
-    "psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced "
-    "reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ppermute pbroadcast ragged_all_to_all".split()
+    [
+        "psum",
+        "psum2",
+        "psum_invariant",
+        "unreduced_psum",
+        "pmax",
+        "pmin",
+        "all_gather",
+        "all_gather_invariant",
+        "all_gather_reduced",
+        "reduce_scatter",
+        "unreduced_reduce_scatter",
+        "psum_scatter",
+        "all_to_all",
+        "ppermute",
+        "pbroadcast",
+        "ragged_all_to_all",
+    ]
 )
 
 
@@ -42,7 +57,10 @@ class Interpreter:
         closed, twin_closed = isinstance(jaxpr, core.ClosedJaxpr), isinstance(twin, core.ClosedJaxpr)
         consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
         jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
-        known = [read_array(c, None if twin_consts is None else t) for c, t in zip(consts, twin_consts or consts, strict=True)]
+        known = [
+            read_array(c, None if twin_consts is None else t)
+            for c, t in zip(consts, twin_consts or consts, strict=True)
+        ]
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*known, *args], strict=True))
         twins = twin.eqns if twin is not None else [None] * len(jaxpr.eqns)
         if len(twins) != len(jaxpr.eqns):
@@ -50,9 +68,7 @@ class Interpreter:
         for eqn, other in zip(jaxpr.eqns, twins, strict=True):
             if other is not None and other.primitive.name != eqn.primitive.name:
                 raise Different(jaxpr, twin)
-            ins = [
-                self.read(env, v, other.invars[i] if other is not None else None) for i, v in enumerate(eqn.invars)
-            ]
+            ins = [self.read(env, v, other.invars[i] if other is not None else None) for i, v in enumerate(eqn.invars)]
             equation = Equation(eqn, other, ins, self.sizes, self.twin_sizes, self.run)
             env.update(zip(eqn.outvars, self.apply(equation), strict=True))
         outs = twin.outvars if twin is not None else [None] * len(jaxpr.outvars)
@@ -78,7 +94,14 @@ class Interpreter:
             control = _CONTROL.get(eq.name)
             if control is not None:
                 return control(self, eq)
-            inner = next((n for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if hasattr(eq.params.get(n), "eqns") or hasattr(eq.params.get(n), "jaxpr")), None)
+            inner = next(
+                (
+                    n
+                    for n in ("jaxpr", "call_jaxpr", "fun_jaxpr")
+                    if hasattr(eq.params.get(n), "eqns") or hasattr(eq.params.get(n), "jaxpr")
+                ),
+                None,
+            )
             if inner is not None:
                 return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins)
             if wild := next((v.wild for v in eq.ins if v.wild), None):
@@ -156,7 +179,9 @@ class Interpreter:
         return Value(entered.dims, over, wild=entered.wild)
 
     def _ambiguous(self, eq: Equation, mark: Mark) -> Wild:
-        return Wild(eq.place(), f"two uses of per_device have the reason {mark.label!r}", "give each its own reason", ())
+        return Wild(
+            eq.place(), f"two uses of per_device have the reason {mark.label!r}", "give each its own reason", ()
+        )
 
 
 class Different(Exception):
@@ -169,7 +194,9 @@ class Different(Exception):
         self.place = "?" if here is None else Equation(here, None, [], {}, {}, self.__init__).place()
         there = next((b for a, b in zip(jaxpr.eqns, twin.eqns, strict=False) if a is eqn), None)
         names = [e.primitive.name if e is not None else "nothing more" for e in (here, there)]
-        super().__init__(f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there")
+        super().__init__(
+            f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"
+        )
 
 
 def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
@@ -188,7 +215,9 @@ def _wild_constant(problem: str) -> Value:
     return Value((), wild=Wild("?", problem, "compute it from whole sizes", ()))
 
 
-def block_of(axes: Any, shape: tuple[int, ...], sizes: Mapping[str, int], partial: Any = (), names: Any = None) -> Value:
+def block_of(
+    axes: Any, shape: tuple[int, ...], sizes: Mapping[str, int], partial: Any = (), names: Any = None
+) -> Value:
     """A device's block of an array, of which each dim is sharded over `axes`."""
     live = [tuple(axis for axis in a if sizes[axis] > 1) for a in axes]
     names = names or [""] * len(shape)
@@ -200,7 +229,11 @@ def block_of(axes: Any, shape: tuple[int, ...], sizes: Mapping[str, int], partia
 
 def read_array(here: Any, there: Any) -> Value:
     """Facts about a constant array: a number, a count, or an array that is the same on both meshes."""
-    array = np.asarray(here) if not isinstance(here, jax.Array) or not jax.dtypes.issubdtype(here.dtype, jax.dtypes.extended) else None
+    array = (
+        np.asarray(here)
+        if not isinstance(here, jax.Array) or not jax.dtypes.issubdtype(here.dtype, jax.dtypes.extended)
+        else None
+    )
     if array is None or array.dtype == jax.dtypes.float0 or array.dtype == object:
         return Value(tuple(whole(n) for n in np.shape(here)))
     other = array if there is None else np.asarray(there)
@@ -298,7 +331,9 @@ def _scan(interpreter: Interpreter, eq: Equation) -> list[Value]:
         n = eq.params["length"]
         stacked = dataclasses.replace(out, dims=(whole(n) if n > 1 else UNIFORM, *out.dims), count=(), components=())
         if (out.count and out.is_local) and not out.wild:
-            stacked = Value(stacked.dims, wild=interpreter.explain(eq, Refused("positions within a block leave a loop", "")))
+            stacked = Value(
+                stacked.dims, wild=interpreter.explain(eq, Refused("positions within a block leave a loop", ""))
+            )
         results.append(dataclasses.replace(stacked, known=None) if out.count else stacked)
     return results
 

@@ -191,7 +191,10 @@ def _reshape(eq: Equation) -> Value:
 def _take(pieces: list[_Piece], size: int, there: int | None, last: bool) -> list[_Piece]:
     """The next factors, of `size` together on a device. Splits the last of them if it must."""
     taken, product = [], 1
-    while pieces and (product < size or (pieces[0].size == 1 and (last or (there is not None and there > 1 and product == size and not taken)))):
+    while pieces and (
+        product < size
+        or (pieces[0].size == 1 and (last or (there is not None and there > 1 and product == size and not taken)))
+    ):
         piece = pieces[0]
         need = size // product
         if piece.size <= need and need % piece.size == 0:
@@ -238,8 +241,10 @@ def _merged(taken: list[_Piece]) -> Dim:
 @rule("concatenate")
 def _concatenate(eq: Equation) -> Value:
     k, ndim = eq.params["dimension"], len(eq.result_shape)
-    if k == ndim - 1 and all(shape[k] == 1 for shape in map(eq.shape, range(len(eq.ins)))) and any(
-        v.count or v.offset or v.is_clipped for v in eq.ins
+    if (
+        k == ndim - 1
+        and all(shape[k] == 1 for shape in map(eq.shape, range(len(eq.ins))))
+        and any(v.count or v.offset or v.is_clipped for v in eq.ins)
     ):
         bare = [Value(v.dims) for v in eq.ins]
         dims = [eq.joined(i, (v.dims[i] for v in bare)) for i in range(ndim - 1)]
@@ -685,7 +690,14 @@ def _dynamic_update_slice(eq: Equation) -> Value:
         if start.offset:
             axes = axes_of_offset(start.offset, b, eq.sizes)
             dim = y.dims[i]
-            if not axes or not x.is_zero or dim is UNIFORM or dim.axes != axes or dim.is_merged or any(start.known or (1,)):
+            if (
+                not axes
+                or not x.is_zero
+                or dim is UNIFORM
+                or dim.axes != axes
+                or dim.is_merged
+                or any(start.known or (1,))
+            ):
                 eq.block(start)
             if a != b * devices(eq.sizes, axes):
                 raise Refused("blocks are put together into an array of another size", "")
