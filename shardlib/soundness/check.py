@@ -129,7 +129,12 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Fi
         with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(abstract), planned_for(sizes):
             return trace()
 
-    ours, theirs = on(*sizes.values()), on(*alone.values())
+    ours = on(*sizes.values())
+    try:
+        theirs = on(*alone.values())
+    except Exception as error:  # whatever the program does there
+        lines = str(error).splitlines() or [""]
+        return [Finding(f"on one device the program does not trace: {type(error).__name__}: {lines[0]}")]
     found: list[Finding] = []
     for name in ours:
         try:

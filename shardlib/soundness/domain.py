@@ -60,11 +60,15 @@ def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
 
 
 class Mask(NamedTuple):
-    """Truth of a comparison of an offset index with the bounds of the block: `test` is in, out, or one bound of it."""
+    """Truth of a comparison of an offset index with the bounds of the block: `test` is in, out, or one bound of it.
+
+    With the test "best", truth of: this device's extreme of `source` is that of all devices.
+    """
 
     test: str
-    offset: Offset
-    size: int | None
+    offset: Offset = ()
+    size: int | None = None
+    source: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,8 +99,12 @@ class Value:
         count: dims along which it counts 0, 1, … in row-major order.
         is_local: whether a count stops at the end of this device's block.
         is_clipped: whether it is right only where it is in the range of this device's block.
+        drops: whether, where it is not in that range, it is past the end of the block, where a scatter drops it.
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
         mask: what it says about an offset index; None if it is no mask.
+        source: of an extreme, the value it is the extreme of; of an argmax over a block, the value searched.
+        is_taken: whether it is the extreme of `source` over all devices.
+        is_index: whether it is the index of the first extreme of `source` in this device's block.
         components: of index vectors, the facts about each component along the last dim.
         wild: why nothing of this is known.
     """
@@ -110,8 +118,12 @@ class Value:
     count: tuple[int, ...] = ()
     is_local: bool = False
     is_clipped: bool = False
+    drops: bool = False
     looked_up: Offset | None = None
     mask: Mask | None = None
+    source: Any = dataclasses.field(default=None, compare=False)
+    is_taken: bool = False
+    is_index: bool = False
     components: tuple["Value", ...] = ()
     wild: Wild | None = None
 

@@ -11,6 +11,7 @@ from shardlib.soundness.domain import (
     UNIFORM,
     Mask,
     Number,
+    Offset,
     Value,
     add_offsets,
     axes_of_offset,
@@ -56,67 +57,12 @@ COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 SELECTIONS = {"max", "min", "select_n", "clamp"}
 
 NONLINEAR = set(
-    [
-        "pow",
-        "integer_pow",
-        "square",
-        "sqrt",
-        "rsqrt",
-        "cbrt",
-        "exp",
-        "exp2",
-        "log",
-        "log1p",
-        "expm1",
-        "tanh",
-        "logistic",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "lgamma",
-        "digamma",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "abs",
-        "and",
-        "or",
-        "xor",
-        "not",
-        "is_finite",
-        "rem",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "bitcast_convert_type",
-        "nextafter",
-        "atan2",
-        "population_count",
-        "clz",
-        "random_fold_in",
-        "random_wrap_scalar",
-        "threefry2x32",
-        "igamma",
-        "igammac",
-        "bessel_i0e",
-        "bessel_i1e",
-        "regularized_incomplete_beta",
-        "polygamma",
-        "zeta",
-        "complex",
-    ]
+    """
+    pow integer_pow square sqrt rsqrt cbrt exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan sinh cosh
+    asinh acosh atanh erf erfc erf_inv lgamma digamma sign floor ceil round abs and or xor not is_finite rem shift_left
+    shift_right_logical shift_right_arithmetic bitcast_convert_type nextafter atan2 population_count clz random_fold_in
+    threefry2x32 igamma igammac bessel_i0e bessel_i1e regularized_incomplete_beta polygamma zeta complex
+    """.split()  # noqa: SIM905
 )
 ELEMENTWISE = UNARY_LINEAR | ADDITIONS | COMPARISONS | SELECTIONS | NONLINEAR | {"mul", "div"}
 
@@ -130,6 +76,11 @@ def elementwise(eq: Equation) -> Value:
     ins = [_spread(value, ndim) for value in eq.ins]
     if folded := _fold(eq, ins, ndim):
         return folded
+    if eq.name == "select_n" and ins[0].is_constant and ins[0].known[0] == ins[0].known[1]:
+        case = ins[1 + int(ins[0].known[0])]
+        return dataclasses.replace(case, dims=tuple(case.dims))
+    if eq.name == "eq" and (best := _best(eq, ins)):
+        return best
     if eq.name in COMPARISONS and (any(v.offset for v in ins) or any(v.is_local for v in ins)):
         return _compared(eq, ins)
     if any(v.offset or v.count for v in ins):
@@ -195,9 +146,7 @@ def _number_kind(dtype: Any) -> Callable[[Number], Number] | None:
 
 def _position(eq: Equation, ins: list[Value]) -> Value | None:
     """Sums, multiples and conversions of positions and offsets; None if the primitive has no rule for them."""
-    name, shape = eq.name, eq.result_shape
-    if not eq.is_integer(eq.result_type()):
-        return None
+    name = eq.name
     if name in ("convert_element_type", "copy"):
         return ins[0]
     if name in ADDITIONS:
@@ -206,12 +155,20 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
         if b.count and (a.count or sign < 0):
             return None
         counting, other = (b, a) if b.count else (a, b)
-        if other.is_clipped or counting.is_clipped:
-            return None
         offset = add_offsets(a.offset, b.offset, sign)
+        if a.is_index or b.is_index:
+            return _first_index(eq, a, b, offset)
+        if other.is_clipped or counting.is_clipped:
+            clipped, moved = (a, b) if a.is_clipped else (b, a)
+            return clipped if moved.is_constant else None  # as jnp does with negative indices, of which it has none
         if counting.count:
             if other.known is None or any(d is not UNIFORM for d in other.dims):
-                return None
+                found = resolved(eq, dataclasses.replace(counting, offset=offset))
+                rest = dataclasses.replace(other, offset=())
+                if found.offset or found.count or rest.is_index or sign < 0:
+                    return None
+                eq.unscaled(eq.finished(rest))
+                return Value(eq.joined_dims([found, rest]))
             base = tuple(x + sign * y for x, y in zip(a.known, b.known, strict=True))
             return resolved(eq, dataclasses.replace(counting, offset=offset, known=base))
         known = None
@@ -264,9 +221,14 @@ def _compared(eq: Equation, ins: list[Value]) -> Value:
     name, shape = eq.name, eq.result_shape
     offset = add_offsets(a.offset, b.offset, -1)
     plain = [dataclasses.replace(v, offset=(), known=None) for v in ins]
+    if a.offset and a.known is not None and not a.count and b.is_zero and name in ("lt", "ge") and not a.is_clipped:
+        if a.known[0] >= 0 and a.known[1] >= 0 and all(c >= 0 for _, c in a.offset):
+            return constant(len(shape), name == "ge", name == "ge")  # the start of a block is never negative
+    if a.is_clipped and b.is_zero and name in ("lt", "ge"):
+        return Value(a.dims, mask=Mask("clipped", a.offset))
     for this, other, sign in ((a, plain[1], 1), (b, plain[0], -1)):
         if this.count and not other.count and this.known is not None and this.known[0] == this.known[1]:
-            if other.is_constant and not offset and this.known[0] >= 0 and other is plain[1] and b.is_zero:
+            if b.is_zero and not offset and this.known[0] >= 0 and name in ("lt", "ge") and this is a:
                 return constant(len(shape), name == "ge", name == "ge")  # a count is never negative
             signed = tuple((axis, sign * c) for axis, c in offset)
             found = resolved(eq, dataclasses.replace(this, offset=signed, is_local=False))
@@ -338,6 +300,13 @@ def _axes_of_mask(eq: Equation, mask: Mask) -> frozenset[str]:
 
 def _masked(eq: Equation, ins: list[Value]) -> Value | None:
     """What a mask leaves of looked-up entries: a partial sum, as each entry is in the block of one device alone."""
+    if eq.name == "select_n" and ins[0].mask and ins[0].mask.test == "best" and len(ins) == 3:
+        _, others, index = ins
+        if not (index.is_index and index.is_taken and index.source is ins[0].mask.source and others.is_constant):
+            raise Refused("a mask says which devices have the extreme", "take the index of the extreme by it")
+        if others.known[0] < 2**16:
+            raise Refused("devices without the extreme give an index that may be the smallest", "give them 2**30")
+        return Value(eq.joined_dims(ins), extreme=("min", index.extreme[1]))
     if eq.name == "mul" and sum(v.mask is not None for v in ins) == 1:
         which, value = ins if ins[0].mask else ins[::-1]
         if which.mask.test != "in":
@@ -369,7 +338,33 @@ def _clipped(eq: Equation, ins: list[Value]) -> Value:
             eq.block(value)
             raise Refused("a mask says which indices are in this device's block", "mask what was looked up by them")
     offset = next((value.offset for value in cases if value.offset), mask.offset)
-    return Value(eq.joined_dims(ins), offset=offset, is_clipped=True)
+    drops = any(value.drops for value in cases)
+    if mask.test in ("in", "out"):
+        outside = cases[mask.test == "out"]
+        drops = outside.is_constant and outside.known[0] >= mask.size
+    return Value(eq.joined_dims(ins), offset=offset, is_clipped=True, drops=drops)
+
+
+# ---- the index of an extreme ------------------------------------------------------------------------------------
+
+
+def _best(eq: Equation, ins: list[Value]) -> Value | None:
+    """Whether this device's extreme is that of all devices: which devices may give its index."""
+    local = next((v for v in ins if v.extreme and v.source is not None), None)
+    taken = next((v for v in ins if v.is_taken), None)
+    if local is None or taken is None or local.source is not taken.source:
+        return None
+    return Value(eq.joined_dims(ins), mask=Mask("best", source=local.source))
+
+
+def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
+    """The index of the first extreme of a block, from the start of the whole dim."""
+    index, start = (a, b) if a.is_index else (b, a)
+    axes = axes_of_offset(offset, index.known[0], eq.sizes)
+    if index.offset or eq.name == "sub" or axes is None or set(axes) != index.extreme[1] or start.known != (0, 0):
+        eq.block(start)
+        eq.finished(index)
+    return dataclasses.replace(index, dims=eq.joined_dims([a, b]), known=None, is_taken=True)
 
 
 # ---- partial sums, extremes, factors ----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Equation:
     ins: list[Value]
     sizes: Mapping[str, int]
     twin_sizes: Mapping[str, int]
-    call: Callable
+    caller: "Equation | None" = None
 
     @property
     def name(self) -> str:
@@ -205,14 +205,25 @@ class Equation:
     # ---- texts
 
     def place(self) -> str:
-        """`file.py:line` of the user's code that made the equation."""
+        """`file.py:line` of the user's code that made the equation.
+
+        JAX traces its own jitted functions once. Their equations know the first caller, so this caller is asked.
+        """
+        if self.caller is not None and self.caller.is_of_jax():
+            return self.caller.place()
         traceback = self.eqn.source_info.traceback
         frames = _frames(traceback.as_python_traceback()) if traceback is not None else []
         for file, line in reversed(frames):
             if not file.startswith(_NOT_USERS) and "site-packages" not in file and not file.startswith("<"):
                 relative = os.path.relpath(file)
                 return f"{file if relative.startswith('..') else relative}:{line}"
-        return "?"
+        return "?" if self.caller is None else self.caller.place()
+
+    def is_of_jax(self) -> bool:
+        """Whether the equation calls a jitted function of JAX itself."""
+        jaxpr = self.params.get("jaxpr")
+        info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
+        return self.name in ("jit", "pjit") and _NOT_USERS[0] in str(getattr(info, "func_src_info", ""))
 
     def operand_texts(self) -> tuple[str, ...]:
         """The types of the operands, a line each."""

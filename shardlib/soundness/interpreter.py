@@ -16,24 +16,10 @@ from shardlib.soundness.equation import Equation, Refused
 from shardlib.soundness.escape import Mark, is_region, mark_of
 
 COLLECTIVES = frozenset(
-    [
-        "psum",
-        "psum2",
-        "psum_invariant",
-        "unreduced_psum",
-        "pmax",
-        "pmin",
-        "all_gather",
-        "all_gather_invariant",
-        "all_gather_reduced",
-        "reduce_scatter",
-        "unreduced_reduce_scatter",
-        "psum_scatter",
-        "all_to_all",
-        "ppermute",
-        "pbroadcast",
-        "ragged_all_to_all",
-    ]
+    """
+    psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced
+    reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ppermute pbroadcast ragged_all_to_all
+    """.split()  # noqa: SIM905
 )
 
 
@@ -51,6 +37,7 @@ class Interpreter:
         self.problems: list[Wild] = []
         self._seen: set[int] = set()
         self._entered: dict[str, Value] = {}
+        self._callers: list[Equation | None] = [None]
 
     def run(self, jaxpr: Any, twin: Any, args: list[Value]) -> list[Value]:
         """Facts about the results of a jaxpr, closed or open, from those about its arguments."""
@@ -69,7 +56,7 @@ class Interpreter:
             if other is not None and other.primitive.name != eqn.primitive.name:
                 raise Different(jaxpr, twin)
             ins = [self.read(env, v, other.invars[i] if other is not None else None) for i, v in enumerate(eqn.invars)]
-            equation = Equation(eqn, other, ins, self.sizes, self.twin_sizes, self.run)
+            equation = Equation(eqn, other, ins, self.sizes, self.twin_sizes, self._callers[-1])
             env.update(zip(eqn.outvars, self.apply(equation), strict=True))
         outs = twin.outvars if twin is not None else [None] * len(jaxpr.outvars)
         return [self.read(env, v, t) for v, t in zip(jaxpr.outvars, outs, strict=True)]
@@ -85,6 +72,13 @@ class Interpreter:
 
     def apply(self, eq: Equation) -> list[Value]:
         """Facts about the results of one equation."""
+        self._callers.append(eq)
+        try:
+            return self._applied(eq)
+        finally:
+            self._callers.pop()
+
+    def _applied(self, eq: Equation) -> list[Value]:
         mark = mark_of(eq.eqn)
         try:
             if mark is not None:
@@ -191,7 +185,7 @@ class Different(Exception):
         pairs = zip(jaxpr.eqns, twin.eqns, strict=False)
         eqn = next((a for a, b in pairs if a.primitive.name != b.primitive.name), None)
         here = eqn if eqn is not None else (jaxpr.eqns or [None])[-1]
-        self.place = "?" if here is None else Equation(here, None, [], {}, {}, self.__init__).place()
+        self.place = "?" if here is None else Equation(here, None, [], {}, {}).place()
         there = next((b for a, b in zip(jaxpr.eqns, twin.eqns, strict=False) if a is eqn), None)
         names = [e.primitive.name if e is not None else "nothing more" for e in (here, there)]
         super().__init__(
@@ -304,7 +298,7 @@ def _scan(interpreter: Interpreter, eq: Equation) -> list[Value]:
     first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
     twin = eq.twin and eq.twin.params["jaxpr"]
     items = []
-    for k, x in enumerate(xs, consts + carried):
+    for x in xs:
         try:
             if not x.wild:
                 eq.uncut(x, 0, "a loop runs")
@@ -327,7 +321,7 @@ def _scan(interpreter: Interpreter, eq: Equation) -> list[Value]:
     carry = _fixed_point(interpreter, eq, carry, lambda carry: run(carry)[:carried])
     outs = run(carry)
     results = list(carry)
-    for i, out in enumerate(outs[carried:], carried):
+    for out in outs[carried:]:
         n = eq.params["length"]
         stacked = dataclasses.replace(out, dims=(whole(n) if n > 1 else UNIFORM, *out.dims), count=(), components=())
         if (out.count and out.is_local) and not out.wild:

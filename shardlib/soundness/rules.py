@@ -246,8 +246,9 @@ def _concatenate(eq: Equation) -> Value:
         and all(shape[k] == 1 for shape in map(eq.shape, range(len(eq.ins))))
         and any(v.count or v.offset or v.is_clipped for v in eq.ins)
     ):
-        bare = [Value(v.dims) for v in eq.ins]
-        dims = [eq.joined(i, (v.dims[i] for v in bare)) for i in range(ndim - 1)]
+        # A count gives no dim: as an index into a sharded dim it says later how the dim that it counts along is cut.
+        bare = [tuple(UNIFORM if i in v.count else d for i, d in enumerate(v.dims)) for v in eq.ins]
+        dims = [eq.joined(i, (b[i] for b in bare)) for i in range(ndim - 1)]
         return Value((*dims, whole(len(eq.ins))), components=tuple(eq.ins))
     for i, value in enumerate(eq.ins):
         eq.block(value)
@@ -343,6 +344,20 @@ def _windows(eq: Equation) -> Value:
     return Value(tuple(dims), ratio=eq.joined_ratio(eq.ins))
 
 
+@rule("fft")
+def _fft(eq: Equation) -> Value:
+    (x,) = eq.ins
+    eq.block(x)
+    if x.extreme:
+        eq.finished(x)
+    eq.same("fft_type", "fft_lengths")
+    dims = list(x.dims)
+    for i in range(len(dims) - len(eq.params["fft_lengths"]), len(dims)):
+        eq.uncut(x, i, "a Fourier transform runs")
+        dims[i] = whole(eq.result_shape[i])
+    return Value(tuple(dims), x.partial, ratio=x.ratio)
+
+
 # ---- reductions -------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +403,8 @@ def _extreme_of(kind: str) -> Callable:
         if x.is_constant:
             return dataclasses.replace(x, dims=_without(x.dims, gone))
         axes = _cut_axes(x, gone) | (x.extreme[1] if x.extreme else frozenset())
-        return Value(_without(x.dims, gone), extreme=(kind, axes) if axes else None, ratio=x.ratio)
+        source = x if axes and not x.extreme else None
+        return Value(_without(x.dims, gone), extreme=(kind, axes) if axes else None, ratio=x.ratio, source=source)
 
     return reduced
 
@@ -413,9 +429,15 @@ def _product(eq: Equation) -> Value:
 def _argmax(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
     eq.finished(x)
-    for i in gone:
-        eq.uncut(x, i, f"an {eq.name} is taken")
-    return Value(_without(x.dims, gone))
+    axes = _cut_axes(x, gone)
+    if not axes:
+        return Value(_without(x.dims, gone))
+    if len(gone) > 1 or x.dims[gone[0]].is_merged:
+        eq.uncut(x, gone[0], f"an {eq.name} is taken")
+    # Not yet an index in the whole dim: it may only be added to this device's offset.
+    size = eq.shape()[gone[0]]
+    found = ("max" if eq.name == "argmax" else "min", axes)
+    return Value(_without(x.dims, gone), extreme=found, known=(size, size), source=x, is_index=True, is_clipped=True)
 
 
 @rule("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
@@ -622,9 +644,10 @@ def _scatter(eq: Equation) -> Value:
             continue
         if index.offset:
             axes = axes_of_offset(tuple((axis, -c) for axis, c in index.offset), shape[i], eq.sizes)
-            if not adds or axes is None or not set(axes) <= updates.partial or own:
-                eq.block(dataclasses.replace(index, offset=index.offset))
-            dims[i], own = cut(shape[i], axes), frozenset(axes)
+            dropped = index.drops and getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP" and not is_masked
+            if not adds or axes is None or own or not (dropped or set(axes) <= updates.partial):
+                eq.block(index)
+            dims[i], own = cut(shape[i], axes), frozenset() if dropped else frozenset(axes)
             continue
         eq.block(index)
         eq.uncut(x, i, "entries are written")
@@ -833,7 +856,8 @@ def _pmax(eq: Equation) -> list[Value]:
         if x.extreme and x.extreme[0] != kind and axes:
             eq.finished(x)
         left = x.extreme[1] - axes if x.extreme else frozenset()
-        found.append(dataclasses.replace(x, extreme=(kind, left) if left else None))
+        taken = x.extreme is not None and not left and x.source is not None
+        found.append(dataclasses.replace(x, extreme=(kind, left) if left else None, is_taken=taken))
     return found
 
 
