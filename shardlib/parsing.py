@@ -60,7 +60,7 @@ class Dim:
 
     name: str
     axes: tuple[str, ...] = ()
-    group: tuple["Dim", ...] = ()
+    group: tuple = ()  # of Dims: a type that names itself would lead `typed` in a circle
 
     @property
     def literal_size(self) -> int | None:
