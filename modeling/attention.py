@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from modeling.blockwise import BLOCK, BLOCKS, blockwise
 from modeling.model import act
 from modeling.rules import Places, Rule, Window, causal
+from shardlib import shardops
 from shardlib.shardtypes import typed
 from shardlib.values import target_device
 
@@ -108,11 +109,11 @@ def cudnn(
 
     JAX's public function takes other conditions only as a mask [B, 1, L, L], one for all heads.
     """
-    b, l, k_heads, q_heads, d = q.shape
+    b, l = q.shape[:2]
     mask = Rule(_masked(rule)).sees(places.as_queries(), places.as_keys())[:, 0] if _masked(rule) else None
     windows = [condition.size for condition in rule.visible if isinstance(condition, Window)]
     out = jax.nn.dot_product_attention(
-        q.reshape(b, l, k_heads * q_heads, d),
+        shardops.rearrange("B/r/d L K/t Q D -> B/r/d L (K/t Q) D", q),
         k,
         v,
         mask=None if mask is None else jnp.broadcast_to(mask, (b, 1, l, l)),
@@ -121,7 +122,7 @@ def cudnn(
         local_window_size=(min(windows) - 1, 0) if windows and causal in rule.visible else None,
         implementation="cudnn",
     )
-    return out.reshape(q.shape)
+    return shardops.rearrange("B/r/d L (K/t Q) D -> B/r/d L K/t Q D", out)
 
 
 def _masked(rule: Rule) -> tuple:

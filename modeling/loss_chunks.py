@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
+from shardlib.shardtypes import scope
 
 
+@scope
 def sum_in_chunks(
     summed: Callable, chunk: int | None, w: Any, x: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> Any:
@@ -31,12 +33,12 @@ def sum_in_chunks(
     """
     if chunk is None:
         return summed(w, x, targets, mask)
+    # Of the t blocks of positions (T), each device's own and as many in a chunk, chunk i has the i-th part (P) of each,
+    # so that cutting x moves nothing between devices.
     t = shardops.axis_size("t")
-    own, chunks = chunk // t, x.shape[1] * t // chunk
     rest = lax.stop_gradient(w)
-    # Chunk i has the i-th part of each device's own positions, so that cutting x moves nothing between devices.
-    of_devices = lambda ids: jnp.moveaxis(ids.reshape(len(ids), t, chunks, own), 2, 0).reshape(chunks, len(ids), -1)
-    cut = lambda x: jnp.moveaxis(x.reshape(len(x), chunks, own, -1), 1, 0)
+    cut = lambda x: shardops.rearrange("B/r/d (T/t chunks P) M -> chunks B/r/d (T/t P) M", x, T=t, P=chunk // t)
+    of_devices = lambda ids: shardops.rearrange("B/r/d (T chunks P) -> chunks B/r/d (T P)", ids)
     w_head = {field.name: getattr(w, field.name) for field in dataclasses.fields(w) if field.name != "layers"}
     return shardops.per_device(
         "+r +d",

@@ -79,8 +79,8 @@ class Layout:
     stack_axes: tuple[str, ...] = ()
 
 
-def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, bool]:
-    """The layout of a weight, and whether it is that of the transposed matrices.
+def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, str]:
+    """The layout of a weight, and the spec of the weight in this layout.
 
     Transposing commutes with orthogonalizing. It makes w_down (`F/t M/d`) a matrix like w_up (`M/d F/t`), and w_o one
     like w_q: the side whose dims come first in the alphabet becomes the rows.
@@ -90,7 +90,12 @@ def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, bool]:
     inputs, outputs = dims[first : first + weight.inputs], dims[first + weight.inputs :]
     stack_axes = sort_axes(axis for dim in dims[:first] for axis in dim.axes)
     rows, columns = sorted((inputs, outputs), key=lambda side: [dim.name for dim in side])
-    return Layout(rows, columns, stack_axes), rows is not inputs
+    return Layout(rows, columns, stack_axes), spec_of(*dims[:first], *rows, *columns)
+
+
+def spec_of(*dims: Dim) -> str:
+    """The spec of an array with these dims."""
+    return " ".join(map(str, dims))
 
 
 @typed
@@ -104,38 +109,31 @@ def orthogonalized(x: W, updates: Any, iterations: int) -> W:
     stacks: dict[Layout, list] = {}
     for i, (update, array) in enumerate(zip(jax.tree.leaves(updates), types, strict=True)):
         if update.algorithm == "muon":
-            layout, transposed = layout_of(update.weight, array)
-            stacks.setdefault(layout, []).append((i, update.weight, transposed))
+            layout, spec = layout_of(update.weight, array)
+            stacks.setdefault(layout, []).append((i, str(array.spec), spec))
 
     for layout, members in stacks.items():
-        parts = []
-        for i, weight, transposed in members:
-            part = leaves[i].astype(act.dtype)
-            part = part.reshape(-1, *part.shape[-weight.inputs - weight.outputs :])
-            parts.append(transpose(part, weight.inputs) if transposed else part)
-        dims, stacks_of = (*layout.rows, *layout.columns), [Dim(f"n{i}", layout.stack_axes) for i in range(len(parts))]
+        dims = (*layout.rows, *layout.columns)
+        by_rows = lambda i, at_rest, spec: shardops.rearrange(f"{at_rest} -> {spec}", leaves[i].astype(act.dtype))
+        arrays = [by_rows(*member) for member in members]
         fn = functools.partial(newton_schulz_stack, rows=len(layout.rows), iterations=iterations)
-        parts = shardops.per_device(
-            ", ".join(" ".join(map(str, (stack, *dims))) for stack in stacks_of),
-            lambda *parts, dims=dims, fn=fn, layout=layout: on_whole_stack(fn, dims, layout.stack_axes, parts),
-            *parts,
-            reason=f"each device takes some of the whole matrices {layout.rows} × {layout.columns}, each by itself",
+        new = shardops.per_device(
+            ", ".join(spec for _, _, spec in members),
+            functools.partial(on_stacks, fn, dims, layout.stack_axes),
+            *arrays,
+            reason=f"each device takes some of the matrices {' '.join(map(str, dims))} whole, each by itself",
         )
-        for (i, weight, transposed), part in zip(members, parts, strict=True):
-            part = transpose(part, weight.outputs) if transposed else part
-            leaves[i] = part.reshape(leaves[i].shape).astype(leaves[i].dtype)
+        for (i, at_rest, spec), x in zip(members, jax.tree.leaves(new), strict=True):
+            leaves[i] = shardops.rearrange(f"{spec} -> {at_rest}", x).astype(leaves[i].dtype)
     return jax.tree.unflatten(structure, leaves)
 
 
-def on_whole_stack(fn: Callable, dims: tuple[Dim, ...], axes: tuple[str, ...], parts: Any) -> list[jax.Array]:
-    """on_whole_matrices for several stacks at once, which are joined for it."""
+def on_stacks(fn: Callable, dims: tuple[Dim, ...], axes: tuple[str, ...], *arrays: jax.Array) -> list[jax.Array]:
+    """on_whole_matrices for arrays[…, *dims], which are joined to one stack for it."""
+    parts = [x.reshape(-1, *x.shape[-len(dims) :]) for x in arrays]
     stack = on_whole_matrices(fn, dims, axes, jnp.concatenate(parts))
-    return jnp.split(stack, list(itertools.accumulate(map(len, parts[:-1]))))
-
-
-def transpose(x: jax.Array, rows: int) -> jax.Array:
-    """Transposes x[stack, *rows, *columns] to [stack, *columns, *rows]; `rows` is the number of dims of the rows."""
-    return jnp.moveaxis(x, range(1, 1 + rows), range(-rows, 0))
+    split = jnp.split(stack, list(itertools.accumulate(map(len, parts[:-1]))))
+    return [part.reshape(x.shape) for part, x in zip(split, arrays, strict=True)]
 
 
 @scope  # each exchange has a stack of its own size
@@ -153,8 +151,8 @@ def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], dealt: tuple[str, ...
     axis, count = axes[-1], len(x)
     without = tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in dims)
     # The dim `dealt` has one entry on each device that has different matrices.
-    own, spec = Dim("dealt", dealt), lambda *dims: " ".join(map(str, dims))
-    blocks, whole = spec(own, "stack", *dims), spec(own, f"stack/{axis}", *without)
+    own = Dim("dealt", dealt)
+    blocks, whole = spec_of(own, Dim("stack"), *dims), spec_of(own, Dim("stack", (axis,)), *without)
     x = jnp.pad(x, [(0, -count % shardops.axis_size(axis)), *[(0, 0)] * len(dims)])
     x = shardops.all_to_all(f"{blocks} -> {whole}", x[None])[0]
     x = on_whole_matrices(fn, without, sort_axes((*dealt, axis)), x)

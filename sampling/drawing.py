@@ -97,8 +97,8 @@ def choose(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d
     noise = gumbel_noise(own_block(number), own_block(place), scaled.shape[-1], s)
     kept = scaled >= lowest_kept(scaled, s)
     own: u32["B/r/d L/t"] = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.uint32)
-    everywhere = shardops.index_unreduced("[L/t] B/r/d, N -> N B/r/d +t", own.T, jnp.arange(number.shape[1]))
-    return shardops.psum("N B/r/d +t -> N B/r/d", everywhere).T
+    everywhere = shardops.index_unreduced("B/r/d [L/t], N -> N B/r/d +t", own, jnp.arange(number.shape[1]))
+    return shardops.rearrange("N B/r/d -> B/r/d N", shardops.psum("N B/r/d +t -> N B/r/d", everywhere))
 
 
 @typed

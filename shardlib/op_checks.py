@@ -40,13 +40,20 @@ def checked_collective(
 
 
 def parse(
-    spec: str | bytes, operands: int, *, index: bool = False, any_dims: bool = False, copies: bool = False
+    spec: str | bytes,
+    operands: int,
+    *,
+    index: bool = False,
+    any_dims: bool = False,
+    copies: bool = False,
+    groups: bool = False,
 ) -> OpSpec:
     """The spec of an op of so many operands, as the current mesh has it.
 
-    `index`, `any_dims` and `copies` say whether the op allows `[dim]`, `...` and `*axis`. Raises ShardError.
+    `index`, `any_dims`, `copies` and `groups` say whether the op allows `[dim]`, `...`, `*axis` and `(K Q)`. Raises
+    ShardError.
     """
-    op = parse_op(spec)
+    op = parse_op(spec, groups)
     op = OpSpec(tuple(map(on_mesh, op.lhs)), on_mesh(op.rhs))
     if len(op.lhs) != operands:
         raise ShardError(
@@ -60,7 +67,7 @@ def parse(
         if shape.copies and not copies:
             raise ShardError(
                 f"`{shape}` has a * mark",
-                "only all_gather, replicate, broadcast, einsum_unreduced and index_unreduced know copies",
+                "only all_gather, replicate, broadcast, rearrange, einsum_unreduced and index_unreduced know copies",
             )
     return op
 

@@ -3,6 +3,7 @@
 The grammar, in words separated by spaces:
 
     dim       `B`  `B/r/d`  `3`     a dim of an array, then the mesh axes that shard it, major to minor
+    group     `(K/t Q)`             dims that are one dim of the array, outermost first (rearrange only)
     index     `[V/t]`               the dim that is looked up (first operand of index_unreduced only)
     any dims  `...`                 any dims, sharded in any way (replicate only)
     partial   `+t`                  a partial sum over mesh axis t, still to be reduced
@@ -24,6 +25,7 @@ PIPELINE_AXIS = "p"
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _DIM = re.compile(rf"({_NAME}|[0-9]+)((?:/{_NAME})*)")
+_WORD = re.compile(r"\([^()]*\)|[^\s()]+|[()]")  # a group is one word
 _MARK = re.compile(rf"([+*])({_NAME})")
 
 
@@ -51,18 +53,32 @@ class ShardError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """A dim: its name, or a literal size such as `3`, and the axes that shard it, major to minor."""
+    """A dim: its name, or a literal size such as `3`, and the axes that shard it, major to minor.
+
+    A group `(K/t Q)` of dims has the name `(K Q)` and the axes of K, its outermost dim: a block of it is contiguous.
+    """
 
     name: str
     axes: tuple[str, ...] = ()
+    group: tuple = ()  # of Dims: a type that names itself would lead `typed` in a circle
 
     @property
     def literal_size(self) -> int | None:
         """The size of a dim such as `3`; None for a name."""
         return int(self.name) if self.name.isdigit() else None
 
+    @property
+    def members(self) -> tuple["Dim", ...]:
+        """The dims of a group; itself if it is no group."""
+        return self.group or (self,)
+
+    def without(self, axis: str) -> "Dim":
+        """The dim on a mesh without `axis`."""
+        kept = tuple(a for a in self.axes if a != axis)
+        return Dim(self.name, kept, tuple(dim.without(axis) for dim in self.group))
+
     def __str__(self) -> str:
-        return "/".join((self.name, *self.axes))
+        return f"({' '.join(map(str, self.group))})" if self.group else "/".join((self.name, *self.axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +112,7 @@ class ShapeSpec:
     def without(self, axis: str) -> "ShapeSpec":
         """The type on a mesh without `axis`."""
         kept = lambda axes: tuple(a for a in axes if a != axis)
-        dims = tuple(Dim(dim.name, kept(dim.axes)) for dim in self.dims)
+        dims = tuple(dim.without(axis) for dim in self.dims)
         return ShapeSpec(dims, kept(self.partial), kept(self.copies), self.index, self.open)
 
     def __str__(self) -> str:
@@ -144,12 +160,26 @@ def _parse_dim(word: str) -> Dim:
     return dim
 
 
+def _parse_group(word: str) -> Dim:
+    dims = tuple(_parse_dim(inner) for inner in word[1:-1].split() if inner != "1")
+    if len(dims) < 2:
+        return dims[0] if dims else Dim("1")
+    for dim in dims[1:]:
+        if dim.axes:
+            raise ShardError(
+                f"in {word} the inner dim {dim} is sharded: each device has a part for every {dims[0].name}, so that "
+                "the blocks of the group would interleave",
+                f"shard only the outermost dim of a group: write {dim} first, or all_gather it before",
+            )
+    return Dim(f"({' '.join(dim.name for dim in dims)})", dims[0].axes, dims)
+
+
 @functools.lru_cache(maxsize=4096)
-def parse_shape(spec: str | bytes) -> ShapeSpec:
-    """Parses `B/d L M +t`. Raises ShardError for what is not in the grammar."""
+def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
+    """Parses `B/d L M +t`, with `groups` also `(K/t Q)`. Raises ShardError for what is not in the grammar."""
     text = spec_text(spec)
     dims, marks, index, open_ = [], {"+": [], "*": []}, None, False
-    for word in text.split():
+    for word in _WORD.findall(text) if groups else text.split():
         mark = _MARK.fullmatch(word)
         if mark:
             marks[mark[1]].append(mark[2])
@@ -163,9 +193,11 @@ def parse_shape(spec: str | bytes) -> ShapeSpec:
             if index is not None:
                 raise ShardError(f"spec {text!r} has two [dims]", "one dim is looked up at a time")
             index, word = len(dims), word[1:-1]
-        dims.append(_parse_dim(word))
+        if groups and word in ("(", ")"):
+            raise ShardError(f"spec {text!r} has a parenthesis without its pair, or inside of others", "write `(K Q)`")
+        dims.append(_parse_group(word) if groups and word[0] == "(" else _parse_dim(word))
     if open_ and dims:
-        raise ShardError(f"spec {text!r} has dims beside '...'", "'...' means all dims")
+        raise ShardError(f"spec {text!r} has dims beside '...'", "'...' means all dims: name each dim instead")
     axes = [axis for dim in dims for axis in dim.axes] + marks["+"] + marks["*"]
     for axis in axes:
         if axes.count(axis) > 1:
@@ -177,10 +209,13 @@ def parse_shape(spec: str | bytes) -> ShapeSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def parse_op(spec: str | bytes) -> OpSpec:
-    """Parses `B/d L F/t, M F/t -> B/d L M +t`. Raises ShardError for what is not in the grammar."""
+def parse_op(spec: str | bytes, groups: bool = False) -> OpSpec:
+    """Parses `B/d L F/t, M F/t -> B/d L M +t`, with `groups` also `(K/t Q)`.
+
+    Raises ShardError for what is not in the grammar.
+    """
     text = spec_text(spec)
     sides = text.split("->")
     if len(sides) != 2:
         raise ShardError(f"spec {text!r} has no single '->'", "write `operand, operand -> result`")
-    return OpSpec(tuple(parse_shape(operand) for operand in sides[0].split(",")), parse_shape(sides[1]))
+    return OpSpec(tuple(parse_shape(operand, groups) for operand in sides[0].split(",")), parse_shape(sides[1], groups))

@@ -10,6 +10,7 @@ of the same name, and to transpositions if its dim is not the first. This is wha
     einsum_unreduced   'B L F/t, M F/t -> B L M +t'         a contracted sharded dim becomes a +
     index_unreduced    '[V/t] M, B L -> B L M +t'           a lookup in a sharded dim becomes a +
     broadcast          'M -> B/d L M'                       repeats along new dims
+    rearrange          'L (K/t Q) D -> K/t Q L D'           transposes, splits and merges dims, by name
     all_to_all         'L/t K -> L K/t'                     moves an axis from one dim to another
     ppermute           'B L/t M'                            shifts the blocks of a dim around the ring of its axis
     replicate          'M/d F/t -> M/d F/t *r'              marks independent use on each device of r, a Copy
@@ -49,6 +50,7 @@ from shardlib.op_checks import (
     wrap,
 )
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
+from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
 from shardlib.soundness import escape
 from shardlib.values import Noted, describe, devices_along, is_opaque, on_mesh, planned_devices, target_device
 
