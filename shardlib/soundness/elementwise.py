@@ -221,9 +221,9 @@ def _compared(eq: Equation, ins: list[Value]) -> Value:
     name, shape = eq.name, eq.result_shape
     offset = add_offsets(a.offset, b.offset, -1)
     plain = [dataclasses.replace(v, offset=(), known=None) for v in ins]
-    if a.offset and a.known is not None and not a.count and b.is_zero and name in ("lt", "ge") and not a.is_clipped:
-        if a.known[0] >= 0 and a.known[1] >= 0 and all(c >= 0 for _, c in a.offset):
-            return constant(len(shape), name == "ge", name == "ge")  # the start of a block is never negative
+    is_start = a.offset and a.known is not None and not a.count and not a.is_clipped
+    if is_start and b.is_zero and name in ("lt", "ge") and min(*a.known, *(c for _, c in a.offset)) >= 0:
+        return constant(len(shape), name == "ge", name == "ge")  # the start of a block is never negative
     if a.is_clipped and b.is_zero and name in ("lt", "ge"):
         return Value(a.dims, mask=Mask("clipped", a.offset))
     for this, other, sign in ((a, plain[1], 1), (b, plain[0], -1)):

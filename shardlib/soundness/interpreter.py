@@ -144,8 +144,8 @@ class Interpreter:
                 if eq.whole_size(dim, here) != there:
                     raise Refused(
                         f"dim {k} of the result is {here} of {eq.whole_size(dim, here)} here and {there} on one device",
-                        "a device's own size was taken for the whole size (x.shape[0], jnp.arange, random bits from one "
-                        "key): shardops.size and shardops.positions give the whole; fold positions into a key",
+                        "a device's own size was taken for the whole size (x.shape[0], jnp.arange, bits from one key): "
+                        "shardops.size and shardops.positions give the whole; fold positions into a key",
                     )
         if any(d is not UNIFORM and d.parts == ((1, ()),) for d in value.dims):
             dims = tuple(UNIFORM if d is not UNIFORM and d.parts == ((1, ()),) else d for d in value.dims)
@@ -351,9 +351,9 @@ def _collectives(jaxpr: Any, axes: frozenset[str]) -> Any:
                 return eqn
         for value in eqn.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    if found := _collectives(part, axes):
-                        return found
+                is_jaxpr = hasattr(part, "eqns") or hasattr(part, "jaxpr")
+                if is_jaxpr and (found := _collectives(part, axes)):
+                    return found
     return None
 
 
