@@ -35,7 +35,8 @@ class Program:
         outs: the type of the result, in dicts, lists and tuples as the result.
         axes: axes of the mesh, major to minor.
         vma: the value of check_vma: False for a program that JAX refuses otherwise.
-        hangs: whether devices wait for each other for ever, so that it may be traced but not run.
+        hangs: whether devices wait for each other for ever, so that it may be traced but not run. Its `whole` is
+            called by no test.
         escape: whether it is right although some step in it computes no block of a whole value.
         reason: why it is right, or what is wrong with it, where the name does not say it.
     """

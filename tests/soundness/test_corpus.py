@@ -4,7 +4,7 @@ import collections
 
 import pytest
 from soundness import right_programs, wrong_programs
-from soundness.running import Program, distance, intended, run
+from soundness.running import Program, distance, intended, run, traced
 
 RIGHT, WRONG = right_programs.PROGRAMS, wrong_programs.PROGRAMS
 EQUAL, DIFFERENT = 1e-4, 1e-2
@@ -23,13 +23,26 @@ def test_the_corpus_is_large():
     assert all(program.reason for program in RIGHT if program.escape)
 
 
+@pytest.mark.parametrize("programs", [RIGHT, WRONG], ids=["right", "wrong"])
+def test_each_program_is_one_shard_map(programs):
+    for program in programs:
+        assert [str(eqn.primitive) for eqn in traced(program, program.meshes[0]).eqns] == ["shard_map"], program
+
+
 @cases(RIGHT)
 def test_right_programs_compute_what_is_meant(program):
-    meant = intended(program)
-    for sizes in program.meshes:
-        assert distance(run(program, sizes), meant) < EQUAL, sizes
+    assert distance(run(program, program.meshes[0]), intended(program)) < EQUAL
 
 
+@pytest.mark.long
+@cases(RIGHT)
+def test_right_programs_compute_what_is_meant_on_other_meshes_and_inputs(program):
+    meant = intended(program, seed=1)
+    for sizes in program.meshes[1:]:
+        assert distance(run(program, sizes, seed=1), meant) < EQUAL, sizes
+
+
+@pytest.mark.long
 @cases([program for program in WRONG if not program.hangs])
 def test_wrong_programs_compute_something_else(program):
     meant = intended(program)
