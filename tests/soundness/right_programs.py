@@ -84,7 +84,7 @@ def depthwise_causal_convolution(x: f32["B/d L F/t"], taps: f32["4 F/t"]) -> f32
 
 
 @unsharded
-def image_convolution_over_sharded_rows(x: f32["B/d C H W"], kernel: f32["R/t C 3 3"]) -> f32["B/d R/t H W"]:
+def image_convolution_with_sharded_filters(x: f32["B/d C H W"], kernel: f32["R/t C 3 3"]) -> f32["B/d R/t H W"]:
     return lax.conv(x, kernel, (1, 1), "SAME")
 
 
@@ -475,10 +475,8 @@ def gathers_one_after_the_other(w: f32["M/t/d"]) -> f32["M"]:
     return lax.all_gather(w, "t", tiled=True, to="invarying")
 
 
-@parallel(whole=lambda q, k, v: jax.nn.softmax(jnp.einsum("blkd,bskd->bkls", q, k)))
-def attention_scores_of_sharded_heads(
-    q: f32["B/d L K/t D"], k: f32["B/d S K/t D"], v: f32["B/d S K/t D"]
-) -> f32["B/d K/t L S"]:
+@parallel
+def attention_scores_of_sharded_heads(q: f32["B/d L K/t D"], k: f32["B/d S K/t D"]) -> f32["B/d K/t L S"]:
     return jax.nn.softmax(jnp.einsum("blkd,bskd->bkls", q, k))
 
 
