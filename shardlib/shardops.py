@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import current_scope
+from shardlib.escapes import per_device  # noqa: F401 (one of the ops)
 from shardlib.op_checks import (
     cast,
     cast_to_result,
@@ -50,7 +51,6 @@ from shardlib.op_checks import (
     wrap,
 )
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
-from shardlib.escapes import per_device  # noqa: F401 (one of the ops)
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
 from shardlib.values import Noted, describe, devices_along, is_opaque, planned_devices, target_device
 

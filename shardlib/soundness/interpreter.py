@@ -10,11 +10,12 @@ import numpy as np
 from jax.extend import core
 
 from shardlib.parsing import parse_shape
-from shardlib.soundness import elementwise, rules
+from shardlib.soundness import collectives, elementwise, lookups, rules, shapes, sums
 from shardlib.soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
 from shardlib.soundness.equation import Equation, Refused
 from shardlib.soundness.escape import Mark, is_region, mark_of
 
+assert all((collectives, lookups, shapes, sums))  # importing them registers their rules
 COLLECTIVES = frozenset(
     """
     psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced
