@@ -22,6 +22,7 @@ from shardlib.values import (
     inside_shard_map,
     is_opaque,
     mesh_axes,
+    note_arguments,
     sharding_of,
     without_trivial,
 )
@@ -227,7 +228,7 @@ def typed_shard_map(fn):
             raise ShardError(f"{fn.__name__}: no mesh is set", "call it under `with jax.set_mesh(mesh):`")
         if inside_shard_map():
             raise ShardError(f"{fn.__name__}: called inside shard_map", "decorate functions called there with typed")
-        arrays, specs = [], []
+        arrays, specs, types = [], [], []
         with Scope():
             for name, value in bound.arguments.items():
                 where = f"{fn.__name__}, argument {name}"
@@ -235,6 +236,8 @@ def typed_shard_map(fn):
                     parts = [entry for entry in arrays_of(annotations[name], value) if entry[2] is not ABSENT]
                 arrays += [_place(array, part, _location(where, path)) for path, array, part in parts]
                 specs += [partition_spec(array) for _, array, _ in parts]
+                types += [array.spec for _, array, _ in parts]
+        note_arguments(types)
         structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
 
         def per_device(arrays):

@@ -95,6 +95,26 @@ def devices_along(axes: Iterable[str]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
+_ARGUMENTS: contextvars.ContextVar[list | None] = contextvars.ContextVar("shardlib_arguments", default=None)
+
+
+@contextlib.contextmanager
+def noting_arguments() -> Iterator[list]:
+    """Context that notes the types of the arguments of each typed_shard_map that is traced in it, as lists of specs."""
+    noted: list = []
+    token = _ARGUMENTS.set(noted)
+    try:
+        yield noted
+    finally:
+        _ARGUMENTS.reset(token)
+
+
+def note_arguments(specs: list) -> None:
+    """Notes the types of the arguments of a typed_shard_map, where somebody asked for them."""
+    if (noted := _ARGUMENTS.get()) is not None:
+        noted.append(specs)
+
+
 _PLANNED: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("shardlib_planned", default=None)
 
 

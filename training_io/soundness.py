@@ -52,8 +52,11 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: P
 
 def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
     """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps."""
-    batch = batch_shapes(c.training.batch_size, c.training.seq_len, len(inputs_of(model)))
-    trace = lambda: {name: traced.jaxpr for name, traced in programs(c, model, batch).items()}
+
+    def trace() -> dict[str, Any]:
+        batch = batch_shapes(c.training.batch_size, c.training.seq_len, len(inputs_of(model)))
+        return {name: traced.jaxpr for name, traced in programs(c, model, batch).items()}
+
     if mesh.shape.get(PIPELINE_AXIS, 1) == 1:
         return prove(trace, mesh)
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}

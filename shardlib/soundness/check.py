@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
 from shardlib.parsing import ShardError
-from shardlib.soundness.domain import UNIFORM, Value, Wild, describe
+from shardlib.soundness.domain import UNIFORM, Value, describe
+from shardlib.soundness.equation import Equation, Refused
 from shardlib.soundness.interpreter import Different, Interpreter, block_of
-from shardlib.values import planned_for
+from shardlib.values import noting_arguments, planned_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +28,14 @@ class Finding:
         return self.text
 
 
-def findings(program: Any, twin: Any = None) -> list[Finding]:
+def findings(program: Any, twin: Any = None, types: list | None = None) -> list[Finding]:
     """What is wrong with each jax.shard_map in a traced program.
 
     Args:
         program: what jax.make_jaxpr or jax.jit(f).trace(...).jaxpr gives.
         twin: the same program traced on a mesh whose axes have one device each. Without it, numbers and sizes that
             depend on the mesh are taken for whole ones: `x.shape[0]` is not noticed.
+        types: the specs of the arguments of each shard_map, whose names of dims messages show; None: no names.
 
     Raises:
         Different: the twin has other operations.
@@ -41,7 +45,7 @@ def findings(program: Any, twin: Any = None) -> list[Finding]:
     ours = list(_shard_maps(program))
     for i, eqn in enumerate(ours):
         other = theirs[i] if theirs is not None else None
-        found += _of_shard_map(eqn, other)
+        found += _of_shard_map(eqn, other, types[i] if types and len(types) == len(ours) else None)
     return found
 
 
@@ -61,34 +65,41 @@ def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
 
 
-def _of_shard_map(eqn: Any, twin: Any) -> list[Finding]:
+def _of_shard_map(eqn: Any, twin: Any, types: list | None) -> list[Finding]:
     sizes = dict(eqn.params["mesh"].shape)
     twin_sizes = dict(twin.params["mesh"].shape) if twin is not None else dict.fromkeys(sizes, 1)
     interpreter = Interpreter(sizes, twin_sizes)
     inner, other = eqn.params["jaxpr"], twin.params["jaxpr"] if twin is not None else None
     body = getattr(inner, "jaxpr", inner)
+    # Constants of the caller come before the arguments.
+    known = [[dim.name for dim in spec.dims] for spec in types or ()]
+    names = [None] * (len(body.invars) - len(known)) + known
     args = [
-        block_of(_axes(spec, len(var.aval.shape)), var.aval.shape, sizes)
-        for spec, var in zip(eqn.params["in_specs"], body.invars, strict=True)
+        block_of(_axes(spec, len(var.aval.shape)), var.aval.shape, sizes, names=name)
+        for spec, var, name in zip(eqn.params["in_specs"], body.invars, names, strict=True)
     ]
     if twin is None:
         interpreter.twin_sizes = sizes  # numbers are as they are on this mesh
     outs = interpreter.run(inner, other, args)
-    found = {id(wild): wild for wild in interpreter.problems}
-    texts = []
+    made_by = {var: each for each in body.eqns for var in each.outvars}
+    found = [str(wild) for wild in interpreter.problems]
     for i, (spec, value, var) in enumerate(zip(eqn.params["out_specs"], outs, body.outvars, strict=True)):
-        problem = _leaving(value, _axes(spec, len(var.aval.shape)), var.aval, sizes)
-        if isinstance(problem, Wild):
-            found.setdefault(id(problem), problem)
-        elif problem:
-            texts.append(Finding(f"result {i} {problem}"))
-    return [*(Finding(str(wild)) for wild in found.values()), *texts]
+        if value.wild:
+            found.append(str(value.wild))
+        elif value.ratio != 1.0 and value.scaled is not None:
+            try:
+                value.scaled.unscaled(value)
+            except Refused as refusal:
+                found.append(str(interpreter.explain(value.scaled, refusal)))
+        elif problem := _leaving(value, _axes(spec, len(var.aval.shape)), var.aval, sizes):
+            made = made_by.get(var) if not isinstance(var, Literal) else None
+            place = Equation(made, None, [], sizes, twin_sizes).place() if made is not None else "?"
+            found.append(f"{place}: result {i} {problem}")
+    return [Finding(text) for text in dict.fromkeys(found)]
 
 
-def _leaving(value: Value, axes: list, aval: Any, sizes: Any) -> Wild | str | None:
+def _leaving(value: Value, axes: list, aval: Any, sizes: Any) -> str | None:
     """What is wrong with a result that is declared to be sharded over `axes`; None if nothing is."""
-    if value.wild:
-        return value.wild
     declared = block_of(axes, aval.shape, sizes)
     fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
     bad = value.partial or value.extreme or value.offset or value.is_local or value.looked_up is not None or value.mask
@@ -110,9 +121,12 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Fi
     JAX traces other operations where a device has one entry of a dim. Such a program is compared on smaller meshes.
 
     Args:
-        trace: traces the programs.
+        trace: traces the programs, on the mesh in force.
         mesh: the mesh; None: the one in force.
         keep: axes that keep their number of devices on the mesh of comparison, instead of one.
+
+    Raises:
+        ValueError: a shard_map names its mesh.
     """
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     mesh = getattr(mesh, "abstract_mesh", mesh)
@@ -122,12 +136,16 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Fi
     each = [alone | {axis: n} for axis, n in halves.items() if n > alone[axis]]
 
     @functools.cache
-    def on(*numbers: int) -> dict[str, Any]:
+    def on(*numbers: int) -> dict[str, tuple[Any, list]]:
         abstract = AbstractMesh(numbers, mesh.axis_names, axis_types=mesh.axis_types)
         # Through no mesh at all: JAX does not change from one mesh to another of a different size.
         none = AbstractMesh((), ())
-        with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(abstract), planned_for(sizes):
-            return trace()
+        on_mesh = jax.sharding.use_abstract_mesh(abstract)
+        with jax.sharding.use_abstract_mesh(none), on_mesh, planned_for(sizes), noting_arguments() as types:
+            programs = trace()
+        counts = itertools.accumulate((len(list(_shard_maps(p))) for p in programs.values()), initial=0)
+        spans = itertools.pairwise(counts)
+        return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
 
     ours = on(*sizes.values())
     try:
@@ -136,20 +154,26 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Fi
         lines = str(error).splitlines() or [""]
         return [Finding(f"on one device the program does not trace: {type(error).__name__}: {lines[0]}")]
     found: list[Finding] = []
-    for name in ours:
+    for name, (program, types) in ours.items():
+        twin = theirs[name][0]
+        if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):
+            raise ValueError(
+                "the program cannot be traced on one device, as it names its mesh: leave `mesh` out of jax.shard_map, "
+                "which then takes the mesh in force"
+            )
         try:
-            found += findings(ours[name], theirs[name])
+            found += findings(program, twin, types)
             continue
         except Different as different:
             first = different
         compared: set[str] = set()
         # The smaller meshes stand for this one only where JAX has a reason to trace it differently.
-        for smaller in (halves, *each) if _has_single_entries(ours[name]) else ():
+        for smaller in (halves, *each) if _has_single_entries(program) else ():
             axes = {axis for axis, n in smaller.items() if n > alone[axis]}
             if axes <= compared:
                 continue
             try:
-                found += findings(on(*smaller.values())[name], theirs[name])
+                found += findings(on(*smaller.values())[name][0], twin, types)
                 compared |= axes
             except Different:
                 continue

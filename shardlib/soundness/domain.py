@@ -94,6 +94,7 @@ class Value:
         partial: axes over which it is a partial sum.
         extreme: ("max" or "min", axes over which it is still to be taken).
         ratio: what the whole value on one device is, divided by what the blocks add up to.
+        scaled: the equation that gave it a ratio.
         known: the number that it is, on this mesh and on one device; of a count, its first entry.
         offset: what this device adds to it.
         count: dims along which it counts 0, 1, … in row-major order.
@@ -113,6 +114,7 @@ class Value:
     partial: frozenset[str] = frozenset()
     extreme: tuple[str, frozenset[str]] | None = None
     ratio: float = 1.0
+    scaled: Any = dataclasses.field(default=None, compare=False)
     known: tuple[Number, Number] | None = None
     offset: Offset = ()
     count: tuple[int, ...] = ()

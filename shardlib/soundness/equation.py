@@ -18,11 +18,11 @@ _NOT_USERS = (str(Path(jax.__file__).parent), str(Path(shardlib.__file__).parent
 
 
 class Refused(Exception):
-    """A value that is not a block of a whole value. `remedy` says what to do."""
+    """A value that is not a block of a whole value. `remedy` says what to do; `at` is the Equation to blame."""
 
-    def __init__(self, problem: str, remedy: str = ""):
+    def __init__(self, problem: str, remedy: str = "", at: "Equation | None" = None):
         super().__init__(problem)
-        self.problem, self.remedy = problem, remedy
+        self.problem, self.remedy, self.at = problem, remedy, at
 
 
 @dataclasses.dataclass
@@ -138,6 +138,7 @@ class Equation:
                 "a number that depends on the mesh was multiplied into a value, such as the size of this device's "
                 "block in place of the whole size",
                 "divide by the whole size: shardops.size(name), or jax.lax.psum of the count",
+                value.scaled,
             )
         return value
 

@@ -114,6 +114,7 @@ class Interpreter:
 
     def explain(self, eq: Equation, refusal: Refused) -> Wild:
         """The refusal with its place and the types of the operands."""
+        eq = refusal.at or eq
         return Wild(eq.place(), f"{eq.name}: {refusal.problem}", refusal.remedy, eq.operand_texts())
 
     def wild(self, eq: Equation, reason: Wild) -> list[Value]:
@@ -153,6 +154,8 @@ class Interpreter:
             value = dataclasses.replace(value, dims=dims)
         if value.is_zero:
             return constant(len(shape), 0, 0)
+        if value.ratio != 1 and not value.is_constant:
+            value = dataclasses.replace(value, scaled=next((v.scaled for v in eq.ins if v.scaled), eq))
         return value
 
     def _marked(self, eq: Equation, mark: Mark) -> Value:
