@@ -271,6 +271,7 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Interpreter) -> Value:
             eq.joined_partial(values),
             _joined_extreme(eq, values),
             eq.joined_ratio(values),
+            a.scaled or b.scaled,
             known=a.known if a.known == b.known else None,
         )
     except Refused as refusal:
