@@ -3,13 +3,14 @@
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
 
+from configuration.checks import check_range
 from input_loader.shuffle import Indices
 from shardlib.shardtypes import bool_, make_shardings, pytree_dataclass, u32
 
@@ -80,7 +81,8 @@ class Loader:
     """The end of the data, None if it repeats without end."""
 
     def __init__(self, batch_size: int, seq_len: int, shardings: TokenBatch | None = None, inputs: Sequence[str] = ()):
-        check_range({"batch_size": (batch_size, 1), "seq_len": (seq_len, 1)})
+        check_range("batch_size", batch_size)
+        check_range("seq_len", seq_len)
         self.batch_size, self.seq_len = batch_size, seq_len
         if shardings is None and not jax.sharding.get_abstract_mesh().empty:
             shardings = make_shardings(TokenBatch)
@@ -166,13 +168,6 @@ class Loader:
             ) from e
 
 
-def check_range(values: Mapping[str, tuple[int, int]]) -> None:
-    """Raises ValueError unless each value, given with its lower bound, is between that and 2**63."""
-    for name, (value, low) in values.items():
-        if not low <= value < 2**63:
-            raise ValueError(f"{name} is {value}; it must lie in [{low}, 2**63).")
-
-
 class Prefetcher(Generic[T]):
     """Yields `load(step)` for each step in [start, stop), in order, computed in background threads ahead of use.
 
@@ -188,7 +183,8 @@ class Prefetcher(Generic[T]):
     """
 
     def __init__(self, load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1):
-        check_range({"depth": (depth, 1), "threads": (threads, 1)})
+        check_range("depth", depth)
+        check_range("threads", threads)
         self._load = load
         self._steps = iter(range(start, stop))
         self._pool = ThreadPoolExecutor(min(threads, depth), thread_name_prefix="prefetch")

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from input_loader.batches import Loader, TokenBatch, check_range
+from configuration.checks import at_least_1, check_ranges
+from input_loader.batches import Loader, TokenBatch
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.mixture import MixtureLoader, SourceConfig, check_sources
 from input_loader.stream import StreamConfig, StreamLoader
@@ -23,7 +24,7 @@ class DataConfig(ReadingConfig):
     """Several flat-tokens datasets by name, with their weights."""
     stream: StreamConfig | None = None
     """Text that is tokenized while training, for quick trials."""
-    prefetch: int = 8
+    prefetch: int = at_least_1(8)
     """Batches that are loaded ahead of use, at least 1."""
 
 
@@ -57,7 +58,7 @@ def make_loader(
     if len(given) != 1:
         found = " and ".join(f"data.{name}" for name in given) if given else "none of them"
         raise ValueError(f"Set one of data.filespec, data.mixture and data.stream; {found} is set.")
-    check_range({"prefetch": (config.prefetch, 1)})
+    check_ranges("data", config)
     if config.mixture and config.max_epochs is not None:
         raise ValueError(
             f"data.max_epochs is {config.max_epochs}, but the sources of a mixture repeat at different steps. "

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 import flat_tokens
+from configuration.checks import check_ranges, within
 from flat_tokens.stores import open_reader
 from input_loader import shuffle
-from input_loader.batches import Limit, Loader, Sequences, TokenBatch, check_range
+from input_loader.batches import Limit, Loader, Sequences, TokenBatch
 from input_loader.shuffle import Indices
 
 CHECKED_DOCUMENTS = 2**16
@@ -23,7 +24,7 @@ SAMPLED_TOKENS = 2**22
 class ReadingConfig:
     """How data is read."""
 
-    seed: int = 0
+    seed: int = within(0, 2**63, 0)
     """Selects the order of the sequences, in [0, 2**63). Other seeds and other epochs have unrelated orders."""
     shuffle: bool = True
     """True: sequences come in random order, another one in each epoch. False: in the order of the dataset."""
@@ -32,7 +33,7 @@ class ReadingConfig:
     num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len."""
     max_epochs: float | None = None
     """Bound on the epochs of a run, above 0: a longer run is an error at its start. Null for no bound."""
-    cache_bytes: int = 2**28
+    cache_bytes: int = within(0, 2**63, 2**28)
     """Host memory for decoded chunks, in bytes, at least 0; divided evenly among the sources of a mixture."""
 
 
@@ -76,7 +77,7 @@ class FlatTokensLoader(Loader):
         inputs: Sequence[str] = (),
     ):
         super().__init__(batch_size, seq_len, shardings, inputs)
-        check_range({"seed": (config.seed, 0), "cache_bytes": (config.cache_bytes, 0)})
+        check_ranges("data", config)
         self.config = config
         self.dataset = open_reader(config.filespec, split, cache_bytes=config.cache_bytes, inputs=inputs)
         path, largest = self.dataset.path, self.dataset.max_token_id

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from configuration.checks import at_least_1
 from input_loader import shuffle
-from input_loader.batches import Loader, Sequences, TokenBatch, check_range
+from input_loader.batches import Loader, Sequences, TokenBatch
 from input_loader.flat import ReadingConfig
 from input_loader.shuffle import Indices
 from text import hub
@@ -52,7 +53,7 @@ class StreamConfig:
     kinds: what tools/huggingface_to_flat_tokens takes for a name. None for `bytes`."""
     end_token: str | None = None
     """A token put at the end of each document, null for none; `</s>` is that of bytes."""
-    shuffle_block: int = 1024
+    shuffle_block: int = at_least_1(1024)
     """With `shuffle`, documents change places within blocks of this many, at least 1, which are held in memory
     and read again after a restart."""
 
@@ -105,7 +106,6 @@ class StreamLoader(Loader):
         state: dict[str, Any] | None = None,
     ):
         super().__init__(batch_size, seq_len, shardings)
-        check_range({"seed": (reading.seed, 0), "shuffle_block": (config.shuffle_block, 1)})
         self.config, self._reading = config, reading
         self._name, arguments = _source(config, split)
         self._tokenizer = _make_tokenizer(config)

@@ -242,7 +242,7 @@ def test_epochs_of_a_mixture(filespecs):
         ),
         ({"mixture": {"a": SourceConfig("web", 1, -1)}}, "max_epochs is -1 for .*web; it must be above 0"),
         ({"filespec": "web", "max_epochs": 0}, "max_epochs is 0 for .*web; it must be above 0"),
-        ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must lie in"),
+        ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must be at least 1"),
         (
             {"mixture": {"a": SourceConfig("web"), "b": SourceConfig("nowhere")}},
             "No flat-tokens split at nowhere/train",
