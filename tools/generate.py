@@ -23,6 +23,7 @@ from rich.text import Text
 
 import train
 from cluster.devices import make_mesh
+from configuration.checks import at_least_1, check_ranges
 from configuration.program import run_program
 from input_loader.codec import codec_of_data
 from modeling.model import LanguageModel, load_model
@@ -67,7 +68,7 @@ class Config:
     """A file with a prompt on each line."""
     prompt_ids: list[int] | None = None
     """A prompt as token ids."""
-    samples: int = 1
+    samples: int = at_least_1(1)
     """Number of texts for each prompt, at least 1."""
     max_tokens: int = 200
     """Largest number of tokens to add to a prompt, at least 1."""
@@ -84,7 +85,7 @@ class Config:
     context: int | None = None
     """Number of tokens that the next one can see, bos included; at least 2. Null: training.seq_len. A text that
     outgrows it keeps the last half of it as context."""
-    batch: int = 64
+    batch: int = at_least_1(64)
     """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d."""
@@ -193,9 +194,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
         ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint or tokenizer.
     """
     console = console or Console()
-    for name in ("samples", "batch"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1.")
+    check_ranges("", config)
     texts = read_prompts(config)
     if not Path(config.run).is_dir():
         raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")

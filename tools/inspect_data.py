@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 import flat_tokens
+from configuration.checks import at_least_1, check_ranges, within
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import DataConfig, FlatTokensLoader, Loader, MixtureLoader, make_loader
@@ -45,19 +46,19 @@ class Config:
     """The source of the run's mixture to show, where no step is given."""
     step: int | None = None
     """Show the batch of this step of `run`, at least 0."""
-    rows: int = 4
+    rows: int = at_least_1(4)
     """Most rows of the batch to show, at least 1."""
     first_row: int = 0
     """The first of them, in [0, batch_size)."""
     document: int | None = None
     """Show this document, whole, in [0, num_documents)."""
-    documents: int = 5
+    documents: int = within(0, 2**63, 5)
     """Number of documents to show otherwise, evenly spaced over the split, at least 0."""
-    characters: int = 200
+    characters: int = at_least_1(200)
     """Most characters of a document to show, at least 1; `document` is not cut."""
-    sample: int = 2**22
+    sample: int = at_least_1(2**22)
     """Number of tokens and of documents for the statistics, at least 1: the first ones of the split."""
-    top: int = 15
+    top: int = within(0, 2**63, 15)
     """Number of the most frequent tokens to list, at least 0."""
     check: bool = False
     """Read everything, and compare the parts of the dataset."""
@@ -391,10 +392,7 @@ def run(config: Config, console: Console | None = None) -> None:
         ValueError: a setting is out of range or contradicts another, or a dataset is missing or damaged.
     """
     console = console or Console()
-    bounds = {"rows": 1, "documents": 0, "characters": 1, "sample": 1, "top": 0}
-    for name, low in bounds.items():
-        if getattr(config, name) < low:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least {low}.")
+    check_ranges("", config)
     settings = None if config.run is None else _read_run(config.run)
     if config.step is not None:
         if settings is None:
