@@ -270,7 +270,7 @@ def show_tokens(console: Console, reader: flat_tokens.Reader, codec: TextCodec, 
     table = Table(title=f"Most frequent tokens{of}", title_justify="left", caption_justify="left")
     table.caption = (
         f"{ids.size:,} of {reader.max_token_id + 1:,} ids occur; entropy of single tokens "
-        f"{-(p * np.log(p)).sum():.3f} nats"
+        f"{flat_tokens.entropy(counts):.3f} nats"
     )
     for name, justify in (("id", "right"), ("text", "left"), ("count", "right"), ("share", "right"), ("", "left")):
         table.add_column(name, justify=justify)

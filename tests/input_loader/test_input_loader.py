@@ -306,7 +306,9 @@ def test_load_without_a_mesh(dataset):
 def test_batch_that_the_mesh_does_not_divide(dataset):
     with (
         jax.set_mesh(make_mesh(r=2, d=2, t=2)),
-        pytest.raises(ValueError, match=r"batch of 6 rows and 10 tokens does not divide evenly over the mesh .*'d': 2"),
+        pytest.raises(
+            ValueError, match=r"batch of 6 sequences of 10 tokens does not divide evenly over the mesh .*'d': 2"
+        ),
     ):
         FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 6, SEQ_LEN)
 
