@@ -91,19 +91,19 @@ def distinct(calls: list[Call]) -> list[Call]:
     return list(dict.fromkeys(call._replace(turn=0) for call in calls))
 
 
-def describe_attention(forward: Any, length: int, device: jax.Device) -> list[str]:
+def describe_attention(forward: Any, length: int) -> list[str]:
     """The path of each layer of a period, and its reason. Raises ValueError if training.attention cannot compute it."""
     period, lines = period_of(forward.model), []
     for call in calls_of(forward, length):
-        path, why = _path_of(forward, call, device)
+        path, why = _path_of(forward, call)
         layer = f"layer {call.turn} of {period}: " if period > 1 else ""
         lines.append(f"{path}{f' (auto: {why})' if why else ''}; {layer}{call.rule}")
     return lines
 
 
-def _path_of(forward: Any, call: Call, device: jax.Device | None = None) -> tuple[str, str]:
+def _path_of(forward: Any, call: Call) -> tuple[str, str]:
     rule, sinks = forward.rule(call.rule), call.sinks is not None
-    return choose(forward.training.attention, rule, call.q, call.dropout, sinks, device)
+    return choose(forward.training.attention, rule, call.q, call.dropout, sinks)
 
 
 def with_path(forward: Any, path: str) -> Any:

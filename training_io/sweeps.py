@@ -95,7 +95,7 @@ class Sweep(Callback):
         if job_return.status == JobStatus.COMPLETED:
             if job_return.return_value is not None:  # the signal that stopped the run
                 sys.exit(
-                    f"{job_return.return_value}: the sweep stops here. To go on with the sweep: its command again, "
+                    f"{job_return.return_value}: the sweep stops here. To resume it: its command again, "
                     f"with paths.model_name={getattr(self, '_name', None) or 'its name'}"
                 )
             return

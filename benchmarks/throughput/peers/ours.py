@@ -69,7 +69,7 @@ class Contestant(JaxContestant):
         c = self.config
         forward = train.Forward(self.model, c.training)
         with jax.set_mesh(self.mesh):
-            lines = describe_attention(forward, c.training.seq_len, self.mesh.devices.flat[0])
+            lines = describe_attention(forward, c.training.seq_len)
         return {"attention": "; ".join(lines)}
 
 
