@@ -194,9 +194,9 @@ class Sampler:
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.c.vocab)
         self._decide(weights)
-        rows, result = self.rows(len(prompts)), []
-        for i in range(0, len(prompts), rows):
-            result += self._generate(weights, prompts[i : i + rows], first_number + i, rows)
+        batch, result = self.batch_for(len(prompts)), []
+        for i in range(0, len(prompts), batch):
+            result += self._generate(weights, prompts[i : i + batch], first_number + i, batch)
         return result
 
     def _decide(self, weights: Any) -> None:
@@ -206,7 +206,7 @@ class Sampler:
             self.why_no_cache, self.sees_later = verdict(self.forward, weights, self.context)
             self.speed.compile_seconds += time.perf_counter() - start
 
-    def rows(self, texts: int) -> int:
+    def batch_for(self, texts: int) -> int:
         """Number of sequences in each pass for `texts` texts."""
         return -(-min(texts, self._batch) // self._devices) * self._devices
 
@@ -217,12 +217,12 @@ class Sampler:
             row[: len(window)] = window
         return ids
 
-    def _generate(self, weights, prompts: Sequence[Sequence[int]], first_number: int, rows: int) -> list[list[int]]:
+    def _generate(self, weights, prompts: Sequence[Sequence[int]], first_number: int, batch: int) -> list[list[int]]:
         known = [list(prompt) for prompt in prompts]
-        known += [[] for _ in range(rows - len(known))]
-        left = np.where(np.arange(rows) < len(prompts), self.settings.max_tokens, 0).astype(np.int32)
-        number = (first_number + np.arange(rows)).astype(np.int32)
-        starts = [-1] * rows
+        known += [[] for _ in range(batch - len(known))]
+        left = np.where(np.arange(batch) < len(prompts), self.settings.max_tokens, 0).astype(np.int32)
+        number = (first_number + np.arange(batch)).astype(np.int32)
+        starts = [-1] * batch
         cache = None
         while left.any():
             now = [
@@ -275,7 +275,7 @@ class Sampler:
         if self.sees_later:
             return checked
         cached = not self.why_no_cache
-        windows, per_batch = list(self._windows(prompts, drawn)), self.rows(len(prompts))
+        windows, per_batch = list(self._windows(prompts, drawn)), self.batch_for(len(prompts))
         for first in range(0, len(windows), per_batch):
             part = windows[first : first + per_batch]
             shape = per_batch, self.padded(max(len(tokens) for _, _, _, tokens in part))

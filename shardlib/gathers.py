@@ -1,7 +1,7 @@
 """Gathers of weights ahead of their use. They are found by tracing the code that uses the weights.
 
 The spec of a gather is written once, where the weight is used. `note_gathers` traces that code and notes the gathers
-of each weight, with its dtype there. `gather_ahead` runs the same gathers before a loop or a schedule, once. For a
+of each weight, with its dtype there. `gather_as_noted` runs the same gathers before a loop or a schedule, once. For a
 weight that was gathered ahead, the gather at its use does nothing.
 """
 
@@ -47,7 +47,7 @@ def note_gathers(fn: Callable, w: Any) -> Any:
     return structure.unflatten(notes)
 
 
-def gather_ahead(w: Any, notes: Any, which: Callable[[str], bool], needed: bool) -> Any:
+def gather_as_noted(w: Any, notes: Any, which: Callable[[str], bool], needed: bool) -> Any:
     """`w` with weights gathered and cast as `notes` say: copies over the axes over which they are gathered.
 
     Args:

@@ -74,8 +74,8 @@ class TrainingConfig:
     model marks with save_for_backward. nothing: the layer's input only. dots: products with weights. everything: all
     that it needs."""
     unroll: int | None = at_least_1(1)
-    """Layers in one turn of the loop over layers, at least 1; null: all, so that there is no loop. That takes longer to
-    compile, and a GPU copies less of what is kept for the backward pass."""
+    """Layers in one iteration of the loop over layers, at least 1. Null: all, so that there is no loop. That takes
+    longer to compile, and a GPU copies less of what is kept for the backward pass."""
     eval_batches: int = within(0, 2**63, 8)
     """Largest number of batches of the validation split in an evaluation; 0 for no evaluations."""
     eval_interval: int | None = at_least_1(None)

@@ -79,7 +79,7 @@ class RunLog:
         if start_step == 0 and path.exists() and path.stat().st_size:
             self._print(f"{path}: of a run without a checkpoint, kept as {path.name}.old")
             path.rename(path.with_name(path.name + ".old"))
-        dropped = _keep_steps_before(path, start_step)
+        dropped = remove_later_lines(path, start_step)
         if dropped:
             self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
         self._file = open(path, "a")  # noqa: SIM115 (close closes it)
@@ -230,14 +230,17 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _keep_steps_before(path: Path, start_step: int) -> int:
-    """Removes the lines of `start_step` and later, and those that are not JSON. Returns the number of the latter."""
+def remove_later_lines(path: Path, step: int) -> int:
+    """Removes the lines of `step` and later from a file of JSON lines, and those that are not JSON.
+
+    Returns the number of the latter.
+    """
     if not path.exists():
         return 0
     kept, unreadable = [], 0
     for line in path.read_text(errors="replace").splitlines():
         try:
-            earlier = json.loads(line)["step"] < start_step
+            earlier = json.loads(line)["step"] < step
         except (ValueError, KeyError, TypeError):
             unreadable += 1
             continue
