@@ -25,20 +25,21 @@ def _of_this_program(monkeypatch):
     monkeypatch.setattr(profile, "MODULE", "jit_profiled_step")
 
 
-def profiler_of(directory, steps):
-    return profile.StepProfiler(RunLog(directory, total_steps=steps, start_step=0, speed=SPEED))
+def run_log(directory, steps):
+    return RunLog(directory, total_steps=steps, start_step=0, speed=SPEED)
 
 
 def train(directory, steps, done=None, fetch_s=0.0):
-    profiler = profiler_of(directory, steps)
-    x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
-    for i in range(steps if done is None else done):
-        profiler.before_step(i)
-        time.sleep(fetch_s)
-        with jax.profiler.TraceAnnotation(f"this is step {i}"):
-            x = profiled_step(x)
-        profiler.after_step(i, x)
-    return profiler.close()
+    with run_log(directory, steps) as log:
+        profiler = profile.StepProfiler(log)
+        x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
+        for i in range(steps if done is None else done):
+            profiler.before_step(i)
+            time.sleep(fetch_s)
+            with jax.profiler.TraceAnnotation(f"this is step {i}"):
+                x = profiled_step(x)
+            profiler.after_step(i, x)
+        return profiler.close()
 
 
 def event_names(trace):
@@ -79,11 +80,12 @@ def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
     waited = {True: [], False: []}
     in_main = lambda: threading.current_thread() is threading.main_thread()
     monkeypatch.setattr(jax, "block_until_ready", lambda outputs: waited[in_main()].append(outputs))
-    profiler = profiler_of(tmp_path, 9)
-    for i in range(9):
-        profiler.before_step(i)
-        profiler.after_step(i, f"outputs of {i}")
-    profiler.close()
+    with run_log(tmp_path, 9) as log:
+        profiler = profile.StepProfiler(log)
+        for i in range(9):
+            profiler.before_step(i)
+            profiler.after_step(i, f"outputs of {i}")
+        profiler.close()
     assert waited == {True: ["outputs of 1"], False: ["outputs of 3", "outputs of 5"]}
 
 
