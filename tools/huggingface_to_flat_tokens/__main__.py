@@ -14,6 +14,7 @@ from typing import Any
 
 import flat_tokens
 from configuration.checks import check_ranges
+from configuration.differences import flat
 from configuration.program import run_program
 from flat_tokens import shards
 from flat_tokens.unfinished import Unfinished
@@ -83,16 +84,8 @@ def default_workers(tokenizer: Tokenizer) -> int:
 
 def _settings(config: Config, names: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
     """All values that the result depends on, by name."""
-    settings: dict[str, Any] = {}
-
-    def flatten(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                flatten(f"{prefix}.{name}" if prefix else name, inner)
-        else:
-            settings[prefix] = value.name if isinstance(value, Enum) else value
-
-    flatten("", dataclasses.asdict(config))
+    values = flat(dataclasses.asdict(config))
+    settings = {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
     for free in ("out", "overwrite", "num_workers"):
         del settings[free]
     for name in names:
