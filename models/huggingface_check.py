@@ -166,7 +166,7 @@ def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> 
         return values if dtype is None else values.astype(dtype).astype(np.float32)
 
     def placed(kind: Any, tree: Any) -> Any:
-        return jax.tree.map(jax.device_put, tree, make_shardings(kind, like=tree))
+        return jax.device_put(tree, make_shardings(kind, like=tree))
 
     of_layer = 4 * sum(math.prod(array.shape[1:]) for array in jax.tree.leaves(weights.layers))
     group = max(1, GROUP_BYTES // (of_layer * period)) * period

@@ -156,8 +156,7 @@ def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
 def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel, which: str) -> Any:
     """Reads `weights` or `ema` of a checkpoint, sharded as in training on the current mesh."""
     shapes = shapes_of(model.table)
-    sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    like = jax.tree.map(sharded, shapes, make_shardings(model.Weights, like=shapes))
+    like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, make_shardings(model.Weights, like=shapes))
     return checkpoints.restore(step, {which: like}, part=f"{which}/")[which]
 
 

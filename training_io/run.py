@@ -142,11 +142,9 @@ class Run:
         if has_average and not wants_average:
             self.print(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
         shardings = make_shardings(State[self.model.Weights], like=shapes)
-        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        orders = stack_orders(self.placement, State, shapes)
-        state = self.checkpoints.restore(
-            self.start, jax.tree.map(placed, shapes, shardings), orders=orders, leave=() if wants_average else ("ema/",)
-        )
+        like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
+        orders, leave = stack_orders(self.placement, State, shapes), () if wants_average else ("ema/",)
+        state = self.checkpoints.restore(self.start, like, orders=orders, leave=leave)
         return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state
 
     def _introduce(self) -> None:
