@@ -178,7 +178,7 @@ class Sampler:
         short = max(SHORTEST, 1 << (length - 1).bit_length())
         return -(-min(short, self.context) // self._t) * self._t
 
-    def generate(self, weights: Any, prompts: Sequence[Sequence[int]], first_number: int = 0) -> list[list[int]]:
+    def generate(self, weights: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens drawn after each prompt, with the one that ended the text.
 
         Each process passes the same prompts and receives all texts.
@@ -186,7 +186,6 @@ class Sampler:
         Args:
             weights: of the model, sharded as in training.
             prompts: token ids. After an empty prompt, the text begins after bos.
-            first_number: number of the first text. Texts with different numbers have different noise.
 
         Raises:
             ValueError: token ids outside the model's vocabulary.
@@ -196,7 +195,7 @@ class Sampler:
         self._decide(weights)
         batch, result = self.batch_for(len(prompts)), []
         for i in range(0, len(prompts), batch):
-            result += self._generate(weights, prompts[i : i + batch], first_number + i, batch)
+            result += self._generate(weights, prompts[i : i + batch], i, batch)
         return result
 
     def _decide(self, weights: Any) -> None:
@@ -253,9 +252,7 @@ class Sampler:
         self.speed.tokens += sum(map(len, result))
         return result
 
-    def check(
-        self, weights: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]], first_number: int = 0
-    ) -> "Checked":
+    def check(self, weights: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]]) -> "Checked":
         """Draws each token again from training's forward pass over its window, without a cache, with the same noise.
 
         Nothing is compared if positions see later ones: in a pass over a whole window, they would see tokens that did
@@ -265,7 +262,6 @@ class Sampler:
             weights: as in `generate`.
             prompts: as in `generate`.
             drawn: the texts from `generate`.
-            first_number: as in `generate`.
 
         Raises:
             ValueError: another token is drawn, by more than rounding explains.
@@ -282,7 +278,7 @@ class Sampler:
             targets, number, place = np.zeros(shape, np.uint32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
             for i, (text, start, _, tokens) in enumerate(part):
                 targets[i, : len(tokens)] = tokens
-                number[i], place[i] = first_number + text, start + np.arange(shape[1])
+                number[i], place[i] = text, start + np.arange(shape[1])
             is_start = np.broadcast_to(np.arange(shape[1]) == 0, shape)
             batch = TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=np.ones(shape, bool))
             expected, excess, allowed = map(np.asarray, self.compare(weights, batch, number, place))
@@ -293,7 +289,7 @@ class Sampler:
                         continue
                     if not excess[i, j] <= allowed[i, j]:
                         raise ValueError(
-                            f"text {first_number + text}, token {start + j}: {tokens[j]} was drawn "
+                            f"text {text}, token {start + j}: {tokens[j]} was drawn "
                             f"{'with the' if cached else 'without a'} cache, {expected[i, j]} is by training's forward "
                             f"pass. Their logits with noise differ by {excess[i, j]:.3g}, where rounding in {dtype} "
                             f"explains {allowed[i, j]:.3g}. It is an error of the program: the model reads "
