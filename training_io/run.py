@@ -70,6 +70,8 @@ class Run:
         self.programs = programs
         self.print = print if jax.process_index() == 0 else lambda *_: None
         self.stopped_by: str | None = None
+        self._source_differs: str | None = None
+        self._graph = self._rendering = self._loss = None
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
@@ -92,7 +94,7 @@ class Run:
         self.placement = placement_of(c, self.model)
         self.checkpoints = Checkpointer(self.directory / "checkpoints", keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
-        self._source_differs, self.provenance = None, provenance_of(self.programs, c, self.model)
+        self.provenance = provenance_of(self.programs, c, self.model)
         self.start, loader_state = self._last_checkpoint()
         self.done = self.start
         sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "vocab_size": c.model.vocab}
@@ -100,7 +102,6 @@ class Run:
         self.loader = loader("train", state=loader_state)
         self.validation = loader("validation") if t.eval_batches else None
         self.total = steps_for(self.loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
-        self._graph = self._rendering = self._loss = None
         self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
     def _last_checkpoint(self) -> tuple[int, dict]:

@@ -68,9 +68,8 @@ class Sweep(Callback):
         _check_swept(swept, config.hydra.launcher.get("_target_", ""))
 
         name = config.paths.model_name
-        if name is None and not (
-            config.distributed.auto or config.distributed.count
-        ):  # several processes could not agree
+        several_processes = config.distributed.auto or config.distributed.count
+        if name is None and not several_processes:  # which could not agree on the time
             name = f"{config.hydra.job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
         if not name:
             return  # each job refuses this
