@@ -304,7 +304,7 @@ def test_without_the_library_the_table_is_printed(tmp_path, monkeypatch, library
         ({"runs": None}, "runs is None; give directories"),
         ({"sort": "speed"}, "sort is 'speed'; the columns are loss, tokens/s"),
         ({"output": "x.txt"}, r"output is x.txt; its name must end in one of .html"),
-        ({"smooth": 0}, "smooth is 0; it is a number of steps, at least 1"),
+        ({"smooth": 0}, "smooth is 0; it must be at least 1"),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path, settings, message):

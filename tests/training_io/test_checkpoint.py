@@ -362,8 +362,9 @@ def run_processes(tmp_path, program, count=2):
         import jax, numpy as np
         jax.distributed.initialize(sys.argv[2], num_processes=int(sys.argv[3]), process_id=rank)
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from training_io.checkpoint import Checkpointer
-        checkpointer = Checkpointer(sys.argv[4], commit_timeout_s=20)
+        from training_io import checkpoint
+        checkpoint.COMMIT_TIMEOUT_S = 20
+        checkpointer = checkpoint.Checkpointer(sys.argv[4])
         mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
         values = np.arange(2**16, dtype=np.float32).reshape(256, 256)
         sharding = NamedSharding(mesh, P("t", "d"))
