@@ -30,20 +30,18 @@ KEPT = {
 
 
 def explicit_activation_checkpointing(
-    fn: Callable | None = None, *, save: str | None = "marked", prevent_cse: bool = True
+    fn: Callable, *, save: str | None = "marked", prevent_cse: bool = True
 ) -> Callable:
-    """Decorator: the forward pass of `fn` keeps only its arguments and what it marks with `save_for_backward`.
+    """`fn`, whose forward pass keeps only its arguments and what it marks with `save_for_backward`.
 
     The backward pass computes everything else again.
 
     Args:
-        fn: the function; None: the result is a decorator with these options.
+        fn: function of arrays.
         save: what is kept, one of KEPT; None: everything, without jax.checkpoint.
         prevent_cse: whether to keep XLA from replacing recomputed values by those of the forward pass, as
             jax.checkpoint does. In the body of a `lax.scan` that is not needed.
     """
-    if fn is None:
-        return functools.partial(explicit_activation_checkpointing, save=save, prevent_cse=prevent_cse)
     if save is None:
         return fn
     return functools.wraps(fn)(jax.checkpoint(fn, policy=KEPT[save], prevent_cse=prevent_cse))

@@ -261,8 +261,8 @@ class Forward:
         def layer(w, x, index, turn, attend):
             return self.model.layer(x, w, tokens.in_layer(index, turn), attend, self.einsum)
 
-        how = {"period": getattr(self.model, "period", 1), "save": t.save, "unroll": t.unroll, "scan": self.scan}
-        return run_layers(layer, w, x, numbers, attend, caches, **how)
+        options = {"period": getattr(self.model, "period", 1), "save": t.save, "unroll": t.unroll, "scan": self.scan}
+        return run_layers(layer, w, x, numbers, attend, caches, **options)
 
     @property
     def einsum(self) -> Callable:

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Everything that is to be measured on one H200, in one command and within ten minutes: our step beside PyTorch's at five
-# sizes, with its MFU and the floor of its products; what other settings of ours would give; the peers in JAX.
+# Measures throughput on one H200 in ten minutes: our step and PyTorch's at five sizes, with MFU and the floor of the
+# products; our step with other settings; the peers in JAX.
 #
-#   benchmarks/h200.sh --fetch            on a machine with a network: put wheels for Python 3.12 into .wheels
-#   benchmarks/h200.sh                    on the machine with the GPU, which needs no network; .wheels goes along
-#   benchmarks/h200.sh --tries            there, the other settings alone, at TRY_SIZES, for ten minutes of their own
-#   benchmarks/h200.sh --cpu              the same program at tiny shapes on a CPU, as it also runs where there is no GPU
-#   … --extra-settings key=value,…        one more try of ours; may be given several times
+#   benchmarks/h200.sh --fetch            on a machine with a network: downloads wheels for Python 3.12 into .wheels
+#   benchmarks/h200.sh                    on the machine with the GPU, with the folder .wheels; needs no network
+#   benchmarks/h200.sh --tries            measures the other settings alone, at TRY_SIZES, in another ten minutes
+#   benchmarks/h200.sh --cpu              the same at tiny shapes on a CPU; the default where there is no GPU
+#   … --extra-settings key=value,…        another setting to measure; may be given several times
 #
-# The machine has Python 3.12, jax with CUDA, torch and transformers; of what else is needed, only what is missing is taken
-# from .wheels, into a temporary folder. All figures go, as they come, into $OUT/throughput.json, and what is printed into
-# $OUT/throughput.txt; OUT is runs/h200 if it is not set. BUDGET is in seconds, PYTHON the interpreter.
+# The machine has Python 3.12, jax with CUDA, torch and transformers. Other packages that are missing are installed from
+# .wheels into a temporary folder. Figures are written to $OUT/throughput.json as they come, and the output to
+# $OUT/throughput.txt. OUT is runs/h200 by default. BUDGET is in seconds, PYTHON the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-runs/h200} PYTHON=${PYTHON:-python3} BUDGET=${BUDGET:-570} WHEELS=.wheels
 
-# The most important first: what no time is left for is not measured, and says so.
+# The most important first. What no time is left for is not measured, and a line is printed for it.
 SIZES=${SIZES:-124m,1b,540m,2b,270m}
 TRY_SIZES=${TRY_SIZES:-540m}
 tries=(
@@ -32,7 +32,7 @@ tries=(
   training.save=nothing
 )
 
-# module  package, of all that our trainer and the NNX peer import beyond jax, torch and transformers
+# Module and package of each import of our trainer and the NNX peer, without jax, torch and transformers.
 packages="
 hydra        hydra-core
 omegaconf    omegaconf
@@ -63,14 +63,14 @@ fetch() {
   # shellcheck disable=SC2086
   "$PYTHON" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     "${platforms[@]}" --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -c "$constraints" -d "$WHEELS" $names
-  # There is no wheel of it; what is built from its source is for any Python.
+  # It has no wheel. The one that is built here is for any Python.
   wanted=$(grep -i '^antlr4-python3-runtime==' "$constraints")
   "$PYTHON" -m pip wheel --quiet --no-deps -w "$WHEELS" "$wanted"
   du -sh "$WHEELS"
-  [ "$(du -sm "$WHEELS" | cut -f1)" -lt 60 ] || { echo "$WHEELS is too large to be carried along"; exit 1; }
+  [ "$(du -sm "$WHEELS" | cut -f1)" -lt 60 ] || { echo "$WHEELS is too large to copy"; exit 1; }
 }
 
-# Prints the wheels of what is missing; ends with 1, and says what to do, if one is not there.
+# Prints the wheels of missing packages. Exits with 1, and says what to do, if there is no wheel for one.
 missing_wheels() {
   "$PYTHON" - "$WHEELS" <<PYTHON
 import importlib.util, pathlib, re, sys
@@ -83,7 +83,7 @@ print(*(wheels[plain(package)] for package in lacking if plain(package) in wheel
 if absent:
     sys.exit(
         f"This Python has no {', '.join(absent)}, nor are there wheels of them in {sys.argv[1]}. On a machine with a network:\n"
-        f"    benchmarks/h200.sh --fetch\nand take {sys.argv[1]} along; or, here:\n    pip install {' '.join(absent)}"
+        f"    benchmarks/h200.sh --fetch\nand copy {sys.argv[1]} to this one; or here:\n    pip install {' '.join(absent)}"
     )
 PYTHON
 }
@@ -119,11 +119,11 @@ fi
 mkdir -p "$OUT"
 rm -f "$OUT/throughput.json" "$OUT/throughput.txt"
 
-measure() { # <seconds to leave for what comes later> <arguments>
+measure() { # <seconds to leave for later measurements> <arguments>
   local left=$((BUDGET - SECONDS - $1))
   shift
   PYTHONUNBUFFERED=1 "$PYTHON" -m benchmarks.throughput "${common[@]}" --json "$OUT/throughput.json" --deadline "$left" "$@" \
-    2>&1 | tee -a "$OUT/throughput.txt" || echo "this part failed; the next goes on"
+    2>&1 | tee -a "$OUT/throughput.txt" || echo "this part failed; continuing with the next"
 }
 
 try_arguments=()
@@ -135,4 +135,4 @@ if [ "$mode" = all ]; then
 else
   measure 0 --sizes "$TRY_SIZES" --only ours "${try_arguments[@]}"
 fi
-echo "$SECONDS s in all; $OUT has the figures"
+echo "$SECONDS s; the figures are in $OUT"

@@ -154,7 +154,9 @@ def start_with_buffer(path: str, batch_size: int, rng: np.random.Generator) -> n
 def measure_start(directory: Path, report: Report) -> None:
     """Measures the first batch at a random step."""
     batch_size, rounds, rng = 64, 9, np.random.default_rng(1)
-    print(f"start: first batch of {batch_size} rows at a random step, opening included; median of {rounds}, in turns")
+    print(
+        f"start: first batch of {batch_size} sequences at a random step, opening included; median of {rounds}, in turns"
+    )
     ours_path, ours, theirs = str(directory / "ours"), [], []
     for i in range(rounds):
         step = int(rng.integers(10**6))
@@ -208,7 +210,9 @@ def zarr_ways(directory: Path) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
 def measure_random(directory: Path, report: Report) -> None:
     """Measures tokens a second from random places."""
     batch_size, rounds, many = 256, 9, 12
-    print(f"random: rows of {SEQ_LEN} tokens from random places, {batch_size} a batch; median of {rounds}, in turns")
+    print(
+        f"random: sequences of {SEQ_LEN} tokens from random places, {batch_size} a batch; median of {rounds}, in turns"
+    )
     loader = loader_for(str(directory / "ours"), batch_size)
 
     def read_ahead(start: int) -> None:
@@ -307,10 +311,10 @@ def main() -> None:
         if "random" in wanted:
             measure_random(directory, report)
         if "paced" in wanted:
-            print("paced: batches of 64 rows, steps of 20 ms, 8 batches ahead")
+            print("paced: batches of 64 sequences, steps of 20 ms, 8 batches ahead")
             measure_paced(str(directory / "ours"), 64, 8, report)
         if "remote" in wanted:
-            print("remote: batches of 32 rows, steps of 20 ms, 8 batches ahead, each request answered after 30 ms")
+            print("remote: batches of 32 sequences, steps of 20 ms, 8 batches ahead, each request answered after 30 ms")
             with slow_store(directory) as url:
                 measure_paced(f"{url}ours", 32, 8, report)
     if report.failed:

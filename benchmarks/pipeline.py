@@ -118,7 +118,7 @@ def program(c: Config, mesh, peer: bool = False):
             is_seq_start=rng.random(shape) < 0.01,
             loss_mask=np.ones(shape, bool),
         )
-        batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch, like=batch))
+        batch = jax.device_put(batch, make_shardings(TokenBatch, like=batch))
         return run.lower(w, batch).compile(), (w, batch), placement_of(c, model).order
 
 

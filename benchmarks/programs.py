@@ -126,7 +126,7 @@ def _programs(c: Config, sampled: bool) -> dict[str, str]:
 
 
 def _of_sampling(sampler: Sampler, weights: Any) -> dict[str, jax.stages.Traced]:
-    batch, length = sampler.rows(DEVICES), sampler.padded(9)
+    batch, length = sampler.batch_for(DEVICES), sampler.padded(9)
     ids, fresh = np.zeros((batch, length), np.uint32), np.ones(batch, bool)
     cache = jax.eval_shape(sampler.prefill, weights, ids, fresh, None)
     zeros, places = np.zeros(batch, np.int32), np.zeros((batch, length), np.int32)

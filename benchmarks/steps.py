@@ -56,8 +56,8 @@ def config_of(model: train.ModelConfig, **training: Any) -> Config:
 def state_shapes(c: Config, model: LanguageModel) -> Any:
     """The state of a run as shapes, dtypes and shardings on the current mesh."""
     shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
-    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.tree.map(place, shapes, make_shardings(train.State[model.Weights], like=shapes))
+    shardings = make_shardings(train.State[model.Weights], like=shapes)
+    return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
 
 
 def lowered_step(c: Config) -> jax.stages.Lowered:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from configuration.checks import check_choice, check_ranges
+from configuration.checks import check_choice, check_range, within
 
 
 @dataclasses.dataclass
@@ -48,7 +48,7 @@ class DistributedConfig:
     auto: bool = False
     """Whether JAX finds the processes by itself, as it can under Slurm, Open MPI, Kubernetes and on Cloud TPU.
     Otherwise there is one process, or coordinator, count and id describe them."""
-    count: int | None = None
+    count: int | None = within(1, 2**31, None)
     """Number of processes, at least 1. Null: one; with auto, as many as there are."""
     coordinator: str | None = None
     """Address and port of process 0, as address:port, the same in all processes. The port has to be free there."""
@@ -57,13 +57,13 @@ class DistributedConfig:
     devices: str = "all"
     """all: a process uses all devices that it sees. one: it uses the one with its number on the host, which needs
     auto, and Slurm or Open MPI."""
-    join_timeout: int = 300
+    join_timeout: int = within(1, 2**31, 300)
     """Seconds, at least 1, that the processes have to find one another."""
-    heartbeat_timeout: int = 60
+    heartbeat_timeout: int = within(1, 2**31, 60)
     """Seconds, at least 1. When a process has sent no heartbeat for so long, JAX ends the others."""
-    stall_timeout: int = 600
+    stall_timeout: int = within(1, 2**31, 600)
     """Seconds, at least 1. A process that stays so long at one place of a step has stalled, and ends."""
-    pause_timeout: int = 3600
+    pause_timeout: int = within(1, 2**31, 3600)
     """The same for places that may take longer: start, compilation, first step, checkpoints, validation, end."""
 
     @property
@@ -74,8 +74,7 @@ class DistributedConfig:
 
 def check_distributed(c: DistributedConfig) -> None:
     """Raises ValueError for a setting that is out of its range or contradicts another one."""
-    seconds = dict.fromkeys(("join_timeout", "heartbeat_timeout", "stall_timeout", "pause_timeout"), (1, 2**31))
-    check_ranges("distributed", c, {"count": (1, 2**31), "id": (0, c.count or 2**31), **seconds})
+    check_range("distributed.id", c.id, 0, c.count or 2**31)
     check_choice("distributed.devices", c.devices, ("all", "one"))
     given = {f"distributed.{name}": getattr(c, name) for name in ("coordinator", "count", "id")}
     if c.auto:

@@ -82,10 +82,7 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
             shutdown_timeout_seconds=processes.pause_timeout,
         )
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            f"process 0 cannot listen at {processes.coordinator or 'the port that JAX chose'}: {error}. Is the port in "
-            "use? Give another one in distributed.coordinator, or in JAX_COORDINATOR_PORT with distributed.auto."
-        ) from error
+        raise _cannot_listen(processes.coordinator or "the port that JAX chose", error) from error
     except ValueError as error:
         raise ValueError(
             f"distributed.auto is true, but JAX finds no cluster here ({error}) Start the processes with srun, mpirun, "
@@ -162,10 +159,14 @@ def _check_port(address: str) -> None:
     try:
         socket.create_server(("", int(address.rpartition(":")[2]))).close()
     except OSError as error:
-        raise ValueError(
-            f"process 0 cannot listen at {address}: {error}. Is the port in use? Give another one in "
-            "distributed.coordinator."
-        ) from error
+        raise _cannot_listen(address, error) from error
+
+
+def _cannot_listen(address: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"process 0 cannot listen at {address}: {error}. Is the port in use? Give another one in "
+        "distributed.coordinator, or in JAX_COORDINATOR_PORT with distributed.auto."
+    )
 
 
 def _give_up_joining(processes: DistributedConfig) -> None:

@@ -17,7 +17,7 @@ def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> li
         Lines like "optimizer.lr: checkpoint has 0.001, this run has 0.01", sorted by key; empty if all agree.
     """
     before, now = (
-        {key: value for key, value in _flatten(config) if any(key == p or key.startswith(p + ".") for p in fixed)}
+        {key: value for key, value in flat(config).items() if any(key == p or key.startswith(p + ".") for p in fixed)}
         for config in (saved, current)
     )
     shown = lambda config, key: f"has {config[key]!r}" if key in config else "does not have it"
@@ -28,8 +28,9 @@ def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> li
     ]
 
 
-def _flatten(config: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    items = []
+def flat(config: dict, prefix: str = "") -> dict[str, Any]:
+    """The values of a nested dict by their dotted names. An empty dict in it is a value."""
+    values: dict[str, Any] = {}
     for key, value in config.items():
-        items += _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-    return items
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return values

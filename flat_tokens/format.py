@@ -78,8 +78,12 @@ def decode(encoded: AnyEncoded) -> tuple[AnyEncoded, AnyIsStart]:
 
 def unigram_entropy(ids: AnyIds) -> float:
     """Entropy of single tokens in nats: the loss of a model that knows only their frequencies."""
-    counts = np.unique_counts(ids).counts
-    p = counts / counts.sum()
+    return entropy(np.unique_counts(ids).counts)
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Entropy in nats of a variable whose values have these counts, or frequencies."""
+    p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
 

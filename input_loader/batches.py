@@ -3,13 +3,14 @@
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
 
+from configuration.checks import check_range
 from input_loader.shuffle import Indices
 from shardlib.shardtypes import bool_, make_shardings, pytree_dataclass, u32
 
@@ -61,12 +62,14 @@ class Limit(NamedTuple):
 class Loader:
     """Batches of one split. The content of a batch does not depend on the mesh or on the number of hosts.
 
+    On a current mesh, `load` places batches on its devices. Without one, only `sequences` works.
+
     Args:
+        split: `train` or `validation`.
         batch_size: sequences in a batch, over all hosts.
         seq_len: tokens in a sequence.
-        shardings: of the batches that `load` gives; by default those of TokenBatch on the current mesh.
-            Without either, only `sequences` works.
-        inputs: names of the inputs that batches hold beside the tokens.
+        vocab_size: bound on the token ids, or None for no check.
+        inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
 
     Raises:
         ValueError: a size is out of range, or the mesh does not divide a batch.
@@ -79,15 +82,18 @@ class Loader:
     limit: Limit | None = None
     """The end of the data, None if it repeats without end."""
 
-    def __init__(self, batch_size: int, seq_len: int, shardings: TokenBatch | None = None, inputs: Sequence[str] = ()):
-        check_range({"batch_size": (batch_size, 1), "seq_len": (seq_len, 1)})
-        self.batch_size, self.seq_len = batch_size, seq_len
-        if shardings is None and not jax.sharding.get_abstract_mesh().empty:
+    def __init__(
+        self, split: str, batch_size: int, seq_len: int, vocab_size: int | None = None, inputs: Sequence[str] = ()
+    ):
+        check_range("batch_size", batch_size)
+        check_range("seq_len", seq_len)
+        self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
+        self.inputs = tuple(inputs)
+        self.shardings: TokenBatch | None = None
+        if not jax.sharding.get_abstract_mesh().empty:
             shardings = make_shardings(TokenBatch)
-        if shardings is not None:
             self._check_divides(shardings)
-            shardings = shardings if inputs else dataclasses.replace(shardings, inputs=None)
-        self.shardings = shardings
+            self.shardings = shardings if inputs else dataclasses.replace(shardings, inputs=None)
 
     @property
     def tokens_per_batch(self) -> int:
@@ -160,17 +166,10 @@ class Loader:
             shardings.targets.shard_shape((self.batch_size, self.seq_len))
         except ValueError as e:
             raise ValueError(
-                f"A batch of {self.batch_size} rows and {self.seq_len} tokens does not divide evenly over the mesh "
-                f"{dict(shardings.targets.mesh.shape)}, sharded as {shardings.targets.spec}. "
-                "Choose a multiple of the axes' product for the batch size."
+                f"A batch of {self.batch_size} sequences of {self.seq_len} tokens does not divide evenly over the "
+                f"mesh {dict(shardings.targets.mesh.shape)}, sharded as {shardings.targets.spec}. Choose a multiple of "
+                "the axes' product for the batch size."
             ) from e
-
-
-def check_range(values: Mapping[str, tuple[int, int]]) -> None:
-    """Raises ValueError unless each value, given with its lower bound, is between that and 2**63."""
-    for name, (value, low) in values.items():
-        if not low <= value < 2**63:
-            raise ValueError(f"{name} is {value}; it must lie in [{low}, 2**63).")
 
 
 class Prefetcher(Generic[T]):
@@ -188,7 +187,8 @@ class Prefetcher(Generic[T]):
     """
 
     def __init__(self, load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1):
-        check_range({"depth": (depth, 1), "threads": (threads, 1)})
+        check_range("depth", depth)
+        check_range("threads", threads)
         self._load = load
         self._steps = iter(range(start, stop))
         self._pool = ThreadPoolExecutor(min(threads, depth), thread_name_prefix="prefetch")

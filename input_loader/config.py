@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from input_loader.batches import Loader, TokenBatch, check_range
+from configuration.checks import at_least_1, check_ranges
+from input_loader.batches import Loader
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.mixture import MixtureLoader, SourceConfig, check_sources
 from input_loader.stream import StreamConfig, StreamLoader
@@ -23,7 +24,7 @@ class DataConfig(ReadingConfig):
     """Several flat-tokens datasets by name, with their weights."""
     stream: StreamConfig | None = None
     """Text that is tokenized while training, for quick trials."""
-    prefetch: int = 8
+    prefetch: int = at_least_1(8)
     """Batches that are loaded ahead of use, at least 1."""
 
 
@@ -33,7 +34,6 @@ def make_loader(
     batch_size: int,
     seq_len: int,
     vocab_size: int | None = None,
-    shardings: TokenBatch | None = None,
     state: Mapping[str, Any] | None = None,
     inputs: Sequence[str] = (),
 ) -> Loader:
@@ -45,7 +45,6 @@ def make_loader(
         batch_size: sequences in a batch, over all hosts.
         seq_len: tokens in a sequence.
         vocab_size: bound on the token ids, or None for no check.
-        shardings: of the batches; by default those of TokenBatch on the current mesh.
         state: what `Loader.state` gave for the step to resume with; None or empty for the beginning.
         inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
 
@@ -57,7 +56,7 @@ def make_loader(
     if len(given) != 1:
         found = " and ".join(f"data.{name}" for name in given) if given else "none of them"
         raise ValueError(f"Set one of data.filespec, data.mixture and data.stream; {found} is set.")
-    check_range({"prefetch": (config.prefetch, 1)})
+    check_ranges("data", config)
     if config.mixture and config.max_epochs is not None:
         raise ValueError(
             f"data.max_epochs is {config.max_epochs}, but the sources of a mixture repeat at different steps. "
@@ -68,17 +67,17 @@ def make_loader(
     if split != "train":
         reading = dataclasses.replace(reading, shuffle=False, max_epochs=None)
         mixture = {name: dataclasses.replace(source, max_epochs=None) for name, source in mixture.items()}
-    sizes = split, batch_size, seq_len, vocab_size, shardings
+    batches = split, batch_size, seq_len, vocab_size
     if config.stream is not None:
         if inputs:
             raise ValueError(
                 f"data.stream is set, but the model reads {', '.join(inputs)} beside the tokens, which a stream "
                 "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
             )
-        return StreamLoader(config.stream, reading, *sizes, state=dict(state) if state else None)
+        return StreamLoader(config.stream, reading, dict(state) if state else None, *batches)
 
     def open_dataset(filespec: str, **settings: Any) -> FlatTokensLoader:
-        return FlatTokensLoader(FlatTokensConfig(filespec, **vars(reading) | settings), *sizes, inputs)
+        return FlatTokensLoader(FlatTokensConfig(filespec, **vars(reading) | settings), *batches, inputs)
 
     if mixture:
         check_sources(mixture)

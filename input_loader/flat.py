@@ -1,16 +1,17 @@
 """Batches of one flat-tokens dataset: a pure function of dataset, seed and step."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import flat_tokens
+from configuration.checks import check_ranges, within
 from flat_tokens.stores import open_reader
 from input_loader import shuffle
-from input_loader.batches import Limit, Loader, Sequences, TokenBatch, check_range
+from input_loader.batches import Limit, Loader, Sequences
 from input_loader.shuffle import Indices
 
 CHECKED_DOCUMENTS = 2**16
@@ -23,7 +24,7 @@ SAMPLED_TOKENS = 2**22
 class ReadingConfig:
     """How data is read."""
 
-    seed: int = 0
+    seed: int = within(0, 2**63, 0)
     """Selects the order of the sequences, in [0, 2**63). Other seeds and other epochs have unrelated orders."""
     shuffle: bool = True
     """True: sequences come in random order, another one in each epoch. False: in the order of the dataset."""
@@ -32,7 +33,7 @@ class ReadingConfig:
     num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len."""
     max_epochs: float | None = None
     """Bound on the epochs of a run, above 0: a longer run is an error at its start. Null for no bound."""
-    cache_bytes: int = 2**28
+    cache_bytes: int = within(0, 2**63, 2**28)
     """Host memory for decoded chunks, in bytes, at least 0; divided evenly among the sources of a mixture."""
 
 
@@ -51,12 +52,8 @@ class FlatTokensLoader(Loader):
 
     Args:
         config: the dataset and its order.
-        split: `train` or `validation`.
-        batch_size: sequences in a batch, over all hosts.
-        seq_len: tokens in a sequence.
-        vocab_size: bound on the token ids, or None for no check.
-        shardings: see Loader.
-        inputs: see Loader.
+        batches: arguments of Loader.
+        options: the same, by name.
 
     Raises:
         ValueError: a setting is out of range, the dataset or an input is missing, damaged or too short, token ids
@@ -65,38 +62,30 @@ class FlatTokensLoader(Loader):
 
     parallel_loads = 8
 
-    def __init__(
-        self,
-        config: FlatTokensConfig,
-        split: str,
-        batch_size: int,
-        seq_len: int,
-        vocab_size: int | None = None,
-        shardings: TokenBatch | None = None,
-        inputs: Sequence[str] = (),
-    ):
-        super().__init__(batch_size, seq_len, shardings, inputs)
-        check_range({"seed": (config.seed, 0), "cache_bytes": (config.cache_bytes, 0)})
+    def __init__(self, config: FlatTokensConfig, *batches: Any, **options: Any):
+        super().__init__(*batches, **options)
+        check_ranges("data", config)
         self.config = config
-        self.dataset = open_reader(config.filespec, split, cache_bytes=config.cache_bytes, inputs=inputs)
+        self.dataset = open_reader(config.filespec, self.split, cache_bytes=config.cache_bytes, inputs=self.inputs)
         path, largest = self.dataset.path, self.dataset.max_token_id
-        if vocab_size is not None and largest >= vocab_size:
+        if self.vocab_size is not None and largest >= self.vocab_size:
             raise ValueError(
-                f"{path} holds token ids up to {largest}, the model's vocabulary has {vocab_size}. "
+                f"{path} holds token ids up to {largest}, the model's vocabulary has {self.vocab_size}. "
                 f"Set the vocabulary to {largest + 1} or more, or choose a dataset made with the model's tokenizer."
             )
         self.num_tokens = self.dataset.num_tokens
-        self.sequences_per_epoch = self.num_tokens // seq_len if config.sequence_packing else self.dataset.num_documents
+        windows, documents = self.num_tokens // self.seq_len, self.dataset.num_documents
+        self.sequences_per_epoch = windows if config.sequence_packing else documents
         if self.sequences_per_epoch == 0:
             raise ValueError(
-                f"{path} is too short: {self.num_tokens} tokens do not fill one sequence of seq_len {seq_len}. "
+                f"{path} is too short: {self.num_tokens} tokens do not fill one sequence of seq_len {self.seq_len}. "
                 "Use a shorter seq_len or a larger dataset."
             )
         if not config.sequence_packing:
             for first in {0, max(0, self.sequences_per_epoch - CHECKED_DOCUMENTS)}:
                 self._document_spans(np.arange(first, min(first + CHECKED_DOCUMENTS, self.sequences_per_epoch)))
         if (most := self.most_sequences()) is not None:
-            self.limit = Limit(most // batch_size, f"{path} has been read max_epochs={config.max_epochs:g} times")
+            self.limit = Limit(most // self.batch_size, f"{path} has been read max_epochs={config.max_epochs:g} times")
 
     def state(self, step: int) -> dict[str, Any]:
         """Identifies the dataset; see Loader."""

@@ -4,6 +4,7 @@ Sequences are numbered over the whole run. Each block of 1024 of them holds a fi
 order. A source's sequences come in the order in which the source alone would give them, so that its epochs are exact.
 """
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
+import flat_tokens
 from input_loader import shuffle
 from input_loader.batches import Limit, Loader, Sequences
 from input_loader.flat import SAMPLED_TOKENS, FlatTokensLoader
@@ -113,13 +115,13 @@ class MixtureLoader(Loader):
 
     def __init__(self, sources: Mapping[str, FlatTokensLoader], weights: Sequence[float], seed: int):
         first = next(iter(sources.values()))
-        super().__init__(first.batch_size, first.seq_len, first.shardings, first.dataset.inputs)
+        super().__init__(first.split, first.batch_size, first.seq_len, first.vocab_size, first.inputs)
         self.sources = sources
         self.quotas = Quotas(weights, seed)
         for name, weight, share in zip(sources, weights, self.quotas.shares.tolist(), strict=True):
             if share < 1:
                 raise ValueError(
-                    f"mixture.{name}.weight is {weight}: less than one row in {BLOCK * PERIOD} would "
+                    f"mixture.{name}.weight is {weight}: less than one sequence in {BLOCK * PERIOD} would "
                     "come from it. Give it a larger weight, or leave it out."
                 )
         self.num_tokens = sum(loader.num_tokens for loader in sources.values())
@@ -166,8 +168,7 @@ class MixtureLoader(Loader):
             share * np.bincount(sample, minlength=size) / sample.size
             for share, sample in zip(shares, samples, strict=True)
         )
-        p = p[p > 0]
-        return float(-(p * np.log(p)).sum())
+        return flat_tokens.entropy(p)
 
     def _find_limit(self) -> Limit | None:
         """The last step at which every source is within its max_epochs, by bisection: counts only grow."""
@@ -180,15 +181,13 @@ class MixtureLoader(Loader):
             counts = self.quotas.counts(steps * self.batch_size)
             return [i for i, most in bounds if counts[i] > most]
 
-        low, high = 0, 1
+        high = 1
         while not exceeded(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if exceeded(middle) else (middle, high)
-        name = list(self.sources)[exceeded(high)[0]]
+            high *= 2
+        first = bisect.bisect_left(range(high), True, key=lambda steps: bool(exceeded(steps)))
+        name = list(self.sources)[exceeded(first)[0]]
         epochs = self.sources[name].config.max_epochs
-        return Limit(low, f"the source {name} of the mixture has been read max_epochs={epochs:g} times")
+        return Limit(first - 1, f"the source {name} of the mixture has been read max_epochs={epochs:g} times")
 
 
 def check_sources(sources: Mapping[str, SourceConfig]) -> None:
@@ -199,6 +198,6 @@ def check_sources(sources: Mapping[str, SourceConfig]) -> None:
             raise ValueError(f"mixture.{name}.weight is {source.weight}; it must be above 0 and finite.")
         if (other := seen.setdefault(source.filespec.rstrip("/"), name)) != name:
             raise ValueError(
-                f"The sources {other} and {name} of the mixture are one dataset, {source.filespec}, whose rows would "
-                f"come twice. Leave {name} out and add its weight to that of {other}."
+                f"The sources {other} and {name} of the mixture are one dataset, {source.filespec}, whose sequences "
+                f"would come twice. Leave {name} out and add its weight to that of {other}."
             )

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from configuration.checks import at_least_1
 from input_loader import shuffle
-from input_loader.batches import Loader, Sequences, TokenBatch, check_range
+from input_loader.batches import Loader, Sequences
 from input_loader.flat import ReadingConfig
 from input_loader.shuffle import Indices
 from text import hub
@@ -52,7 +53,7 @@ class StreamConfig:
     kinds: what tools/huggingface_to_flat_tokens takes for a name. None for `bytes`."""
     end_token: str | None = None
     """A token put at the end of each document, null for none; `</s>` is that of bytes."""
-    shuffle_block: int = 1024
+    shuffle_block: int = at_least_1(1024)
     """With `shuffle`, documents change places within blocks of this many, at least 1, which are held in memory
     and read again after a restart."""
 
@@ -78,12 +79,8 @@ class StreamLoader(Loader):
     Args:
         config: the stream.
         reading: how it is read. max_epochs bounds its repetitions; where the stream ends is known only once it does.
-        split: `train` or `validation`.
-        batch_size: sequences in a batch, over all hosts.
-        seq_len: tokens in a sequence.
-        vocab_size: bound on the tokenizer's ids, or None for no check.
-        shardings: see Loader.
-        state: what `state(step)` gave in another run of the same config.
+        state: what `state(step)` gave in another run of the same config; None for the beginning.
+        batches: arguments of Loader, without inputs.
 
     Raises:
         ValueError: a setting is out of range or missing, a dataset or tokenizer is missing, token ids exceed the
@@ -93,26 +90,16 @@ class StreamLoader(Loader):
     parallel_loads = 1
     num_tokens = None
 
-    def __init__(
-        self,
-        config: StreamConfig,
-        reading: ReadingConfig,
-        split: str,
-        batch_size: int,
-        seq_len: int,
-        vocab_size: int | None = None,
-        shardings: TokenBatch | None = None,
-        state: dict[str, Any] | None = None,
-    ):
-        super().__init__(batch_size, seq_len, shardings)
-        check_range({"seed": (reading.seed, 0), "shuffle_block": (config.shuffle_block, 1)})
+    def __init__(self, config: StreamConfig, reading: ReadingConfig, state: dict[str, Any] | None, *batches: Any):
+        super().__init__(*batches)
         self.config, self._reading = config, reading
-        self._name, arguments = _source(config, split)
+        self._name, arguments = _source(config, self.split)
         self._tokenizer = _make_tokenizer(config)
-        if vocab_size is not None and self._tokenizer.vocab_size > vocab_size:
+        size = self._tokenizer.vocab_size
+        if self.vocab_size is not None and size > self.vocab_size:
             raise ValueError(
-                f"The tokenizer of the stream {self._name} has {self._tokenizer.vocab_size} ids, more than the model's "
-                f"vocabulary of {vocab_size}. Set that to {self._tokenizer.vocab_size}, or choose another tokenizer."
+                f"The tokenizer of the stream {self._name} has {size} ids, more than the model's vocabulary of "
+                f"{self.vocab_size}. Set that to {size}, or choose another tokenizer."
             )
         self._data = _open(self._name, arguments)
         self._beginning = self._data.state_dict()

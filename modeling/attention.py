@@ -31,9 +31,7 @@ CUDNN_UP_TO = 16384
 which cuDNN computes, then take 1 GiB for each sequence."""
 
 
-def choose(
-    path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False, device: jax.Device | None = None
-) -> tuple[str, str]:
+def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False) -> tuple[str, str]:
     """Path of attention for the setting `path`: one of PATHS other than auto. If `path` is auto, also the reason.
 
     Args:
@@ -42,12 +40,11 @@ def choose(
         q: queries [B, L, K, Q, D], or their shape and dtype.
         dropout: whether attention weights have dropout.
         sinks: whether the softmax has sinks.
-        device: a device that will run it. None: one of the current mesh.
 
     Raises:
         ValueError: `path` cannot compute it.
     """
-    device, length = device or target_device(), q.shape[1]
+    device, length = target_device(), q.shape[1]
     refusals = {"einsum": None, "blockwise": "it has no dropout" if dropout else None}
     refusals["cudnn"] = _cudnn_refuses(rule, q, dropout, sinks, device)
     if path != "auto":

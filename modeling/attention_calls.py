@@ -34,8 +34,8 @@ TOLERANCE = {"bf16": 2**-4, "f32": 2**-12}
 """Largest difference of two paths, divided by the largest entry: four times what rounding causes on random tokens."""
 PAIRS = 2**22
 """Largest number of pairs of positions, times query heads of a device, that is compared."""
-BLOCKS, DOCUMENTS = 4, 5
-"""Numbers of blocks and of documents in the sequence that is compared."""
+LEAST_BLOCKS, DOCUMENTS = 4, 5
+"""Numbers of blocks (or more) and of documents in the sequence that is compared."""
 NEAR = 64
 """Number of positions that check_rules checks at each of three places in a document."""
 
@@ -91,19 +91,19 @@ def distinct(calls: list[Call]) -> list[Call]:
     return list(dict.fromkeys(call._replace(turn=0) for call in calls))
 
 
-def describe_attention(forward: Any, length: int, device: jax.Device) -> list[str]:
+def describe_attention(forward: Any, length: int) -> list[str]:
     """The path of each layer of a period, and its reason. Raises ValueError if training.attention cannot compute it."""
     period, lines = period_of(forward.model), []
     for call in calls_of(forward, length):
-        path, why = _path_of(forward, call, device)
+        path, why = _path_of(forward, call)
         layer = f"layer {call.turn} of {period}: " if period > 1 else ""
         lines.append(f"{path}{f' (auto: {why})' if why else ''}; {layer}{call.rule}")
     return lines
 
 
-def _path_of(forward: Any, call: Call, device: jax.Device | None = None) -> tuple[str, str]:
+def _path_of(forward: Any, call: Call) -> tuple[str, str]:
     rule, sinks = forward.rule(call.rule), call.sinks is not None
-    return choose(forward.training.attention, rule, call.q, call.dropout, sinks, device)
+    return choose(forward.training.attention, rule, call.q, call.dropout, sinks)
 
 
 def with_path(forward: Any, path: str) -> Any:
@@ -115,8 +115,8 @@ def check_paths(forward: Any, length: int, cache: Path | None = None) -> None:
     """Compares each path that the layers take, other than einsum, with train.attention: results and gradients.
 
     Each device of the current mesh compares one sequence of DOCUMENTS documents, with its own number of heads. PAIRS
-    limits the length of the sequence, which has at least BLOCKS blocks. The comparison is in f32, where rounding hides
-    less, unless the path does not take f32.
+    limits the length of the sequence, which has at least LEAST_BLOCKS blocks. The comparison is in f32, where rounding
+    hides less, unless the path does not take f32.
 
     Args:
         forward: train.Forward of the model.
@@ -136,7 +136,7 @@ def check_paths(forward: Any, length: int, cache: Path | None = None) -> None:
         # Named, since `auto` might take another path for a shorter sequence.
         program = _comparison(with_path(forward, path).attend, with_path(forward, "einsum").attend, call, compared)
         dtype = forward.training.compute_dtype if path == "cudnn" else "f32"
-        with compute_scope(dtype), small_blocks(-(-compared // BLOCKS)):
+        with compute_scope(dtype), small_blocks(-(-compared // LEAST_BLOCKS)):
             traced = jax.jit(program).trace()
             versions = jax.__version__, importlib.metadata.version("jaxlib")
             device = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS")
@@ -190,6 +190,12 @@ def random_operands(call: Call, length: int, seed: int = 0) -> tuple[Any, ...]:
     return structure.unflatten([value.astype(dtype(x)) for value, x in zip(drawn, leaves, strict=True)])
 
 
+def distance(found: jax.Array, expected: jax.Array) -> jax.Array:
+    """Largest difference, in f32, divided by the largest entry of `expected`."""
+    found, expected = jnp.float32(found), jnp.float32(expected)
+    return jnp.max(jnp.abs(found - expected)) / jnp.maximum(jnp.max(jnp.abs(expected)), 1e-30)
+
+
 def _comparison(attend_of: Callable, reference_of: Callable, call: Call, length: int) -> Callable:
     """Program that computes the differences of two ways to attend, by name, each divided by the largest entry."""
     axes = tuple(mesh_axes())
@@ -209,10 +215,9 @@ def _comparison(attend_of: Callable, reference_of: Callable, call: Call, length:
         def run(attend: Callable) -> list[jax.Array]:
             of = lambda q, k, v, learned, sinks: attend(None, q, k, v, call.rule, *learned, sinks=sinks)[0]
             out, vjp = jax.vjp(of, *given)
-            return [jnp.float32(x) for x in jax.tree.leaves((out, vjp(g)))]
+            return jax.tree.leaves((out, vjp(g)))
 
         pairs = zip(run(attend_of(tokens)), run(reference_of(tokens)), strict=True)
-        far = [jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30) for a, b in pairs]
-        return jax.lax.pmax(jnp.stack(far), axes)
+        return jax.lax.pmax(jnp.stack([distance(a, b) for a, b in pairs]), axes)
 
     return lambda: dict(zip(names, per_device(), strict=True))

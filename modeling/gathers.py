@@ -40,4 +40,4 @@ def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, laye
         notes = gathers.note_gathers(parts, w)
     in_layer = lambda path: path.startswith("layers.")
     in_stage = PIPELINE_AXIS in mesh_axes()  # in a stage nothing can be gathered over p
-    return gathers.gather_ahead(w, notes, lambda path: layers or not in_layer(path), lambda path: layers or in_stage)
+    return gathers.gather_as_noted(w, notes, lambda path: layers or not in_layer(path), layers or in_stage)

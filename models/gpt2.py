@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from configuration.checks import check_ranges
+from configuration.checks import at_least_0, at_least_1, within
 from jax_extra import save_for_backward
 from modeling.model import Tokens, act
 from modeling.rules import CAUSAL
@@ -35,18 +35,18 @@ class ModelConfig:
     module: str = "gpt2"
     vocab: int = 50304
     """Number of token ids: the 50257 of GPT-2, rounded up for the mesh. Sharded over t."""
-    positions: int = 1024
+    positions: int = at_least_1(1024)
     """Number of learned positions, the length of the longest sequence. Sharded over t."""
-    d_model: int = 768
+    d_model: int = at_least_1(768)
     """Width of the residual stream. A multiple of t·d·p devices."""
     layers: int = 12
-    heads: int = 12
+    heads: int = at_least_1(12)
     """Sharded over t. The entries of a head, d_model / heads of them, are sharded over d at rest."""
-    dropout: float = 0.0
+    dropout: float = within(0, 1, 0.0)
     """Probability, in [0, 1), that an entry of embeddings, attention weights and layer outputs is 0 while training."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = at_least_0(1e-5)
     """Added to the variance under the root of LayerNorm (arXiv 1607.06450)."""
-    init_std: float = 0.02
+    init_std: float = at_least_0(0.02)
     """Standard deviation of matrices and tables at init; divided by √(2·layers) for w_o and w_down."""
     bos_id: int = 50256
     """Token id before the first of each document: <|endoftext|>."""
@@ -71,9 +71,7 @@ class ModelConfig:
         return 4 * self.d_model
 
     def check(self, seq_len: int) -> None:
-        """Raises ValueError for a setting out of its range, and for sequences longer than `positions`."""
-        check_ranges("model", self, dict.fromkeys(("positions", "d_model", "heads"), (1, 2**63)))
-        check_ranges("model", self, {"dropout": (0, 1), "norm_epsilon": (0, math.inf), "init_std": (0, math.inf)})
+        """Raises ValueError if `heads` do not divide `d_model`, and for sequences longer than `positions`."""
         if self.d_model % self.heads:
             raise ValueError(f"model.d_model is {self.d_model}; it must be a multiple of model.heads = {self.heads}.")
         if seq_len > self.positions:

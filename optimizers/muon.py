@@ -4,12 +4,13 @@ Muon's update of a matrix is its momentum, orthogonalized by Newton-Schulz. That
 holds a block of every matrix in a stack of layers. So the matrices are distributed over the devices by one all_to_all
 for each axis, here for w_down:
 
-    'dealt stack F/t M/d -> dealt stack/d F/t M'      each device of d then has some of the layers, with all of M
-    'dealt/d stack F/t M -> dealt/d stack/t F M'      each device of t then has some of these layers, whole
+    'group stack F/t M/d -> group stack/d F/t M'      each device of d then has some of the layers, with all of M
+    'group/d stack F/t M -> group/d stack/t F M'      each device of t then has some of these layers, whole
 
-`dealt` is a dim over the devices that have different layers already. Each device orthogonalizes its own matrices
-without communication, and two all_to_all in the other direction return the blocks. Each matrix is orthogonalized once
-among the devices of d and t; all replicas (r) do the same work. docs/optimizers.md counts bytes and FLOPs.
+`group` is a dim of one entry on each device. It is sharded over the axes along which devices have different layers
+already. Each device orthogonalizes its own matrices without communication, and two all_to_all in the other direction
+return the blocks. Each matrix is orthogonalized once among the devices of d and t. All replicas (r) do the same work.
+docs/optimizers.md counts bytes and FLOPs.
 """
 
 import dataclasses
@@ -137,11 +138,11 @@ def on_stacks(fn: Callable, dims: tuple[Dim, ...], axes: tuple[str, ...], *array
 
 
 @scope  # each exchange has a stack of its own size
-def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], dealt: tuple[str, ...], x: jax.Array) -> jax.Array:
+def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], done: tuple[str, ...], x: jax.Array) -> jax.Array:
     """Applies fn, which takes a stack of whole matrices, to the matrices whose blocks are in x[stack, *dims].
 
     There is one all_to_all before fn and one after it for each axis that shards `dims`. A stack that the axis does not
-    divide is padded with zeros in between. Devices along the axes `dealt` have different matrices already.
+    divide is padded with zeros in between. Devices along the axes `done` have different matrices already.
     """
     axes = sort_axes(axis for dim in dims for axis in dim.axes)
     if not axes:
@@ -150,12 +151,12 @@ def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], dealt: tuple[str, ...
     # padding to a multiple of t·d is exchanged over t alone.
     axis, count = axes[-1], len(x)
     without = tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in dims)
-    # The dim `dealt` has one entry on each device that has different matrices.
-    own = Dim("dealt", dealt)
+    # `group` has one entry on each device.
+    own = Dim("group", done)
     blocks, whole = spec_of(own, Dim("stack"), *dims), spec_of(own, Dim("stack", (axis,)), *without)
     x = jnp.pad(x, [(0, -count % shardops.axis_size(axis)), *[(0, 0)] * len(dims)])
     x = shardops.all_to_all(f"{blocks} -> {whole}", x[None])[0]
-    x = on_whole_matrices(fn, without, sort_axes((*dealt, axis)), x)
+    x = on_whole_matrices(fn, without, sort_axes((*done, axis)), x)
     return shardops.all_to_all(f"{whole} -> {blocks}", x[None])[0][:count]
 
 

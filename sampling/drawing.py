@@ -1,7 +1,6 @@
 """How the next token is drawn from its logits, on the devices."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from configuration.checks import check_ranges
+from configuration.checks import at_least_0, check_ranges, within
 from shardlib import shardops
 from shardlib.shardtypes import f32, i32, typed, u32
 
@@ -22,25 +21,23 @@ times the measured one, in f32 a hundred times (docs/sampling.md)."""
 class Settings:
     """How the next token is drawn: from logits / temperature, after top_k and then top_p."""
 
-    max_tokens: int = 64
+    max_tokens: int = within(1, 2**31, 64)
     """Largest number of tokens to add to a prompt; at least 1."""
-    temperature: float = 1.0
+    temperature: float = at_least_0(1.0)
     """At least 0; 0 takes the likeliest token."""
-    top_k: int | None = None
+    top_k: int | None = within(1, 2**31, None)
     """Number of likeliest tokens to draw from, at least 1, and with them those as likely as the last. None: all."""
     top_p: float = 1.0
     """Draws only from the likeliest tokens that together have this probability, and from those as likely as the last
     of them. In (0, 1] (arXiv 1904.09751)."""
-    seed: int = 0
+    seed: int = within(0, 2**63, 0)
     """In [0, 2**63). The noise of a token depends only on the seed, the number of its text, and its place in it."""
     stop: tuple[int, ...] = ()
     """Token ids that end a text."""
 
     def check(self, vocab: int) -> None:
         """Raises ValueError for a setting out of its range, or a stop id outside of `vocab`."""
-        count = (1, 2**31)
-        check_ranges("sampling", self, {"max_tokens": count, "top_k": count, "seed": (0, 2**63)})
-        check_ranges("sampling", self, {"temperature": (0, math.inf)})
+        check_ranges("sampling", self)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p is {self.top_p}; it must be above 0 and at most 1, which turns it off.")
         check_ids("stop", self.stop, vocab)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from modeling.attention_calls import TOLERANCE, Call, calls_of, distinct, random_operands, with_path
+from modeling.attention_calls import TOLERANCE, Call, calls_of, distance, distinct, random_operands, with_path
 from modeling.model import Tokens, compute_scope, period_of
 from modeling.rules import Places, Rule
 from sampling.cache import cached_attention
@@ -193,8 +193,7 @@ def _check_cached_attention(forward: Any, call: Call, context: int) -> None:
         expected = dense.attend(tokens)(None, q, k, v, call.rule, *learned, sinks=sinks)[0][:, at]
         past = lambda x: jnp.broadcast_to(x[:, None], (1, len(at), *x.shape[1:]))
         found = cached_attention(q[:, at], k[:, at], v[:, at], past(k), past(v), place[:, at], rule, learned, sinks)
-        far = jnp.max(jnp.abs(jnp.float32(found) - jnp.float32(expected))) / jnp.max(jnp.abs(jnp.float32(expected)))
-        return lax.pmax(far, axes)
+        return lax.pmax(distance(found, expected), axes)
 
     with compute_scope(forward.training.compute_dtype):
         far = float(jax.jit(per_device)())

@@ -178,7 +178,7 @@ class Sampler:
         short = max(SHORTEST, 1 << (length - 1).bit_length())
         return -(-min(short, self.context) // self._t) * self._t
 
-    def generate(self, weights: Any, prompts: Sequence[Sequence[int]], first_number: int = 0) -> list[list[int]]:
+    def generate(self, weights: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens drawn after each prompt, with the one that ended the text.
 
         Each process passes the same prompts and receives all texts.
@@ -186,7 +186,6 @@ class Sampler:
         Args:
             weights: of the model, sharded as in training.
             prompts: token ids. After an empty prompt, the text begins after bos.
-            first_number: number of the first text. Texts with different numbers have different noise.
 
         Raises:
             ValueError: token ids outside the model's vocabulary.
@@ -194,9 +193,9 @@ class Sampler:
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.c.vocab)
         self._decide(weights)
-        rows, result = self.rows(len(prompts)), []
-        for i in range(0, len(prompts), rows):
-            result += self._generate(weights, prompts[i : i + rows], first_number + i, rows)
+        batch, result = self.batch_for(len(prompts)), []
+        for i in range(0, len(prompts), batch):
+            result += self._generate(weights, prompts[i : i + batch], i, batch)
         return result
 
     def _decide(self, weights: Any) -> None:
@@ -206,7 +205,7 @@ class Sampler:
             self.why_no_cache, self.sees_later = verdict(self.forward, weights, self.context)
             self.speed.compile_seconds += time.perf_counter() - start
 
-    def rows(self, texts: int) -> int:
+    def batch_for(self, texts: int) -> int:
         """Number of sequences in each pass for `texts` texts."""
         return -(-min(texts, self._batch) // self._devices) * self._devices
 
@@ -217,12 +216,12 @@ class Sampler:
             row[: len(window)] = window
         return ids
 
-    def _generate(self, weights, prompts: Sequence[Sequence[int]], first_number: int, rows: int) -> list[list[int]]:
+    def _generate(self, weights, prompts: Sequence[Sequence[int]], first_number: int, batch: int) -> list[list[int]]:
         known = [list(prompt) for prompt in prompts]
-        known += [[] for _ in range(rows - len(known))]
-        left = np.where(np.arange(rows) < len(prompts), self.settings.max_tokens, 0).astype(np.int32)
-        number = (first_number + np.arange(rows)).astype(np.int32)
-        starts = [-1] * rows
+        known += [[] for _ in range(batch - len(known))]
+        left = np.where(np.arange(batch) < len(prompts), self.settings.max_tokens, 0).astype(np.int32)
+        number = (first_number + np.arange(batch)).astype(np.int32)
+        starts = [-1] * batch
         cache = None
         while left.any():
             now = [
@@ -253,9 +252,7 @@ class Sampler:
         self.speed.tokens += sum(map(len, result))
         return result
 
-    def check(
-        self, weights: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]], first_number: int = 0
-    ) -> "Checked":
+    def check(self, weights: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]]) -> "Checked":
         """Draws each token again from training's forward pass over its window, without a cache, with the same noise.
 
         Nothing is compared if positions see later ones: in a pass over a whole window, they would see tokens that did
@@ -265,7 +262,6 @@ class Sampler:
             weights: as in `generate`.
             prompts: as in `generate`.
             drawn: the texts from `generate`.
-            first_number: as in `generate`.
 
         Raises:
             ValueError: another token is drawn, by more than rounding explains.
@@ -275,14 +271,14 @@ class Sampler:
         if self.sees_later:
             return checked
         cached = not self.why_no_cache
-        windows, per_batch = list(self._windows(prompts, drawn)), self.rows(len(prompts))
+        windows, per_batch = list(self._windows(prompts, drawn)), self.batch_for(len(prompts))
         for first in range(0, len(windows), per_batch):
             part = windows[first : first + per_batch]
             shape = per_batch, self.padded(max(len(tokens) for _, _, _, tokens in part))
             targets, number, place = np.zeros(shape, np.uint32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
             for i, (text, start, _, tokens) in enumerate(part):
                 targets[i, : len(tokens)] = tokens
-                number[i], place[i] = first_number + text, start + np.arange(shape[1])
+                number[i], place[i] = text, start + np.arange(shape[1])
             is_start = np.broadcast_to(np.arange(shape[1]) == 0, shape)
             batch = TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=np.ones(shape, bool))
             expected, excess, allowed = map(np.asarray, self.compare(weights, batch, number, place))
@@ -293,7 +289,7 @@ class Sampler:
                         continue
                     if not excess[i, j] <= allowed[i, j]:
                         raise ValueError(
-                            f"text {first_number + text}, token {start + j}: {tokens[j]} was drawn "
+                            f"text {text}, token {start + j}: {tokens[j]} was drawn "
                             f"{'with the' if cached else 'without a'} cache, {expected[i, j]} is by training's forward "
                             f"pass. Their logits with noise differ by {excess[i, j]:.3g}, where rounding in {dtype} "
                             f"explains {allowed[i, j]:.3g}. It is an error of the program: the model reads "

@@ -10,6 +10,7 @@ from input_loader.codec import codec_of_data
 from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler
 from training_io.config import Config
+from training_io.metrics import remove_later_lines
 from training_io.run import Run
 from training_io.stages import folded_mesh, without_stages
 
@@ -50,11 +51,7 @@ class TrainingSamples:
             self._sampler = Sampler(forward, settings, context=t.seq_len)
         self._path = run.directory / "samples.jsonl"
         if jax.process_index() == 0:
-            lines = self._path.read_text().splitlines(keepends=True) if run.start and self._path.exists() else []
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= run.start]
-            temporary = self._path.with_name(self._path.name + ".tmp")
-            temporary.write_text("".join(kept))
-            temporary.replace(self._path)
+            remove_later_lines(self._path, run.start + 1 if run.start else 0)
 
     def write(self, weights: Any) -> None:
         """Samples with these weights, after the steps that are done."""

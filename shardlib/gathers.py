@@ -1,7 +1,7 @@
 """Gathers of weights ahead of their use. They are found by tracing the code that uses the weights.
 
 The spec of a gather is written once, where the weight is used. `note_gathers` traces that code and notes the gathers
-of each weight, with its dtype there. `gather_ahead` runs the same gathers before a loop or a schedule, once. For a
+of each weight, with its dtype there. `gather_as_noted` runs the same gathers before a loop or a schedule, once. For a
 weight that was gathered ahead, the gather at its use does nothing.
 """
 
@@ -47,14 +47,14 @@ def note_gathers(fn: Callable, w: Any) -> Any:
     return structure.unflatten(notes)
 
 
-def gather_ahead(w: Any, notes: Any, which: Callable[[str], bool], needed: Callable[[str], bool]) -> Any:
+def gather_as_noted(w: Any, notes: Any, which: Callable[[str], bool], needed: bool) -> Any:
     """`w` with weights gathered and cast as `notes` say: copies over the axes over which they are gathered.
 
     Args:
         w: weights, a dataclass of array types.
         notes: from `note_gathers`. A weight in a stack was noted in one layer, without the dims of the stack.
         which: whether to gather the weight of this path, such as `layers.w_q`.
-        needed: whether this weight must be gathered ahead. If not, a weight that is gathered in two ways, for which
+        needed: whether these weights must be gathered ahead. If not, a weight that is gathered in two ways, for which
             there is no single copy, is left as it is.
 
     Raises:
@@ -64,7 +64,7 @@ def gather_ahead(w: Any, notes: Any, which: Callable[[str], bool], needed: Calla
     types = [(path, array) for path, array, leaf in arrays_of(type(w), w) if leaf is not ABSENT]
     gathered = []
     for leaf, note, (path, array) in zip(leaves, jax.tree.leaves(notes), types, strict=True):
-        if not note.gathers or not which(path) or (len(note.gathers) > 1 and not needed(path)):
+        if not note.gathers or not which(path) or (len(note.gathers) > 1 and not needed):
             gathered.append(leaf)
             continue
         if len(note.gathers) > 1:

@@ -107,7 +107,7 @@ def run_layers(
         caches: caches of the layers, each array with one leading dim of rows; or None.
         period: number of layers after which the model's pattern of layers repeats. It divides the rows.
         save: what the forward pass of a layer keeps for its backward pass, one of jax_extra.KEPT.
-        unroll: number of layers in one turn of the loop, at least 1; None: all.
+        unroll: number of layers in one iteration of the loop, at least 1; None: all.
         scan: `lax.scan`, or a replacement for it in a tool that looks into the loop.
 
     Raises:
@@ -116,10 +116,10 @@ def run_layers(
     if numbers is None:
         numbers = LayerNumbers(jnp.arange(len(jax.tree.leaves(w)[0])))
     periods = len(numbers.index) // period
-    turn = periods if unroll is None else min(max(1, unroll // period), periods)
+    at_once = periods if unroll is None else min(max(1, unroll // period), periods)
     # XLA must not replace a recomputed value by that of the forward pass. If both passes are loops, it cannot, and
     # prevent_cse would only make the gathers of each layer wait for the gradient that arrives there.
-    prevent_cse = turn == periods or periods % turn != 0  # no loop, or layers left over after it
+    prevent_cse = at_once == periods or periods % at_once != 0  # no loop, or layers left over after it
 
     def run(turn, x, of_layer):
         weights, number, cache = of_layer
@@ -159,7 +159,7 @@ def run_layers(
     in_turn = [checkpointed(functools.partial(run_if_layer, turn)) for turn in range(period)]
     stack = w, numbers, caches
     if period == 1:
-        x, found = scan(in_turn[0], x, stack, unroll=turn)
+        x, found = scan(in_turn[0], x, stack, unroll=at_once)
         return x, *found
 
     def run_period(x, of_period):
@@ -169,7 +169,7 @@ def run_layers(
             found.append(row)
         return x, jax.tree.map(lambda *rows: jnp.stack(rows), *_of_one_structure(found))
 
-    x, found = scan(run_period, x, jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack), unroll=turn)
+    x, found = scan(run_period, x, jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack), unroll=at_once)
     return x, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
 
 

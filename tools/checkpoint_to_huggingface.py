@@ -31,7 +31,7 @@ import numpy as np
 from omegaconf import MISSING, OmegaConf
 
 import train
-from configuration.checks import check_choice
+from configuration.checks import at_least_1, check_choice, check_ranges
 from configuration.program import run_program
 from modeling.model import inputs_of, load_model, module_of
 from models.huggingface import mapping_of
@@ -65,7 +65,7 @@ class Config:
     """Dtype of the weights: f32, as trained, or bf16, rounded to nearest."""
     dataset: str | None = None
     """A flat-tokens dataset whose tokenizer is written. Null: the run's."""
-    file_bytes: int = 2**31
+    file_bytes: int = at_least_1(2**31)
     """Largest size of a file of weights, at least 1. A tensor that is larger has a file of its own."""
 
 
@@ -139,8 +139,7 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
             express, or one whose logits differ from those of the files.
     """
     check_choice("dtype", config.dtype, tuple(DTYPES))
-    if config.file_bytes < 1:
-        raise ValueError(f"file_bytes is {config.file_bytes}; it must be at least 1.")
+    check_ranges("", config)
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")

@@ -23,6 +23,7 @@ from rich.text import Text
 
 import train
 from cluster.devices import make_mesh
+from configuration.checks import at_least_1, check_ranges
 from configuration.program import run_program
 from input_loader.codec import codec_of_data
 from modeling.model import LanguageModel, load_model
@@ -67,7 +68,7 @@ class Config:
     """A file with a prompt on each line."""
     prompt_ids: list[int] | None = None
     """A prompt as token ids."""
-    samples: int = 1
+    samples: int = at_least_1(1)
     """Number of texts for each prompt, at least 1."""
     max_tokens: int = 200
     """Largest number of tokens to add to a prompt, at least 1."""
@@ -84,7 +85,7 @@ class Config:
     context: int | None = None
     """Number of tokens that the next one can see, bos included; at least 2. Null: training.seq_len. A text that
     outgrows it keeps the last half of it as context."""
-    batch: int = 64
+    batch: int = at_least_1(64)
     """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d."""
@@ -155,8 +156,7 @@ def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
 def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel, which: str) -> Any:
     """Reads `weights` or `ema` of a checkpoint, sharded as in training on the current mesh."""
     shapes = shapes_of(model.table)
-    sharded = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    like = jax.tree.map(sharded, shapes, make_shardings(model.Weights, like=shapes))
+    like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, make_shardings(model.Weights, like=shapes))
     return checkpoints.restore(step, {which: like}, part=f"{which}/")[which]
 
 
@@ -193,9 +193,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
         ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint or tokenizer.
     """
     console = console or Console()
-    for name in ("samples", "batch"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1.")
+    check_ranges("", config)
     texts = read_prompts(config)
     if not Path(config.run).is_dir():
         raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")

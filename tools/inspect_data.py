@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 import flat_tokens
+from configuration.checks import at_least_1, check_ranges, within
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import DataConfig, FlatTokensLoader, Loader, MixtureLoader, make_loader
@@ -45,19 +46,19 @@ class Config:
     """The source of the run's mixture to show, where no step is given."""
     step: int | None = None
     """Show the batch of this step of `run`, at least 0."""
-    rows: int = 4
-    """Most rows of the batch to show, at least 1."""
+    rows: int = at_least_1(4)
+    """Largest number of sequences of the batch to show, at least 1."""
     first_row: int = 0
     """The first of them, in [0, batch_size)."""
     document: int | None = None
     """Show this document, whole, in [0, num_documents)."""
-    documents: int = 5
+    documents: int = within(0, 2**63, 5)
     """Number of documents to show otherwise, evenly spaced over the split, at least 0."""
-    characters: int = 200
+    characters: int = at_least_1(200)
     """Most characters of a document to show, at least 1; `document` is not cut."""
-    sample: int = 2**22
+    sample: int = at_least_1(2**22)
     """Number of tokens and of documents for the statistics, at least 1: the first ones of the split."""
-    top: int = 15
+    top: int = within(0, 2**63, 15)
     """Number of the most frequent tokens to list, at least 0."""
     check: bool = False
     """Read everything, and compare the parts of the dataset."""
@@ -84,12 +85,12 @@ def one_line(text: str, characters: int | None = None) -> str:
 
 
 class Piece(NamedTuple):
-    """The part of a document in a row."""
+    """The part of a document in a sequence."""
 
     document: int
     """Its index in the split."""
     position: int
-    """Its first position in the row."""
+    """Its first position in the sequence."""
     start: int
     """The place of its first token in the document."""
     length: int
@@ -109,7 +110,7 @@ def find_documents(reader: flat_tokens.Reader, places: Places) -> Places:
     return low
 
 
-class Row(NamedTuple):
+class Sequence(NamedTuple):
     """One sequence of a batch."""
 
     number: int
@@ -125,30 +126,30 @@ class Row(NamedTuple):
     """The index of the document of its first token."""
 
 
-def pieces_of_row(row: Row) -> list[Piece]:
-    """The parts of documents in a row."""
-    pieces, place, document = [], row.start, row.document
-    while place < row.start + row.length:
-        (begin,), (size,) = row.reader.document_spans(np.array([document]))
-        stop = min(int(begin + size), row.start + row.length)
-        pieces.append(Piece(document, place - row.start, int(place - begin), int(stop - place), int(size)))
+def pieces_of(sequence: Sequence) -> list[Piece]:
+    """The parts of documents in a sequence."""
+    pieces, place, document = [], sequence.start, sequence.document
+    while place < sequence.start + sequence.length:
+        (begin,), (size,) = sequence.reader.document_spans(np.array([document]))
+        stop = min(int(begin + size), sequence.start + sequence.length)
+        pieces.append(Piece(document, place - sequence.start, int(place - begin), int(stop - place), int(size)))
         place, document = stop, document + 1
     return pieces
 
 
-def rows_of_batch(loader: Loader, step: int, rows: np.ndarray) -> list[Row]:
-    """The origin of some rows of a batch.
+def sequences_of_batch(loader: Loader, step: int, indices: np.ndarray) -> list[Sequence]:
+    """The origin of some sequences of a batch.
 
     Raises:
         ValueError: the loader reads a stream, whose batches are known only once they are read.
     """
-    numbers = step * loader.batch_size + rows
+    numbers = step * loader.batch_size + indices
     if isinstance(loader, FlatTokensLoader):
-        found = [(None, loader, rows, numbers)]
+        found = [(None, loader, indices, numbers)]
     elif isinstance(loader, MixtureLoader):
         which, numbers = loader.quotas.locate(numbers)
         found = [
-            (name, source, rows[which == i], numbers[which == i])
+            (name, source, indices[which == i], numbers[which == i])
             for i, (name, source) in enumerate(loader.sources.items())
             if (which == i).any()
         ]
@@ -158,45 +159,47 @@ def rows_of_batch(loader: Loader, step: int, rows: np.ndarray) -> list[Row]:
             "with tools/huggingface_to_flat_tokens to be able to look at any step."
         )
     result = []
-    for name, source, indices, numbers in found:
+    for name, source, places, numbers in found:
         starts, lengths = source.spans(numbers)
         documents = find_documents(source.dataset, starts)
-        for index, number, *span in zip(indices, numbers, starts, lengths, documents, strict=True):
+        for index, number, *span in zip(places, numbers, starts, lengths, documents, strict=True):
             epoch = int(number) // source.sequences_per_epoch
-            result.append(Row(int(index), name, epoch, source.dataset, *map(int, span)))
-    return sorted(result, key=lambda row: row.number)
+            result.append(Sequence(int(index), name, epoch, source.dataset, *map(int, span)))
+    return sorted(result, key=lambda sequence: sequence.number)
 
 
 def show_batch(console: Console, config: Config, run: Any) -> None:
-    """Prints a table for each row of a batch: the documents in it.
+    """Prints a table for each sequence of a batch: the documents in it.
 
     Raises:
-        ValueError: the step or the first row is out of range, or the run reads a stream.
+        ValueError: the step or first_row is out of range, or the run reads a stream.
     """
     data, training = _data_config(config, run), run.training
     loader = make_loader(data, config.split, training.batch_size, training.seq_len)
     if not 0 <= config.first_row < loader.batch_size:
-        raise ValueError(f"first_row is {config.first_row}; the batch has rows 0 to {loader.batch_size - 1}.")
+        raise ValueError(f"first_row is {config.first_row}; the batch has sequences 0 to {loader.batch_size - 1}.")
     if config.step < 0:
         raise ValueError(f"step is {config.step}; steps count from 0.")
-    rows = np.arange(config.first_row, min(config.first_row + config.rows, loader.batch_size))
-    console.print(f"[bold]Step {config.step:,}[/] of {config.run}: {loader.batch_size} rows of {loader.seq_len} tokens")
+    indices = np.arange(config.first_row, min(config.first_row + config.rows, loader.batch_size))
+    console.print(
+        f"[bold]Step {config.step:,}[/] of {config.run}: {loader.batch_size} sequences of {loader.seq_len} tokens"
+    )
     if counts := loader.source_tokens(config.step):
         console.print("Tokens by source: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
     filespecs = {name: source.filespec for name, source in data.mixture.items()} | {None: data.filespec}
     codecs: dict[str | None, TextCodec] = {}
-    for row in rows_of_batch(loader, config.step, rows):
-        reader = row.reader
-        if row.source not in codecs:
-            codecs[row.source] = open_codec(filespecs[row.source], reader.attributes)
-        title = f"row {row.number}" + (f", {row.source}" if row.source else "")
-        table = Table(title=f"{title}, epoch {row.epoch}, tokens {row.start:,} to {row.start + row.length - 1:,}")
+    for sequence in sequences_of_batch(loader, config.step, indices):
+        reader, first = sequence.reader, sequence.start
+        if sequence.source not in codecs:
+            codecs[sequence.source] = open_codec(filespecs[sequence.source], reader.attributes)
+        title = f"sequence {sequence.number}" + (f", {sequence.source}" if sequence.source else "")
+        table = Table(title=f"{title}, epoch {sequence.epoch}, tokens {first:,} to {first + sequence.length - 1:,}")
         table.title_justify = "left"
         for name in ("at", "document", "its tokens", "of"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("text", ratio=1, overflow="fold")
-        for piece in pieces_of_row(row):
-            text = _read_text(reader, codecs[row.source], row.start + piece.position, piece.length)
+        for piece in pieces_of(sequence):
+            text = _read_text(reader, codecs[sequence.source], first + piece.position, piece.length)
             table.add_row(
                 str(piece.position),
                 f"{piece.document:,}",
@@ -205,9 +208,9 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
                 Text(one_line(text, config.characters)),
             )
         console.print(table)
-    left = loader.batch_size - rows.size
+    left = loader.batch_size - indices.size
     if left:
-        console.print(f"{left} more rows: rows={loader.batch_size} first_row=0 shows all.", style="dim")
+        console.print(f"{left} more sequences: rows={loader.batch_size} first_row=0 shows all.", style="dim")
 
 
 def _read_text(reader: flat_tokens.Reader, codec: TextCodec, start: int, length: int) -> str:
@@ -269,7 +272,7 @@ def show_tokens(console: Console, reader: flat_tokens.Reader, codec: TextCodec, 
     table = Table(title=f"Most frequent tokens{of}", title_justify="left", caption_justify="left")
     table.caption = (
         f"{ids.size:,} of {reader.max_token_id + 1:,} ids occur; entropy of single tokens "
-        f"{-(p * np.log(p)).sum():.3f} nats"
+        f"{flat_tokens.entropy(counts):.3f} nats"
     )
     for name, justify in (("id", "right"), ("text", "left"), ("count", "right"), ("share", "right"), ("", "left")):
         table.add_column(name, justify=justify)
@@ -391,10 +394,7 @@ def run(config: Config, console: Console | None = None) -> None:
         ValueError: a setting is out of range or contradicts another, or a dataset is missing or damaged.
     """
     console = console or Console()
-    bounds = {"rows": 1, "documents": 0, "characters": 1, "sample": 1, "top": 0}
-    for name, low in bounds.items():
-        if getattr(config, name) < low:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least {low}.")
+    check_ranges("", config)
     settings = None if config.run is None else _read_run(config.run)
     if config.step is not None:
         if settings is None:

@@ -18,6 +18,7 @@ from jaxtyping import Int64
 from omegaconf import MISSING
 
 import flat_tokens
+from configuration.checks import at_least_1, check_ranges, within
 from configuration.program import run_program
 
 COPY, REVERSE, COPY_AT, COPY_AT_UNKNOWN, GAUSSIANS, SEPARATOR = range(1, 7)
@@ -37,23 +38,23 @@ class Config:
     """Directory of the dataset."""
     overwrite: bool = False
     """Replace a dataset that is there."""
-    seed: int = 0
+    seed: int = within(0, 2**32, 0)
     """In [0, 2**32). The same seed writes the same bytes."""
-    train_tokens: int = 2**18
+    train_tokens: int = at_least_1(2**18)
     """Size of the training split in tokens, at least 1; it ends with the first document that reaches it."""
-    validation_tokens: int = 2**16
+    validation_tokens: int = at_least_1(2**16)
     """Size of the validation split in tokens, at least 1."""
-    max_digits: int = 40
+    max_digits: int = at_least_1(40)
     """Most digits to copy or to reverse, at least 1."""
-    max_distance: int = 16
+    max_distance: int = within(1, FIRST_BIN - FIRST_DISTANCE, 16)
     """Largest distance to copy over, in [1, 223]."""
-    max_length: int = 64
+    max_length: int = at_least_1(64)
     """Most digits or samples in a document of the other tasks, at least 1."""
-    num_bins: int = 768
+    num_bins: int = within(1, flat_tokens.MAX_TOKEN_ID - FIRST_BIN + 1, 768)
     """Tokens that the samples of the Gaussian mixtures fall into, at least 1."""
-    max_components: int = 3
+    max_components: int = at_least_1(3)
     """Most components of a Gaussian mixture, at least 1."""
-    max_sigma: float = 8.0
+    max_sigma: float = at_least_1(8.0)
     """Largest standard deviation of a component in bins, above 1."""
 
 
@@ -107,13 +108,7 @@ def write(config: Config) -> None:
     Raises:
         ValueError: a setting out of range, or a dataset that is already there.
     """
-    bounds = {"seed": (0, 2**32 - 1), "max_distance": (1, FIRST_BIN - FIRST_DISTANCE - 1)}
-    bounds["num_bins"] = (1, flat_tokens.MAX_TOKEN_ID - FIRST_BIN)
-    for name in ("train_tokens", "validation_tokens", "max_digits", "max_length", "max_components", "max_sigma"):
-        bounds[name] = (1, float("inf"))
-    for name, (low, high) in bounds.items():
-        if not low <= getattr(config, name) <= high:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must lie in [{low}, {high}].")
+    check_ranges("", config)
     sizes = {"train": config.train_tokens, "validation": config.validation_tokens}
     for index, (split, num_tokens) in enumerate(sizes.items()):
         # Unlike numpy's newer generators, RandomState promises the same values in every version of numpy.

@@ -35,6 +35,8 @@ FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "zarr.json"
 """The metadata of the root group: zarr readers need this file, and complain about any other beside the arrays."""
+COMMIT_TIMEOUT_S = 1800.0
+"""Seconds that a process waits for the others to finish writing, before the save fails."""
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run in another directory."
 
 
@@ -48,10 +50,9 @@ class Checkpointer:
         directory: path in a file system; created by the first save.
         keep: number of the latest complete checkpoints that are kept, at least 1; None keeps all. Older ones are
             removed when a new one is complete.
-        commit_timeout_s: seconds that a process waits for the others to finish writing, before the save fails.
     """
 
-    def __init__(self, directory: str | os.PathLike, *, keep: int | None = None, commit_timeout_s: float = 1800.0):
+    def __init__(self, directory: str | os.PathLike, *, keep: int | None = None):
         if "://" in str(directory):
             raise ValueError(
                 f"checkpoint directory {str(directory)!r} is a URL: checkpoints are committed by renaming a directory, "
@@ -61,7 +62,6 @@ class Checkpointer:
             raise ValueError(f"keep is {keep}; keep at least 1 checkpoint, or None for all.")
         self.directory = Path(directory)
         self._keep = keep
-        self._commit_timeout_s = commit_timeout_s
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: concurrent.futures.Future | None = None
 
@@ -258,13 +258,13 @@ class Checkpointer:
     def _await(self, temporary: Path, done: Callable[[], bool]) -> None:
         # A barrier made of files. A collective on this background thread could come between the collectives of the
         # training step in another order on each host, and hang them all.
-        deadline = time.monotonic() + self._commit_timeout_s
+        deadline = time.monotonic() + COMMIT_TIMEOUT_S
         while not done():
             if _count(temporary, "failed"):
                 raise OSError("another process failed to write its part; see its own message.")
             if time.monotonic() > deadline:
                 raise OSError(
-                    f"the other processes did not finish within {self._commit_timeout_s:g} s. "
+                    f"the other processes did not finish within {COMMIT_TIMEOUT_S:g} s. "
                     "Is the directory on a file system that all hosts share?"
                 )
             time.sleep(0.2)

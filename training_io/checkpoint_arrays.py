@@ -101,8 +101,7 @@ def array_spec(path: Path) -> dict:
     return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
 
 
-def create_spec(path: Path, array: HostArray) -> dict:
-    """Spec with which tensorstore creates the array in the directory `path`."""
+def _create_spec(path: Path, array: HostArray) -> dict:
     # Without store_data_equal_to_fill_value a chunk of zeros would not be written, and look like a lost one.
     return array_spec(path) | {
         "metadata": {
@@ -116,22 +115,28 @@ def create_spec(path: Path, array: HostArray) -> dict:
     }
 
 
+def create_arrays(directory: Path, arrays: list[HostArray]) -> list[ts.TensorStore]:
+    """Creates the arrays, without contents. Raises OSError, with the array's name."""
+    opening = [(x.name, ts.open(_create_spec(directory / x.name, x), open=True, create=True)) for x in arrays]
+    return wait_for(opening, "creating")
+
+
 def write_arrays(directory: Path, arrays: list[HostArray]) -> None:
     """Writes this process's part of the arrays. Raises OSError, with the array's name, once all writing has ended."""
-    opening = [
-        (array.name, ts.open(create_spec(directory / array.name, array), open=True, create=True)) for array in arrays
-    ]
-    stores = _results(opening, "creating")
+    stores = create_arrays(directory, arrays)
     writing = [
         (array.name, store[index].write(values, can_reference_source_data_indefinitely=True))
         for array, store in zip(arrays, stores, strict=True)
         for index, values in array.pieces
     ]
-    _results(writing, "writing")
+    wait_for(writing, "writing")
 
 
-def _results(futures: list[tuple[str, ts.Future]], action: str) -> list:
-    """All results, once all have ended: a write that continued would bring back files that the next save removes."""
+def wait_for(futures: list[tuple[str, ts.Future]], action: str) -> list:
+    """The results of all, by the array's name, once all have ended. Raises OSError, with the name, if one failed.
+
+    A write that continued would bring back files that the next save removes.
+    """
     results, failures = [], []
     for name, future in futures:
         try:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
-from configuration.checks import check_choice, check_ranges
+from configuration.checks import at_least_0, at_least_1, check_choice, check_range, check_ranges, within
 from input_loader import DataConfig
 from jax_extra import KEPT
 from modeling.attention import PATHS
@@ -30,24 +30,24 @@ WEIGHTS = ("weights", "ema")
 class TrainingConfig:
     """Settings of the training loop, its step, and what it does between steps."""
 
-    batch_size: int
+    batch_size: int = at_least_1()
     """Sequences in a step, over all devices. A multiple of the r·d devices."""
-    seq_len: int
+    seq_len: int = at_least_1()
     """Tokens in a sequence. A multiple of the t devices."""
-    steps: int | None = None
+    steps: int | None = at_least_1(None)
     """Length of the run in steps. Give one of steps, tokens and epochs."""
-    tokens: int | None = None
+    tokens: int | None = at_least_1(None)
     """Length of the run in tokens, padding included; a last batch that would exceed it is left out."""
-    epochs: float | None = None
+    epochs: float | None = at_least_0(None)
     """Length of the run in passes over the dataset."""
-    seed: int = 0
+    seed: int = within(0, 2**63, 0)
     """Random seed of the initial weights, in [0, 2**63)."""
     init_from: str | None = None
     """Directory of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its model
     must be the same. A resumed run reads its own checkpoint instead."""
     other_source: bool = False
     """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
-    microbatches: int = 1
+    microbatches: int = at_least_1(1)
     """Parts of the batch that go through the model one after the other. batch_size must be a multiple of r·d times this
     number. For interleaved_1f1b the number must be a multiple of p."""
     gather_weights: str = "layer"
@@ -66,42 +66,42 @@ class TrainingConfig:
     fp8: bool = False
     """Whether the products of a layer with its weights have operands rounded to FP8: faster on NVIDIA GPUs from Hopper
     on, slower elsewhere, and less exact (modeling/fp8.py)."""
-    loss_chunk: int | None = None
+    loss_chunk: int | None = at_least_1(None)
     """Positions of each sequence whose logits are in memory at a time: a multiple of t that divides seq_len. Null: all,
     which is faster while they fit."""
     save: str = "marked"
     """What the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: what the
     model marks with save_for_backward. nothing: the layer's input only. dots: products with weights. everything: all
     that it needs."""
-    unroll: int | None = 1
-    """Layers in one turn of the loop over layers, at least 1; null: all, so that there is no loop. That takes longer to
-    compile, and a GPU copies less of what is kept for the backward pass."""
-    eval_batches: int = 8
+    unroll: int | None = at_least_1(1)
+    """Layers in one iteration of the loop over layers, at least 1. Null: all, so that there is no loop. That takes
+    longer to compile, and a GPU copies less of what is kept for the backward pass."""
+    eval_batches: int = within(0, 2**63, 8)
     """Largest number of batches of the validation split in an evaluation; 0 for no evaluations."""
-    eval_interval: int | None = None
+    eval_interval: int | None = at_least_1(None)
     """Steps between evaluations. There is one after the last step too. Null: only that one."""
-    sample_interval: int | None = None
+    sample_interval: int | None = at_least_1(None)
     """Steps between samples, texts that the model writes into samples.jsonl. There are some before the first step and
     after the last too. Null: none."""
     sample_prompts: list[str] = dataclasses.field(default_factory=lambda: [""])
     """Beginnings of the samples. An empty one is the beginning of a document."""
-    sample_tokens: int = 64
+    sample_tokens: int = at_least_1(64)
     """Tokens to add to each prompt, at least 1; fewer where a document ends."""
-    sample_temperature: float = 0.8
+    sample_temperature: float = at_least_0(0.8)
     """Number that logits are divided by, at least 0; 0 always takes the likeliest token."""
-    sample_top_k: int | None = None
+    sample_top_k: int | None = at_least_1(None)
     """Number of the likeliest tokens to draw from, at least 1; null: all."""
-    ema_decay: float | None = None
+    ema_decay: float | None = within(0, 1, None)
     """Factor on the moving average of the weights at each step, in [0, 1). The new weights have the factor 1 minus
     this. The average begins with the first weights, or with those of a checkpoint that has no average. Null: there is
     no average."""
     eval_weights: str = "weights"
     """Weights for the validation and the samples. weights: those that are trained; ema: their average."""
-    log_interval: int = 10
+    log_interval: int = at_least_1(10)
     """Steps between progress lines where the output is not a terminal."""
-    checkpoint_interval: int = 1000
+    checkpoint_interval: int = at_least_1(1000)
     """Steps between checkpoints. There is one after the last step too."""
-    keep_checkpoints: int | None = 3
+    keep_checkpoints: int | None = at_least_1(3)
     """Number of the latest checkpoints that are kept, at least 1; null: all."""
 
 
@@ -165,15 +165,13 @@ def to_config(composed: DictConfig) -> Config:
 
 def check_config(c: Config) -> None:
     """Raises ValueError for a setting out of its range."""
-    count = (1, 2**63)
-    check_ranges("model", c.model, {"vocab": count, "layers": count, "bos_id": (0, c.model.vocab)})
+    for section in dataclasses.fields(c):
+        check_ranges(section.name, getattr(c, section.name))
+    check_range("model.vocab", c.model.vocab)
+    check_range("model.layers", c.model.layers)
+    check_range("model.bos_id", c.model.bos_id, 0, c.model.vocab)
     c.model.check(c.training.seq_len)
     check_optimizer(c.optimizer)
-    names = ("batch_size", "seq_len", "steps", "tokens", "microbatches", "log_interval", "eval_interval")
-    names += ("checkpoint_interval", "keep_checkpoints", "sample_interval", "sample_tokens", "sample_top_k")
-    names += ("loss_chunk", "unroll")
-    check_ranges("training", c.training, dict.fromkeys(names, count) | {"sample_temperature": (0, math.inf)})
-    check_ranges("training", c.training, {"eval_batches": (0, 2**63), "seed": (0, 2**63), "epochs": (0, math.inf)})
     check_pipeline(c.pipeline)
     check_distributed(c.distributed)
     fraction = c.hardware.memory_fraction
@@ -183,7 +181,6 @@ def check_config(c: Config) -> None:
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.save", c.training.save, tuple(KEPT))
-    check_ranges("training", c.training, {"ema_decay": (0, 1)})
     check_weights("training.eval_weights", c.training.eval_weights, c.training.ema_decay)
     if getattr(c.model, "dropout", 0) and c.training.attention not in ("auto", "einsum"):
         raise ValueError(

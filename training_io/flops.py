@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from modeling.weights import KINDS
-
 
 class ModelFlops(NamedTuple):
     """FLOPs a token of one forward and backward pass. Recomputation is never counted.
@@ -32,47 +30,33 @@ class PeakFlops(NamedTuple):
     source: str
 
 
-def model_flops_per_token(
-    *,
-    parameters: int,
-    embedding_parameters: int,
-    layers: int,
-    heads: int,
-    head_dim: int,
-    sequence_length: int,
-) -> ModelFlops:
-    """FLOPs a token of a training step, by both conventions.
+class Speed(NamedTuple):
+    """What turns the time of a step into tokens a second and MFU."""
 
-    Args:
-        parameters: number N of all parameters; a tied embedding table counts once.
-        embedding_parameters: parameters of the input embedding, whose lookup multiplies nothing; 0 for a tied table,
-            which is the matrix of the output layer too.
-        layers: number of layers.
-        heads: number of query heads.
-        head_dim: size of a head.
-        sequence_length: L, in tokens.
-    """
-    matmul_parameters = parameters - embedding_parameters
-    n = "(N - input embedding)" if embedding_parameters else "N"
-    attention = layers * heads * head_dim * sequence_length
-    causal = 6 * matmul_parameters + 6 * attention
-    full = 6 * matmul_parameters + 12 * attention
-    formula = f"6*{n} + {{}}*layers*heads*head_dim*L"
-    return ModelFlops(causal, full, formula.format(6), formula.format(12))
+    tokens_per_step: int
+    """Tokens in the global batch."""
+    flops: ModelFlops
+    peak: PeakFlops
+
+    def of_step(self, seconds: float) -> dict[str, float]:
+        """The metrics of a step that took so long."""
+        rate = self.tokens_per_step / seconds
+        mfu, full = (rate * flops / self.peak.total for flops in self.flops[:2])
+        return {"tokens_per_second": rate, "mfu": mfu, "mfu_full_attention": full}
 
 
 def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
-    """`model_flops_per_token` of the model with this table and ModelConfig; sequence_length in tokens."""
+    """FLOPs a token of a training step of the model with this table and ModelConfig, by both conventions.
+
+    Of N parameters, those of the input embedding multiply nothing. A tied table is not such an embedding.
+    """
     weights = jax.tree.leaves(table)
-    size = lambda kinds: sum(math.prod(weight.shape) for weight in weights if weight.kind in kinds)
-    return model_flops_per_token(
-        parameters=size(KINDS),
-        embedding_parameters=size(("embedding",)),
-        layers=c.layers,
-        heads=c.heads,
-        head_dim=c.d_head,
-        sequence_length=sequence_length,
-    )
+    multiplied = sum(math.prod(weight.shape) for weight in weights if weight.kind != "embedding")
+    n = "(N - input embedding)" if any(weight.kind == "embedding" for weight in weights) else "N"
+    attention = c.layers * c.heads * c.d_head * sequence_length
+    formula = f"6*{n} + {{}}*layers*heads*head_dim*L"
+    causal, full = 6 * multiplied + 6 * attention, 6 * multiplied + 12 * attention
+    return ModelFlops(causal, full, formula.format(6), formula.format(12))
 
 
 # Dense peaks in TFLOP/s by jax.Device.device_kind: (bf16, f32 as XLA multiplies it by default: TF32 on these GPUs).

@@ -14,6 +14,8 @@ import jax
 from cluster.devices import compile_program
 from cluster.watch import pause
 
+RENDER_TIMEOUT_S = 60.0
+
 
 @pause("compiling the training step")
 def compile_with_hlo_dump(
@@ -44,45 +46,35 @@ def compile_with_hlo_dump(
     return compiled, kept
 
 
-def render_svg(dot_path: str | os.PathLike, svg_path: str | os.PathLike, timeout_s: float) -> str:
-    """Draws a graph with Graphviz's `dot`, at the lowest priority, for at most `timeout_s` seconds.
+def render_svg(graph: Path) -> str:
+    """Draws a graph with Graphviz's `dot`, at the lowest priority. The picture, beside the graph, replaces it.
 
-    Removes the graph when the picture is there. A failure raises nothing.
-
-    Returns:
-        A line for the user: where the picture is, or why there is none and how to get it.
+    Returns a line for the user: where the picture is, or why there is none and how to get it.
     """
-    dot_path, svg_path = Path(dot_path), Path(svg_path)
-    partial = svg_path.with_name(svg_path.name + ".tmp")
-    command = ["dot", "-Tsvg", str(dot_path), "-o", str(partial)]
-    by_hand = f"dot -Tsvg {dot_path} -o {svg_path}"
+    picture, partial = graph.with_suffix(".svg"), graph.with_suffix(".svg.tmp")
+    by_hand, dot = f"dot -Tsvg {graph} -o {picture}", shutil.which("dot")
+    if dot is None:
+        return f"HLO graph: {graph} (no dot here; for the picture: apt install graphviz && {by_hand})"
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        command = ["nice", "-n", "19", dot, "-Tsvg", str(graph), "-o", str(partial)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=RENDER_TIMEOUT_S)
+        if done.returncode == 0 and partial.is_file():
+            partial.rename(picture)
+            graph.unlink()
+            return f"HLO picture: {picture}"
+        errors = done.stderr.decode(errors="replace").strip().splitlines()
+        why = f"dot failed: {errors[-1] if errors else f'exit code {done.returncode}'}"
+    except subprocess.TimeoutExpired:
+        why = f"dot was stopped after {RENDER_TIMEOUT_S:g} s"
     except OSError as error:
-        if not isinstance(error, FileNotFoundError):
-            return f"HLO graph: {dot_path} (dot cannot be started: {error}; for the picture: {by_hand})"
-        return f"HLO graph: {dot_path} (no dot here; for the picture: apt install graphviz && {by_hand})"
-    with process:
-        try:
-            os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-            errors = process.communicate(timeout=timeout_s)[1].decode(errors="replace")
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            partial.unlink(missing_ok=True)
-            return f"HLO graph: {dot_path} (dot was stopped after {timeout_s:g} s; for the picture: {by_hand})"
-    if process.returncode != 0 or not partial.is_file():
-        partial.unlink(missing_ok=True)
-        reason = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-        return f"HLO graph: {dot_path} (dot failed: {reason[0]}; for the picture: {by_hand})"
-    partial.rename(svg_path)
-    dot_path.unlink()
-    return f"HLO picture: {svg_path}"
+        why = f"dot cannot be started: {error}"
+    partial.unlink(missing_ok=True)
+    return f"HLO graph: {graph} ({why}; for the picture: {by_hand})"
 
 
-def start_rendering(dot_path: str | os.PathLike, *, timeout_s: float = 60.0) -> "concurrent.futures.Future[str]":
-    """Starts `render_svg` on a background thread, with the picture beside the graph. The future gives its line."""
+def start_rendering(graph: Path) -> concurrent.futures.Future[str]:
+    """Starts `render_svg` on a background thread. The future gives its line."""
     executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="render_svg")
-    rendering = executor.submit(render_svg, dot_path, Path(dot_path).with_suffix(".svg"), timeout_s)
+    rendering = executor.submit(render_svg, graph)
     executor.shutdown(wait=False)
     return rendering

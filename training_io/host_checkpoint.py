@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore as ts
 
 from training_io.checkpoint import commit, manifest_text
-from training_io.checkpoint_arrays import STORE_ERRORS, HostArray, array_spec, create_spec
+from training_io.checkpoint_arrays import STORE_ERRORS, HostArray, array_spec, create_arrays, wait_for
 from training_io.initial_weights import find_checkpoint
 
 CHUNK_BYTES = 2**26
@@ -22,23 +22,8 @@ CHUNK_BYTES = 2**26
 little more than its own part of the weights."""
 
 CACHE_BYTES = 2**33
-"""Largest size of all layers in a cache. A single group of layers may be larger."""
-
-
-class LayerCache:
-    """Groups of layers that were read together, as a chunk can only be read whole. Drops the least recently used."""
-
-    def __init__(self):
-        self._groups: dict[tuple[str, int], np.ndarray] = {}
-
-    def get(self, key: tuple[str, int], read: Callable[[], np.ndarray]) -> np.ndarray:
-        """The group with this key; `read` reads it where it is not in the cache."""
-        group = self._groups.pop(key, None)
-        group = read() if group is None else group
-        while self._groups and group.nbytes + sum(other.nbytes for other in self._groups.values()) > CACHE_BYTES:
-            del self._groups[next(iter(self._groups))]
-        self._groups[key] = group
-        return group
+"""Largest size of the chunks in a cache, which drops the least recently used ones. A chunk can only be read whole, and
+those of a run have several layers."""
 
 
 class StoredArray:
@@ -48,27 +33,18 @@ class StoredArray:
         OSError: the array, or a chunk that is read, is missing or damaged.
     """
 
-    def __init__(self, path: Path, name: str, cache: LayerCache):
-        self._name, self._path, self._cache = name, path, cache
+    def __init__(self, path: Path, name: str, cache: ts.Context):
+        self._name, self._path = name, path
         try:
-            self._store = ts.open(
-                array_spec(path / name) | {"fill_missing_data_reads": False}, open=True, read=True
-            ).result()
+            spec = array_spec(path / name) | {"fill_missing_data_reads": False}
+            self._store = ts.open(spec, context=cache, open=True, read=True).result()
         except STORE_ERRORS as error:
             raise self._damage(error) from error
         self.shape, self.dtype = tuple(self._store.shape), self._store.dtype.numpy_dtype
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        together = self._store.chunk_layout.read_chunk.shape[0] if self.shape else 1
-        if not isinstance(index, int) or together == 1:
-            return self._read(index)
-        if not 0 <= index < self.shape[0]:
+        if isinstance(index, int) and not 0 <= index < self.shape[0]:
             raise IndexError(f"{self._name}: index {index} is outside 0 … {self.shape[0] - 1}.")
-        start = index // together * together
-        stop = min(start + together, self.shape[0])
-        return self._cache.get((self._name, start), lambda: self._read(slice(start, stop)))[index - start]
-
-    def _read(self, index: Any) -> np.ndarray:
         try:
             return self._store[index].read().result()
         except STORE_ERRORS as error:
@@ -83,6 +59,11 @@ class StoredArray:
             f"cannot read the array {self._name!r}: {error}. The checkpoint {self._path} is damaged; take another "
             "step, or copy it again."
         )
+
+
+def _stored(directory: Path, names: Iterable[str]) -> dict[str, StoredArray]:
+    cache = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+    return {name: StoredArray(directory, name, cache) for name in names}
 
 
 def open_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[int, dict[str, StoredArray], dict]:
@@ -101,8 +82,7 @@ def open_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[i
     with checkpoints:
         manifest = checkpoints.manifest(found)
         directory = checkpoints.directory / f"{found:010}"
-    cache = LayerCache()
-    return found, {name: StoredArray(directory, name, cache) for name in manifest["arrays"]}, manifest["metadata"]
+    return found, _stored(directory, manifest["arrays"]), manifest["metadata"]
 
 
 def write_checkpoint(
@@ -136,22 +116,13 @@ def write_checkpoint(
     temporary = final.with_name(final.name + ".tmp")
     if temporary.exists():
         shutil.rmtree(temporary)
-    stores = {}
-    for name, array in arrays.items():
-        host = HostArray(name, array.shape, str(array.dtype), _chunk(array), [])
-        try:
-            stores[name] = ts.open(create_spec(temporary / name, host), open=True, create=True).result()
-        except STORE_ERRORS as error:
-            raise OSError(f"creating the array {name!r} in {temporary} failed: {error}.") from error
+    hosts = [HostArray(name, x.shape, str(x.dtype), _chunk(x), []) for name, x in arrays.items()]
+    stores = dict(zip(arrays, create_arrays(temporary, hosts), strict=True))
     for name, index, values in parts:
-        try:
-            stores[name][index].write(values).result()
-        except STORE_ERRORS as error:
-            raise OSError(f"writing the array {name!r} in {temporary} failed: {error}.") from error
+        wait_for([(name, stores[name][index].write(values))], "writing")
     stores.clear()
-    cache = LayerCache()
     try:
-        check({name: StoredArray(temporary, name, cache) for name in arrays})
+        check(_stored(temporary, arrays))
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -11,6 +11,7 @@ import jax
 from configuration.differences import config_differences
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import NO_ORDERS, Orders
+from training_io.resuming import fixed_by_weights, with_defaults
 
 REMEDY = (
     "training.init_from takes all weights of a model, and no others. Set it to a run whose model has these weights, or "
@@ -55,18 +56,16 @@ def read_weights(
     path: str | os.PathLike,
     like: Any,
     config: dict,
-    complete: Callable[[dict], dict],
-    fixed: tuple[str, ...],
     orders: Orders = NO_ORDERS,
 ) -> Any:
     """The weights of another run, with the shardings of `like`. Each process reads its own part.
+
+    Prints the differences of the models that are allowed.
 
     Args:
         path: directory of a run, for its last checkpoint, or of one checkpoint.
         like: weights of the new run.
         config: configuration of the new run.
-        complete: adds to a checkpoint's configuration the defaults of settings that it does not have.
-        fixed: dotted names of the settings that both must agree on. Other differences in the model are printed.
         orders: orders of the arrays `weights/…`, as for `Checkpointer.restore`.
 
     Raises:
@@ -75,8 +74,8 @@ def read_weights(
     """
     checkpoints, step = find_checkpoint(path)
     with checkpoints:
-        saved = complete(checkpoints.metadata(step)["config"])
-        if differences := config_differences(saved, config, fixed):
+        saved = with_defaults(checkpoints.metadata(step)["config"])
+        if differences := config_differences(saved, config, fixed_by_weights(config)):
             raise ValueError(
                 f"training.init_from is {path}, which has the weights of another model:\n  "
                 + "\n  ".join(differences)

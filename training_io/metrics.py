@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from cluster.watch import now_at
 from shardlib.layers import LayerMetrics
-from training_io.flops import ModelFlops, PeakFlops
+from training_io.flops import Speed
 
 _SPEED_WINDOW = 20
 """Steps over which the speed on the terminal is averaged."""
@@ -46,9 +46,7 @@ class RunLog:
         directory: of the run; created if missing.
         total_steps: steps of the whole run, those before it was resumed included.
         start_step: the first step to be run. Lines of it and of later steps, left by an earlier run, are removed.
-        tokens_per_step: in the global batch.
-        flops: of the model, a token.
-        peak: of all the devices together.
+        speed: gives the metrics of a step from its time.
         print_every: steps from one plain line to the next, at least 1. The first and the last step always have one.
         console: where to show progress; stdout by default.
     """
@@ -59,14 +57,11 @@ class RunLog:
         *,
         total_steps: int,
         start_step: int,
-        tokens_per_step: int,
-        flops: ModelFlops,
-        peak: PeakFlops,
+        speed: Speed,
         print_every: int = 10,
         console: Console | None = None,
     ):
-        self._total_steps, self._start_step = total_steps, start_step
-        self._tokens_per_step, self._flops, self._peak = tokens_per_step, flops, peak
+        self.directory, self.total_steps, self.start_step, self.speed = Path(directory), total_steps, start_step, speed
         self._print_every = print_every
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
         self.events: list[tuple[int, str]] = []
@@ -79,18 +74,18 @@ class RunLog:
         self._console = console or Console()
         if jax.process_index() != 0:
             return
-        self._path = path = Path(directory) / "metrics.jsonl"
+        self._path = path = self.directory / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if start_step == 0 and path.exists() and path.stat().st_size:
             self._print(f"{path}: of a run without a checkpoint, kept as {path.name}.old")
             path.rename(path.with_name(path.name + ".old"))
-        dropped = _keep_steps_before(path, start_step)
+        dropped = remove_later_lines(path, start_step)
         if dropped:
             self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
         self._file = open(path, "a")  # noqa: SIM115 (close closes it)
         if self._console.is_terminal:
             self._progress = Progress(
-                TextColumn("step"),
+                "step",
                 MofNCompleteColumn(),
                 BarColumn(),
                 TextColumn("{task.description}", markup=False),
@@ -123,7 +118,7 @@ class RunLog:
             value.copy_to_host_async()
         self.flush()
         self._pending = (step, metrics, source_tokens)
-        if step == self._total_steps - 1:
+        if step == self.total_steps - 1:
             self.flush()  # no step follows that would have to be dispatched first
 
     def flush(self) -> None:
@@ -135,12 +130,12 @@ class RunLog:
         now = time.perf_counter()
         seconds = None if self._last_end is None else now - self._last_end
         self._last_end = now
-        record = {"step": step, **values, "tokens": (step + 1) * self._tokens_per_step}
+        record = {"step": step, **values, "tokens": (step + 1) * self.speed.tokens_per_step}
         if source_tokens:
             record["source_tokens"] = dict(source_tokens)
         if seconds is not None:
             self._durations.append(seconds)
-            record |= {"seconds": seconds} | self._speed(seconds)
+            record |= {"seconds": seconds} | self.speed.of_step(seconds)
         self._write_line(record)
         self._warn_if_not_finite(step, values)
         self._show(step, values)
@@ -192,14 +187,6 @@ class RunLog:
                 self._file.close()
                 self._file = None
 
-    def _speed(self, seconds: float) -> dict[str, float]:
-        rate = self._tokens_per_step / seconds
-        return {
-            "tokens_per_second": rate,
-            "mfu": rate * self._flops.causal / self._peak.total,
-            "mfu_full_attention": rate * self._flops.full / self._peak.total,
-        }
-
     def _write_line(self, record: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(_line(record))
@@ -219,13 +206,13 @@ class RunLog:
             shown.insert(1, f"validation {_short(self._validation)}")
         if self._durations:
             seconds = sum(self._durations) / len(self._durations)
-            speed = self._speed(seconds)
+            speed = self.speed.of_step(seconds)
             shown += [f"{_si(speed['tokens_per_second'])} tokens/s", f"MFU {100 * speed['mfu']:.1f}%"]
-            shown += [f"ETA {duration((self._total_steps - step - 1) * seconds)}"]
+            shown += [f"ETA {duration((self.total_steps - step - 1) * seconds)}"]
         if self._progress is not None:
             self._progress.update(self._task, completed=step + 1, description="  ".join(shown))
-        elif step in (self._start_step, self._total_steps - 1) or (step + 1) % self._print_every == 0:
-            self._print(f"step {step + 1}/{self._total_steps}  " + "  ".join(shown))
+        elif step in (self.start_step, self.total_steps - 1) or (step + 1) % self._print_every == 0:
+            self._print(f"step {step + 1}/{self.total_steps}  " + "  ".join(shown))
 
     def _print(self, text: str) -> None:
         if jax.process_index() == 0:
@@ -243,14 +230,17 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _keep_steps_before(path: Path, start_step: int) -> int:
-    """Removes the lines of `start_step` and later, and those that are not JSON. Returns the number of the latter."""
+def remove_later_lines(path: Path, step: int) -> int:
+    """Removes the lines of `step` and later from a file of JSON lines, and those that are not JSON.
+
+    Returns the number of the latter.
+    """
     if not path.exists():
         return 0
     kept, unreadable = [], 0
     for line in path.read_text(errors="replace").splitlines():
         try:
-            earlier = json.loads(line)["step"] < start_step
+            earlier = json.loads(line)["step"] < step
         except (ValueError, KeyError, TypeError):
             unreadable += 1
             continue

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from configuration.checks import check_ranges
+from configuration.checks import at_least_1
 from shardlib.schedules import schedule_of
 
 
@@ -13,7 +13,7 @@ class PipelineConfig:
 
     schedule: str = "interleaved_1f1b"
     """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, or your own as module:function (shardlib/schedules.py)."""
-    virtual_stages: int = 1
+    virtual_stages: int = at_least_1(1)
     """Number v of stages on each device of p, at least 1; more than 1 for interleaved_1f1b or your own schedule only.
     With layers_per_stage=null the number of layers is a multiple of p·v."""
     layers_per_stage: Any = None
@@ -25,8 +25,7 @@ class PipelineConfig:
 
 
 def check_pipeline(c: PipelineConfig) -> None:
-    """Raises ValueError for a setting out of its range."""
-    check_ranges("pipeline", c, {"virtual_stages": (1, 2**63)})
+    """Raises ValueError for a setting that is not allowed."""
     schedule_of(c.schedule)
     counts = c.layers_per_stage
     is_list = isinstance(counts, list) and all(type(n) is int and n > 0 for n in counts)

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import json
-import os
 import subprocess
 import sys
 import time
@@ -13,9 +12,10 @@ import jax
 
 from cluster.watch import pause
 from training_io import bubble, perfetto
-from training_io.flops import ModelFlops, PeakFlops
 from training_io.metrics import RunLog
 
+MODULE = "jit_training_step"
+"""Name of the training step's program."""
 _READ_TIMEOUT_S = 300.0
 _FAILURES = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
 _MORE_TRACED_STEPS = 2
@@ -37,33 +37,14 @@ class StepProfiler:
     `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Process 0 alone times and traces.
 
     Args:
-        directory: of the run.
-        steps: number of steps that this process will run.
-        tokens_per_step: in the global batch.
-        flops: of the model, a token.
-        peak: of all the devices together.
-        log: gets the event "step_bubble", of the last traced step, when the trace has been read; see bubble.py.
-        start: the run's step for i = 0.
-        module: name of the training step's program.
+        log: log of the run. It gets the event "step_bubble", of the last traced step, when the trace has been read; see
+            bubble.py.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike,
-        *,
-        steps: int,
-        tokens_per_step: int,
-        flops: ModelFlops,
-        peak: PeakFlops,
-        log: RunLog | None = None,
-        start: int = 0,
-        module: str = "jit_training_step",
-    ):
-        self._directory = Path(directory)
+    def __init__(self, log: RunLog):
+        self._log, steps = log, log.total_steps - log.start_step
         self._first, self._last = max(0, min(2, steps - 2)), min(3, steps - 1)
         self._last_traced = min(self._last + _MORE_TRACED_STEPS, steps - 1)
-        self._tokens_per_step, self._flops, self._peak = tokens_per_step, flops, peak
-        self._log, self._start_step, self._module = log, start, module
         self._before: Any = None
         self._start: float | None = None
         self._newest: tuple[int, Any] | None = None
@@ -78,7 +59,7 @@ class StepProfiler:
             self._executor.submit(int).result()  # starts its thread here, not between the steps
             jax.block_until_ready(self._before)
             self._before = None
-            jax.profiler.start_trace(self._directory, profiler_options=_options())
+            jax.profiler.start_trace(self._log.directory, profiler_options=_options())
             self._start = time.perf_counter()
 
     def after_step(self, i: int, outputs: Any) -> None:
@@ -128,33 +109,33 @@ class StepProfiler:
     def _print_time(self, start: float, outputs: Any) -> None:
         jax.block_until_ready(outputs)
         seconds, count = time.perf_counter() - start, self._last - self._first + 1
-        rate = count * self._tokens_per_step / seconds
+        speed, flops, peak = self._log.speed.of_step(seconds / count), self._log.speed.flops, self._log.speed.peak
         which = f"steps {self._first + 1} and {self._last + 1}" if count == 2 else f"step {self._last + 1}"
         lines = [f"profile of {which} of this run, data fetching included"]
+        rate = speed["tokens_per_second"]
         lines.append(f"  time   {seconds:.4f} s: {seconds / count:.4f} s a step, {rate:,.0f} tokens/s")
-        for per_token, formula, label in (
-            (self._flops.causal, self._flops.causal_formula, "attention half"),
-            (self._flops.full, self._flops.full_formula, "attention full"),
+        for mfu, per_token, formula, label in (
+            (speed["mfu"], flops.causal, flops.causal_formula, "attention half"),
+            (speed["mfu_full_attention"], flops.full, flops.full_formula, "attention full"),
         ):
-            mfu = 100 * rate * per_token / self._peak.total
-            lines.append(f"  MFU    {mfu:.1f}%  {label}: {per_token / 1e6:,.2f} MFLOP/token = {formula}")
-        lines.append(f"  peak   {self._peak.total / 1e12:,.4g} TFLOP/s: {self._peak.source}")
+            lines.append(f"  MFU    {100 * mfu:.1f}%  {label}: {per_token / 1e6:,.2f} MFLOP/token = {formula}")
+        lines.append(f"  peak   {peak.total / 1e12:,.4g} TFLOP/s: {peak.source}")
         if self._first < 2:
             lines.append("  a run of fewer than 4 steps: its first steps may still be warming up")
         print("\n".join(lines), flush=True)
 
     def _trace_and_bubble(self, last: int, outputs: Any) -> Path:
-        trace = _finish_trace(self._directory, outputs)
+        trace = _finish_trace(self._log.directory, outputs)
         try:
-            found = _read_bubble(trace, self._module, last - self._first + 1)
+            found = _read_bubble(trace, MODULE, last - self._first + 1)
         except _FAILURES as error:
             found = {"because": f"the trace could not be read: {error}"}
-        begin, end = self._start_step + self._first, self._start_step + last
-        stops = {event for step, event in (self._log.events if self._log else ()) if begin <= step < end}
+        begin, end = self._log.start_step + self._first, self._log.start_step + last
+        stops = {event for step, event in self._log.events if begin <= step < end}
         if stops:
             found = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
         print(_bubble_line(found, self._first, last), flush=True)
-        if self._log is not None and "step_bubble" in found:
+        if "step_bubble" in found:
             self._log.add_event(end, "step_bubble", found)
         return trace
 

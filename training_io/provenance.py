@@ -122,7 +122,8 @@ def compare_source(
     found = f"{differs}, and it computes something else in {' and '.join(others)}"
     if allow is not None:
         raise ValueError(
-            f"{found}. Take the source that the run's directory keeps in source/, or give {allow} to go on with this."
+            f"{found}. Take the source that the run's directory keeps in source/, or give {allow} to continue with "
+            "this one."
         )
     return found
 

@@ -23,7 +23,7 @@ from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import Checkpointer
 from training_io.config import Config
 from training_io.evaluation import check_finite, evaluate
-from training_io.flops import flops_of_model, peak_flops
+from training_io.flops import Speed, flops_of_model, peak_flops
 from training_io.hlo import compile_with_hlo_dump, start_rendering
 from training_io.initial_weights import read_weights
 from training_io.memory import peak_memory
@@ -31,7 +31,7 @@ from training_io.metrics import RunLog, check_metrics, has_event
 from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
 from training_io.report import print_end, print_start, save_config
-from training_io.resuming import check_resumes, fixed_by_weights, with_defaults
+from training_io.resuming import check_resumes
 from training_io.soundness import check_steps
 from training_io.stages import describe_stages, placement_of, stack_orders
 
@@ -71,6 +71,8 @@ class Run:
         self.programs = programs
         self.print = print if jax.process_index() == 0 else lambda *_: None
         self.stopped_by: str | None = None
+        self._source_differs: str | None = None
+        self._graph = self._rendering = self._loss = None
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
@@ -93,7 +95,7 @@ class Run:
         self.placement = placement_of(c, self.model)
         self.checkpoints = Checkpointer(self.directory / "checkpoints", keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
-        self._source_differs, self.provenance = None, provenance_of(self.programs, c, self.model)
+        self.provenance = provenance_of(self.programs, c, self.model)
         self.start, loader_state = self._last_checkpoint()
         self.done = self.start
         sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "vocab_size": c.model.vocab}
@@ -101,7 +103,6 @@ class Run:
         self.loader = loader("train", state=loader_state)
         self.validation = loader("validation") if t.eval_batches else None
         self.total = steps_for(self.loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
-        self._graph = self._rendering = self._loss = None
         self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
     def _last_checkpoint(self) -> tuple[int, dict]:
@@ -143,11 +144,9 @@ class Run:
         if has_average and not wants_average:
             self.print(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
         shardings = make_shardings(State[self.model.Weights], like=shapes)
-        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        orders = stack_orders(self.placement, State, shapes)
-        state = self.checkpoints.restore(
-            self.start, jax.tree.map(placed, shapes, shardings), orders=orders, leave=() if wants_average else ("ema/",)
-        )
+        like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
+        orders, leave = stack_orders(self.placement, State, shapes), () if wants_average else ("ema/",)
+        state = self.checkpoints.restore(self.start, like, orders=orders, leave=leave)
         return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state
 
     def _introduce(self) -> None:
@@ -163,14 +162,15 @@ class Run:
             self.print(
                 f"source     a resumed run is not compared with this one: on one device its steps do not trace: {why}"
             )
-        for line in describe_attention(self.forward, t.seq_len, mesh.devices.flat[0]):
+        for line in describe_attention(self.forward, t.seq_len):
             self.print(f"attention  {line}")
         for line in describe_stages(c, self.model):
             self.print(f"pipeline   {line}")
-        flops = flops_of_model(table, c.model, t.seq_len)
-        self._speed = {"tokens_per_step": self.loader.tokens_per_batch, "flops": flops, "peak": self._peak}
-        steps = {"total_steps": self.total, "start_step": self.start, "print_every": t.log_interval}
-        self._log = self._cleanup.enter_context(RunLog(self.directory, **steps, **self._speed))
+        speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)
+        log = RunLog(
+            self.directory, total_steps=self.total, start_step=self.start, speed=speed, print_every=t.log_interval
+        )
+        self._log = self._cleanup.enter_context(log)
         if not self.is_over:
             save_config(self.directory, c)
             keep_source(self.directory, self.start, self.model, self.provenance)
@@ -204,8 +204,7 @@ class Run:
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
         """Index of each step that is still to be done, and its batch. Ends early on a signal. Reads batches ahead."""
         ahead = self.c.data.prefetch
-        steps = {"steps": self.total - self.start, "start": self.start}
-        self._profiler = StepProfiler(self.directory, log=self._log, **steps, **self._speed)
+        self._profiler = StepProfiler(self._log)
         self._cleanup.callback(self._profiler.close)
         batches = Prefetcher(self.loader.load, self.start, self.total, ahead, self.loader.parallel_loads)
         batches = watched_batches(self._cleanup.enter_context(batches), self.start)
@@ -264,13 +263,13 @@ class Run:
         """Waits until all is written, and prints where. Returns the signal that stopped the run, if one did."""
         if self._loss is None:
             self.print(
-                f"{self.start} steps are done already, of {self.total}; to go on, train for longer (training.steps)."
+                f"{self.start} steps are done already, of {self.total}; to continue, train for longer (training.steps)."
             )
             return None
         if self.stopped_by and not self.is_over:
             self.checkpoints.wait()
             self.print(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
-            self.print(f"To go on: the same command, with paths.model_name={self.c.paths.model_name}")
+            self.print(f"To resume: the same command, with paths.model_name={self.c.paths.model_name}")
             return self.stopped_by
         self._log.close()
         self.checkpoints.wait()
@@ -290,8 +289,7 @@ def fresh_state(c: Config, placement: Placement, init: Callable[[jax.Array], Any
     """
     state = jax.jit(init)(jax.random.key(c.training.seed))
     if c.training.init_from is not None:
-        settings, orders = dataclasses.asdict(c), stack_orders(placement, State, state)
-        like = (state.weights, settings, with_defaults, fixed_by_weights(settings), orders)
-        state.weights = read_weights(c.training.init_from, *like)
+        orders = stack_orders(placement, State, state)
+        state.weights = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)
         state.ema = jax.tree.map(jnp.copy, state.weights) if jax.tree.leaves(state.ema) else state.ema
     return state

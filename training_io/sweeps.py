@@ -68,9 +68,8 @@ class Sweep(Callback):
         _check_swept(swept, config.hydra.launcher.get("_target_", ""))
 
         name = config.paths.model_name
-        if name is None and not (
-            config.distributed.auto or config.distributed.count
-        ):  # several processes could not agree
+        several_processes = config.distributed.auto or config.distributed.count
+        if name is None and not several_processes:  # which could not agree on the time
             name = f"{config.hydra.job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
         if not name:
             return  # each job refuses this
@@ -95,7 +94,7 @@ class Sweep(Callback):
         if job_return.status == JobStatus.COMPLETED:
             if job_return.return_value is not None:  # the signal that stopped the run
                 sys.exit(
-                    f"{job_return.return_value}: the sweep stops here. To go on with the sweep: its command again, "
+                    f"{job_return.return_value}: the sweep stops here. To resume it: its command again, "
                     f"with paths.model_name={getattr(self, '_name', None) or 'its name'}"
                 )
             return

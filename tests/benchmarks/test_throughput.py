@@ -239,7 +239,7 @@ def test_the_ratios():
 def test_shares_and_lines():
     floor = Measured("floor", dataclasses.replace(JOB, contestant="floor"), rounds=[0.5, 0.6])
     floor.about = {"peak": 1e9, "attention_share": 0.1}
-    ours = Measured("ours", dataclasses.replace(JOB, contestant="ours"), rounds=[2.0, 1.0, 3.0], host_peak=2**30)
+    ours = Measured("ours", dataclasses.replace(JOB, contestant="ours"), rounds=[2.0, 1.0, 6.0], host_peak=2**30)
     floor = figures(floor, None)
     found = figures(ours, floor)
     assert found["tokens_per_s"] == 128

@@ -54,6 +54,7 @@ def settings(*overrides: str) -> Config:
         ("count=2 id=0", "distributed.count is 2, distributed.id is 0; give distributed.coordinator too"),
         ("count=2 id=0 coordinator=a", "distributed.coordinator is 'a'; write it as address:port"),
         ("count=2 id=0 coordinator='a:0'", "distributed.coordinator is 'a:0'; write it as address:port"),
+        ("count=2 id=0 coordinator='a:65536'", "distributed.coordinator is 'a:65536'; write it as address:port"),
         ("count=2 id=0 coordinator='a:http'", "distributed.coordinator is 'a:http'; write it as address:port"),
         ("auto=true id=0", "distributed.id is 0; set distributed.auto=false, or leave it out."),
         ("auto=true coordinator=a:1", "distributed.coordinator is a:1; set distributed.auto=false, or leave it out."),

@@ -234,15 +234,15 @@ def test_epochs_of_a_mixture(filespecs):
         ),
         (
             {"mixture": {"a": SourceConfig("web", 1e9), "b": SourceConfig("books")}},
-            "mixture.b.weight is 1.0: less than one row in 1048576 would come from it",
+            "mixture.b.weight is 1.0: less than one sequence in 1048576 would come from it",
         ),
         (
             {"mixture": {"a": SourceConfig("web"), "b": SourceConfig("web")}},
-            "a and b of the mixture are one dataset, .*web, whose rows would come twice",
+            "a and b of the mixture are one dataset, .*web, whose sequences would come twice",
         ),
         ({"mixture": {"a": SourceConfig("web", 1, -1)}}, "max_epochs is -1 for .*web; it must be above 0"),
         ({"filespec": "web", "max_epochs": 0}, "max_epochs is 0 for .*web; it must be above 0"),
-        ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must lie in"),
+        ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must be at least 1"),
         (
             {"mixture": {"a": SourceConfig("web"), "b": SourceConfig("nowhere")}},
             "No flat-tokens split at nowhere/train",

@@ -284,14 +284,14 @@ def test_unknown_length(files):
         ({"stream_settings": {"dataset": "allenai/c4"}}, "give either `dataset`, or `train_files`"),
         ({"vocab_size": 258}, "has 259 ids, more than the model's vocabulary of 258. Set that to 259"),
         ({"stream_settings": {"end_token": "<|end|>"}}, "end_token is '<|end|>'; that of bytes is </s>"),
-        ({"stream_settings": {"shuffle_block": 0}}, "shuffle_block is 0; it must lie in"),
+        ({"stream_settings": {"shuffle_block": 0}}, "shuffle_block is 0; it must be at least 1"),
         (
             {"stream_settings": {"text_field": "content"}},
             r"no column 'content'; set data.stream.text_field to one of \[",
         ),
         ({"state": {"step": 3}}, r"This is no state of a stream: \['step'\]"),
         ({"split": "test"}, "split is 'test'; a stream has train and validation"),
-        ({"seed": -1}, "seed is -1; it must lie in"),
+        ({"seed": -1}, "seed is -1; it must be at least 0"),
         (
             {"stream_settings": {"tokenizer_kind": "huggingface", "tokenizer": "nowhere.json"}},
             "There is no file 'nowhere.json'",

@@ -179,8 +179,9 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
         (CPU, 32768, {"dropout": True}, "einsum"),
     ],
 )
-def test_auto_takes_what_can_do_it(device, length, changes, expected):
-    asked = asking(length=length, device=device, **changes)
+def test_auto_takes_what_can_do_it(monkeypatch, device, length, changes, expected):
+    monkeypatch.setattr(attention, "target_device", lambda: device)
+    asked = asking(length=length, **changes)
     path, why = attention.choose("auto", **asked)
     assert path == expected
     assert why
@@ -201,8 +202,9 @@ def test_auto_takes_what_can_do_it(device, length, changes, expected):
         ("cudnn", GPU, {"length": 63}, "odd number of tokens, 63"),
     ],
 )
-def test_a_path_that_cannot_do_it_says_so(path, device, changes, reason):
-    asked = asking(device=device, **changes)
+def test_a_path_that_cannot_do_it_says_so(monkeypatch, path, device, changes, reason):
+    monkeypatch.setattr(attention, "target_device", lambda: device)
+    asked = asking(**changes)
     with pytest.raises(ValueError, match=rf"training\.attention is {path}, .*{reason}.* Choose auto"):
         attention.choose(path, **asked)
 
@@ -246,14 +248,14 @@ def test_the_config_decides_path_and_mask(monkeypatch, masked):
 
 
 def test_the_run_says_which():
-    c, cpu = with_length(1024, attention="auto"), jax.devices()[0]
+    c = with_length(1024, attention="auto")
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        (said,) = describe_attention(tiny.forward(c), 1024, cpu)
+        (said,) = describe_attention(tiny.forward(c), 1024)
         assert (
             said == "blockwise (auto: blocks of 128 tokens; no cudnn: cpu is not an NVIDIA GPU); causal, same_document"
         )
         c.training.attention = "einsum"
-        assert describe_attention(tiny.forward(c), 1024, cpu) == ["einsum; causal, same_document"]
+        assert describe_attention(tiny.forward(c), 1024) == ["einsum; causal, same_document"]
 
 
 # ---- in the training step -----------------------------------------------------------------------------------------

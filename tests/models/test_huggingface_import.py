@@ -35,7 +35,7 @@ from training_io import host_checkpoint
 from training_io.checkpoint import Checkpointer
 from training_io.config import register_schema, to_config
 from training_io.initial_weights import read_weights
-from training_io.resuming import fixed_by_weights, fixed_settings, with_defaults
+from training_io.resuming import fixed_settings, with_defaults
 from training_io.run import fresh_state
 from training_io.stages import placement_of
 
@@ -52,8 +52,7 @@ def run(model, output, **settings) -> str:
 def start_weights(source, c, like):
     """The weights that a run of model `c` starts with, placed as `like`."""
     config = dataclasses.asdict(models.settings(c))
-    fixed = fixed_by_weights(config)
-    return read_weights(source, like, config, with_defaults, fixed)
+    return read_weights(source, like, config)
 
 
 def shapes(c):

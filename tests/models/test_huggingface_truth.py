@@ -19,8 +19,8 @@ from models import llama_huggingface as huggingface_llama
 from models.huggingface_forward import FORWARDS
 from models.huggingface_tensors import Tensors, check_names
 from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
-from training_io.initial_weights import read_weights
-from training_io.resuming import fixed_by_weights, with_defaults
+from training_io import initial_weights
+from training_io.resuming import fixed_by_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -328,7 +328,7 @@ def test_a_transposed_import_is_found(tmp_path, monkeypatch):
 # ---- training.init_from -------------------------------------------------------------------------------------------
 
 
-def test_a_run_with_other_weights_does_not_start_from_these(edited, tmp_path):
+def test_a_run_with_other_weights_does_not_start_from_these(edited, tmp_path, monkeypatch):
     c = models.model("grouped", layers=4)
     source = models.save(tmp_path / "plain", models.weights(c), c)
     edited(EDITS["added weight"][0])
@@ -339,7 +339,8 @@ def test_a_run_with_other_weights_does_not_start_from_these(edited, tmp_path):
         config = models.settings(c)
         config = json.loads(json.dumps(config, default=vars))
         fixed = tuple(name for name in fixed_by_weights(config) if name != "model.module")
-        read_weights(path, w, config, with_defaults, fixed)
+        monkeypatch.setattr(initial_weights, "fixed_by_weights", lambda config: fixed)
+        initial_weights.read_weights(path, w, config)
 
     remedy = r"training.init_from takes all weights of a model, and no others. Set it to a run whose model has these"
     added = r"weights/layers/mlp_bias: not in the checkpoint, expected float32\[4, 32\]"

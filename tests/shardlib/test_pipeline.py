@@ -354,6 +354,14 @@ def test_rows_of_chunks_and_uneven_stages():
     assert not even.padded
 
 
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_rows_of_padding_are_0(of):
+    order = place_layers(4, 2, 1, [3, 1]).order
+    rows = order.to_rows(of(np.arange(1.0, 5.0, dtype=np.float32)))
+    np.testing.assert_array_equal(rows, [1, 2, 3, 4, 0, 0])
+    np.testing.assert_array_equal(order.to_layers(rows), [1, 2, 3, 4])
+
+
 @pytest.mark.quick
 def test_balance_gives_the_last_stage_fewer_layers():
     assert balanced(8, 4, head=0) == [2, 2, 2, 2]

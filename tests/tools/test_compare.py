@@ -258,6 +258,14 @@ def test_equal_curves_can_both_be_seen(tmp_path):
     assert dashes == ["solid", "dash"]
 
 
+def test_the_circle_of_a_validation_is_at_the_end_of_its_step(tmp_path):
+    write(tmp_path / "a", seconds=2.0, events=[VALIDATION | {"step": 2}])
+    c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "loss")
+    circles = [trace for panel in panels_of(c, 50)[:3] for trace in panel.traces if trace.get("mode") == "markers"]
+    assert [tuple(trace["x"]) for trace in circles] == [(3,), (30,), (4,)]  # steps, tokens, seconds
+    assert [tuple(trace["y"]) for trace in circles] == [(1.5,)] * 3
+
+
 def test_metrics_of_the_users_own_are_plotted(tmp_path):
     for name, layers in (("a", 2), ("b", 3)):
         lines = [
@@ -304,7 +312,7 @@ def test_without_the_library_the_table_is_printed(tmp_path, monkeypatch, library
         ({"runs": None}, "runs is None; give directories"),
         ({"sort": "speed"}, "sort is 'speed'; the columns are loss, tokens/s"),
         ({"output": "x.txt"}, r"output is x.txt; its name must end in one of .html"),
-        ({"smooth": 0}, "smooth is 0; it is a number of steps, at least 1"),
+        ({"smooth": 0}, "smooth is 0; it must be at least 1"),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path, settings, message):

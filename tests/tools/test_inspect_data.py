@@ -17,7 +17,7 @@ from flat_tokens.stores import open_reader
 from input_loader import DataConfig, FlatTokensConfig, FlatTokensLoader, SourceConfig, make_loader
 from text.definitions import train_bpe
 from tools import inspect_data
-from tools.inspect_data import Config, find_documents, find_faults, one_line, open_codec, pieces_of_row, rows_of_batch
+from tools.inspect_data import Config, find_documents, find_faults, one_line, open_codec, pieces_of, sequences_of_batch
 
 check_modules(inspect_data)
 
@@ -112,18 +112,18 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
     codec = open_codec(dataset, {"tokenizer": {"kind": "bytes"}})
     for step in (0, 7, 10**6):
         batch = loader.sequences(step, np.arange(16))
-        rows = rows_of_batch(loader, step, np.arange(16))
-        assert [row.number for row in rows] == list(range(16))
-        for row in rows:
-            pieces = pieces_of_row(row)
+        sequences = sequences_of_batch(loader, step, np.arange(16))
+        assert [sequence.number for sequence in sequences] == list(range(16))
+        for sequence in sequences:
+            pieces = pieces_of(sequence)
             text = "".join(
                 (TEXTS[piece.document] + "\0").encode()[piece.start : piece.start + piece.length].decode()
                 for piece in pieces
             )
-            mask = batch.loss_mask[row.number]
-            assert codec.decode(batch.targets[row.number][mask].tolist()) == text.replace("\0", "")
+            mask = batch.loss_mask[sequence.number]
+            assert codec.decode(batch.targets[sequence.number][mask].tolist()) == text.replace("\0", "")
             begins = [piece.position for piece in pieces if piece.start == 0]
-            assert begins == np.flatnonzero(batch.is_seq_start[row.number]).tolist()
+            assert begins == np.flatnonzero(batch.is_seq_start[sequence.number]).tolist()
             assert [piece.document_length for piece in pieces] == [len(TEXTS[piece.document]) + 1 for piece in pieces]
 
 
@@ -133,10 +133,10 @@ def test_a_batch_of_a_run(tmp_path, dataset):
     loader = FlatTokensLoader(FlatTokensConfig(dataset, seed=5), "train", 8, 50)
     first = bytes((loader.sequences(4, np.array([3])).targets[0] - 3).astype(np.uint8)).decode(errors="replace")
     assert one_line(first)[:10] in text
-    assert "row 3, epoch" in text
-    assert "row 4, epoch" in text
-    assert "row 5" not in text
-    assert "6 more rows" in text
+    assert "sequence 3, epoch" in text
+    assert "sequence 4, epoch" in text
+    assert "sequence 5" not in text
+    assert "6 more sequences" in text
 
 
 def test_a_batch_of_a_run_whose_dataset_has_moved(tmp_path, dataset):
@@ -144,7 +144,7 @@ def test_a_batch_of_a_run_whose_dataset_has_moved(tmp_path, dataset):
     gone = make_run(tmp_path / "gone", "{filespec: nowhere.zarr}")
     tables = [show(run=run, step=3, filespec=dataset).split("\n", 1)[1] for run in (here, gone)]
     assert tables[0] == tables[1]
-    assert "row 0, epoch" in tables[0]
+    assert "sequence 0, epoch" in tables[0]
 
 
 def test_a_batch_of_a_mixture(tmp_path, dataset):
@@ -201,7 +201,7 @@ def test_check_reads_in_blocks(tmp_path):
         ({"filespec": "D", "document": 60}, "document is 60; .* has documents 0 to 59"),
         ({"filespec": "D", "rows": 0}, "rows is 0; it must be at least 1"),
         ({"run": "R", "step": -1}, "step is -1; steps count from 0"),
-        ({"run": "R", "step": 0, "first_row": 8}, "first_row is 8; the batch has rows 0 to 7"),
+        ({"run": "R", "step": 0, "first_row": 8}, "first_row is 8; the batch has sequences 0 to 7"),
         ({"run": "M", "filespec": "D"}, "Give either run or filespec"),
         ({"run": "S", "step": 0}, "The run reads a stream, whose batches are not known"),
         ({"run": "S"}, "The run reads a stream, not a dataset"),

@@ -49,7 +49,7 @@ def test_checked_in_dataset_is_what_the_tool_writes(written, split):
         np.testing.assert_array_equal(ours[name][:], fresh[name][:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_seed_writes_the_same_bytes(written, tmp_path):
     for seed in (0, 1):
         tool.write(tool.Config(out=str(tmp_path / str(seed)), seed=seed))
@@ -140,9 +140,9 @@ def test_gaussian_mixtures():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("seed", -1, r"seed is -1; it must lie in \[0, 4294967295\]"),
-        ("train_tokens", 0, r"train_tokens is 0; it must lie in \[1, inf\]"),
-        ("max_distance", 224, r"max_distance is 224; it must lie in \[1, 223\]"),
+        ("seed", -1, "seed is -1; it must be at least 0 and below 4294967296"),
+        ("train_tokens", 0, "train_tokens is 0; it must be at least 1 and below"),
+        ("max_distance", 224, "max_distance is 224; it must be at least 1 and below 224"),
     ],
 )
 def test_clear_errors(tmp_path, field, value, message):

@@ -198,7 +198,7 @@ def test_resuming_on_another_mesh_gives_the_same_losses(unbroken, tmp_path):
 def test_a_finished_run_says_so(unbroken, capsys):
     before = (unbroken / "metrics.jsonl").read_bytes()
     run(unbroken, 8)
-    assert "8 steps are done already, of 8; to go on, train for longer (training.steps)." in capsys.readouterr().out
+    assert "8 steps are done already, of 8; to continue, train for longer (training.steps)." in capsys.readouterr().out
     assert (unbroken / "metrics.jsonl").read_bytes() == before
 
 

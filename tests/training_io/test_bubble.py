@@ -14,14 +14,14 @@ from jax.profiler import ProfileData
 
 from training_io import profile
 from training_io.bubble import NotMeasured, step_bubble
-from training_io.flops import ModelFlops, PeakFlops
+from training_io.flops import ModelFlops, PeakFlops, Speed
 from training_io.metrics import RunLog
 from training_io.profile import StepProfiler
 
 STEP = "jit_training_step"
 # jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
-SPEED = {"tokens_per_step": 100, "flops": ModelFlops(1, 1, "", ""), "peak": PeakFlops(1, "")}
+SPEED = Speed(100, ModelFlops(1, 1, "", ""), PeakFlops(1, ""))
 
 
 def trace(planes):
@@ -140,9 +140,14 @@ def slow_step(x):
     return x
 
 
-def train(directory, sleep_s, module="jit_slow_step", sample_after=None):
-    with RunLog(directory, total_steps=18, start_step=10, **SPEED) as log:
-        profiler = StepProfiler(directory, steps=8, **SPEED, log=log, start=10, module=module)
+@pytest.fixture(autouse=True)
+def _of_this_program(monkeypatch):
+    monkeypatch.setattr(profile, "MODULE", "jit_slow_step")
+
+
+def train(directory, sleep_s, sample_after=None):
+    with RunLog(directory, total_steps=18, start_step=10, speed=SPEED) as log:
+        profiler = StepProfiler(log)
         x = jax.block_until_ready(slow_step(jnp.ones((256, 256))))
         for i in range(8):
             profiler.before_step(i)
@@ -180,8 +185,9 @@ def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, 
     assert (told in capsys.readouterr().out.splitlines()) == among
 
 
-def test_a_trace_without_executions_is_told_in_one_line(tmp_path, capsys):
-    trace, lines = train(tmp_path, 0, module="jit_another")
+def test_a_trace_without_executions_is_told_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profile, "MODULE", "jit_another")
+    trace, lines = train(tmp_path, 0)
     assert trace.is_file()
     assert lines == []
     said = [line for line in capsys.readouterr().out.splitlines() if "step_bubble" in line]

@@ -240,6 +240,20 @@ def test_a_save_killed_before_its_commit_is_invisible_and_cleaned(tmp_path):
     assert Checkpointer(tmp_path).latest_step() == 2
 
 
+def test_a_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """Manifest and directory are synced before the rename, and the directory above after it."""
+    events, sync, rename = [], os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda file: events.append(os.fstat(file).st_ino) or sync(file))
+    monkeypatch.setattr(Path, "rename", lambda path, target: events.append("rename") or rename(path, target))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"a": {"x": jnp.ones(4)}}, {})
+    final = tmp_path / "0000000001"
+    names = {path.stat().st_ino: str(path.relative_to(tmp_path)) for path in (tmp_path, *tmp_path.rglob("*"))}
+    found = [names.get(event, event) for event in events]
+    assert found[-4:] == [f"{final.name}/zarr.json", final.name, "rename", "."]
+    assert set(found[:-4]) == {f"{final.name}/a/zarr.json"}
+
+
 def chunk_files(path, name):
     return sorted(file for file in (path / name / "c").rglob("*") if file.is_file())
 
@@ -362,8 +376,9 @@ def run_processes(tmp_path, program, count=2):
         import jax, numpy as np
         jax.distributed.initialize(sys.argv[2], num_processes=int(sys.argv[3]), process_id=rank)
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from training_io.checkpoint import Checkpointer
-        checkpointer = Checkpointer(sys.argv[4], commit_timeout_s=20)
+        from training_io import checkpoint
+        checkpoint.COMMIT_TIMEOUT_S = 20
+        checkpointer = checkpoint.Checkpointer(sys.argv[4])
         mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
         values = np.arange(2**16, dtype=np.float32).reshape(256, 256)
         sharding = NamedSharding(mesh, P("t", "d"))

@@ -1,25 +1,26 @@
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from training_io.flops import model_flops_per_token, peak_flops
+from training_io.flops import flops_of_model, peak_flops
 
 # Llama-2-7B, from its published config.
 LAYERS, HEADS, HEAD_DIM, D_MODEL, D_FF, VOCAB = 32, 32, 128, 4096, 11008, 32000
 PARAMETERS = LAYERS * (4 * D_MODEL**2 + 3 * D_MODEL * D_FF + 2 * D_MODEL) + 2 * VOCAB * D_MODEL + D_MODEL
 
 
-def llama_flops(**changes):
-    arguments = {
-        "parameters": PARAMETERS,
-        "embedding_parameters": VOCAB * D_MODEL,
-        "layers": LAYERS,
-        "heads": HEADS,
-        "head_dim": HEAD_DIM,
-        "sequence_length": 4096,
-    }
-    return model_flops_per_token(**arguments | changes)
+def llama_flops(tied=False):
+    table = [of_kind("matrix", PARAMETERS - VOCAB * D_MODEL), of_kind("embedding", VOCAB * D_MODEL)]
+    return flops_of_model(
+        table[:1] if tied else table, SimpleNamespace(layers=LAYERS, heads=HEADS, d_head=HEAD_DIM), 4096
+    )
+
+
+def of_kind(kind, size):
+    return SimpleNamespace(kind=kind, shape=(size,))
 
 
 def test_conventions_give_published_utilizations():
@@ -38,7 +39,7 @@ def test_formulas_say_what_is_counted():
 
 
 def test_a_tied_table_is_counted_as_the_output_matrix():
-    tied = llama_flops(parameters=PARAMETERS - VOCAB * D_MODEL, embedding_parameters=0)
+    tied = llama_flops(tied=True)
     assert tied.causal == llama_flops().causal
     assert tied.causal_formula == "6*N + 6*layers*heads*head_dim*L"
 
@@ -49,14 +50,7 @@ def test_xla_counts_the_same_matrix_products():
     w, x = jnp.ones((rows, columns)), jnp.ones((tokens, rows))
     step = jax.jit(jax.grad(lambda w, x: jnp.sum((x @ w) ** 2), argnums=(0, 1)))
     counted = step.lower(w, x).compile().cost_analysis()["flops"]
-    flops = model_flops_per_token(
-        parameters=w.size,
-        embedding_parameters=0,
-        layers=0,
-        heads=0,
-        head_dim=0,
-        sequence_length=0,
-    )
+    flops = flops_of_model([of_kind("matrix", w.size)], SimpleNamespace(layers=0, heads=0, d_head=0), 0)
     assert counted == pytest.approx(tokens * flops.causal, rel=0.02)
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from training_io import hlo
 from training_io.hlo import compile_with_hlo_dump, render_svg, start_rendering
 
 GRAPH = 'digraph G { a [label="one & two"]; a -> b; }'
@@ -71,9 +72,8 @@ def test_the_picture_replaces_the_graph(graph):
 
 def test_without_dot_the_graph_stays_and_the_line_says_how_to_get_it(graph, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    svg = graph.with_suffix(".svg")
-    line = render_svg(graph, svg, 10)
-    command = f"dot -Tsvg {graph} -o {svg}"
+    line = render_svg(graph)
+    command = f"dot -Tsvg {graph} -o {graph.with_suffix('.svg')}"
     assert line == f"HLO graph: {graph} (no dot here; for the picture: apt install graphviz && {command})"
     assert list(graph.parent.iterdir()) == [graph]
 
@@ -82,7 +82,8 @@ def test_a_slow_dot_is_stopped(graph, monkeypatch, tmp_path):
     program(tmp_path, "dot", f'echo $$ > {tmp_path}/pid; echo half > "$4"; exec sleep 20')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     start = time.monotonic()
-    line = render_svg(graph, graph.with_suffix(".svg"), 0.5)
+    monkeypatch.setattr(hlo, "RENDER_TIMEOUT_S", 0.5)
+    line = render_svg(graph)
     assert time.monotonic() - start < 10
     assert f"HLO graph: {graph} (dot was stopped after 0.5 s; for the picture: dot -Tsvg" in line
     assert list(graph.parent.iterdir()) == [graph]
@@ -93,7 +94,7 @@ def test_a_slow_dot_is_stopped(graph, monkeypatch, tmp_path):
 def test_a_failing_dot_is_told(graph, monkeypatch, tmp_path):
     program(tmp_path, "dot", 'echo "syntax error in line 3" >&2; exit 1')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert "(dot failed: syntax error in line 3; for the picture:" in render_svg(graph, graph.with_suffix(".svg"), 10)
+    assert "(dot failed: syntax error in line 3; for the picture:" in render_svg(graph)
     program(tmp_path, "dot", "exit 0")
-    assert "(dot failed: exit code 0; for the picture:" in render_svg(graph, graph.with_suffix(".svg"), 10)
+    assert "(dot failed: exit code 0; for the picture:" in render_svg(graph)
     assert list(graph.parent.iterdir()) == [graph]

@@ -11,20 +11,17 @@ import pytest
 from rich.console import Console
 
 from shardlib.layers import LayerMetrics
-from training_io.flops import ModelFlops, PeakFlops
+from training_io.flops import ModelFlops, PeakFlops, Speed
 from training_io.metrics import RunLog, check_metrics
 
-FLOPS = ModelFlops(1000, 1500, "c", "f")
-PEAK = PeakFlops(1e9, "test")
+SPEED = Speed(64, ModelFlops(1000, 1500, "c", "f"), PeakFlops(1e9, "test"))
 
 
 def run_log(directory, console=None, **changes):
     arguments = {
         "total_steps": 25,
         "start_step": 0,
-        "tokens_per_step": 64,
-        "flops": FLOPS,
-        "peak": PEAK,
+        "speed": SPEED,
         "print_every": 10,
         "console": console or Console(file=io.StringIO()),
     }

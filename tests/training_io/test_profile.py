@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from training_io.flops import ModelFlops, PeakFlops
-from training_io.profile import StepProfiler
+from training_io import profile
+from training_io.flops import ModelFlops, PeakFlops, Speed
+from training_io.metrics import RunLog
 
-FLOPS = ModelFlops(1e6, 1.5e6, "causal formula", "full formula")
-PEAK = PeakFlops(1e9, "the source of the peak")
+SPEED = Speed(100, ModelFlops(1e6, 1.5e6, "causal formula", "full formula"), PeakFlops(1e9, "the source of the peak"))
 
 
 @jax.jit
@@ -20,17 +20,26 @@ def profiled_step(x):
     return jnp.tanh(x @ x) / 8
 
 
-def train(directory, steps, done=None, fetch_s=0.0, **settings):
-    settings = {"module": "jit_profiled_step"} | settings
-    profiler = StepProfiler(directory, steps=steps, tokens_per_step=100, flops=FLOPS, peak=PEAK, **settings)
-    x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
-    for i in range(steps if done is None else done):
-        profiler.before_step(i)
-        time.sleep(fetch_s)
-        with jax.profiler.TraceAnnotation(f"this is step {i}"):
-            x = profiled_step(x)
-        profiler.after_step(i, x)
-    return profiler.close()
+@pytest.fixture(autouse=True)
+def _of_this_program(monkeypatch):
+    monkeypatch.setattr(profile, "MODULE", "jit_profiled_step")
+
+
+def run_log(directory, steps):
+    return RunLog(directory, total_steps=steps, start_step=0, speed=SPEED)
+
+
+def train(directory, steps, done=None, fetch_s=0.0):
+    with run_log(directory, steps) as log:
+        profiler = profile.StepProfiler(log)
+        x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
+        for i in range(steps if done is None else done):
+            profiler.before_step(i)
+            time.sleep(fetch_s)
+            with jax.profiler.TraceAnnotation(f"this is step {i}"):
+                x = profiled_step(x)
+            profiler.after_step(i, x)
+        return profiler.close()
 
 
 def event_names(trace):
@@ -71,11 +80,12 @@ def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
     waited = {True: [], False: []}
     in_main = lambda: threading.current_thread() is threading.main_thread()
     monkeypatch.setattr(jax, "block_until_ready", lambda outputs: waited[in_main()].append(outputs))
-    profiler = StepProfiler(tmp_path, steps=9, tokens_per_step=100, flops=FLOPS, peak=PEAK)
-    for i in range(9):
-        profiler.before_step(i)
-        profiler.after_step(i, f"outputs of {i}")
-    profiler.close()
+    with run_log(tmp_path, 9) as log:
+        profiler = profile.StepProfiler(log)
+        for i in range(9):
+            profiler.before_step(i)
+            profiler.after_step(i, f"outputs of {i}")
+        profiler.close()
     assert waited == {True: ["outputs of 1"], False: ["outputs of 3", "outputs of 5"]}
 
 
@@ -98,7 +108,7 @@ def test_a_run_that_is_stopped_among_the_steps_that_are_only_traced(tmp_path, ca
 def test_no_steps(tmp_path, capsys):
     assert train(tmp_path, 0) is None
     assert capsys.readouterr().out == ""
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_run_that_ends_within_the_profile(tmp_path, capsys):

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from configuration.checks import at_least_1, check_ranges
 from configuration.program import run_program
 from tools.compare.page import write
 from tools.compare.runs import Comparison, Run, compare, find_runs, name_of, read_run, remarks
@@ -32,7 +33,7 @@ class Config:
     output: str | None = None
     """The file to write: .html with table and plots; .svg, .png or .pdf with the plots alone. Null: compare.html in the
     directory that all the runs are in. An existing file is replaced."""
-    smooth: int = 50
+    smooth: int = at_least_1(50)
     """Steps over which losses are averaged, at least 1; in a run shorter than ten times this, a tenth of its steps."""
 
 
@@ -109,8 +110,7 @@ def run(config: Config, console: Console | None = None) -> None:
         ValueError: a setting out of range, or nothing to compare.
     """
     console = console or Console()
-    if config.smooth < 1:
-        raise ValueError(f"smooth is {config.smooth}; it is a number of steps, at least 1.")
+    check_ranges("", config)
     patterns = [config.runs] if isinstance(config.runs, str) else config.runs
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(

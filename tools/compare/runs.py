@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float64
 from omegaconf import OmegaConf
 
+from configuration.differences import flat
 from training_io.metrics import OF_A_STEP, duration
 from training_io.resuming import with_defaults
 
@@ -139,15 +140,7 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
     # The settings of another version, or of a model that is not here, stay as they are in the file.
     with contextlib.suppress(Exception):
         saved = with_defaults(saved)
-    return dict(_flat(saved))
-
-
-def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + str(name), value
+    return flat(saved)
 
 
 def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict]]:

@@ -13,6 +13,8 @@ from enum import Enum
 from typing import Any
 
 import flat_tokens
+from configuration.checks import check_ranges
+from configuration.differences import flat
 from configuration.program import run_program
 from flat_tokens import shards
 from flat_tokens.unfinished import Unfinished
@@ -82,16 +84,8 @@ def default_workers(tokenizer: Tokenizer) -> int:
 
 def _settings(config: Config, names: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
     """All values that the result depends on, by name."""
-    settings: dict[str, Any] = {}
-
-    def flatten(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                flatten(f"{prefix}.{name}" if prefix else name, inner)
-        else:
-            settings[prefix] = value.name if isinstance(value, Enum) else value
-
-    flatten("", dataclasses.asdict(config))
+    values = flat(dataclasses.asdict(config))
+    settings = {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
     for free in ("out", "overwrite", "num_workers"):
         del settings[free]
     for name in names:
@@ -114,14 +108,7 @@ def _check_definition(out: str, before: str | None, definition: str | None, over
 
 
 def _check(config: Config) -> None:
-    bounds = [("num_workers", config.num_workers, 1)]
-    for name, split in (("train", config.train), ("validation", config.validation)):
-        if split is not None:
-            bounds += [(f"{name}.skip_documents", split.skip_documents, 0)]
-            bounds += [(f"{name}.max_documents", split.max_documents, 1), (f"{name}.max_tokens", split.max_tokens, 1)]
-    for name, value, low in bounds:
-        if value is not None and value < low:
-            raise ValueError(f"{name} is {value}; it must be at least {low}.")
+    check_ranges("", config)
     if config.train is None and config.validation is None:
         raise ValueError("train and validation are both null: nothing to write.")
     if config.text_separator == "":

@@ -69,9 +69,8 @@ def make_tokenizer(config: Config, trained: str | None) -> Tokenizer:
 
 
 def _train_bpe(config: Config) -> str:
-    num_documents = config.tokenizer.train_documents
-    if config.train is None or num_documents < 1:
-        raise ValueError("tokenizer.kind=train_bpe needs a training split and tokenizer.train_documents of 1 or more.")
+    if config.train is None:
+        raise ValueError("tokenizer.kind=train_bpe needs a training split.")
     if config.shard is not None:
         raise ValueError(
             "tokenizer.kind=train_bpe and shard contradict each other: train one tokenizer first, with a small "
@@ -79,4 +78,4 @@ def _train_bpe(config: Config) -> str:
         )
     blocks = (block for piece in open_source(config, "train") for block in piece.blocks())
     texts = (text for block in blocks for text in block.texts())
-    return definitions.train_bpe(itertools.islice(texts, num_documents), config.tokenizer.vocab_size)
+    return definitions.train_bpe(itertools.islice(texts, config.tokenizer.train_documents), config.tokenizer.vocab_size)

@@ -24,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf, open_dict
 
-from configuration.checks import check_choice, check_ranges
+from configuration.checks import check_choice, check_ranges, within
 from modeling.model import module_name
 from tools.verify.program import find_sources, write_copy
 from training_io.config import Config, register_schema, to_config
@@ -34,7 +34,7 @@ from training_io.config import Config, register_schema, to_config
 class VerifyConfig:
     """The section `verify`."""
 
-    devices: int = 8
+    devices: int = within(2, 4097, 8)
     """Number of simulated devices, at least 2. Every mesh of that many runs."""
     meshes: list[str] | None = None
     """Meshes to run, each as devices along r, d and t, or p, r, d and t: [1x4x2,2x2x1x2]. Null: all."""
@@ -47,9 +47,9 @@ class VerifyConfig:
     precisions: list[str] = field(default_factory=lambda: ["f64", "configured"])
     """f64: the program with f64 in place of each f32 and of the compute dtype, compared to rounding. configured: with
     its own dtypes, compared within a band."""
-    tolerance: float = 1e-10
+    tolerance: float = within(1e-300, 1, 1e-10)
     """Limit in f64: largest difference over the largest entry of a tensor, in (0, 1)."""
-    band: float = 8.0
+    band: float = within(1, 1e6, 8.0)
     """Limit in the configured dtypes, a multiple of the difference that summing in another order makes; at least 1."""
 
 
@@ -135,7 +135,7 @@ def register() -> None:
 
 def check(settings: VerifyConfig) -> None:
     """Raises ValueError for a setting out of its range."""
-    check_ranges("verify", settings, {"devices": (2, 4097), "tolerance": (1e-300, 1), "band": (1, 1e6)})
+    check_ranges("verify", settings)
     for precision in settings.precisions:
         check_choice("verify.precisions", precision, ("f64", "configured"))
 

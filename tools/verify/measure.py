@@ -311,14 +311,12 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         weights = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model)).weights
         shape = (c.training.batch_size, c.training.seq_len)
         batch = batch_shapes(*shape, len(inputs_of(model)))
-        placed = lambda tree, kind: jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, make_shardings(kind, like=tree)
-        )
+        weights = jax.tree.map(lambda x, s: x.update(sharding=s), weights, make_shardings(type(weights), like=weights))
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), OF_SEQUENCES)
         dropout = getattr(c.model, "dropout", 0)
         seeds = jax.ShapeDtypeStruct(shape[:1], np.uint32, sharding=sharding) if dropout else None
         probe = jax.jit(Probe(c).forward_and_gradients)
-        blocks, *_ = jax.eval_shape(probe, placed(weights, type(weights)), batch, seeds)
+        blocks, *_ = jax.eval_shape(probe, weights, batch, seeds)
     return [block.shape[len(sizes) :] for block in blocks]
 
 
@@ -361,7 +359,7 @@ def measure(
 
     `layout`: from `layouts`; None on one device. `blocks`: as for `summed_in_blocks`.
     """
-    place = lambda tree, kind: jax.tree.map(jax.device_put, tree, make_shardings(kind, like=tree))
+    place = lambda tree, kind: jax.device_put(tree, make_shardings(kind, like=tree))
     old = inputs.state.weights
     Weights = type(old)
     batch, state = place(inputs.batch, TokenBatch), place(at_rest(c, inputs.state, old), train.State[Weights])

@@ -65,10 +65,8 @@ def save_for_backward(x: Any) -> Any:
     return jax_extra.save_for_backward(x)
 
 
-def explicit_activation_checkpointing(fn: Callable | None = None, **options: Any) -> Callable:
+def explicit_activation_checkpointing(fn: Callable, **options: Any) -> Callable:
     """`jax_extra.explicit_activation_checkpointing`, without checkpointing while a Recorder is in force."""
-    if fn is None:
-        return functools.partial(explicit_activation_checkpointing, **options)
     checkpointed = jax_extra.explicit_activation_checkpointing(fn, **options)
 
     @functools.wraps(fn)

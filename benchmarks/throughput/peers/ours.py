@@ -69,7 +69,7 @@ class Contestant(JaxContestant):
         c = self.config
         forward = train.Forward(self.model, c.training)
         with jax.set_mesh(self.mesh):
-            lines = describe_attention(forward, c.training.seq_len, self.mesh.devices.flat[0])
+            lines = describe_attention(forward, c.training.seq_len)
         return {"attention": "; ".join(lines)}
 
 
@@ -78,7 +78,7 @@ def whole_documents(targets: np.ndarray) -> TokenBatch:
     starts = np.zeros(targets.shape, bool)
     starts[:, 0] = True
     batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=np.ones_like(starts))
-    return jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch, like=batch))
+    return jax.device_put(batch, make_shardings(TokenBatch, like=batch))
 
 
 def placed(weights: dict[str, np.ndarray], like: train.Transformer) -> train.Transformer:
