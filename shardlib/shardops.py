@@ -47,7 +47,7 @@ from shardlib.op_checks import (
     wrap,
 )
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
-from shardlib.values import Noted, describe, devices_along, is_opaque, target_device
+from shardlib.values import Noted, describe, devices_along, is_opaque, target_device, unwrap
 
 
 def axis_size(axes: str) -> int:
@@ -258,7 +258,7 @@ def replicate(spec, x):
 
     def mark(leaf):
         copies = copy_axes(leaf)
-        return wrap(leaf.value if copies else leaf, (), {*copies, *new}, f"replicate({op})")
+        return wrap(unwrap(leaf) if copies else leaf, (), {*copies, *new}, f"replicate({op})")
 
     return jax.tree.map(mark, x, is_leaf=is_opaque)
 
