@@ -33,11 +33,11 @@ from input_loader import TokenBatch
 from modeling.model import load_model
 from shardlib import shardops
 from shardlib.layers import LayerNumbers
-from shardlib.op_checks import varying
+from shardlib.op_checks import varying, wrap
 from shardlib.pipeline import Parts
 from shardlib.schedule_simulator import Costs, simulate_ticks
 from shardlib.shardtypes import Scope, f32, make_shardings, typed_shard_map
-from shardlib.values import Origin, Partial, pipeline_stage
+from shardlib.values import pipeline_stage
 from training_io.config import Config
 from training_io.pipeline_config import PipelineConfig
 from training_io.stages import microbatches, placement_of, training_plan
@@ -84,7 +84,7 @@ def autodiff_gpipe(parts: Parts, w, microbatches, p: int, layers: int):
             return parts.last(w, own.reshape(-1, *own.shape[2:]), *share)
 
     total, g = jax.value_and_grad(loss)(w)
-    return Partial(varying(total, ("p",)), ("p",), Origin("autodiff")), g
+    return wrap(varying(total, ("p",)), ("p",), (), "autodiff"), g
 
 
 def program(c: Config, mesh, peer: bool = False):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
+from shardlib.op_checks import one_like, varying, zeros_like_traced
 from shardlib.shardtypes import scope
 
 
@@ -50,29 +51,35 @@ def sum_in_chunks(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(summed: Callable, w_head: dict, w: Any, *chunks: jax.Array) -> Any:
-    return _total(lax.map(lambda chunk: summed(dataclasses.replace(w, **w_head), *chunk), chunks))
+    of_chunk = lambda chunk: summed(dataclasses.replace(w, **w_head), *chunk)
+    return lax.scan(lambda total, chunk: (total + of_chunk(chunk), None), _zero(of_chunk, chunks), chunks)[0]
 
 
-def _total(stacked: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
+def _zero(of_chunk: Callable, chunks: Any) -> Any:
+    """A sum of 0, like of_chunk(chunk). It is carried, because a scan cannot stack partial sums."""
+    first = jax.tree.map(lambda x: x[0], chunks)
+    return jax.tree.map(zeros_like_traced, jax.make_jaxpr(of_chunk, return_shape=True)(first)[1])
 
 
 def _sum_and_gradients(summed: Callable, w_head: dict, w: Any, *chunks: jax.Array) -> tuple[Any, Any]:
-    def step(total, chunk):
-        x, *rest = chunk
-        value, vjp = jax.vjp(lambda w_head, x: summed(dataclasses.replace(w, **w_head), x, *rest), w_head, x)
-        g_head, g_x = vjp(jax.tree.map(jnp.ones_like, value))
-        return jax.tree.map(lambda total, g: total + g.astype(total.dtype), total, g_head), (value, g_x)
+    of_chunk = lambda w_head, x, *rest: summed(dataclasses.replace(w, **w_head), x, *rest)
+
+    def step(totals, chunk):
+        (total, g_total), (x, *rest) = totals, chunk
+        value, vjp = jax.vjp(lambda w_head, x: of_chunk(w_head, x, *rest), w_head, x)
+        g_head, g_x = vjp(jax.tree.map(one_like, value))
+        return (total + value, jax.tree.map(lambda total, g: total + g.astype(total.dtype), g_total, g_head)), g_x
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w_head)
-    g_head, (values, g_x) = lax.scan(step, zeros, chunks)
+    (total, g_head), g_x = lax.scan(step, (_zero(lambda chunk: of_chunk(w_head, *chunk), chunks), zeros), chunks)
     dtypes = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), w_head)
-    return _total(values), (g_head, g_x, dtypes)
+    return total, (g_head, g_x, dtypes)
 
 
 def _scaled(summed: Callable, saved: Any, g: Any) -> tuple[Any, ...]:
     g_head, g_x, dtypes = saved
-    (scale,) = jax.tree.leaves(g)
+    (scale,) = jax.tree.leaves(g)  # of a partial sum: the same on all its devices, as if it was gathered
+    scale = varying(scale, jax.typeof(scale).manual_axis_type.reduced)
     g_head = jax.tree.map(lambda x, like: (x * scale).astype(like.dtype), g_head, dtypes)
     return g_head, None, (g_x * scale).astype(g_x.dtype), None, None
 

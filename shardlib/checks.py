@@ -25,6 +25,7 @@ from shardlib.values import (
     sharding_of,
     sharding_text,
     stage_axes,
+    unwrap,
     without_trivial,
 )
 
@@ -128,7 +129,8 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
                 + (f"`{spec}` says {marks[1]}" if spec.partial else f"`{spec}` has no + mark"),
                 f"write `{marks[0]}`: a partial sum names all its axes" if spec.partial else value.remedy(),
             )
-        value = value.value
+        _check_pending(value)
+        value = unwrap(value)
     elif spec.partial:
         raise ShardError(
             f"`{spec}` says a partial sum over {', '.join(spec.partial)}, but the value is not one: "
@@ -151,7 +153,7 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
                 f"the value is a copy over {', '.join(copies)}, but `{spec}` says it is sharded over one of them",
                 "drop that axis from the spec",
             )
-        value = value.value
+        value = unwrap(value)
     elif spec.copies:
         raise ShardError(
             f"`{spec}` says a copy on each device of {', '.join(spec.copies)}, but the value is an ordinary array",
@@ -220,21 +222,34 @@ def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -
             f"a gather or a reduction over {names} is missing before this point (all_gather, psum_scatter, psum), "
             f"or the spec lacks `/{extra[0]}` on the dim sharded over it, or `+{extra[0]}` for a partial sum",
         )
-    if missing := sort_axes(set(spec.partial) - kind.varying):
-        raise ShardError(
-            f"the value is the same on every device of {', '.join(missing)}: it is not a partial sum over it",
-            "make partial sums with einsum_unreduced or index_unreduced only",
-        )
     if whole := sort_axes(kind.reduced & spec.sharded):
         raise ShardError(
             f"the value was gathered over {', '.join(whole)}, but `{spec}` says it is sharded over it",
             "drop the gather, or the axis from the spec",
         )
-    if kind.unreduced:
+    if kind.unreduced - set(spec.partial):
         raise ShardError(
-            f"the value is unreduced over {', '.join(sort_axes(kind.unreduced))} in JAX's own types",
-            "use shardops rather than jax.lax collectives",
+            f"the value is unreduced over {', '.join(sort_axes(kind.unreduced))} in JAX's own types: "
+            "the array in a partial sum, taken out of it",
+            "pass the partial sum itself to psum_scatter or psum",
         )
+
+
+def _check_pending(value: Partial) -> None:
+    (array,) = jax.tree.leaves(value)
+    kind, names = jax.typeof(array).manual_axis_type, ", ".join(value.axes)
+    if set(value.axes) <= kind.unreduced:
+        return
+    if set(value.axes) <= kind.reduced:
+        raise ShardError(
+            f"this is the gradient of a partial sum over {names}, an array that is the same on every device of {names}",
+            "take the array out, which is as if it was gathered: (g,) = jax.tree.leaves(g)",
+        )
+    raise ShardError(
+        f"the array in this partial sum over {names} was replaced by {describe(array)}, which is not a partial sum",
+        f"do not change a partial sum from inside, e.g. by jax.tree.map: {value.remedy()}; what is linear is written "
+        "with the partial sum itself: p + q, p - q, c * p",
+    )
 
 
 def check_sharding(spec: ShapeSpec, value: Any) -> None:

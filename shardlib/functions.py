@@ -3,9 +3,12 @@
 import ast
 import functools
 import inspect
+import linecache
+import traceback
 import types
 import typing
 import warnings
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -131,6 +134,37 @@ def _with_checked_locals(fn):
     return functools.update_wrapper(new, fn)
 
 
+def _refused_by_jax(error: Exception) -> ShardError | None:
+    """What JAX says of the array in a partial sum, with the line and the value; None for other errors.
+
+    JAX's rules for unreduced values say which primitive refuses, and no more. Those for jax.vmap say nothing.
+    """
+    if str(error) and "unreduced" not in str(error):
+        return None
+    libraries = tuple(str(Path(file).parent) for file in (jax.__file__, __file__))
+    calls = list(traceback.walk_tb(error.__traceback__))
+    own = [i for i, (frame, _) in enumerate(calls) if not frame.f_code.co_filename.startswith(libraries)]
+    if not own:
+        return None
+    # The value is in the innermost frame of the user's code, or in one of JAX's below it.
+    for frame, _ in calls[own[-1] :]:
+        for local in frame.f_locals.values():
+            for value in local if isinstance(local, tuple | list) else (local,):
+                kind = getattr(jax.typeof(value), "manual_axis_type", None) if isinstance(value, jax.Array) else None
+                if kind and kind.unreduced:
+                    (caller, line), names = calls[own[-1]], ", ".join(sort_axes(kind.unreduced))
+                    file = caller.f_code.co_filename
+                    said = str(error).partition(". Please")[0]
+                    return ShardError(
+                        f"{file}:{line}: {linecache.getline(file, line).strip()}: the array in a partial sum, "
+                        f"{describe(value)}, was given to a function that JAX cannot apply to each part of the sum",
+                        f"reduce it over {names} first, with psum_scatter or psum; what is linear is written with the "
+                        "partial sum itself: p + q, p - q, c * p; instead of jax.vmap, name the dim in the spec",
+                        f"  JAX: {said}" * bool(said),
+                    )
+    return None
+
+
 def typed(fn):
     """Decorator: checks the array types of arguments, result and annotated locals at each call, while JAX traces.
 
@@ -161,7 +195,14 @@ def typed(fn):
         with Scope(enclosing):
             for name, t in annotations.items():
                 _check(t, bound.arguments[name], f"{fn.__name__}, argument {name}")
-            value = body(*args, **kwargs)
+            try:
+                value = body(*args, **kwargs)
+            except ShardError:
+                raise
+            except Exception as error:
+                if refused := _refused_by_jax(error):
+                    raise refused from None
+                raise
             return value if result is None else _check(result, value, f"{fn.__name__}, result")
 
     checked._checks_locals = True

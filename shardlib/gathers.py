@@ -15,7 +15,7 @@ from shardlib import shardops
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.checks import Scope
 from shardlib.parsing import ShardError
-from shardlib.values import Copy, Noted, is_opaque
+from shardlib.values import Copy, Noted, is_opaque, unwrap
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,7 +39,7 @@ def note_gathers(fn: Callable, w: Any) -> Any:
     notes = [Note() for _ in leaves]
 
     def noted(leaf, note):
-        value, axes = (leaf.value, leaf.axes) if isinstance(leaf, Copy) else (leaf, ())
+        value, axes = (unwrap(leaf), leaf.axes) if isinstance(leaf, Copy) else (leaf, ())
         return Noted(value, axes, note=note)
 
     with Scope():

@@ -11,7 +11,7 @@ from jax import lax
 
 from shardlib.checks import Sizes, check_divisible, check_value, checking, error_context
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes, spec_text
-from shardlib.values import Copy, Origin, Partial, inside_shard_map, on_mesh, stage_axes
+from shardlib.values import Copy, Origin, Partial, inside_shard_map, on_mesh, stage_axes, unwrap, varying
 
 # ---- specs and operands -----------------------------------------------------------------------------------------
 
@@ -138,26 +138,17 @@ def check_result_divisible(spec: ShapeSpec, sizes: Sizes) -> None:
 # ---- values of ops ----------------------------------------------------------------------------------------------
 
 
-def zeros_like_traced(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
-    """Zeros with the dtype, the shape after dims `leading`, and the varying axes of a traced value."""
-    return varying(jnp.zeros((*leading, *like.shape), like.dtype), like.manual_axis_type.varying)
-
-
-def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """`x`, marked in JAX's types as varying over `axes`. No operation forward; the gradient stays correct.
-
-    The gradient of a gathered value becomes a partial sum, as it should. If JAX knows that the value is the same on
-    every device, its gradient is all-reduced here. `cast` refuses that, as no spec shows it.
-    """
+def one_like(x: jax.Array) -> jax.Array:
+    """The cotangent of a scalar, or of a partial sum of one, that is added to the loss."""
     kind = jax.typeof(x).manual_axis_type
-    missing = sort_axes(set(axes) - kind.varying)
-    gathered = tuple(axis for axis in missing if axis in kind.reduced)
-    constant = tuple(axis for axis in missing if axis not in kind.reduced)
-    if gathered:
-        x = lax.pcast(x, gathered, to="varying")
-    if constant:
-        x = lax.pcast(x, constant, to="varying")
-    return x
+    return lax.pcast(varying(jnp.ones((), x.dtype), kind.varying), sort_axes(kind.unreduced), to="reduced")
+
+
+def zeros_like_traced(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
+    """Zeros with the dtype, the shape after dims `leading`, and the axes of a traced value, varying or unreduced."""
+    kind = like.manual_axis_type
+    zeros = varying(jnp.zeros((*leading, *like.shape), like.dtype), kind.varying | kind.unreduced)
+    return lax.pcast(zeros, sort_axes(kind.unreduced), to="unreduced")
 
 
 def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str], axes: Iterable[str]) -> jax.Array:
@@ -199,16 +190,29 @@ def cast_to_result(
 
 
 def wrap(value: jax.Array, partial: Iterable[str], copies: Iterable[str], origin: str) -> Any:
-    """`value` as a partial sum over `partial` of a copy over `copies`; the array itself if both are empty."""
+    """`value` as a partial sum over `partial` of a copy over `copies`; the array itself if both are empty.
+
+    `value` varies over the axes `partial`, or is unreduced over them.
+    """
     if copies:
-        value = Copy(varying(value, copies), sort_axes(copies), Origin(origin))
+        value = varying(value, copies)
+    if pending := sort_axes(set(partial) - jax.typeof(value).manual_axis_type.unreduced):
+        try:
+            value = lax.pcast(value, pending, to="unreduced")
+        except NotImplementedError:  # without a word from JAX
+            raise ShardError(
+                f"{origin} makes a partial sum under jax.vmap, for which JAX has no rule",
+                "name the mapped dim in the spec instead, or map with jax.lax.map",
+            ) from None
+    if copies:
+        value = Copy(value, sort_axes(copies), Origin(origin))
     return Partial(value, sort_axes(partial), Origin(origin)) if partial else value
 
 
 def copy_axes(value: Any) -> tuple[str, ...]:
     """Axes over which a value, or what a partial sum adds up, is a copy."""
     if isinstance(value, Partial):
-        value = value.value
+        value = unwrap(value)
     return value.axes if isinstance(value, Copy) else ()
 
 

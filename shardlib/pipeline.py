@@ -22,12 +22,12 @@ from jax import lax
 
 from shardlib.checks import Scope, scope
 from shardlib.layers import Extras, LayerMetrics, LayerNumbers
-from shardlib.op_checks import varying, zeros_like_traced
+from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import Placement
 from shardlib.schedules import TickTable, forward_only, schedule_of, tick_table
 from shardlib.soundness import escape
-from shardlib.values import Origin, Partial, mesh_axes, pipeline_stage
+from shardlib.values import mesh_axes, pipeline_stage
 
 # ---- what runs where --------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
             return g, total, _get(carry["cotangents"], entry["backward_cotangent"])
 
         g_outer, total, dy = lax.cond(entry["backward_last"] == 1, at_end, elsewhere, carry["g_outer"], carry["loss"])
-        g_stack, dx = vjp((dy, jax.tree.map(_one_like, extra)))
+        g_stack, dx = vjp((dy, jax.tree.map(one_like, extra)))
         total = total if extra is None else total + extra
         at_start = lambda g: _add(g, jax.vjp(lambda outer: first(outer, k), outer)[1](dx)[0])
         g_outer = lax.cond(entry["backward_first"] == 1, at_start, lambda g: g, g_outer)
@@ -251,12 +251,12 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
     _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)).jaxpr, in_task=False)
     carry, _ = lax.scan(tick, carry, columns)
-    total = Partial(escape.leave(carry["loss"], label, "+p"), (PIPELINE_AXIS,), Origin("the pipeline"))
+    total = wrap(escape.leave(carry["loss"], label, "+p"), (PIPELINE_AXIS,), (), "the pipeline")
     if not training:
         return total, None, None
     metrics = LayerMetrics.of_rows(carry["metrics"], numbers.index, sum(placement.counts))
     metrics = jax.tree.map(lambda x: escape.leave(x, label, "N depth +p"), metrics)
-    metrics = jax.tree.map(lambda x: Partial(x, (PIPELINE_AXIS,), Origin("the pipeline")), metrics)
+    metrics = jax.tree.map(lambda x: wrap(x, (PIPELINE_AXIS,), (), "the pipeline"), metrics)
     g = dataclasses.replace(w, layers=carry["g_stack"], **carry["g_outer"])
     g = [escape.leave_like(x, f"{label} [{i}]") for i, x in enumerate(jax.tree.leaves(g))]
     return total, structure.unflatten(g), metrics
@@ -329,11 +329,6 @@ def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
 
 def _shift(x: jax.Array, p: int, by: int) -> jax.Array:
     return lax.ppermute(x, PIPELINE_AXIS, [(i, (i + by) % p) for i in range(p)])
-
-
-def _one_like(x: jax.Array) -> jax.Array:
-    """The cotangent of a scalar that is added to the loss."""
-    return varying(jnp.ones((), x.dtype), jax.typeof(x).manual_axis_type.varying)
 
 
 def _zeros(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:

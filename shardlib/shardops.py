@@ -52,7 +52,7 @@ from shardlib.op_checks import (
 )
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
-from shardlib.values import Noted, describe, devices_along, is_opaque, planned_devices, target_device
+from shardlib.values import Noted, describe, devices_along, is_opaque, planned_devices, target_device, unwrap
 
 
 def axis_size(axes: str) -> int:
@@ -282,7 +282,7 @@ def replicate(spec, x):
 
     def mark(leaf):
         copies = copy_axes(leaf)
-        return wrap(leaf.value if copies else leaf, (), {*copies, *new}, f"replicate({op})")
+        return wrap(unwrap(leaf) if copies else leaf, (), {*copies, *new}, f"replicate({op})")
 
     return jax.tree.map(mark, x, is_leaf=is_opaque)
 

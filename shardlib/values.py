@@ -3,11 +3,15 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from shardlib.parsing import PIPELINE_AXIS, ShapeSpec, ShardError, sort_axes
 
@@ -137,6 +141,23 @@ def planned_devices(axes: Iterable[str]) -> int:
 # ---- opaque values ----------------------------------------------------------------------------------------------
 
 
+def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x`, marked in JAX's types as varying over `axes`. No operation forward; the gradient stays correct.
+
+    The gradient of a gathered value becomes a partial sum, as it should. If JAX knows that the value is the same on
+    every device, its gradient is all-reduced here. `op_checks.cast` refuses that, as no spec shows it.
+    """
+    kind = jax.typeof(x).manual_axis_type
+    missing = sort_axes(set(axes) - kind.varying)
+    gathered = tuple(axis for axis in missing if axis in kind.reduced)
+    constant = tuple(axis for axis in missing if axis not in kind.reduced)
+    if gathered:
+        x = lax.pcast(x, gathered, to="varying")
+    if constant:
+        x = lax.pcast(x, constant, to="varying")
+    return x
+
+
 class Origin(str):
     """The op that made an opaque value, for messages. All origins are equal, so that types do not depend on them."""
 
@@ -158,28 +179,28 @@ class _NoAttribute(ShardError, AttributeError):
 class _Opaque:
     """A per-device value that only shardops may touch."""
 
-    value: jax.Array
+    _value: jax.Array
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     origin: Origin = dataclasses.field(default=Origin(), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape on one device."""
-        return self.value.shape
+        return self._value.shape
 
     @property
     def ndim(self) -> int:
         """Number of dims."""
-        return self.value.ndim
+        return self._value.ndim
 
     @property
     def dtype(self):
         """Dtype of the value."""
-        return self.value.dtype
+        return self._value.dtype
 
     def astype(self, dtype):
         """The same value in another dtype."""
-        return dataclasses.replace(self, value=self.value.astype(dtype))
+        return dataclasses.replace(self, _value=self._value.astype(dtype))
 
     def __getattr__(self, name: str):
         # For `x.sum()`, `x.T` and the like. Python itself (copy, pickle) must get an AttributeError.
@@ -229,10 +250,12 @@ _Opaque.__hash__ = object.__hash__
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Partial(_Opaque):
-    """A partial sum: the true value is the sum of `value` over the devices of `axes`. Its mark in specs is `+axis`.
+    """A partial sum: the true value is the sum of what the devices of `axes` hold. Its mark in specs is `+axis`.
 
-    It is not an array: jax.numpy and jax.lax reject it. psum and psum_scatter reduce it. Two over the same axes can be
-    added.
+    It is not an array: jax.numpy and jax.lax reject it, and JAX's own type of the array in it is *unreduced*. psum and
+    psum_scatter reduce it. Before that it allows what is linear: `p + q`, `p - q`, `sum([p, q])` of partial sums over
+    the same axes, and `-p`, `c * p`, `p * c`, `p / c` with a number c, or `p * x`, `p / x` with an array x that is the
+    same on every device of `axes`. The gradient of x is all-reduced over `axes` there.
     """
 
     def remedy(self) -> str:
@@ -246,15 +269,59 @@ class Partial(_Opaque):
         return super().astype(dtype)
 
     def __add__(self, other):
-        if not isinstance(other, Partial) or other.axes != self.axes or other.shape != self.shape:
-            raise ShardError(
-                f"+ was given {describe(self)}{self._made_by()}, and {describe(other)}",
-                "only partial sums over the same axes and of one shape can be added: " + self.remedy(),
-            )
-        return dataclasses.replace(self, value=self.value + other.value)
+        if type(other) is int and other == 0:  # where Python's sum() starts
+            return self
+        self._check_term("+", other)
+        return jax.tree.map(lambda x, y: x + y, self, other)
 
-    def __radd__(self, other):
-        return self.__add__(other)
+    __radd__ = __add__
+
+    def __neg__(self):
+        return self * -1
+
+    def __sub__(self, other):
+        self._check_term("-", other)
+        return self + -other
+
+    def _check_term(self, operator: str, other) -> None:
+        if jax.tree.structure(self) != jax.tree.structure(other) or other.shape != self.shape:
+            rule = "only partial sums over the same axes and of one shape can be added"
+            self._reject_with(operator, other, rule)
+
+    def __mul__(self, factor):
+        self._check_factor("*", factor)
+
+        # What the backward pass keeps of it is c, and not the result of the cast, which a scan could not stack.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def scaled(x, c):
+            # JAX 0.10.2 has a rule for this product only: for no quotient, no difference, no factor of another type.
+            constant = set(self.axes) - jax.typeof(c).manual_axis_type.reduced
+            return x * lax.pcast(c, sort_axes(constant), to="reduced")
+
+        def product(x):
+            c = jnp.broadcast_to(jnp.asarray(factor, jnp.result_type(x, factor)), x.shape)
+            return scaled(x.astype(c.dtype), varying(c, jax.typeof(x).manual_axis_type.varying))
+
+        return jax.tree.map(product, self)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor):
+        self._check_factor("/", divisor)
+        return self * (1 / divisor)
+
+    def _check_factor(self, operator: str, factor) -> None:
+        if isinstance(factor, int | float | complex | np.ndarray | np.generic | jax.Array):
+            kind, shape = jax.typeof(factor).manual_axis_type, np.shape(factor)
+            fits = all(n in (1, own) for n, own in zip(shape[::-1], self.shape[::-1], strict=False))
+            if len(shape) <= self.ndim and fits and not set(self.axes) & (kind.varying | kind.unreduced):
+                return
+        rule = "it is scaled only by a number, or by an array that has its dims and is the same on every device of"
+        self._reject_with(operator, factor, f"{rule} {', '.join(self.axes)}")
+
+    def _reject_with(self, operator: str, other, rule: str):
+        values = f"{describe(self)}{self._made_by()}, and {describe(other)}"
+        raise ShardError(f"{operator} was given {values}", f"{rule}: {self.remedy()}")
 
 
 @jax.tree_util.register_dataclass
@@ -286,12 +353,17 @@ def is_opaque(value) -> bool:
     return isinstance(value, Partial | Copy)
 
 
+def unwrap(value: Partial | Copy) -> Any:
+    """The array in a copy; the array, or the copy of one, in a partial sum. For shardlib itself."""
+    return value._value
+
+
 def describe(value) -> str:
     """Dtype, shape and axes of a value, for error messages: `f32[4,8] {varying over d, t}`."""
     if isinstance(value, Partial):
-        return f"{_array_text(value.value)}, a partial sum over {', '.join(value.axes)}"
+        return f"{_array_text(value)}, a partial sum over {', '.join(value.axes)}"
     if isinstance(value, Copy):
-        return f"{_array_text(value.value)}, a copy on each device of {', '.join(value.axes)}"
+        return f"{_array_text(value)}, a copy on each device of {', '.join(value.axes)}"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return f"{type(value).__name__} {value!r}"
     text = _array_text(value)

@@ -85,7 +85,7 @@ def gathered(model, mesh, layers: bool) -> tuple[dict, dict]:
         found = jax.tree_util.tree_leaves_with_path(w, is_leaf=is_opaque)
         found = {jax.tree_util.keystr(path).strip("."): leaf for path, leaf in found}
         noted.update({name: (leaf.dtype.name, set(leaf.axes)) for name, leaf in found.items()})
-        return {name: varying(leaf.value, mesh.axis_names)[None] for name, leaf in found.items()}
+        return {name: varying(jax.tree.leaves(leaf)[0], mesh.axis_names)[None] for name, leaf in found.items()}
 
     with jax.set_mesh(mesh), compute_scope("bf16"):
         w = jax.jit(lambda key: initialize(model.table, key))(jax.random.key(3))

@@ -426,7 +426,7 @@ def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool
     def program(w, data):
         def per_device(w, data):
             loss, g, *_ = run_training(parts, plan, Small(w), (data,))
-            return lax.psum(loss.value, "p"), g.layers
+            return shardops.psum("+p ->", loss), g.layers
 
         P = jax.sharding.PartitionSpec
         return jax.shard_map(per_device, in_specs=(P("p"), P()), out_specs=(P(), P("p")))(w, data)

@@ -49,6 +49,19 @@ def total(h) -> Partial:
     return einsum_unreduced("B/d L F/t -> B/d L +t", h)
 
 
+def own_gradient(h, wrong: bool) -> Partial:
+    """`total` with a gradient of its own, which uses that of the partial sum as a partial sum if `wrong`."""
+    own = jax.custom_vjp(total)
+    spread = lambda g: jnp.broadcast_to(lax.pcast(g, "t", to="varying")[..., None], h.shape)
+    whole = lambda g: psum("B/d L +t -> B/d L", g) if wrong else jax.tree.leaves(g)[0]
+    own.defvjp(lambda h: (total(h), None), lambda _, g: (spread(whole(g)),))
+    return own(h)
+
+
+def drop_sum(p):
+    return psum("+d ->", einsum_unreduced("B/d L -> +d", psum("B/d L +t -> B/d L", p)))
+
+
 @typed
 def activation(y: f32["B/d L M"]) -> f32["B/d L M"]:
     return jax.nn.silu(y)
@@ -215,9 +228,10 @@ CASES = {
     ),
     "reduction by jax.lax, then by shardops": Case(
         lambda h: psum("B/d L +t -> B/d L", lax.psum(total(h), "t")),
-        "psum('B/d L +t -> B/d L'): operand 1 `B/d L +t`: the value is the same on every device of t: "
-        "it is not a partial sum over it",
-        "make partial sums with einsum_unreduced or index_unreduced only",
+        "psum('B/d L +t -> B/d L'): operand 1 `B/d L +t`: the array in this partial sum over t was replaced by "
+        "f32[2,6] {varying over d}, which is not a partial sum",
+        "do not change a partial sum from inside, e.g. by jax.tree.map: reduce it over t first, with psum_scatter or "
+        "psum; what is linear is written with the partial sum itself: p + q, p - q, c * p",
         lambda h: psum("B/d L +t -> B/d L", total(h)),
         f32["B/d L"],
     ),
@@ -242,6 +256,53 @@ CASES = {
         "only partial sums over the same axes and of one shape can be added: reduce it over t first, "
         "with psum_scatter or psum",
         lambda h: drop(total(h) + total(h)),
+    ),
+    "partial sums subtracted that are over different axes": Case(
+        lambda h: drop(total(h) - total(h) * 2 - einsum_unreduced("B/d L F/t -> +t +d", h)),
+        "- was given f32[2,6], a partial sum over t, made by einsum_unreduced(B/d L F/t -> B/d L +t), "
+        "and f32[], a partial sum over t, d",
+        "only partial sums over the same axes and of one shape can be added: reduce it over t first, "
+        "with psum_scatter or psum",
+        lambda h: drop(total(h) - total(h) * 2),
+    ),
+    "partial sum times what differs over its axis": Case(
+        lambda h: drop(total(h) * h[:, :, 0]),
+        "* was given f32[2,6], a partial sum over t, made by einsum_unreduced(B/d L F/t -> B/d L +t), "
+        "and f32[2,6] {varying over t, d}",
+        "it is scaled only by a number, or by an array that has its dims and is the same on every device of t: "
+        "reduce it over t first, with psum_scatter or psum",
+        lambda h, losses: drop(total(h) * losses),
+    ),
+    "partial sum divided by what differs over its axis": Case(
+        lambda h: drop(total(h) / (1.0 + lax.axis_index("t"))),
+        "/ was given f32[2,6], a partial sum over t, made by einsum_unreduced(B/d L F/t -> B/d L +t), "
+        "and f32[] {varying over t}",
+        "it is scaled only by a number, or by an array that has its dims and is the same on every device of t: "
+        "reduce it over t first, with psum_scatter or psum",
+        lambda h: drop(total(h) / (1.0 + lax.axis_index("d"))),
+    ),
+    "partial sum times an array of another shape": Case(
+        lambda h: drop(total(h) * jnp.ones(5)),
+        "* was given f32[2,6], a partial sum over t, made by einsum_unreduced(B/d L F/t -> B/d L +t), "
+        "and f32[5] {the same on every device}",
+        "it is scaled only by a number, or by an array that has its dims and is the same on every device of t: "
+        "reduce it over t first, with psum_scatter or psum",
+        lambda h: drop(total(h) * jnp.ones(6)),
+    ),
+    "array taken out of a partial sum": Case(
+        lambda h: all_gather("B/d L -> B L", jax.tree.leaves(total(h))[0]),
+        "all_gather('B/d L -> B L'): operand 1 `B/d L`: the value is unreduced over t in JAX's own types: "
+        "the array in a partial sum, taken out of it",
+        "pass the partial sum itself to psum_scatter or psum",
+        lambda h: drop(all_gather("B/d L -> B L", psum("B/d L +t -> B/d L", total(h)))),
+    ),
+    "gradient of a partial sum used as one": Case(
+        lambda h: jax.grad(lambda h: drop_sum(own_gradient(h, wrong=True)))(h),
+        "psum('B/d L +t -> B/d L'): operand 1 `B/d L +t`: this is the gradient of a partial sum over t, an array that "
+        "is the same on every device of t",
+        "take the array out, which is as if it was gathered: (g,) = jax.tree.leaves(g)",
+        lambda h: jax.grad(lambda h: drop_sum(own_gradient(h, wrong=False)))(h),
+        f32["B/d L F/t"],
     ),
     "partial sum rounded to integers": Case(
         lambda h: total(h).astype(jnp.int32),
@@ -672,7 +733,7 @@ def test_jax_rejects_a_gathered_operand_of_plain_jnp_under_grad():
         (lambda h: jax.nn.softmax(h, axis=-1), f32["B/d L F/t"]),  # normalizes over one device's block
         (lambda h: h - jnp.mean(h, axis=-1, keepdims=True), f32["B/d L F/t"]),
         (lambda losses: lax.psum(lax.psum(jnp.sum(losses, axis=0), "d"), "d"), f32["L"]),  # counts each device twice
-        (lambda h: psum("B/d L +t -> B/d L", jax.tree.map(jnp.exp, total(h))), f32["B/d L"]),
+        (lambda h: psum("B/d L +t -> B/d L", jax.tree.map(jnp.sort, total(h))), f32["B/d L"]),
         (lambda x, bias: x + bias, f32["B/d L/t M"]),
         (lambda losses: jnp.argsort(losses[0]) * 1.0, f32["L"]),  # JAX takes it for the same everywhere
     ],
