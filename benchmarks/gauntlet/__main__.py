@@ -1,26 +1,16 @@
 """The Gauntlet: silent parallelism bugs that other frameworks have published, and where each would be caught.
 
     python -m benchmarks.gauntlet            prints docs/gauntlet.md
-    python -m benchmarks.gauntlet spmd       runs the bugs as programs of spmd_types, and prints which it refuses
+    python -m benchmarks.gauntlet.spmd       runs the bugs as programs of spmd_types, and prints which it refuses
 
-tests/gauntlet/bugs.toml has the bugs as edits of this repository, and what catches each. tests/gauntlet/test_gauntlet.py
-applies them and holds the file to the truth. The second command needs `pip install spmd_types==0.3.1`, and torch. It
-exits with 1 if a result is not what the file has.
+tests/gauntlet/bugs.toml has the bugs as edits of this repository, and what catches each.
+tests/gauntlet/test_gauntlet.py applies them and holds the file to the truth.
 """
 
-import argparse
-import contextlib
-import importlib.metadata
 import itertools
-import logging
-import sys
 import tomllib
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
-
-with contextlib.suppress(ImportError):
-    from benchmarks.gauntlet.spmd import PROGRAMS, refused
 
 FILE = Path(__file__).parents[2] / "tests/gauntlet/bugs.toml"
 CLASSES = {
@@ -38,7 +28,8 @@ HEAD = """# The Gauntlet
 
 Each bug ran without an error and computed something else than it should. [bugs.toml](../tests/gauntlet/bugs.toml) has
 each one as an edit of this repository. [test_gauntlet.py](../tests/gauntlet/test_gauntlet.py) makes the edit in a copy
-and checks what the table says. `python -m benchmarks.gauntlet` prints this page.
+and checks what the table says. `python -m benchmarks.gauntlet` prints this page. `python -m benchmarks.gauntlet.spmd`
+runs the programs of its last column.
 
 Words of the column *caught*:
 
@@ -111,35 +102,5 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def run_spmd() -> bool:
-    """Prints the result of each program of spmd_types. Returns whether all are those of bugs.toml."""
-    warnings.simplefilter("ignore")  # of torch, where there is no GPU
-    logging.disable(logging.ERROR)  # of torch, which logs what it is refused
-    print(f"spmd_types {importlib.metadata.version('spmd_types')}")
-    same, results = True, {}
-    for bug in bugs():
-        program = PROGRAMS.get(bug["number"])
-        if program and program not in results:
-            results[program] = "refused" if refused(program) else "accepted"
-        result = results.get(program)
-        differs = "" if result == bug.get("spmd") else f"   bugs.toml: {bug.get('spmd')}"
-        same &= not differs
-        if result or differs:
-            print(f"{bug['number']:4} {result or '—':10} {program.__name__ if program else ''}{differs}")
-    return same
-
-
-def main() -> int:
-    """Prints what the command line asks for; 1 if a result is not that of bugs.toml."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["page", "spmd"], default="page")
-    if parser.parse_args().what == "page":
-        print(page(), end="")
-        return 0
-    if "refused" not in globals():
-        parser.error("spmd_types is not installed: pip install spmd_types==0.3.1 torch==2.13.0")
-    return 0 if run_spmd() else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(page(), end="")

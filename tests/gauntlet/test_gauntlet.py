@@ -18,6 +18,7 @@ from recipes import module_of
 from shipped import load
 from verifying import verify
 
+from benchmarks.gauntlet.__main__ import page
 from input_loader import batch_shapes
 from modeling.model import inputs_of, load_model
 from tools.verify.__main__ import small
@@ -42,7 +43,9 @@ def edited(bug: dict) -> dict[str, str]:
     for edit in bug["edit"]:
         file = edit.get("file", "train.py")
         text = texts.setdefault(file, (ROOT / file).read_text())
-        assert text.count(edit["old"]) == 1, f"{bug['number']}: {file} has this {text.count(edit['old'])} times: {edit['old']}"
+        assert text.count(edit["old"]) == 1, (
+            f"{bug['number']}: {file} has this {text.count(edit['old'])} times: {edit['old']}"
+        )
         texts[file] = text.replace(edit["old"], edit["new"])
     return texts
 
@@ -179,6 +182,24 @@ def test_every_bug_of_the_survey_is_there():
         assert ("why" in bug) is ("caught" not in bug), f"{number}: a reason if it is not caught, and only then"
         assert ("caught" in bug) is ("by" in bug), number
         assert bug.get("caught") in (None, "tracing", "verify", "test"), number
+
+
+@pytest.mark.quick
+def test_the_page_is_made_of_the_data():
+    """Else run `python -m benchmarks.gauntlet > docs/gauntlet.md`."""
+    assert (ROOT / "docs/gauntlet.md").read_text() == page()
+
+
+@pytest.mark.long
+def test_spmd_types_does_what_is_said():
+    """Each program without its bug is accepted, or the command fails."""
+    pytest.importorskip("spmd_types", reason="the comparison needs spmd_types")
+    command = [sys.executable, "-m", "benchmarks.gauntlet.spmd"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    version, *lines = done.stdout.splitlines()
+    assert version.startswith(f"spmd_types {DATA['spmd_types']},")
+    found = dict(line.split()[:2] for line in lines)
+    assert found == {str(number): bug["spmd"] for number, bug in BUGS.items() if "spmd" in bug}
 
 
 @pytest.mark.quick
