@@ -8,6 +8,7 @@ tests/gauntlet/test_gauntlet.py applies them and holds the file to the truth.
 """
 
 import itertools
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,6 +61,11 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
+def linked(upstream: str) -> str:
+    """The threads that tell of a bug, `owner/repository#number`, as links."""
+    return re.sub(r"([\w.-]+/[\w.-]+)#(\d+)", r"[\1#\2](https://github.com/\1/issues/\2)", upstream)
+
+
 def caught_here(bug: dict) -> str:
     """The cell of a bug: what catches it here."""
     if "edit" not in bug:
@@ -90,7 +96,8 @@ def page() -> str:
     lines += ["", "## The bugs", ""]
     here = lambda bug: f" Here: {bug['here']}." if "here" in bug else ""
     rows = (
-        [b["number"], b["upstream"], b["class"], b["bug"] + here(b), caught_here(b), b.get("spmd", "—")] for b in found
+        [b["number"], linked(b["upstream"]), b["class"], b["bug"] + here(b), caught_here(b), b.get("spmd", "—")]
+        for b in found
     )
     lines += table(["#", "upstream", "class", "bug", "caught", "spmd_types"], rows)
     lines += ["", "## Without an edit, or not caught", ""]
