@@ -43,9 +43,8 @@ def changed(recipe: str) -> str:
 
 
 @contextlib.contextmanager
-def module_of(source: str):
-    """The module of a changed train.py."""
-    name = "changed_train"
+def module_of(source: str, name: str = "changed_train"):
+    """The module of a changed train.py, or of another file."""
     module = types.ModuleType(name)
     module.__file__ = f"<{name} {hash(source)}>"
     linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)

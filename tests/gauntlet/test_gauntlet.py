@@ -1,0 +1,215 @@
+"""Each bug of bugs.toml, made in a copy of the source: what catches it.
+
+The first gate is tracing, on a mesh without devices. The second is tools/verify, which must name the tensor. What
+neither can tell, because it is as wrong on one device, a test of the suite must catch. docs/gauntlet.md is the table.
+"""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from recipes import module_of
+from shipped import load
+from verifying import verify
+
+from benchmarks.gauntlet.__main__ import page
+from input_loader import batch_shapes
+from modeling.model import inputs_of, load_model
+from tools.verify.__main__ import small
+
+ROOT = Path(__file__).parents[2]
+DATA = tomllib.loads(Path(__file__).with_name("bugs.toml").read_text())
+CONFIGS, BUGS = DATA["configs"], {bug["number"]: bug for bug in DATA["bug"]}
+IN_PROCESS = {"train.py", "models/gpt2.py", "optimizers/muon.py"}
+"""Files of which train.py can be given an edited copy without another process."""
+DEVICES = 8
+TO_TRY = {31: "an activation", 7: "the loss", 70: "the norm"}
+"""Bugs that tools/verify is tried on among the tests that are not slow."""
+
+
+def config_of(bug: dict) -> dict:
+    return CONFIGS[bug.get("config", "llama")]
+
+
+def edited(bug: dict) -> dict[str, str]:
+    """The files that the bug is in, with the bug, by their paths."""
+    texts: dict[str, str] = {}
+    for edit in bug["edit"]:
+        file = edit.get("file", "train.py")
+        text = texts.setdefault(file, (ROOT / file).read_text())
+        assert text.count(edit["old"]) == 1, (
+            f"{bug['number']}: {file} has this {text.count(edit['old'])} times: {edit['old']}"
+        )
+        texts[file] = text.replace(edit["old"], edit["new"])
+    return texts
+
+
+# ---- tracing ------------------------------------------------------------------------------------------------------
+
+
+def refusal(files: dict[str, str], config: dict) -> str | None:
+    """The message with which tracing refuses the steps of the edited `files`, or None."""
+    c = load(config["name"], *config["overrides"], f"mesh.p={2 if config['mesh'].count('x') == 3 else 1}")
+    small(c, DEVICES)
+    sizes = [int(size) for size in config["mesh"].split("x")]
+    axes = ("p", "r", "d", "t")[-len(sizes) :]
+    mesh = AbstractMesh(tuple(sizes), axes, axis_types=(AxisType.Explicit,) * len(axes))
+    source = files.get("train.py", (ROOT / "train.py").read_text())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        for file in files.keys() - {"train.py"}:
+            name = f"changed_{Path(file).stem}"
+            stack.enter_context(module_of(files[file], name))
+            source = source.replace(f"from {file.removesuffix('.py').replace('/', '.')} import", f"from {name} import")
+            if file.startswith("models/"):
+                c.model.module = name
+        train = stack.enter_context(module_of(source))
+        if c.model.module == "train":
+            c.model.module = train.__name__
+        try:
+            model = load_model(c.model)
+            batch = batch_shapes(c.training.batch_size, c.training.seq_len, len(inputs_of(model)))
+            train.programs(c, model, batch)
+        except Exception as error:  # of any class: JAX's own ShardingTypeError is none that can be named
+            return str(error)
+    return None
+
+
+def in_process(bug: dict) -> bool:
+    return "edit" in bug and {edit.get("file", "train.py") for edit in bug["edit"]} <= IN_PROCESS
+
+
+def traced() -> list:
+    """The bugs that can be traced here; those that tracing accepts are `long`."""
+    marks = lambda bug: [] if bug.get("caught") == "tracing" else [pytest.mark.long]
+    return [pytest.param(number, marks=marks(bug)) for number, bug in BUGS.items() if in_process(bug)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_source_as_it_stands_is_traced(config):
+    assert refusal({}, CONFIGS[config]) is None
+
+
+@pytest.mark.parametrize("number", traced())
+def test_tracing_refuses_what_it_is_said_to(number):
+    bug = BUGS[number]
+    message = refusal(edited(bug), config_of(bug))
+    if bug.get("caught") == "tracing":
+        assert message is not None, "tracing accepts it"
+        assert bug["by"] in message
+    else:
+        assert message is None, f"tracing refuses it now: say so in bugs.toml. {message}"
+
+
+# ---- tools/verify -------------------------------------------------------------------------------------------------
+
+
+def write(files: dict[str, str], directory: Path) -> None:
+    """Writes the edited files, with the other files of the packages that they are in."""
+    for file, text in files.items():
+        path = directory / file
+        if path.parent != directory and not path.parent.exists():
+            shutil.copytree(ROOT / Path(file).parent, path.parent, ignore=shutil.ignore_patterns("__pycache__"))
+        path.write_text(text)
+
+
+def verified(bug: dict, directory: Path, *overrides: str) -> subprocess.CompletedProcess:
+    write(edited(bug), directory)
+    config = config_of(bug)
+    settings = ["training.compute_dtype=f32", "verify.precisions=[f64]", f"verify.meshes=[{config['mesh']}]"]
+    return verify(directory, *config["overrides"], *settings, *overrides, name=config["name"])
+
+
+def named(caught: str) -> list:
+    """The bugs that are caught so; `slow`, but for a few."""
+    marks = lambda number: [pytest.mark.long if number in TO_TRY else pytest.mark.slow]
+    return [pytest.param(n, marks=marks(n)) for n, bug in BUGS.items() if bug.get("caught") == caught]
+
+
+@pytest.mark.parametrize("number", named("verify"))
+def test_verify_names_the_tensor(number, tmp_path):
+    done = verified(BUGS[number], tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    line = next(line for line in done.stdout.splitlines() if "the first tensor that differs is" in line)
+    assert BUGS[number]["by"] in line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "number",
+    [number for number, bug in BUGS.items() if bug.get("caught") == "tracing" and not in_process(bug)],
+)
+def test_tracing_refuses_edits_of_other_packages_too(number, tmp_path):
+    done = verified(BUGS[number], tmp_path, "verify.only_types=true")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert BUGS[number]["by"] in done.stderr
+
+
+# ---- tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [n for n, bug in BUGS.items() if bug.get("caught") == "test"])
+def test_a_test_fails(number, tmp_path):
+    """In a copy of the repository."""
+    skipped = shutil.ignore_patterns("__pycache__", ".*", "runs", "*.egg-info")
+    shutil.copytree(ROOT, tmp_path / "copy", ignore=skipped, symlinks=True)
+    for file, text in edited(BUGS[number]).items():
+        (tmp_path / "copy" / file).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", BUGS[number]["by"]]
+    done = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed" in done.stdout
+
+
+# ---- the data -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_every_bug_of_the_survey_is_there():
+    assert [bug["number"] for bug in DATA["bug"]] == list(range(1, 107))
+    for number, bug in BUGS.items():
+        assert bug["class"] in "abcde", number
+        assert {"upstream", "bug"} <= bug.keys() <= {
+            "number", "class", "upstream", "bug", "here", "config", "caught", "by", "edit", "why", "spmd",
+        }, number  # fmt: skip
+        assert ("why" in bug) is ("caught" not in bug), f"{number}: a reason if it is not caught, and only then"
+        assert ("caught" in bug) is ("by" in bug), number
+        assert bug.get("caught") in (None, "tracing", "verify", "test"), number
+
+
+@pytest.mark.quick
+def test_the_page_is_made_of_the_data():
+    """Else run `python -m benchmarks.gauntlet > docs/gauntlet.md`."""
+    assert (ROOT / "docs/gauntlet.md").read_text() == page()
+
+
+@pytest.mark.long
+def test_spmd_types_does_what_is_said():
+    """Each program without its bug is accepted, or the command fails."""
+    pytest.importorskip("spmd_types", reason="the comparison needs spmd_types")
+    command = [sys.executable, "-m", "benchmarks.gauntlet.spmd"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    version, *lines = done.stdout.splitlines()
+    assert version.startswith(f"spmd_types {DATA['spmd_types']},")
+    found = dict(line.split()[:2] for line in lines)
+    assert found == {str(number): bug["spmd"] for number, bug in BUGS.items() if "spmd" in bug}
+
+
+@pytest.mark.quick
+def test_the_edits_fit_the_source():
+    for bug in BUGS.values():
+        if "edit" in bug:
+            assert all(text != (ROOT / file).read_text() for file, text in edited(bug).items())
+
+
+@pytest.mark.quick
+def test_what_can_be_expressed_is():
+    """Of classes a, b and c; the others wait for mixtures of experts and context parallelism, or have no cause."""
+    assert sum("edit" in bug and bug["class"] in "abc" for bug in BUGS.values()) >= 60
