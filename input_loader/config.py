@@ -36,6 +36,7 @@ def make_loader(
     shardings: TokenBatch | None = None,
     state: Mapping[str, Any] | None = None,
     inputs: Sequence[str] = (),
+    microbatches: int = 1,
 ) -> Loader:
     """The loader that `config` names. Splits other than `train` are read in order, and without a bound on epochs.
 
@@ -45,9 +46,10 @@ def make_loader(
         batch_size: sequences in a batch, over all hosts.
         seq_len: tokens in a sequence.
         vocab_size: bound on the token ids, or None for no check.
-        shardings: of the batches; by default those of TokenBatch on the current mesh.
+        shardings: of the batches; by default those of Array["m", TokenBatch] on the current mesh.
         state: what `Loader.state` gave for the step to resume with; None or empty for the beginning.
         inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
+        microbatches: number of microbatches in each batch, which divides batch_size.
 
     Raises:
         ValueError: settings contradict each other or are out of range, the state does not fit them, or data is missing,
@@ -75,10 +77,10 @@ def make_loader(
                 f"data.stream is set, but the model reads {', '.join(inputs)} beside the tokens, which a stream "
                 "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
             )
-        return StreamLoader(config.stream, reading, *sizes, state=dict(state) if state else None)
+        return StreamLoader(config.stream, reading, *sizes, dict(state) if state else None, microbatches)
 
     def open_dataset(filespec: str, **settings: Any) -> FlatTokensLoader:
-        return FlatTokensLoader(FlatTokensConfig(filespec, **vars(reading) | settings), *sizes, inputs)
+        return FlatTokensLoader(FlatTokensConfig(filespec, **vars(reading) | settings), *sizes, inputs, microbatches)
 
     if mixture:
         check_sources(mixture)

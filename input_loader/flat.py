@@ -57,10 +57,11 @@ class FlatTokensLoader(Loader):
         vocab_size: bound on the token ids, or None for no check.
         shardings: see Loader.
         inputs: see Loader.
+        microbatches: see Loader.
 
     Raises:
         ValueError: a setting is out of range, the dataset or an input is missing, damaged or too short, token ids
-            exceed the vocabulary, or the mesh does not divide a batch.
+            exceed the vocabulary, or the mesh or the microbatches do not divide a batch.
     """
 
     parallel_loads = 8
@@ -74,8 +75,9 @@ class FlatTokensLoader(Loader):
         vocab_size: int | None = None,
         shardings: TokenBatch | None = None,
         inputs: Sequence[str] = (),
+        microbatches: int = 1,
     ):
-        super().__init__(batch_size, seq_len, shardings, inputs)
+        super().__init__(batch_size, seq_len, shardings, inputs, microbatches)
         check_range({"seed": (config.seed, 0), "cache_bytes": (config.cache_bytes, 0)})
         self.config = config
         self.dataset = open_reader(config.filespec, split, cache_bytes=config.cache_bytes, inputs=inputs)

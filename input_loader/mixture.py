@@ -113,7 +113,8 @@ class MixtureLoader(Loader):
 
     def __init__(self, sources: Mapping[str, FlatTokensLoader], weights: Sequence[float], seed: int):
         first = next(iter(sources.values()))
-        super().__init__(first.batch_size, first.seq_len, first.shardings, first.dataset.inputs)
+        sizes = first.batch_size, first.seq_len, first.shardings, first.dataset.inputs
+        super().__init__(*sizes, first.microbatches)
         self.sources = sources
         self.quotas = Quotas(weights, seed)
         for name, weight, share in zip(sources, weights, self.quotas.shares.tolist(), strict=True):

@@ -84,6 +84,7 @@ class StreamLoader(Loader):
         vocab_size: bound on the tokenizer's ids, or None for no check.
         shardings: see Loader.
         state: what `state(step)` gave in another run of the same config.
+        microbatches: see Loader.
 
     Raises:
         ValueError: a setting is out of range or missing, a dataset or tokenizer is missing, token ids exceed the
@@ -103,8 +104,9 @@ class StreamLoader(Loader):
         vocab_size: int | None = None,
         shardings: TokenBatch | None = None,
         state: dict[str, Any] | None = None,
+        microbatches: int = 1,
     ):
-        super().__init__(batch_size, seq_len, shardings)
+        super().__init__(batch_size, seq_len, shardings, microbatches=microbatches)
         check_range({"seed": (reading.seed, 0), "shuffle_block": (config.shuffle_block, 1)})
         self.config, self._reading = config, reading
         self._name, arguments = _source(config, split)

@@ -131,8 +131,10 @@ def run_training(
 
 
 def run_evaluation(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> Any:
-    """The loss of `run_training` without gradients, on a mesh with p. `plan` is from `plan_evaluation`."""
-    return _run(parts, plan, w, microbatches, training=False)[0]
+    """The loss of `run_training` without gradients and without the losses of layers. `plan` is of `plan_evaluation`."""
+    if PIPELINE_AXIS in mesh_axes():
+        return _run(parts, plan, w, microbatches, training=False)[0]
+    return lax.scan(lambda total, part: (total + parts.whole(w, *part)[0], None), jnp.zeros(()), microbatches)[0]
 
 
 def _extra_loss(extras: Extras, microbatches: int) -> Any:

@@ -67,7 +67,7 @@ def trained(case: str | None, kind: type = Penalized) -> tuple:
     model = kind(c.model)
     with jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
-        data = tiny.place(batch(), TokenBatch)
+        data = tiny.place_batch(c, batch())
         nats, targets = train.make_evaluation_step(c, model)(state.weights, data)
         step, steps = train.make_training_step(c, model), []
         for i in range(3):

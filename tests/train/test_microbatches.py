@@ -17,12 +17,12 @@ MESH = "r=2 d=2 t=2"
 def loss_and_gradients(batch: TokenBatch, **training):
     c = tiny.config(tiny.model(qk_norm=True), **training)
 
-    def per_device(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
+    def per_device(w: train.Transformer, batch: train.Batch) -> tuple[f32[""], train.Transformer]:
         return tiny.loss_and_gradients(w, batch, c)
 
     with jax.set_mesh(tiny.mesh(MESH)):
         w = tiny.weights(c.model)
-        return jax.tree.map(np.asarray, tiny.per_device(per_device)(w, tiny.place(batch, TokenBatch)))
+        return jax.tree.map(np.asarray, tiny.per_device(per_device)(w, tiny.place_batch(c, batch)))
 
 
 @pytest.fixture(scope="module")

@@ -345,7 +345,7 @@ def trace_step():
         with jax.sharding.use_abstract_mesh(mesh):
             model = load_model(config.model)
             state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), config, model))
-            batch = batch_shapes(8, 4)
+            batch = batch_shapes(8, 4, 2)
             module.make_training_step(config, model).eval_shape(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
             module.make_evaluation_step(config, model).eval_shape(state.weights, batch)
 
