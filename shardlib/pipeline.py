@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardlib.checks import Scope, scope
+from shardlib.checks import Scope
 from shardlib.layers import Extras, LayerMetrics, LayerNumbers
 from shardlib.op_checks import varying, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
@@ -115,7 +115,6 @@ def run_training(
         microbatches = jax.tree.map(lambda x: x[order], microbatches)
 
     def tick(sums, part):
-        @scope  # B of a microbatch is not that of the batch
         def share(w):
             loss, extras = parts.whole(w, *part)
             extra = _extra_loss(extras, count)
