@@ -171,6 +171,17 @@ def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, pipeline):
     assert "In f64, all 2 meshes agree with one device." in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [["mesh.p=1", "training.microbatches=2"], ["pipeline.schedule=1f1b"]])
+def test_in_f64_a_loss_that_is_not_linear_over_a_microbatch_is_that_of_one_device(tmp_path, pipeline):
+    recipe = changed("A loss or a metric from a layer")
+    assert recipe.count("loss=0.01 * size,") == 1
+    (tmp_path / "train.py").write_text(recipe.replace("loss=0.01 * size,", "loss=size * size,"))
+    mesh = "2x2x2" if "mesh.p=1" in pipeline else "2x1x2x2"
+    done = verify(tmp_path, f"verify.meshes=[{mesh}]", "verify.precisions=[f64]", *pipeline)
+    assert "In f64, all 1 meshes agree with one device." in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", OTHERS_SLOW)
 def test_label_smoothing_is_torchs_and_leaves_validation_alone(mesh):
