@@ -119,4 +119,4 @@ def test_what_is_no_scalar_or_differs_is_refused(given, message):
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         state, step = jax.eval_shape(lambda: tiny.state(c)), train.make_training_step(c, Wrong(c.model))
         with pytest.raises(ShardError, match=message):
-            step.lower(state, tiny.host_batch(), np.int32(0))
+            step.lower(state, tiny.place_batch(c), np.int32(0))

@@ -23,7 +23,7 @@ from jax import lax
 
 import train
 from cluster.devices import make_mesh
-from input_loader import TokenBatch
+from input_loader import TokenBatch, in_microbatches
 from jax_extra import save_for_backward
 from modeling.model import load_model
 from modeling.weights import initialize
@@ -279,7 +279,7 @@ def traced_step(c: Config):
     shapes = jax.eval_shape(lambda: tiny.state(c))
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, shapes, make_shardings(train.State[train.Transformer], like=shapes))
-    return tiny.training_step(c).trace(state, batch(), np.int32(0))
+    return tiny.training_step(c).trace(state, in_microbatches(batch(), c.training.microbatches), np.int32(0))
 
 
 def trace(monkeypatch, part: str, instead, of: type = train.Llama):

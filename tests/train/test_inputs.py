@@ -397,7 +397,7 @@ def test_it_is_not_sampled(data, tmp_path):
 def test_its_step_is_type_checked_by_verify(data):
     c = config(str(data), microbatches=2)
     type_check(c, {"p": 2, "r": 1, "d": 2, "t": 2})
-    assert random_batch(c).inputs.shape == (8, tiny.LENGTH, 2)
+    assert random_batch(c).inputs.shape == (2, 4, tiny.LENGTH, 2)
 
 
 @pytest.mark.quick

@@ -211,7 +211,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "the result says +t, but no contracted dim is sharded over it",
     ),
     "the count of targets stays per device": (
-        'shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))',
+        'shardops.psum("+r +d ->", shardops.einsum_unreduced("m B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))',
         "jnp.float32(jnp.sum(batch.loss_mask))",
         "count_targets, result: f32['']: the value differs between devices of r, d",
     ),
