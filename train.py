@@ -5,11 +5,11 @@
 Read it from the top. The settings are in training_io/config.py. The loop over layers is in shardlib/layers.py.
 
 Dims                                                   Axes of the device mesh
-  B  batch (sequences)    L  positions, as queries       r  replicas: plain data parallel
-  M  d_model              S  positions, as keys          d  data parallel, weights sharded at rest (FSDP)
+  m  microbatches         L  positions, as queries       r  replicas: plain data parallel
+  B  sequences of each    S  positions, as keys          d  data parallel, weights sharded at rest (FSDP)
   K  key/value heads      Q  query heads for each of K   t  tensor parallel
-  D  entries of a head    F  d_ff                        p  pipeline: each device has its own layers
-  V  vocabulary
+  M  d_model              D  entries of a head           p  pipeline: each device has its own layers
+  V  vocabulary           F  d_ff
 
 `f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum over t, which still
 has to be reduced. Devices along an axis that a type does not name hold the same values. docs/sharding-types.md teaches
@@ -223,6 +223,7 @@ def attention(
 # ---- forward pass of any model ----------------------------------------------------------------------------------
 
 W = TypeVar("W")  # class of a model's weights, such as Transformer
+Batch = Array["m", TokenBatch]  # the batch of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,9 +323,9 @@ def training_loss(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], c: Optimi
 
 
 @typed
-def count_targets(batch: TokenBatch) -> f32[""]:
+def count_targets(batch: Batch) -> f32[""]:
     """Number of targets in the whole batch that loss_mask selects."""
-    return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))
+    return shardops.psum("+r +d ->", shardops.einsum_unreduced("m B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))
 
 
 @typed
@@ -356,7 +357,7 @@ def staged_loss(forward: Forward, loss: Callable = cross_entropy, targets: Any =
 
 @typed
 def loss_and_gradients(
-    w: W, batch: TokenBatch, c: Config, forward: Forward, seeds: u32["B/r/d"] | None = None, see: Callable | None = None
+    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d"] | None = None, see: Callable | None = None
 ) -> tuple[f32[""], W, LayerMetrics | None, Any]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers, by the schedule of c.pipeline.
 
@@ -474,16 +475,16 @@ def make_training_step(c: Config, model: LanguageModel):
 
     @typed_shard_map
     def per_device(
-        state: State[Weights], batch: TokenBatch, step: i32[""], seeds: u32["B/r/d"] | None
+        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d"] | None
     ) -> tuple[State[Weights], Metrics]:
         loss, g, layers, _ = loss_and_gradients(state.weights, batch, c, forward, seeds)
         state, grad_norm, rate = update_state(state, g, step, c, updates)
         return state, Metrics(loss, grad_norm, rate, layers)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def training_step(state: State, batch: TokenBatch, step: jax.Array) -> tuple[State, Metrics]:
+    def training_step(state: State, batch: Batch, step: jax.Array) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)
-        seeds = jax.random.bits(key, batch.targets.shape[:1]) if getattr(c.model, "dropout", 0) else None
+        seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
         with compute_scope(c.training.compute_dtype):
             return per_device(state, batch, step, seeds)
 
@@ -495,20 +496,20 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     forward, Weights = Forward(model, c.training), model.Weights
 
     @typed_shard_map
-    def per_device(w: Weights, batch: TokenBatch) -> tuple[f32[""], f32[""]]:
+    def per_device(w: Weights, batch: Batch) -> tuple[f32[""], f32[""]]:
         copies, loss = forward.copies(w), staged_loss(forward)
         total = stages.run_evaluation(c, model, loss, copies, (batch, None))
         return shardops.psum("+p ->", total), count_targets(batch)
 
     @functools.partial(jax.jit, compiler_options=options)
-    def evaluation_step(w: Any, batch: TokenBatch):
+    def evaluation_step(w: Any, batch: Batch):
         with compute_scope(c.training.compute_dtype):
             return per_device(w, batch)
 
     return evaluation_step
 
 
-def programs(c: Config, model: LanguageModel, batch: TokenBatch) -> dict[str, jax.stages.Traced]:
+def programs(c: Config, model: LanguageModel, batch: Batch) -> dict[str, jax.stages.Traced]:
     """The training and evaluation steps, traced for `batch` on the current mesh. A checkpoint keeps their hashes."""
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
     training, evaluation = make_training_step(c, model), make_evaluation_step(c, model)

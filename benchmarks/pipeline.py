@@ -29,7 +29,7 @@ from jax import lax
 import train
 from benchmarks.steps import config_of, print_header, print_row, simulate_devices, times_in_turn
 from cluster.devices import make_mesh
-from input_loader import TokenBatch
+from input_loader import TokenBatch, in_microbatches
 from modeling.model import load_model
 from shardlib import shardops
 from shardlib.layers import LayerNumbers
@@ -40,7 +40,7 @@ from shardlib.shardtypes import Scope, f32, make_shardings, typed_shard_map
 from shardlib.values import pipeline_stage
 from training_io.config import Config
 from training_io.pipeline_config import PipelineConfig
-from training_io.stages import microbatches, placement_of, training_plan
+from training_io.stages import placement_of, training_plan
 
 LENGTH = 128
 SEQUENCES = 2
@@ -92,13 +92,13 @@ def program(c: Config, mesh, peer: bool = False):
     model = load_model(c.model)
     forward = train.Forward(model, c.training)
 
-    def gradients(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
+    def gradients(w: train.Transformer, batch: train.Batch) -> tuple[f32[""], train.Transformer]:
         if not peer:
             return train.loss_and_gradients(w, batch, c, forward)[:2]
         copies, reduce_gradients = jax.vjp(lambda w: forward.copies(w, gather=True), w)
         parts = train.staged_loss(forward, targets=train.count_targets(batch))
-        p, parts_of_batch = mesh.shape["p"], microbatches((batch, None), c.training.microbatches)
-        total, g = autodiff_gpipe(parts, copies, parts_of_batch, p, c.model.layers // p)
+        p = mesh.shape["p"]
+        total, g = autodiff_gpipe(parts, copies, (batch, None), p, c.model.layers // p)
         (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))
         return shardops.psum("+p ->", total), g
 
@@ -118,7 +118,8 @@ def program(c: Config, mesh, peer: bool = False):
             is_seq_start=rng.random(shape) < 0.01,
             loss_mask=np.ones(shape, bool),
         )
-        batch = jax.device_put(batch, make_shardings(TokenBatch, like=batch))
+        batch = in_microbatches(batch, c.training.microbatches)
+        batch = jax.device_put(batch, make_shardings(train.Batch, like=batch))
         return run.lower(w, batch).compile(), (w, batch), placement_of(c, model).order
 
 

@@ -113,7 +113,7 @@ def programs(name: str, overrides: list[str], mesh: str) -> dict[str, str]:
 def _programs(c: Config, sampled: bool) -> dict[str, str]:
     model = load_model(c.model)
     init, state = jax.jit(lambda: train.init_state(jax.random.key(0), c, model)), state_shapes(c, model)
-    batch = batch_shapes(c.training.batch_size, c.training.seq_len)
+    batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
     found = {
         "init": init.trace(),
         "training": train.make_training_step(c, model).trace(state, batch, np.int32(0)),

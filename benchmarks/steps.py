@@ -63,7 +63,7 @@ def state_shapes(c: Config, model: LanguageModel) -> Any:
 def lowered_step(c: Config) -> jax.stages.Lowered:
     """The training step on the current mesh."""
     model = load_model(c.model)
-    batch = batch_shapes(c.training.batch_size, c.training.seq_len)
+    batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
     step = jax.ShapeDtypeStruct((), np.int32)
     return train.make_training_step(c, model).lower(state_shapes(c, model), batch, step)
 

@@ -4,7 +4,7 @@
 that is tokenized on the fly. `Prefetcher` loads batches ahead of use.
 """
 
-from input_loader.batches import Limit, Loader, Prefetcher, Sequences, TokenBatch, batch_shapes
+from input_loader.batches import Limit, Loader, Prefetcher, Sequences, TokenBatch, batch_shapes, in_microbatches
 from input_loader.config import DataConfig, fixed_settings, make_loader, steps_for
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.mixture import MixtureLoader, SourceConfig
@@ -27,6 +27,7 @@ __all__ = [
     "TokenBatch",
     "batch_shapes",
     "fixed_settings",
+    "in_microbatches",
     "make_loader",
     "permute",
     "steps_for",

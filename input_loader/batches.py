@@ -12,14 +12,17 @@ import numpy as np
 
 from configuration.checks import check_range
 from input_loader.shuffle import Indices
-from shardlib.shardtypes import bool_, make_shardings, pytree_dataclass, u32
+from shardlib.shardtypes import Array, bool_, make_shardings, pytree_dataclass, u32
 
 T = TypeVar("T")
 
 
 @pytree_dataclass
 class TokenBatch:
-    """One batch on the devices."""
+    """Sequences on the devices. The batch of a step is an `Array["m", TokenBatch]`.
+
+    There microbatch k of m holds the sequences k·n to (k + 1)·n of the m·n in the batch, in order, on every mesh.
+    """
 
     targets: u32["B/r/d L"]
     """Token ids, each to be predicted from those before it in its document; 0 in padding."""
@@ -31,13 +34,25 @@ class TokenBatch:
     """Further values of the dataset for each target; 0 in padding. None where the model reads none."""
 
 
-def batch_shapes(batch_size: int, seq_len: int, inputs: int = 0) -> TokenBatch:
-    """The `jax.ShapeDtypeStruct` of each array of a batch on the current mesh: enough to compile a step."""
-    shape = batch_size, seq_len
+def in_microbatches(sequences: T, count: int) -> T:
+    """Host arrays [sequences, …], each as [count, sequences / count, …]: the microbatches of a batch."""
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sequences)
+
+
+def batch_shapes(batch_size: int, seq_len: int, microbatches: int, inputs: int = 0) -> TokenBatch:
+    """The `jax.ShapeDtypeStruct` of each array of a step's batch on the current mesh: enough to compile the step.
+
+    Args:
+        batch_size: sequences in the batch, over all hosts.
+        seq_len: tokens in a sequence.
+        microbatches: number of microbatches, which divides batch_size.
+        inputs: number of inputs beside the tokens.
+    """
+    shape = microbatches, batch_size // microbatches, seq_len
     struct = jax.ShapeDtypeStruct
     tokens, flags = struct(shape, np.uint32), struct(shape, np.bool_)
     batch = TokenBatch(tokens, flags, flags, struct((*shape, inputs), np.uint32) if inputs else None)
-    return jax.tree.map(lambda x, s: x.update(sharding=s), batch, make_shardings(TokenBatch, like=batch))
+    return jax.tree.map(lambda x, s: x.update(sharding=s), batch, make_shardings(Array["m", TokenBatch], like=batch))
 
 
 class Sequences(NamedTuple):
@@ -70,9 +85,11 @@ class Loader:
         seq_len: tokens in a sequence.
         vocab_size: bound on the token ids, or None for no check.
         inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
+        microbatches: number of microbatches in the batches that `load` gives, at least 1.
 
     Raises:
-        ValueError: a size is out of range, or the mesh does not divide a batch.
+        ValueError: a size is out of range, `microbatches` does not divide batch_size, or the mesh does not divide a
+            microbatch.
     """
 
     parallel_loads: int
@@ -83,15 +100,27 @@ class Loader:
     """The end of the data, None if it repeats without end."""
 
     def __init__(
-        self, split: str, batch_size: int, seq_len: int, vocab_size: int | None = None, inputs: Sequence[str] = ()
+        self,
+        split: str,
+        batch_size: int,
+        seq_len: int,
+        vocab_size: int | None = None,
+        inputs: Sequence[str] = (),
+        microbatches: int = 1,
     ):
         check_range("batch_size", batch_size)
         check_range("seq_len", seq_len)
+        check_range("microbatches", microbatches)
+        if batch_size % microbatches:
+            raise ValueError(
+                f"A batch of {batch_size} sequences does not divide into {microbatches} microbatches. Choose a "
+                f"multiple of {microbatches} for the batch size."
+            )
         self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
-        self.inputs = tuple(inputs)
+        self.inputs, self.microbatches = tuple(inputs), microbatches
         self.shardings: TokenBatch | None = None
         if not jax.sharding.get_abstract_mesh().empty:
-            shardings = make_shardings(TokenBatch)
+            shardings = make_shardings(Array["m", TokenBatch])
             self._check_divides(shardings)
             self.shardings = shardings if inputs else dataclasses.replace(shardings, inputs=None)
 
@@ -134,28 +163,37 @@ class Loader:
         return None
 
     def load(self, step: int) -> TokenBatch:
-        """The batch of `step` on the devices. Each host reads the sequences of its own devices.
+        """The batch of `step` on the devices, an Array["m", TokenBatch].
+
+        Each host reads the sequences of its own devices: a part of each microbatch.
 
         Raises:
             ValueError: the step cannot be read, or data is missing or damaged.
         """
         if self.shardings is None:
             raise ValueError("The loader has no mesh to place batches on. Make it under jax.set_mesh(mesh).")
-        shape = (self.batch_size, self.seq_len)
+        shape = self._shape
+        count, size, _ = shape
         parts = self.shardings.targets.addressable_devices_indices_map(shape).values()
-        spans = sorted({part.indices(self.batch_size)[:2] for part, _ in parts})
-        host = self.sequences(step, np.concatenate([np.arange(start, stop) for start, stop in spans]))
+        spans = sorted({part.indices(size)[:2] for _, part, _ in parts})
+        rows = np.concatenate([np.arange(start, stop) for start, stop in spans])
+        host = self.sequences(step, (np.arange(count)[:, None] * size + rows).reshape(-1))
         ends = np.cumsum([stop - start for start, stop in spans]).tolist()
         place = {span: slice(end - (span[1] - span[0]), end) for span, end in zip(spans, ends, strict=True)}
 
         def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
             def shard(index: tuple[slice, ...]) -> np.ndarray:
-                return values[place[index[0].indices(self.batch_size)[:2]], *index[1:]]
+                return values[index[0], place[index[1].indices(size)[:2]], *index[2:]]
 
-            return jax.make_array_from_callback((self.batch_size, *values.shape[1:]), sharding, shard)
+            return jax.make_array_from_callback((*shape, *values.shape[3:]), sharding, shard)
 
         inputs = None if self.shardings.inputs is None else host.inputs
-        return jax.tree.map(put, TokenBatch(*host[:3], inputs), self.shardings)
+        return jax.tree.map(put, in_microbatches(TokenBatch(*host[:3], inputs), count), self.shardings)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """Microbatches, sequences in each, tokens in each of these."""
+        return self.microbatches, self.batch_size // self.microbatches, self.seq_len
 
     def _check_step(self, step: int) -> None:
         if step < 0:
@@ -163,12 +201,13 @@ class Loader:
 
     def _check_divides(self, shardings: TokenBatch) -> None:
         try:
-            shardings.targets.shard_shape((self.batch_size, self.seq_len))
+            shardings.targets.shard_shape(self._shape)
         except ValueError as e:
+            count, size, _ = self._shape
             raise ValueError(
-                f"A batch of {self.batch_size} sequences of {self.seq_len} tokens does not divide evenly over the "
-                f"mesh {dict(shardings.targets.mesh.shape)}, sharded as {shardings.targets.spec}. Choose a multiple of "
-                "the axes' product for the batch size."
+                f"A microbatch of {size} sequences of {self.seq_len} tokens does not divide evenly over the mesh "
+                f"{dict(shardings.targets.mesh.shape)}, sharded as {shardings.targets.spec}. Choose a multiple of the "
+                f"axes' product, times {count} microbatches, for the batch size."
             ) from e
 
 

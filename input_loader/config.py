@@ -36,6 +36,7 @@ def make_loader(
     vocab_size: int | None = None,
     state: Mapping[str, Any] | None = None,
     inputs: Sequence[str] = (),
+    microbatches: int = 1,
 ) -> Loader:
     """The loader that `config` names. Splits other than `train` are read in order, and without a bound on epochs.
 
@@ -47,6 +48,7 @@ def make_loader(
         vocab_size: bound on the token ids, or None for no check.
         state: what `Loader.state` gave for the step to resume with; None or empty for the beginning.
         inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
+        microbatches: number of microbatches in each batch, which divides batch_size.
 
     Raises:
         ValueError: settings contradict each other or are out of range, the state does not fit them, or data is missing,
@@ -74,10 +76,10 @@ def make_loader(
                 f"data.stream is set, but the model reads {', '.join(inputs)} beside the tokens, which a stream "
                 "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
             )
-        return StreamLoader(config.stream, reading, dict(state) if state else None, *batches)
+        return StreamLoader(config.stream, reading, dict(state) if state else None, *batches, microbatches=microbatches)
 
     def open_dataset(filespec: str, **settings: Any) -> FlatTokensLoader:
-        return FlatTokensLoader(FlatTokensConfig(filespec, **vars(reading) | settings), *batches, inputs)
+        return FlatTokensLoader(FlatTokensConfig(filespec, **vars(reading) | settings), *batches, inputs, microbatches)
 
     if mixture:
         check_sources(mixture)

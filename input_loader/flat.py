@@ -57,7 +57,7 @@ class FlatTokensLoader(Loader):
 
     Raises:
         ValueError: a setting is out of range, the dataset or an input is missing, damaged or too short, token ids
-            exceed the vocabulary, or the mesh does not divide a batch.
+            exceed the vocabulary, or the mesh or the microbatches do not divide a batch.
     """
 
     parallel_loads = 8

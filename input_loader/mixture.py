@@ -115,7 +115,9 @@ class MixtureLoader(Loader):
 
     def __init__(self, sources: Mapping[str, FlatTokensLoader], weights: Sequence[float], seed: int):
         first = next(iter(sources.values()))
-        super().__init__(first.split, first.batch_size, first.seq_len, first.vocab_size, first.inputs)
+        super().__init__(
+            *(first.split, first.batch_size, first.seq_len, first.vocab_size, first.inputs, first.microbatches)
+        )
         self.sources = sources
         self.quotas = Quotas(weights, seed)
         for name, weight, share in zip(sources, weights, self.quotas.shares.tolist(), strict=True):

@@ -90,8 +90,15 @@ class StreamLoader(Loader):
     parallel_loads = 1
     num_tokens = None
 
-    def __init__(self, config: StreamConfig, reading: ReadingConfig, state: dict[str, Any] | None, *batches: Any):
-        super().__init__(*batches)
+    def __init__(
+        self,
+        config: StreamConfig,
+        reading: ReadingConfig,
+        state: dict[str, Any] | None,
+        *batches: Any,
+        microbatches: int = 1,
+    ):
+        super().__init__(*batches, microbatches=microbatches)
         self.config, self._reading = config, reading
         self._name, arguments = _source(config, self.split)
         self._tokenizer = _make_tokenizer(config)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardlib.checks import Scope, scope
+from shardlib.checks import Scope
 from shardlib.layers import Extras, LayerMetrics, LayerNumbers
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
@@ -116,7 +116,6 @@ def run_training(
         microbatches = jax.tree.map(lambda x: x[order], microbatches)
 
     def tick(sums, part):
-        @scope  # B of a microbatch is not that of the batch
         def share(w):
             loss, extras = parts.whole(w, *part)
             extra = _extra_loss(extras, count)
@@ -132,8 +131,10 @@ def run_training(
 
 
 def run_evaluation(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> Any:
-    """The loss of `run_training` without gradients, on a mesh with p. `plan` is from `plan_evaluation`."""
-    return _run(parts, plan, w, microbatches, training=False)[0]
+    """The loss of `run_training` without gradients and without the losses of layers. `plan` is of `plan_evaluation`."""
+    if PIPELINE_AXIS in mesh_axes():
+        return _run(parts, plan, w, microbatches, training=False)[0]
+    return lax.scan(lambda total, part: (total + parts.whole(w, *part)[0], None), jnp.zeros(()), microbatches)[0]
 
 
 def _extra_loss(extras: Extras, microbatches: int) -> Any:

@@ -7,15 +7,13 @@ import jax
 import numpy as np
 import tiny
 
-from input_loader import TokenBatch
-
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
 def compile_step(mesh: str, **training):
     c = tiny.config(**training)
     with jax.set_mesh(tiny.mesh(mesh)):
-        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        state, batch = tiny.state(c), tiny.place_batch(c)
         return tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
 
 

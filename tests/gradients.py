@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import tiny
 
+import train
 from cluster.devices import make_mesh
-from input_loader import TokenBatch
 from modeling.model import load_model
 from modeling.weights import initialize
 from shardlib.shardtypes import f32
@@ -16,12 +16,12 @@ def loss_and_gradients(c: Config, mesh):
     """The compiled program's text, and (loss, gradients) of fresh weights and tiny's batch, on the host."""
     table = load_model(c.model).table
 
-    def per_device(w: type(table), batch: TokenBatch) -> tuple[f32[""], type(table)]:
+    def per_device(w: type(table), batch: train.Batch) -> tuple[f32[""], type(table)]:
         return tiny.loss_and_gradients(w, batch, c)
 
     with jax.set_mesh(mesh):
         w = jax.jit(lambda key: initialize(table, key))(jax.random.key(7))
-        batch = tiny.place(tiny.host_batch(), TokenBatch)
+        batch = tiny.place_batch(c)
         program = tiny.per_device(per_device).lower(w, batch).compile()
         return program.as_text(), jax.tree.map(np.asarray, program(w, batch))
 

@@ -79,10 +79,13 @@ def losses_and_grads(w, batch, c, z_loss=0.0, **training):
     settings = tiny.config(c, **training)
     settings.optimizer.z_loss = z_loss
 
-    def everything(w: train.Transformer, batch: TokenBatch) -> tuple[f32["B/r/d L V/t"], f32[""], train.Transformer]:
-        return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, batch, settings)
+    def everything(
+        w: train.Transformer, batch: TokenBatch, of_step: train.Batch
+    ) -> tuple[f32["B/r/d L V/t"], f32[""], train.Transformer]:
+        return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, of_step, settings)
 
-    return jax.tree.map(np.asarray, tiny.per_device(everything)(w, tiny.place(batch, TokenBatch)))
+    batches = tiny.place(batch, TokenBatch), tiny.place_batch(settings, batch)
+    return jax.tree.map(np.asarray, tiny.per_device(everything)(w, *batches))
 
 
 def compare(mesh, changes, z_loss=0.0, **training):

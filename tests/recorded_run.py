@@ -48,12 +48,14 @@ def rows_on_devices(batch) -> dict[str, str]:
     fields = [{s.device: s for s in x.addressable_shards} for x in (batch.targets, batch.is_seq_start, batch.loss_mask)]
     for device, first in fields[0].items():
         blocks = [np.asarray(field[device].data) for field in fields]
-        begin = first.index[0].indices(batch.targets.shape[0])[0]
-        whole = all(block.shape[1] == batch.targets.shape[1] for block in blocks)
-        for i, row in enumerate(zip(*blocks, strict=True)):
-            name = hash_of(*row) if whole else "differs"
-            if found.setdefault(str(begin + i), name) != name:
-                found[str(begin + i)] = "differs"
+        count, size, length = batch.targets.shape
+        begin = first.index[1].indices(size)[0]
+        whole = all(block.shape[::2] == (count, length) for block in blocks)
+        for k, microbatch in enumerate(zip(*blocks, strict=True)):
+            for i, row in enumerate(zip(*microbatch, strict=True)):
+                name, number = hash_of(*row) if whole else "differs", str(k * size + begin + i)
+                if found.setdefault(number, name) != name:
+                    found[number] = "differs"
     return found
 
 

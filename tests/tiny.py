@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 import train
 from cluster.config import HardwareConfig, MeshConfig
-from input_loader import DataConfig, TokenBatch
+from input_loader import DataConfig, TokenBatch, in_microbatches
 from modeling.model import load_model
 from modeling.settings import ModelConfig
 from modeling.weights import initialize
@@ -60,8 +60,8 @@ def logits(w, batch: TokenBatch, c: Config):
     return run(run.copies(w), run.tokens(batch), run.model.logits)[0]
 
 
-def loss_and_gradients(w, batch: TokenBatch, c: Config, seeds=None):
-    """Mean loss and gradients of a batch, as a run of `c` computes them. Per-device code."""
+def loss_and_gradients(w, batch: train.Batch, c: Config, seeds=None):
+    """Mean loss and gradients of the batch of a step, as a run of `c` computes them. Per-device code."""
     return train.loss_and_gradients(w, batch, c, forward(c), seeds)[:2]
 
 
@@ -103,6 +103,11 @@ def host_batch(seed: int = 0, vocab: int = 64) -> TokenBatch:
 def place(tree, kind):
     """The host arrays of `tree` on the mesh in force, sharded as type `kind` says."""
     return jax.tree.map(jax.device_put, tree, make_shardings(kind, like=tree))
+
+
+def place_batch(c: Config, batch: TokenBatch | None = None) -> TokenBatch:
+    """The sequences of a host batch, by default host_batch(), as the batch of a step of `c` on the mesh in force."""
+    return place(in_microbatches(batch or host_batch(), c.training.microbatches), train.Batch)
 
 
 def weights(c: ModelConfig) -> train.Transformer:

@@ -48,8 +48,9 @@ class TrainingConfig:
     other_source: bool = False
     """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
     microbatches: int = at_least_1(1)
-    """Parts of the batch that go through the model one after the other. batch_size must be a multiple of r·d times this
-    number. For interleaved_1f1b the number must be a multiple of p."""
+    """Parts of the batch that go through the model one after the other, each with the same consecutive sequences on
+    every mesh. batch_size must be a multiple of r·d times this number. For interleaved_1f1b the number must be a
+    multiple of p."""
     gather_weights: str = "layer"
     """layer: weights are gathered over d where they are used, in each microbatch. step: they are gathered once a step,
     before the microbatches, and their gradients are scattered once after them; each device of d then holds all weights

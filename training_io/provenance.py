@@ -68,7 +68,8 @@ def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
     plain |= {"save": "marked", "unroll": 1, "ema_decay": 0.5, "eval_weights": "weights"}
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
     with jax.set_mesh(make_mesh(1, 1, 1, [_device()])):
-        batch = batch_shapes(c.training.batch_size, c.training.seq_len, len(inputs_of(model)))
+        t = c.training
+        batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
         return {name: hash_of(traced) for name, traced in programs(c, model, batch).items()}
 
 

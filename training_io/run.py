@@ -99,6 +99,7 @@ class Run:
         self.start, loader_state = self._last_checkpoint()
         self.done = self.start
         sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "vocab_size": c.model.vocab}
+        sizes["microbatches"] = t.microbatches
         loader = functools.partial(make_loader, c.data, **sizes, inputs=self._inputs)
         self.loader = loader("train", state=loader_state)
         self.validation = loader("validation") if t.eval_batches else None
@@ -189,7 +190,7 @@ class Run:
         source = self.provenance["source"]
         check_steps(self.programs, self.c, self.model, source, kept_programs("soundness"))
         check_paths(self.forward, t.seq_len, kept_programs("attention"))
-        shapes = batch_shapes(t.batch_size, t.seq_len, len(self._inputs))
+        shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))
         lowered = training_step.lower(state, shapes, np.int32(self.start))
         check_metrics(lowered.out_info[1])
         self._program, self._graph = compile_with_hlo_dump(lowered, self.directory, self.options)

@@ -54,7 +54,7 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps."""
 
     def trace() -> dict[str, Any]:
-        batch = batch_shapes(c.training.batch_size, c.training.seq_len, len(inputs_of(model)))
+        batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(model)))
         return {name: traced.jaxpr for name, traced in programs(c, model, batch).items()}
 
     if mesh.shape.get(PIPELINE_AXIS, 1) == 1:

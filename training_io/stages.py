@@ -59,14 +59,14 @@ def run_training(
         model: the model.
         parts: the loss of a microbatch.
         w: copies of the weights.
-        batch: a tuple of pytrees of arrays, of the whole batch.
+        batch: a tuple of pytrees of arrays, each with one leading dim of microbatches.
         see: called with the gradients of each microbatch.
 
     Returns:
         As shardlib.pipeline.run_training: the loss is a partial sum over p. The metrics are reduced.
 
     Raises:
-        ValueError: `see` where there are stages.
+        ValueError: `see` where there are stages, or a batch of another number of microbatches than the configuration's.
     """
     if see and has_stages():
         raise ValueError(
@@ -74,7 +74,7 @@ def run_training(
             f"{mesh_axes()[PIPELINE_AXIS]}: its stages are at different microbatches at a time. Set mesh.p=1, or leave "
             "`see` out."
         )
-    batch = microbatches(batch, c.training.microbatches)
+    _check_count(c, batch)
     loss, g, metrics, seen = pipeline.run_training(parts, training_plan(c, model), w, batch, see)
     if metrics is not None:
         metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
@@ -82,16 +82,19 @@ def run_training(
 
 
 def run_evaluation(c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any) -> Any:
-    """The loss of `run_training`, without gradients. Without stages, it is computed for the whole batch at once."""
-    if not has_stages():
-        return parts.whole(w, *batch)[0]
-    plan = plan_evaluation(placement_of(c, model), c.training.microbatches)
-    return pipeline.run_evaluation(parts, plan, w, microbatches(batch, c.training.microbatches))
+    """The loss of `run_training`, without gradients."""
+    _check_count(c, batch)
+    return pipeline.run_evaluation(parts, plan_evaluation(placement_of(c, model), c.training.microbatches), w, batch)
 
 
-def microbatches(batch: Any, count: int) -> Any:
-    """Each device's own sequences [B, …], cut into microbatches: [count, B / count, …]."""
-    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+def _check_count(c: Config, batch: Any) -> None:
+    """Raises ValueError unless the batch has the microbatches that the schedule is for."""
+    found = len(jax.tree.leaves(batch)[0])
+    if found != c.training.microbatches:
+        raise ValueError(
+            f"the batch has {found} microbatches, but training.microbatches is {c.training.microbatches}. Give the "
+            "loader, or batch_shapes, the number of the configuration."
+        )
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:

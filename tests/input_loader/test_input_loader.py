@@ -306,11 +306,16 @@ def test_load_without_a_mesh(dataset):
 def test_batch_that_the_mesh_does_not_divide(dataset):
     with (
         jax.set_mesh(make_mesh(r=2, d=2, t=2)),
-        pytest.raises(
-            ValueError, match=r"batch of 6 sequences of 10 tokens does not divide evenly over the mesh .*'d': 2"
-        ),
+        pytest.raises(ValueError, match=r"microbatch of 6 sequences of 10 tokens does not divide evenly .*'d': 2"),
     ):
-        FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 6, SEQ_LEN)
+        FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 12, SEQ_LEN, microbatches=2)
+
+
+def test_batch_that_the_microbatches_do_not_divide(dataset):
+    with pytest.raises(ValueError, match=r"batch of 6 sequences .* into 4 microbatches\. Choose a multiple of 4 for"):
+        FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 6, SEQ_LEN, microbatches=4)
+    with pytest.raises(ValueError, match=r"microbatches is 0; it must lie in \[1, "):
+        FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 6, SEQ_LEN, microbatches=0)
 
 
 # ---- on the devices -----------------------------------------------------------------------------------------------
@@ -323,22 +328,32 @@ def make_mesh(**axes):
     )
 
 
-MESHES = [{"r": 1, "d": 1, "t": 1}, {"r": 1, "d": 8, "t": 1}, {"r": 1, "d": 1, "t": 8}, {"r": 2, "d": 2, "t": 2}]
+MESHES = [
+    {"r": 1, "d": 1, "t": 1},
+    {"r": 1, "d": 8, "t": 1},
+    {"r": 1, "d": 1, "t": 8},
+    {"r": 2, "d": 2, "t": 2},
+    {"r": 4, "d": 2, "t": 1},
+    {"p": 2, "r": 1, "d": 2, "t": 2},
+]
 
 
 @pytest.mark.parametrize("axes", MESHES)
-@pytest.mark.parametrize("packing", [True, False])
-def test_batches_are_the_same_on_every_mesh(dataset, axes, packing):
+@pytest.mark.parametrize(("packing", "microbatches"), [(True, 1), (False, 1), (True, 2), (False, 4)])
+def test_batches_and_their_microbatches_are_the_same_on_every_mesh(dataset, axes, packing, microbatches):
     with jax.set_mesh(make_mesh(**axes)):
         config = FlatTokensConfig(dataset[0], sequence_packing=packing)
-        loader = FlatTokensLoader(config, "train", 8, SEQ_LEN)
+        loader = FlatTokensLoader(config, "train", 32, SEQ_LEN, microbatches=microbatches)
     # Outside of the mesh's scope, as in the prefetching thread.
     batch = loader.load(5)
     assert isinstance(batch, TokenBatch)
-    for array, expected in zip(jax.tree.leaves(batch), loader.sequences(5, np.arange(8))[:3], strict=True):
+    size = 32 // microbatches
+    for array, rows in zip(jax.tree.leaves(batch), loader.sequences(5, np.arange(32))[:3], strict=True):
+        expected = np.stack([rows[k * size : (k + 1) * size] for k in range(microbatches)])
         np.testing.assert_array_equal(array, expected)
-        num_blocks = axes["r"] * axes["d"]
-        assert {shard.data.shape for shard in array.addressable_shards} == {(8 // num_blocks, SEQ_LEN)}
+        for shard in array.addressable_shards:
+            assert shard.data.shape == (microbatches, size // axes["r"] // axes["d"], SEQ_LEN)
+            np.testing.assert_array_equal(shard.data, expected[shard.index])
 
 
 HOST = """
@@ -347,38 +362,40 @@ import jax, numpy as np
 from jax.sharding import AxisType
 import input_loader
 
-path, out, port, host = *sys.argv[1:4], int(sys.argv[4])
-jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=host)
-assert (jax.device_count(), jax.local_device_count()) == (8, 4)
+path, out, port, host, hosts = *sys.argv[1:4], *map(int, sys.argv[4:])
+jax.distributed.initialize(f"localhost:{port}", num_processes=hosts, process_id=host)
+assert (jax.device_count(), jax.local_device_count()) == (8, 8 // hosts)
 mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
 with jax.set_mesh(mesh):
-    loader = input_loader.FlatTokensLoader(input_loader.FlatTokensConfig(path), "train", 8, 10)
+    loader = input_loader.FlatTokensLoader(input_loader.FlatTokensConfig(path), "train", 16, 10, microbatches=2)
 asked, read = [], loader.sequences
 loader.sequences = lambda step, which: asked.append(which) or read(step, which)
 batch = loader.load(3)
-seen = [(shard.index[0].start, shard.data) for shard in batch.targets.addressable_shards]
+seen = [(shard.index[1].start, shard.data) for shard in batch.targets.addressable_shards]
 np.savez(f"{out}/{host}.npz", asked=asked, starts=[start for start, _ in seen], blocks=[block for _, block in seen])
 """
 
 
-def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path):
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path, count):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": xla_flags(8 // count), "JAX_PLATFORMS": "cpu"}
     arguments = [sys.executable, "-c", HOST, dataset[0], str(tmp_path), str(port)]
     root = Path(__file__).parents[2]
-    hosts = [subprocess.Popen([*arguments, str(host)], env=env, cwd=root) for host in range(2)]
-    assert [host.wait(100) for host in hosts] == [0, 0]
+    hosts = [subprocess.Popen([*arguments, str(host), str(count)], env=env, cwd=root) for host in range(count)]
+    assert [host.wait(100) for host in hosts] == [0] * count
 
-    expected = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 8, SEQ_LEN).sequences(3, np.arange(8)).targets
-    results = [np.load(tmp_path / f"{host}.npz") for host in range(2)]
+    rows = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 16, SEQ_LEN).sequences(3, np.arange(16)).targets
+    first, second = rows[:8], rows[8:]
+    results = [np.load(tmp_path / f"{host}.npz") for host in range(count)]
     asked = [result["asked"] for result in results]
-    assert [rows.shape for rows in asked] == [(1, 4), (1, 4)]
-    np.testing.assert_array_equal(np.sort(np.concatenate(asked, axis=None)), np.arange(8))
+    assert [rows.shape for rows in asked] == [(1, 16 // count)] * count
+    np.testing.assert_array_equal(np.sort(np.concatenate(asked, axis=None)), np.arange(16))
     for result in results:
         for start, block in zip(result["starts"], result["blocks"], strict=True):
-            np.testing.assert_array_equal(block, expected[start : start + 2])
+            np.testing.assert_array_equal(block, [part[start : start + 2] for part in (first, second)])
 
 
 # ---- prefetching --------------------------------------------------------------------------------------------------
@@ -473,7 +490,7 @@ def test_prefetched_batches_are_those_of_load(dataset):
         loader = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 8, SEQ_LEN)
         with Prefetcher(loader.load, 2, 8) as batches:
             for step, batch in enumerate(batches, start=2):
-                np.testing.assert_array_equal(batch.targets, loader.sequences(step, np.arange(8)).targets)
+                np.testing.assert_array_equal(batch.targets, [loader.sequences(step, np.arange(8)).targets])
     assert step == 7
 
 

@@ -140,8 +140,9 @@ def test_any_step_and_any_rows(filespecs):
 def test_on_a_mesh(filespecs):
     mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
-        loader = make_loader(data(filespecs, {"web": 1, "code": 1}), "train", 8, SEQ_LEN)
-    np.testing.assert_array_equal(loader.load(7).targets, loader.sequences(7, np.arange(8)).targets)
+        loader = make_loader(data(filespecs, {"web": 1, "code": 1}), "train", 8, SEQ_LEN, microbatches=2)
+    expected = loader.sequences(7, np.arange(8)).targets
+    np.testing.assert_array_equal(loader.load(7).targets, [expected[:4], expected[4:]])
 
 
 def test_unigram_entropy(filespecs):

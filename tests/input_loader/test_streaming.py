@@ -64,14 +64,24 @@ def bpe(tmp_path_factory, texts):
     return str(path)
 
 
-def make(files, *, batch_size=BATCH, vocab_size=None, state=None, split="train", stream_settings=None, **settings):
+def make(
+    files,
+    *,
+    batch_size=BATCH,
+    vocab_size=None,
+    state=None,
+    split="train",
+    stream_settings=None,
+    microbatches=1,
+    **settings,
+):
     config = DataConfig(
         stream=StreamConfig(
             train_files=files, validation_files=files, **{"shuffle_block": 8} | (stream_settings or {})
         ),
         **settings,
     )
-    return make_loader(config, split, batch_size, SEQ_LEN, vocab_size, state=state)
+    return make_loader(config, split, batch_size, SEQ_LEN, vocab_size, state=state, microbatches=microbatches)
 
 
 def batches(loader, steps):
@@ -236,10 +246,11 @@ def test_prefetched_states_are_those_of_their_steps(files):
 def test_on_a_mesh(files):
     mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
-        loader = make(files, batch_size=8)
+        loader = make(files, batch_size=8, microbatches=2)
     alone = make(files, batch_size=8)
     for step in range(3):
-        np.testing.assert_array_equal(loader.load(step).targets, alone.sequences(step, np.arange(8)).targets)
+        expected = alone.sequences(step, np.arange(8)).targets
+        np.testing.assert_array_equal(loader.load(step).targets, [expected[:4], expected[4:]])
 
 
 def test_hosts_see_the_same_batch(files):

@@ -310,7 +310,7 @@ def compiled_step(length: int, model=None, **training):
     c = with_length(length, model, **training)
     with jax.set_mesh(tiny.mesh("one device")):
         state = jax.eval_shape(lambda: tiny.state(c))
-        return tiny.training_step(c).lower(state, batch_shapes(1, length), np.int32(0)).compile()
+        return tiny.training_step(c).lower(state, batch_shapes(1, length, 1), np.int32(0)).compile()
 
 
 def squares(hlo: str, length: int) -> set[str]:
@@ -346,5 +346,6 @@ def test_a_step_of_32k_tokens_runs():
         state = tiny.state(c)
         tokens = np.random.default_rng(0).integers(0, 1280, (1, 32768)).astype(np.uint32)
         start = np.arange(32768)[None] == 0
-        _, metrics = step(state, TokenBatch(tokens, start, np.ones_like(start)), np.int32(4))
+        batch = tiny.place_batch(c, TokenBatch(tokens, start, np.ones_like(start)))
+        _, metrics = step(state, batch, np.int32(4))
         assert 6.5 < float(metrics.loss) < 8.5  # log 1280 is 7.2

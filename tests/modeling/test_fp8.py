@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from input_loader import TokenBatch, batch_shapes
+from input_loader import batch_shapes
 from modeling import fp8
 from models import gpt2
 from shardlib import shardops
@@ -86,7 +86,7 @@ def test_einsum_takes_it_for_two_operands_alone():
 def program(c) -> str:
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         state = jax.eval_shape(lambda: tiny.state(c))
-        shapes = batch_shapes(c.training.batch_size, c.training.seq_len)
+        shapes = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
         return tiny.training_step(c).lower(state, shapes, np.int32(0)).as_text()
 
 
@@ -107,7 +107,7 @@ def test_losses_stay_close_to_those_in_bf16():
     for on in (False, True):
         c = tiny.config(compute_dtype="bf16", fp8=on)
         with jax.set_mesh(tiny.mesh("d=4 t=2")):
-            state, step, batch = tiny.state(c), tiny.training_step(c), tiny.place(tiny.host_batch(), TokenBatch)
+            state, step, batch = tiny.state(c), tiny.training_step(c), tiny.place_batch(c)
             curves[on] = []
             for i in range(20):
                 state, metrics = step(state, batch, np.int32(i))

@@ -187,7 +187,7 @@ class OtherLogits(train.Llama):
 def trace(c, model) -> None:
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         state = jax.eval_shape(lambda: tiny.state(c))
-        shapes = batch_shapes(c.training.batch_size, c.training.seq_len)
+        shapes = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
         train.make_training_step(c, model).trace(state, shapes, np.int32(0))
 
 

@@ -63,7 +63,7 @@ def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pas
     c = tiny.config(tiny.model(layers=LAYERS, n_kv=2), unroll=unroll)
     with jax.set_mesh(tiny.mesh("one device")):
         state = jax.eval_shape(lambda: tiny.state(c))
-        shapes = batch_shapes(c.training.batch_size, c.training.seq_len)
+        shapes = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
         program = tiny.training_step(c).lower(state, shapes, np.int32(0)).as_text()
     assert len(re.findall(r"%\d+:\d+ = stablehlo.optimization_barrier", program)) == barriers
 

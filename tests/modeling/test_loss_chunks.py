@@ -10,7 +10,6 @@ import pytest
 import tiny
 from gradients import assert_same, loss_and_gradients, meshes
 
-from input_loader import TokenBatch
 from modeling.loss_chunks import sum_in_chunks
 from models import gpt2
 from shardlib.shardtypes import dtype_name, pytree_dataclass
@@ -70,7 +69,7 @@ def test_an_evaluation_is_the_same():
     found = []
     model = tiny.model(vocab=80, layers=1)
     with jax.set_mesh(tiny.mesh("one device")):
-        w, batch = tiny.weights(model), tiny.place(tiny.host_batch(), TokenBatch)
+        w, batch = tiny.weights(model), tiny.place_batch(tiny.config(model))
         for chunk in (None, 2):
             step = tiny.evaluation_step(tiny.config(model, loss_chunk=chunk))
             program = step.lower(w, batch).compile()

@@ -9,6 +9,7 @@ import pytest
 import tiny
 from compiled import collectives
 
+import train
 from input_loader import TokenBatch
 from modeling.weights import initialize
 from models import gpt2
@@ -33,20 +34,24 @@ def losses_and_grads(w, batch, c):
     """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
     settings = tiny.config(c)
 
-    def everything(w: gpt2.GPT2, batch: TokenBatch) -> tuple[f32["B/r/d L V/t"], f32[""], gpt2.GPT2]:
-        return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, batch, settings)
+    def everything(
+        w: gpt2.GPT2, batch: TokenBatch, of_step: train.Batch
+    ) -> tuple[f32["B/r/d L V/t"], f32[""], gpt2.GPT2]:
+        return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, of_step, settings)
 
-    return jax.tree.map(np.asarray, tiny.per_device(everything)(w, tiny.place(batch, TokenBatch)))
+    batches = tiny.place(batch, TokenBatch), tiny.place_batch(settings, batch)
+    return jax.tree.map(np.asarray, tiny.per_device(everything)(w, *batches))
 
 
 def loss_with_dropout(mesh: str, rate: float, seeds, **training) -> float:
-    c = model(dropout=rate)
+    c = tiny.config(model(dropout=rate), **training)
 
-    def loss(w: gpt2.GPT2, batch: TokenBatch, seeds: u32["B/r/d"]) -> f32[""]:
-        return tiny.loss_and_gradients(w, batch, tiny.config(c, **training), seeds)[0]
+    def loss(w: gpt2.GPT2, batch: train.Batch, seeds: u32["m B/r/d"]) -> f32[""]:
+        return tiny.loss_and_gradients(w, batch, c, seeds)[0]
 
     with jax.set_mesh(tiny.mesh(mesh)):
-        return float(tiny.per_device(loss)(weights(c), tiny.place(tiny.host_batch(), TokenBatch), np.uint32(seeds)))
+        seeds = np.uint32(seeds).reshape(c.training.microbatches, -1)
+        return float(tiny.per_device(loss)(weights(c.model), tiny.place_batch(c), seeds))
 
 
 SEEDS = np.arange(100, 100 + tiny.BATCH)
@@ -78,7 +83,7 @@ def test_training_drops_other_entries_at_each_step_and_evaluation_none():
     c = tiny.config(model(dropout=0.3))
     c.optimizer.learning_rate = 0.0
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        state, batch = tiny.state(c), tiny.place_batch(c)
         evaluate = tiny.evaluation_step(c)
         nats, targets = evaluate(state.weights, batch)
         without = losses_and_grads(state.weights, tiny.host_batch(), model())[1]
@@ -110,7 +115,7 @@ def test_training_drops_other_entries_in_each_sequence():
 def test_weights_gathered_ahead_are_not_gathered_again():
     c = tiny.config(model(), microbatches=2, gather_weights="step")
     with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
-        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        state, batch = tiny.state(c), tiny.place_batch(c)
         compiled = tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
     found = collectives(compiled.as_text())
     assert found["forward"] == {"all-gather": 2, "reduce-scatter": 2}

@@ -21,7 +21,6 @@ from safetensors.numpy import load_file, save_file
 
 import train
 from configuration.differences import config_differences
-from input_loader import TokenBatch
 from modeling.model import load_model
 from modeling.settings import RopeScaling
 from modeling.weights import shapes_of
@@ -383,7 +382,7 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, capsys):
         )
         assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, state.weights, shapes(c))))
         assert not any(np.asarray(x).any() for x in jax.tree.leaves((state.adam_mu, state.adam_nu)))
-        nats, targets = tiny.evaluation_step(settings)(state.weights, tiny.place(batch, TokenBatch))
+        nats, targets = tiny.evaluation_step(settings)(state.weights, tiny.place_batch(settings, batch))
     np.testing.assert_allclose(nats / targets, expected, rtol=1e-5)
 
 

@@ -17,7 +17,6 @@ from optax.contrib import MuonDimensionNumbers
 from optax_truth import SIZES, of_kinds, random_like, same, updated_by_optax, updated_on
 
 import train
-from input_loader import TokenBatch
 from modeling.model import load_model
 from modeling.weights import Weight, matrix, vector
 from optimizers import muon as optimizers
@@ -244,7 +243,7 @@ def test_a_training_step_adds_the_exchange_and_learns():
     c = tiny.config()
     c.optimizer = config()
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        state, batch = tiny.state(c), tiny.place_batch(c)
         step = tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
         curve = []
         for i in range(12):

@@ -284,7 +284,8 @@ def traced(source: str) -> None:
     mesh = AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(source) as train, use_abstract_mesh(mesh):
         c.model.module = train.__name__
-        train.programs(c, load_model(c.model), batch_shapes(c.training.batch_size, c.training.seq_len))
+        batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
+        train.programs(c, load_model(c.model), batch)
 
 
 def test_the_first_change_and_its_refusal():

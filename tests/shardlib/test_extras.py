@@ -67,7 +67,7 @@ def trained(case: str | None, kind: type = Penalized) -> tuple:
     model = kind(c.model)
     with jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
-        data = tiny.place(batch(), TokenBatch)
+        data = tiny.place_batch(c, batch())
         nats, targets = train.make_evaluation_step(c, model)(state.weights, data)
         step, steps = train.make_training_step(c, model), []
         for i in range(3):
@@ -119,4 +119,4 @@ def test_what_is_no_scalar_or_differs_is_refused(given, message):
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         state, step = jax.eval_shape(lambda: tiny.state(c)), train.make_training_step(c, Wrong(c.model))
         with pytest.raises(ShardError, match=message):
-            step.lower(state, tiny.host_batch(), np.int32(0))
+            step.lower(state, tiny.place_batch(c), np.int32(0))

@@ -23,7 +23,7 @@ from jax import lax
 
 import train
 from cluster.devices import make_mesh
-from input_loader import TokenBatch
+from input_loader import TokenBatch, in_microbatches
 from jax_extra import save_for_backward
 from modeling.model import load_model
 from modeling.weights import initialize
@@ -134,7 +134,7 @@ def one_step(c: Config, mesh):
     """
     with jax.set_mesh(mesh):
         order = placement_of(c, load_model(c.model)).order
-        state, placed = tiny.state(c, 7), tiny.place(batch(), TokenBatch)
+        state, placed = tiny.state(c, 7), tiny.place_batch(c, batch())
         nats, targets = tiny.evaluation_step(c)(state.weights, placed)
         state, metrics = tiny.training_step(c)(state, placed, np.int32(4))
         host = in_layer_order(jax.tree.map(np.asarray, state), order)
@@ -244,16 +244,16 @@ def dropout_step(p: int, recompute: bool):
     )
     c.training.batch_size = BATCH
     c.pipeline = PipelineConfig(virtual_stages=2, recompute=recompute)
-    seeds = np.arange(BATCH, dtype=np.uint32)
+    seeds = np.arange(BATCH, dtype=np.uint32).reshape(4, -1)
 
-    def per_device(w: gpt2.GPT2, batch: TokenBatch, seeds: u32["B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
+    def per_device(w: gpt2.GPT2, batch: train.Batch, seeds: u32["m B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
         return tiny.loss_and_gradients(w, batch, c, seeds)
 
     with jax.set_mesh(tiny.mesh("one device") if p == 1 else make_mesh(1, 1, 2, jax.devices()[: 2 * p], p)):
         model = load_model(c.model)
         order = placement_of(c, model).order
         w = jax.jit(lambda key: initialize(model.table, key, order))(jax.random.key(1))
-        loss, g = tiny.per_device(per_device)(w, tiny.place(batch(), TokenBatch), seeds)
+        loss, g = tiny.per_device(per_device)(w, tiny.place_batch(c, batch()), seeds)
         return float(loss), in_layer_order(jax.tree.map(np.asarray, g), order)
 
 
@@ -279,7 +279,7 @@ def traced_step(c: Config):
     shapes = jax.eval_shape(lambda: tiny.state(c))
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     state = jax.tree.map(place, shapes, make_shardings(train.State[train.Transformer], like=shapes))
-    return tiny.training_step(c).trace(state, batch(), np.int32(0))
+    return tiny.training_step(c).trace(state, in_microbatches(batch(), c.training.microbatches), np.int32(0))
 
 
 def trace(monkeypatch, part: str, instead, of: type = train.Llama):
@@ -467,7 +467,7 @@ def test_stages_run_the_one_forward_pass(part, monkeypatch):
         found = []
         for p, devices in ((1, 2), (2, 4)):
             with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:devices], p)):
-                state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+                state, batch = tiny.state(c), tiny.place_batch(c)
                 nats, targets = tiny.evaluation_step(c)(state.weights, batch)
                 _, metrics = tiny.training_step(c)(state, batch, np.int32(1))
                 found += [float(nats / targets), float(metrics.loss)]

@@ -16,12 +16,14 @@ from shardlib.shardtypes import f32
 
 
 def loss_and_gradients(batch: TokenBatch, dtype: str, c: ModelConfig):
-    def per_device(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
-        return tiny.loss_and_gradients(w, batch, tiny.config(c))
+    settings = tiny.config(c)
+
+    def per_device(w: train.Transformer, batch: train.Batch) -> tuple[f32[""], train.Transformer]:
+        return tiny.loss_and_gradients(w, batch, settings)
 
     with jax.set_mesh(tiny.mesh("one device")):
         return jax.tree.map(
-            np.asarray, tiny.per_device(per_device, dtype)(tiny.weights(c), tiny.place(batch, TokenBatch))
+            np.asarray, tiny.per_device(per_device, dtype)(tiny.weights(c), tiny.place_batch(settings, batch))
         )
 
 
@@ -44,7 +46,7 @@ def test_gradients_are_those_in_f32_up_to_bf16_rounding():
 def test_matrices_are_communicated_in_bf16():
     c = tiny.config(compute_dtype="bf16")
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        state, batch = tiny.state(c), tiny.place_batch(c)
         text = tiny.training_step(c).lower(state, batch, np.int32(0)).as_text()
     for op in ("all_gather", "reduce_scatter"):
         results = re.findall(rf'"stablehlo.{op}".*?-> tensor<([\dx]*)x(\w+)>', text, flags=re.S)

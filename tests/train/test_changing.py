@@ -49,7 +49,7 @@ def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = N
     with module_of(changed(recipe)) as train, jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
         model = load_model(c.model)
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
-        batch = tiny.place(batch or tiny.host_batch(), TokenBatch)
+        batch = tiny.place_batch(c, batch)
         nats, targets = train.make_evaluation_step(c, model)(state.weights, batch)
         step, found = train.make_training_step(c, model), Trained([], [], [], float(nats / targets), None)
         for i in range(steps):
@@ -105,7 +105,7 @@ def test_the_types_of_each_recipe_hold(recipe):
     mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
         model = load_model(c.model)
-        batch = batch_shapes(tiny.BATCH, tiny.LENGTH, len(inputs_of(model)))
+        batch = batch_shapes(tiny.BATCH, tiny.LENGTH, 2, len(inputs_of(model)))
         assert train.programs(c, model, batch).keys() == {"training", "evaluation"}
 
 
@@ -114,7 +114,7 @@ def test_gradients_of_microbatches_are_refused_with_stages():
     mesh = AbstractMesh((2, 1, 2, 1), ("p", "r", "d", "t"), axis_types=(AxisType.Explicit,) * 4)
     refused = pytest.raises(ValueError, match=r"`see` .*, but mesh\.p is 2: .* Set mesh\.p=1")
     with module_of(changed("Gradients of each microbatch")) as train, jax.sharding.use_abstract_mesh(mesh), refused:
-        train.programs(c, load_model(c.model), batch_shapes(tiny.BATCH, tiny.LENGTH))
+        train.programs(c, load_model(c.model), batch_shapes(tiny.BATCH, tiny.LENGTH, 2))
 
 
 QUICK = ("A second input beside tokens",)  # the others' dense tests are slow: rules have quick ones
@@ -170,6 +170,17 @@ def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, pipeline):
     (tmp_path / "train.py").write_text(changed("A loss or a metric from a layer"))
     done = verify(tmp_path, "verify.meshes=[2x2x2,2x1x2x2]", "verify.precisions=[f64]", *pipeline)
     assert "In f64, all 2 meshes agree with one device." in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [["mesh.p=1", "training.microbatches=2"], ["pipeline.schedule=1f1b"]])
+def test_in_f64_a_loss_that_is_not_linear_over_a_microbatch_is_that_of_one_device(tmp_path, pipeline):
+    recipe = changed("A loss or a metric from a layer")
+    assert recipe.count("loss=0.01 * size,") == 1
+    (tmp_path / "train.py").write_text(recipe.replace("loss=0.01 * size,", "loss=size * size,"))
+    mesh = "2x2x2" if "mesh.p=1" in pipeline else "2x1x2x2"
+    done = verify(tmp_path, f"verify.meshes=[{mesh}]", "verify.precisions=[f64]", *pipeline)
+    assert "In f64, all 1 meshes agree with one device." in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.long

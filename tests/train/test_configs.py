@@ -12,7 +12,7 @@ from shipped import CONFIGS, RUNS, load
 
 import train
 from configuration.differences import config_differences
-from input_loader import TokenBatch
+from input_loader import batch_shapes
 from modeling.model import load_model
 from training_io.config import Config
 from training_io.resuming import fixed_settings, with_defaults
@@ -27,10 +27,9 @@ def trace_step(c: Config, devices: int) -> train.State:
     """Type-checks the training step as it would run on so many devices, and gives the shapes of its state."""
     r, t = c.mesh.r, c.mesh.t
     mesh = AbstractMesh((r, devices // r // t, t), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
-    rows = (c.training.batch_size, c.training.seq_len)
-    batch = TokenBatch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.uint32, jnp.bool_, jnp.bool_)))
+    sizes = c.training.batch_size, c.training.seq_len, c.training.microbatches
     with jax.sharding.use_abstract_mesh(mesh):
-        model = load_model(c.model)
+        model, batch = load_model(c.model), batch_shapes(*sizes)
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
         step = jax.ShapeDtypeStruct((), jnp.int32)
         new, metrics = jax.eval_shape(train.make_training_step(c, model), state, batch, step)

@@ -18,7 +18,7 @@ from own_model import MINE
 import flat_tokens
 import train
 from cluster.devices import make_mesh
-from input_loader import DataConfig, SourceConfig, StreamConfig, TokenBatch, make_loader
+from input_loader import DataConfig, SourceConfig, StreamConfig, make_loader
 from modeling.model import Tokens, load_model
 from sampling.drawing import Settings
 from sampling.sampler import Sampler
@@ -216,12 +216,14 @@ def windows(ids, values):
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 8, 1), (2, 2, 2)])
 def test_batches_on_devices(dataset, sizes):
     with jax.set_mesh(make_mesh(*sizes, jax.devices()[: np.prod(sizes)])):
-        loader = make_loader(DataConfig(filespec=dataset[0]), "train", 8, SEQ_LEN, inputs=("weight", "kind"))
-        plain = make_loader(DataConfig(filespec=dataset[0]), "train", 8, SEQ_LEN)
-        expected = make_shardings(TokenBatch)
+        sizes = {"batch_size": 16, "seq_len": SEQ_LEN, "microbatches": 2}
+        loader = make_loader(DataConfig(filespec=dataset[0]), "train", **sizes, inputs=("weight", "kind"))
+        plain = make_loader(DataConfig(filespec=dataset[0]), "train", **sizes)
+        expected = make_shardings(train.Batch)
     batch = loader.load(5)
-    np.testing.assert_array_equal(batch.inputs, loader.sequences(5, np.arange(8)).inputs)
-    assert batch.inputs.sharding.is_equivalent_to(expected.inputs, 3)
+    first, second = (loader.sequences(5, rows).inputs for rows in (np.arange(8), np.arange(8, 16)))
+    np.testing.assert_array_equal(batch.inputs, [first, second])
+    assert batch.inputs.sharding.is_equivalent_to(expected.inputs, 4)
     assert plain.load(5).inputs is None
 
 
@@ -395,7 +397,7 @@ def test_it_is_not_sampled(data, tmp_path):
 def test_its_step_is_type_checked_by_verify(data):
     c = config(str(data), microbatches=2)
     type_check(c, {"p": 2, "r": 1, "d": 2, "t": 2})
-    assert random_batch(c).inputs.shape == (8, tiny.LENGTH, 2)
+    assert random_batch(c).inputs.shape == (2, 4, tiny.LENGTH, 2)
 
 
 @pytest.mark.quick

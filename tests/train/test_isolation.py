@@ -12,6 +12,7 @@ from input_loader import TokenBatch
 @pytest.mark.long
 def test_a_target_sees_its_document_up_to_itself():
     c, length = tiny.model(embed_init_scale=1.0), tiny.LENGTH
+    settings = tiny.config(c)
     # Each place of the first row holds a token of its own, so a row of the table's gradient tells which place was seen.
     tokens = np.zeros((tiny.BATCH, length), np.uint32)
     tokens[0] = np.arange(1, length + 1)
@@ -19,15 +20,15 @@ def test_a_target_sees_its_document_up_to_itself():
     starts[:, 0] = True
     starts[0, [5, 6, 11]] = True
 
-    def gradient(w: train.Transformer, batch: TokenBatch) -> train.Transformer:
-        return tiny.loss_and_gradients(w, batch, tiny.config(c))[1]
+    def gradient(w: train.Transformer, batch: train.Batch) -> train.Transformer:
+        return tiny.loss_and_gradients(w, batch, settings)[1]
 
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         w, step = tiny.weights(c), tiny.per_device(gradient)
         for place in range(length):
             mask = np.zeros_like(starts)
             mask[0, place] = True
-            batch = tiny.place(TokenBatch(targets=tokens, is_seq_start=starts, loss_mask=mask), TokenBatch)
+            batch = tiny.place_batch(settings, TokenBatch(targets=tokens, is_seq_start=starts, loss_mask=mask))
             table = np.asarray(step(w, batch).embed)
             seen = set(np.flatnonzero(np.abs(table).sum(axis=1)))
             first = max(i for i in range(place + 1) if starts[0, i])

@@ -1,14 +1,22 @@
 """Gradient accumulation: the same gradients as the whole batch, in the memory of a part, communicating as it says."""
 
+from pathlib import Path
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from compiled import collectives, compile_step
 
 import train
-from input_loader import TokenBatch
-from shardlib.shardtypes import f32
+from cluster.devices import make_mesh
+from input_loader import FlatTokensConfig, FlatTokensLoader, TokenBatch, batch_shapes
+from shardlib import shardops
+from shardlib.layers import Extras
+from shardlib.pipeline import Parts, plan_training, run_training
+from shardlib.placement import Placement
+from shardlib.shardtypes import Array, f32, f64, pytree_dataclass, typed_shard_map
 from training_io.config import check_divides
 
 MESH = "r=2 d=2 t=2"
@@ -17,12 +25,12 @@ MESH = "r=2 d=2 t=2"
 def loss_and_gradients(batch: TokenBatch, **training):
     c = tiny.config(tiny.model(qk_norm=True), **training)
 
-    def per_device(w: train.Transformer, batch: TokenBatch) -> tuple[f32[""], train.Transformer]:
+    def per_device(w: train.Transformer, batch: train.Batch) -> tuple[f32[""], train.Transformer]:
         return tiny.loss_and_gradients(w, batch, c)
 
     with jax.set_mesh(tiny.mesh(MESH)):
         w = tiny.weights(c.model)
-        return jax.tree.map(np.asarray, tiny.per_device(per_device)(w, tiny.place(batch, TokenBatch)))
+        return jax.tree.map(np.asarray, tiny.per_device(per_device)(w, tiny.place_batch(c, batch)))
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +46,101 @@ def test_gradients_are_those_of_the_whole_batch(whole_batch, n, gather):
     # Rounding, relative to the largest entry: targets are masked unevenly, so the parts do not weigh the same.
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
     jax.tree.map(close, g, whole_batch[1])
+
+
+MESHES = {  # name: p, r, d, t
+    "one device": (1, 1, 1, 1),
+    "d=8": (1, 1, 8, 1),
+    "r=2 d=2 t=2": (1, 2, 2, 2),
+    "r=4 t=2": (1, 4, 1, 2),
+    "p=2": (2, 1, 1, 1),
+    "p=2 r=2 d=2": (2, 2, 2, 1),
+}
+
+
+@pytree_dataclass
+class TwoLayers:
+    layers: Array["layers/p", f64["L"]]
+
+
+def sum_of_squares(weights, targets):
+    """Σ s² over the microbatches, s the mean of tanh(w₁ tanh(w₀ x)) over all of one; and its gradients. In numpy."""
+    loss, gradients = 0.0, np.zeros_like(weights)
+    for x in targets / 1280:
+        first = np.tanh(weights[0] * x)
+        second = np.tanh(weights[1] * first)
+        loss += second.mean() ** 2
+        g_second = 2 * second.mean() / x.size * (1 - second**2)
+        gradients[1] += np.sum(g_second * first, 0)
+        gradients[0] += np.sum(g_second * weights[1] * (1 - first**2) * x, 0)
+    return loss, gradients
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
+    """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
+    p, r, d, t = MESHES[mesh]
+    plan = plan_training(Placement(p, 1, (2 // p,) * p), "eager_1f1b", m, recompute=False)
+    config = FlatTokensConfig(str(Path(__file__).parents[2] / "synthetic_dataset.zarr"))
+
+    def layers(w, x, *_):
+        for i in range(2 // p):
+            row = jax.tree.map(lambda copy, i=i: copy[i], w)
+            x = jnp.tanh(shardops.einsum_unreduced("L, B/r/d L -> B/r/d L", row, x))
+        return x, Extras()
+
+    def last(w, y, batch):
+        size = y.size * shardops.axis_size("r") * shardops.axis_size("d")
+        return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", y)) ** 2 / size**2
+
+    first = lambda w, batch: jnp.float64(batch.targets) / 1280
+    whole = lambda w, batch: (last(w, layers(w.layers, first(w, batch))[0], batch), Extras())
+
+    @typed_shard_map
+    def step(w: TwoLayers, batch: train.Batch) -> tuple[f64[""], TwoLayers]:
+        copies, reduced = jax.vjp(lambda w: shardops.replicate("... -> ... *r *d", w), w)
+        loss, g, *_ = run_training(Parts(whole, first, layers, last), plan, copies, (batch,))
+        return shardops.psum("+p ->", loss), reduced(g)[0]
+
+    weights = np.random.default_rng(0).standard_normal((2, 16))
+    with jax.enable_x64(True), jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
+        loader = FlatTokensLoader(config, "train", 48, 16, microbatches=m)
+        loss, g = jax.jit(step)(tiny.place(TwoLayers(weights), TwoLayers), loader.load(3))
+        rows = loader.sequences(3, np.arange(48)).targets.astype(np.float64)
+    expected, gradients = sum_of_squares(weights, rows.reshape(m, 48 // m, 16))
+    np.testing.assert_allclose(loss, expected, rtol=1e-12)
+    np.testing.assert_allclose(g.layers, gradients, rtol=1e-10, atol=1e-14)
+    another, _ = sum_of_squares(weights, rows.reshape(48 // m, m, 16).swapaxes(0, 1))
+    assert m == 1 or abs(another - expected) > 1e-4 * expected, "other sequences together give another loss"
+
+
+@pytest.mark.long
+def test_each_microbatch_has_the_same_gradients_on_every_mesh():
+    c = tiny.config(microbatches=2)
+
+    def norms(w: train.Transformer, batch: train.Batch) -> f32["m"]:
+        return train.loss_and_gradients(w, batch, c, tiny.forward(c), see=train.global_norm)[3]
+
+    found = {}
+    for mesh in ("one device", "d=4 t=2", MESH):
+        with jax.set_mesh(tiny.mesh(mesh)):
+            found[mesh] = np.asarray(tiny.per_device(norms)(tiny.weights(c.model), tiny.place_batch(c)))
+    first, second = found["one device"]
+    assert abs(first / second - 1) > 1e-2, "the two differ"
+    for mesh in ("d=4 t=2", MESH):
+        np.testing.assert_allclose(found[mesh], found["one device"], rtol=1e-5, err_msg=mesh)
+
+
+def test_a_batch_of_another_number_of_microbatches_is_refused():
+    c = tiny.config(microbatches=2)
+    with jax.set_mesh(tiny.mesh("one device")):
+        state, batch = jax.eval_shape(lambda: tiny.state(c)), batch_shapes(tiny.BATCH, tiny.LENGTH, 4)
+        refused = pytest.raises(ValueError, match=r"has 4 microbatches, but training\.microbatches is 2\. Give the ")
+        with refused:
+            tiny.training_step(c).trace(state, batch, np.int32(0))
+        with refused:
+            tiny.evaluation_step(c).trace(state.weights, batch)
 
 
 def test_weights_gathered_ahead_are_not_gathered_again():

@@ -211,7 +211,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "the result says +t, but no contracted dim is sharded over it",
     ),
     "the count of targets stays per device": (
-        'shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))',
+        'shardops.psum("+r +d ->", shardops.einsum_unreduced("m B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))',
         "jnp.float32(jnp.sum(batch.loss_mask))",
         "count_targets, result: f32['']: the value differs between devices of r, d",
     ),
@@ -345,7 +345,7 @@ def trace_step():
         with jax.sharding.use_abstract_mesh(mesh):
             model = load_model(config.model)
             state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), config, model))
-            batch = batch_shapes(8, 4)
+            batch = batch_shapes(8, 4, 2)
             module.make_training_step(config, model).eval_shape(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
             module.make_evaluation_step(config, model).eval_shape(state.weights, batch)
 

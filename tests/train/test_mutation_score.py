@@ -126,7 +126,7 @@ def program(source: str, name: str) -> Program:
         with jax.sharding.use_abstract_mesh(MESHES[stages]):
             model = load_model(c.model)
             state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), c, model))
-            batch = batch_shapes(16, 4)
+            batch = batch_shapes(16, 4, c.training.microbatches)
             # First what is traced sooner, and refuses most mutants.
             evaluation = module.make_evaluation_step(c, model).trace(state.weights, batch)
             step = module.make_training_step(c, model).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))

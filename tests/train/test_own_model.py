@@ -11,7 +11,6 @@ import tiny
 from own_model import MINE
 
 from cluster.devices import make_mesh
-from input_loader import TokenBatch
 from modeling.model import load_model
 from modeling.weights import initialize
 from sampling.drawing import Settings
@@ -55,7 +54,7 @@ def losses(place: str, gather: str) -> list[float]:
     """Of steps on one batch, and last that of the evaluation."""
     c = config(place, microbatches=2, gather_weights=gather)
     with jax.set_mesh(mesh_of(place)):
-        state, batch = tiny.state(c), tiny.place(tiny.host_batch(), TokenBatch)
+        state, batch = tiny.state(c), tiny.place_batch(c)
         step, found = tiny.training_step(c), []
         for i in range(6):
             state, metrics = step(state, batch, np.int32(i))

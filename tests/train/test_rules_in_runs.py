@@ -65,7 +65,7 @@ def check_steps(name: str, place: str, path: str) -> None:
     model = models.KINDS[name](c.model)
     loss, gradients = expected(name, length)
     with jax.set_mesh(make_mesh(1, d, t, jax.devices()[: p * d * t], p)):
-        w, data = models.placed_weights(name), tiny.place(batch(length), TokenBatch)
+        w, data = models.placed_weights(name), tiny.place_batch(c, batch(length))
         forward = train.Forward(model, c.training)
         assert all(line.startswith(path) for line in describe_attention(forward, length))
         nats, targets = train.make_evaluation_step(c, model)(w, data)

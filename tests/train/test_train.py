@@ -57,7 +57,7 @@ def test_twenty_steps_are_the_same_on_every_mesh():
             state, step_fn = tiny.state(c), tiny.training_step(c)
             curve = []
             for step in range(20):
-                batch = tiny.place(tiny.host_batch(seed=step), TokenBatch)
+                batch = tiny.place_batch(c, tiny.host_batch(seed=step))
                 state, metrics = step_fn(state, batch, np.int32(step))
                 curve.append(metrics.loss)
             curves[name] = np.array(curve)
@@ -131,10 +131,10 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
         rows = np.asarray(encoded[: 2 * tiny.BATCH * tiny.LENGTH]).reshape(2 * tiny.BATCH, tiny.LENGTH)
         batch = TokenBatch((rows >> 1).astype(np.uint32), rows % 2 == 1, np.ones(rows.shape, bool))
 
-        def loss(w: train.Transformer, batch: TokenBatch) -> f32[""]:
+        def loss(w: train.Transformer, batch: train.Batch) -> f32[""]:
             return tiny.loss_and_gradients(w, batch, tiny.config(c))[0]
 
-        expected = tiny.per_device(loss)(w, tiny.place(batch, TokenBatch))
+        expected = tiny.per_device(loss)(w, tiny.place_batch(tiny.config(c), batch))
     assert events(unbroken)[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
     assert events(unbroken)[0]["targets"] == rows.size
 

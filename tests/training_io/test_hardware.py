@@ -13,7 +13,6 @@ from losses_of_runs import losses
 
 from cluster.config import DistributedConfig, HardwareConfig
 from cluster.devices import known_options, start_devices
-from input_loader import TokenBatch
 from modeling.model import load_model
 from train import make_evaluation_step
 from training_io.config import check_config, register_schema
@@ -116,7 +115,7 @@ def test_the_others_reach_both_steps(tmp_path, monkeypatch):
             compile_with_hlo_dump(lowered, tmp_path, {"xla_not_there": 1})
     c = tiny.config()
     with jax.set_mesh(tiny.mesh("one device")):
-        w, batch = tiny.weights(c.model), tiny.place(tiny.host_batch(), TokenBatch)
+        w, batch = tiny.weights(c.model), tiny.place_batch(c)
         nats, _ = make_evaluation_step(c, load_model(c.model), {"xla_cpu_enable_fast_math": False})(w, batch)
         assert nats > 0
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_not_there"):

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import train
 from cluster.devices import make_mesh
-from input_loader import TokenBatch, batch_shapes, make_loader
+from input_loader import TokenBatch, batch_shapes, in_microbatches, make_loader
 from modeling.model import compute_scope, inputs_of, load_model
 from modeling.weights import are_stacks
 from shardlib.array_types import ABSENT, arrays_of
@@ -27,7 +27,7 @@ from shardlib.op_checks import varying
 from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
 from shardlib.pipeline import Parts
 from shardlib.placement import Placement
-from shardlib.shardtypes import make_partition_specs, make_shardings
+from shardlib.shardtypes import make_partition_specs, make_shardings, u32
 from shardlib.values import pipeline_stage
 from tools.verify.names import line_of_field, line_of_function, name_of_site
 from tools.verify.record import Recorder, Site, recording, scan, summed_in_blocks
@@ -38,8 +38,10 @@ AXES = ("p", "r", "d", "t")
 """Axes of the mesh, major to minor."""
 WITHIN_STAGES = AXES[1:]
 """Axes that shard activations."""
-OF_SEQUENCES = P(("r", "d"))
-"""Sharding of an array with an entry for each sequence of the batch."""
+OfStep = tuple[train.Batch, u32["m B/r/d"] | None]
+"""The batch of a step, and a random number for each of its sequences."""
+Whole = tuple[TokenBatch, u32["B/r/d"] | None]
+"""Likewise, with all sequences in one dim."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Inputs:
 
     state: Any
     batch: TokenBatch
+    """The batch of a step, [m, B, …]."""
     seeds: np.ndarray | None
     step: int
 
@@ -110,7 +113,8 @@ def loaded_batch(c: Config, step: int) -> TokenBatch:
     if c.data.stream is not None:
         raise ValueError("a stream would have to be read from its start")
     t = c.training
-    loader = make_loader(c.data, "train", t.batch_size, t.seq_len, c.model.vocab, inputs=inputs_of(load_model(c.model)))
+    sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
+    loader = make_loader(c.data, "train", **sizes, vocab_size=c.model.vocab, inputs=inputs_of(load_model(c.model)))
     return jax.tree.map(on_host, loader.load(step))
 
 
@@ -124,7 +128,12 @@ def random_batch(c: Config) -> TokenBatch:
     )
     if count := len(inputs_of(load_model(c.model))):  # 0 and 1 are in the range of any input
         batch.inputs = rng.integers(0, 2, (*shape, count)).astype(np.uint32)
-    return batch
+    return in_microbatches(batch, c.training.microbatches)
+
+
+def whole(batch: Any) -> Any:
+    """Host arrays [m, B, …], each as [m·B, …]."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
 
 def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
@@ -142,7 +151,8 @@ def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
             x = (np.square(noise) + 0.1) / count if "nu" in name else noise / math.sqrt(count)
         return x.astype(jax.dtypes.canonicalize_dtype(np.float64))
 
-    seeds = rng.integers(0, 2**32, c.training.batch_size, dtype=np.uint32) if getattr(c.model, "dropout", 0) else None
+    shape = batch.targets.shape[:2]
+    seeds = rng.integers(0, 2**32, shape, dtype=np.uint32) if getattr(c.model, "dropout", 0) else None
     return Inputs(jax.tree_util.tree_map_with_path(noisy, state), batch, seeds, max(1, c.optimizer.warmup_steps))
 
 
@@ -152,7 +162,7 @@ def type_check(c: Config, sizes: Mapping[str, int]) -> None:
     with abstract_mesh_of(sizes):
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(t.seed), c, model))
         step = jax.ShapeDtypeStruct((), np.int32)
-        batch = batch_shapes(t.batch_size, t.seq_len, len(inputs_of(model)))
+        batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
         after, _ = jax.eval_shape(train.make_training_step(c, model), state, batch, step)
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     if kinds(after) != kinds(state):
@@ -207,8 +217,10 @@ class Probe:
         self.holders: list[int] = []
         """On a mesh with p: the device of p that holds each saved value."""
 
-    def forward_and_gradients(self, weights: Any, batch: TokenBatch, seeds: Any) -> tuple[list, Any, Any, Any]:
+    def forward_and_gradients(self, weights: Any, whole: Whole, of_step: OfStep) -> tuple[list, Any, Any, Any]:
         """Returns the saved values, the summed loss, the mean loss and the gradients. Under jit.
+
+        The first two are computed for all sequences at once, the last two by microbatches.
 
         A saved value is that of all devices, [p, r, d, t, *block]; on a mesh without p, [r, d, t, *block].
         """
@@ -219,7 +231,7 @@ class Probe:
         # A value that is recorded inside jax.checkpoint could not leave it.
         plain = train.Forward(self.model, dataclasses.replace(training, save=None, loss_chunk=None), scan)
 
-        def per_device(weights, batch, seeds):
+        def per_device(weights, whole, of_step):
             recorder = Recorder()
             with recording(recorder):
                 gather = c.training.gather_weights == "step"
@@ -227,21 +239,22 @@ class Probe:
                 parts = train.staged_loss(plain, functools.partial(train.training_loss, c=c.optimizer))
                 if has_stages():
                     placement = placement_of(c, self.model)
-                    total, self.holders = stage_by_stage(placement, parts, recorder, copies, batch, seeds)
+                    total, self.holders = stage_by_stage(placement, parts, recorder, copies, *whole)
                 else:
-                    total, extras = parts.whole(copies, batch, seeds)
+                    total, extras = parts.whole(copies, *whole)
                     total += added_loss(extras)
             self.sites = recorder.sites
             self.varying = [jax.typeof(x).manual_axis_type.varying for x in recorder.values]
+            batch, seeds = of_step
             loss, gradients, *_ = train.loss_and_gradients(weights, batch, c, forward, seeds)
             return [_own_block(x) for x in recorder.values], total, loss, gradients
 
         specs = make_partition_specs(type(weights), like=weights)
-        batch_specs = make_partition_specs(TokenBatch)
+        in_specs = specs, make_partition_specs(Whole), make_partition_specs(OfStep)
         with compute_scope(c.training.compute_dtype):
             out_specs = P(*jax.sharding.get_abstract_mesh().axis_names), P(), P(), specs
-            run = jax.shard_map(per_device, in_specs=(specs, batch_specs, OF_SEQUENCES), out_specs=out_specs)
-            return run(weights, batch, seeds)
+            run = jax.shard_map(per_device, in_specs=in_specs, out_specs=out_specs)
+            return run(weights, whole, of_step)
 
 
 def stage_by_stage(
@@ -309,14 +322,14 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
     with abstract_mesh_of(sizes):
         model = load_model(c.model)
         weights = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model)).weights
-        shape = (c.training.batch_size, c.training.seq_len)
-        batch = batch_shapes(*shape, len(inputs_of(model)))
-        weights = jax.tree.map(lambda x, s: x.update(sharding=s), weights, make_shardings(type(weights), like=weights))
-        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), OF_SEQUENCES)
-        dropout = getattr(c.model, "dropout", 0)
-        seeds = jax.ShapeDtypeStruct(shape[:1], np.uint32, sharding=sharding) if dropout else None
-        probe = jax.jit(Probe(c).forward_and_gradients)
-        blocks, *_ = jax.eval_shape(probe, weights, batch, seeds)
+        batch = random_batch(c)
+        seeds = np.zeros(batch.targets.shape[:2], np.uint32) if getattr(c.model, "dropout", 0) else None
+        placed = lambda tree, kind: jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, make_shardings(kind, like=tree)
+        )
+        probe, of_step = jax.jit(Probe(c).forward_and_gradients), (batch, seeds)
+        arguments = placed(weights, type(weights)), placed(whole(of_step), Whole), placed(of_step, OfStep)
+        blocks, *_ = jax.eval_shape(probe, *arguments)
     return [block.shape[len(sizes) :] for block in blocks]
 
 
@@ -362,12 +375,12 @@ def measure(
     place = lambda tree, kind: jax.device_put(tree, make_shardings(kind, like=tree))
     old = inputs.state.weights
     Weights = type(old)
-    batch, state = place(inputs.batch, TokenBatch), place(at_rest(c, inputs.state, old), train.State[Weights])
-    seeds = None if inputs.seeds is None else jax.device_put(inputs.seeds, OF_SEQUENCES)
-    probe = Probe(c)
+    state, of_step = place(at_rest(c, inputs.state, old), train.State[Weights]), (inputs.batch, inputs.seeds)
+    arguments = state.weights, place(whole(of_step), Whole), place(of_step, OfStep)
+    batch, probe = arguments[2][0], Probe(c)
     with summed_in_blocks(**(blocks or {})):
-        forward = jax.jit(probe.forward_and_gradients).trace(state.weights, batch, seeds)
-        saved, total, loss, gradients = forward.lower().compile()(state.weights, batch, seeds)
+        forward = jax.jit(probe.forward_and_gradients).trace(*arguments)
+        saved, total, loss, gradients = forward.lower().compile()(*arguments)
         step = train.make_training_step(c, probe.model).trace(state, batch, np.int32(inputs.step))
         new, metrics = step.lower().compile()(state, batch, np.int32(inputs.step))
 

@@ -11,7 +11,7 @@ from benchmarks.steps import load
 from benchmarks.throughput.peers.jax_peer import JaxContestant
 from benchmarks.throughput.peers.job import BOS_ID, Job, batches
 from cluster.devices import compile_program, known_options, make_mesh, start_devices
-from input_loader import TokenBatch
+from input_loader import TokenBatch, in_microbatches
 from modeling.attention_calls import describe_attention
 from modeling.model import load_model
 from shardlib.shardtypes import make_shardings
@@ -48,7 +48,7 @@ class Contestant(JaxContestant):
             self.state = jax.jit(init)(jax.random.key(c.training.seed))
             if weights is not None:
                 self.state.weights = placed(weights, self.state.weights)
-            self.batches = [whole_documents(targets) for targets in batches(job)]
+            self.batches = [whole_documents(targets, c.training.microbatches) for targets in batches(job)]
             self.options = known_options(c.hardware.compiler_options, print)
             self.training_step = None
         self.steps = 0
@@ -73,12 +73,13 @@ class Contestant(JaxContestant):
         return {"attention": "; ".join(lines)}
 
 
-def whole_documents(targets: np.ndarray) -> TokenBatch:
-    """A batch on the current mesh in which each sequence is one document."""
+def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:
+    """The batch of a step on the current mesh, in which each sequence is one document."""
     starts = np.zeros(targets.shape, bool)
     starts[:, 0] = True
     batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=np.ones_like(starts))
-    return jax.device_put(batch, make_shardings(TokenBatch, like=batch))
+    batch = in_microbatches(batch, microbatches)
+    return jax.device_put(batch, make_shardings(train.Batch, like=batch))
 
 
 def placed(weights: dict[str, np.ndarray], like: train.Transformer) -> train.Transformer:
