@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from shardlib.parsing import Dim, ShapeSpec, ShardError, sort_axes
+from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes
 from shardlib.values import (
     Copy,
     Partial,
@@ -48,6 +48,7 @@ class Scope:
         outer = _SCOPE.get()
         self.sizes: Sizes = dict(parent.sizes) if parent else {}
         self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
+        self.types: dict[int, tuple[Any, str]] = {}  # by id: a value and its dims, for messages
         self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
 
     def __enter__(self) -> "Scope":
@@ -64,6 +65,19 @@ _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib_
 def current_scope() -> Scope:
     """The innermost scope; a new, empty one outside of all scopes."""
     return _SCOPE.get() or Scope()
+
+
+def note_type(value: Any, dims: str) -> Any:
+    """Notes for messages that `value`, inside shard_map, has the type `dims`, such as `B/d L +t`; returns it."""
+    if inside_shard_map() and dims:
+        current_scope().types[id(value)] = value, dims  # the value too, so that no other gets its id
+    return value
+
+
+def noted_type(value: Any) -> ShapeSpec | None:
+    """The type that an annotation or an op has given `value` in the current scope; None if it has none."""
+    noted = current_scope().types.get(id(value))
+    return None if noted is None else parse_shape(noted[1])
 
 
 def scope(fn):
@@ -94,11 +108,17 @@ def checking(where: str, **values: Any) -> Iterator[Sizes]:
     current.sizes.update(sizes)
 
 
-def error_context(sizes: Sizes, **values: Any) -> str:
+def error_context(sizes: Sizes, /, **values: Any) -> str:
     """The lines of an error message that show values, sizes and mesh."""
-    lines = [f"  {name}: {describe(value)}" for name, value in values.items()]
+    lines = [f"  {name}: {_typed_text(value)}" for name, value in values.items()]
     text = lambda sizes: ", ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
     return "\n".join([*lines, f"  sizes so far: {text(sizes)}; mesh: {text(mesh_axes())}"])
+
+
+def _typed_text(value: Any) -> str:
+    """A value as JAX knows it, after its type if that is noted: "`B/d L/t`, f32[2,3] {varying over t, d}"."""
+    spec = noted_type(value)
+    return describe(value) if spec is None else f"`{spec}`, {describe(value)}"
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
+from shardlib import jax_errors
 from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, is_typed, partition_spec
-from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope
+from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope, note_type
 from shardlib.parsing import ShardError, sort_axes
+from shardlib.places import place
 from shardlib.values import (
     SHORT_DTYPES,
     Copy,
@@ -56,6 +58,7 @@ def _check(t, value, where: str):
                 if not (isinstance(part, Copy) and set(part.axes) & array.spec.sharded):
                     # A weight gathered ahead may have the compute dtype: ops compare it with their other operands.
                     _check_dtype(array, part)
+            note_type(part, str(array.spec))
     return value
 
 
@@ -87,6 +90,19 @@ def _source(fn) -> ast.FunctionDef | None:
         return None
     node = module.body[0].body[0] if indented else module.body[0]
     return ast.increment_lineno(node, first_line - 1 - indented) if isinstance(node, ast.FunctionDef) else None
+
+
+def _place_of_result(fn) -> str:
+    """Place of the `return` of `fn`; of its `def` if it has several or none."""
+    code, node = inspect.unwrap(fn).__code__, _source(inspect.unwrap(fn))
+    lines, inside = [], list(node.body) if node else []
+    while inside:
+        part = inside.pop()
+        if isinstance(part, ast.Return):
+            lines.append(part.lineno)
+        if not isinstance(part, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            inside += ast.iter_child_nodes(part)
+    return place(code.co_filename, lines[0] if len(lines) == 1 else node.lineno if node else code.co_firstlineno)
 
 
 def _with_checked_locals(fn):
@@ -160,8 +176,17 @@ def typed(fn):
         with Scope(enclosing):
             for name, t in annotations.items():
                 _check(t, bound.arguments[name], f"{fn.__name__}, argument {name}")
-            value = body(*args, **kwargs)
-            return value if result is None else _check(result, value, f"{fn.__name__}, result")
+            try:
+                value = body(*args, **kwargs)
+            except Exception as error:
+                if told := jax_errors.told(error):
+                    raise told from error
+                raise
+            try:
+                return value if result is None else _check(result, value, f"{fn.__name__}, result")
+            except ShardError as error:
+                error.place = _place_of_result(fn)
+                raise
 
     checked._checks_locals = True
     return checked
@@ -243,7 +268,7 @@ def typed_shard_map(fn):
             call = inspect.BoundArguments(signature, values)
             value = checked(*call.args, **call.kwargs)
             result_structure = jax.tree.structure(value, is_leaf=is_opaque)
-            return [_leaving(array, part, fn.__name__, path) for path, array, part in arrays_of(result, value)]
+            return [_leaving(array, part, fn, path) for path, array, part in arrays_of(result, value)]
 
         # One entry for each array of the type: which parts are absent is known only after fn has run.
         out_specs = [partition_spec(array) for _, array, _ in arrays_of(result, ABSENT)]
@@ -253,7 +278,7 @@ def typed_shard_map(fn):
     return mapped
 
 
-def _leaving(array: ArrayType, part, fn_name: str, path: str):
+def _leaving(array: ArrayType, part, fn, path: str):
     """One array of the result; None if absent. Raises ShardError for what cannot leave shard_map."""
     if part is ABSENT:
         return None
@@ -263,7 +288,9 @@ def _leaving(array: ArrayType, part, fn_name: str, path: str):
             "a copy cannot leave shard_map" if is_opaque(part) else "a gathered array cannot leave shard_map",
             f"return it as it was before, sharded over {', '.join(gathered)}" if gathered else "return what was copied",
         )
-        raise error.located(_location(f"{fn_name}, result", path, repr(array)), f"  value: {describe(part)}")
+        error = error.located(_location(f"{fn.__name__}, result", path, repr(array)), f"  value: {describe(part)}")
+        error.place = _place_of_result(fn)
+        raise error
     return part
 
 
