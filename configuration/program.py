@@ -27,10 +27,14 @@ def refusal(error: Exception) -> str | None:
     A ValueError that Python or a library raises is a bug. Of an error in code that shardlib checks, the message begins
     with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback.
     """
-    refuses = isinstance(error, OmegaConfBaseException) or (isinstance(error, ValueError) and is_raised_on_purpose(error))
+    refuses = isinstance(error, OmegaConfBaseException) or (
+        isinstance(error, ValueError) and is_raised_on_purpose(error)
+    )
     if not refuses or os.environ.get("HYDRA_FULL_ERROR") == "1":
         return None
-    return str(error) if getattr(error, "place", "") else f"Error: {error}"
+    if getattr(error, "place", ""):
+        return f"{error}\n  HYDRA_FULL_ERROR=1 shows the calls that lead there."
+    return f"Error: {error}"
 
 
 @contextlib.contextmanager
@@ -46,7 +50,7 @@ def refusals_shown() -> Iterator[None]:
             raise
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise CompactHydraException(message) from error
-        sys.exit(f"{message}\nHYDRA_FULL_ERROR=1 shows where this was raised.")
+        sys.exit(message)
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:

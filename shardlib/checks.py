@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+from collections import ChainMap
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -48,7 +49,8 @@ class Scope:
         outer = _SCOPE.get()
         self.sizes: Sizes = dict(parent.sizes) if parent else {}
         self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
-        self.types: dict[int, tuple[Any, str]] = {}  # by id: a value and its dims, for messages
+        # For messages, by id: a value and its dims, of this scope first.
+        self.types: ChainMap[int, tuple[Any, str]] = ChainMap({}, *(outer.types.maps if outer else ()))
         self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
 
     def __enter__(self) -> "Scope":
@@ -74,10 +76,18 @@ def note_type(value: Any, dims: str) -> Any:
     return value
 
 
-def noted_type(value: Any) -> ShapeSpec | None:
-    """The type that an annotation or an op has given `value` in the current scope; None if it has none."""
-    noted = current_scope().types.get(id(value))
-    return None if noted is None else parse_shape(noted[1])
+def noted_type(value: Any) -> tuple[ShapeSpec | None, bool]:
+    """The type that an annotation or an op has given `value` in the current scope, and whether it is that of `value`.
+
+    An array that has none, such as what `.astype` returns, gets the type of all noted values of its shape and axes.
+    """
+    types = current_scope().types
+    here = types.maps[0].values()
+    if id(value) in types or isinstance(value, Partial | Copy):
+        return (parse_shape(types[id(value)][1]) if id(value) in types else None), True
+    without_dtype = lambda value: describe(value).partition("[")[2]
+    alike = {dims for other, dims in here if without_dtype(other) == without_dtype(value)}
+    return (parse_shape(alike.pop()) if len(alike) == 1 else None), False
 
 
 def scope(fn):
@@ -117,8 +127,8 @@ def error_context(sizes: Sizes, /, **values: Any) -> str:
 
 def _typed_text(value: Any) -> str:
     """A value as JAX knows it, after its type if that is noted: "`B/d L/t`, f32[2,3] {varying over t, d}"."""
-    spec = noted_type(value)
-    return describe(value) if spec is None else f"`{spec}`, {describe(value)}"
+    spec, its_own = noted_type(value)
+    return describe(value) if spec is None else f"{'' if its_own else 'like '}`{spec}`, {describe(value)}"
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------
@@ -213,8 +223,9 @@ def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], sizes: Sizes) -> None:
 
 def _check_rank(spec: ShapeSpec, shape: tuple[int, ...]) -> None:
     if len(spec.dims) != len(shape):
+        shown = f"`{spec}`" if spec.dims else "a scalar"
         raise ShardError(
-            f"rank mismatch: `{spec}` has {len(spec.dims)} dims, the array has {len(shape)}: {list(shape)}",
+            f"rank mismatch: {shown} has {len(spec.dims)} dims, the array has {len(shape)}: {list(shape)}",
             "name each dim of the array once",
         )
 

@@ -137,9 +137,11 @@ def _with_checked_locals(fn):
         decorator_list=[],
         type_params=[],
     )
+    node.name = "__checked__"  # or else a call of `fn` in itself would find this definition, not what the user sees
     code = compile(ast.fix_missing_locations(ast.Module([outer], [])), fn.__code__.co_filename, "exec")
-    for name in ("__outer__", node.name):
+    for name in ("__outer__", "__checked__"):
         code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+    code = code.replace(co_name=fn.__code__.co_name, co_qualname=fn.__code__.co_qualname)
     closure = tuple(cells[name] for name in code.co_freevars)
     new = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
     new.__kwdefaults__ = fn.__kwdefaults__
@@ -183,10 +185,11 @@ def typed(fn):
                     raise told from error
                 raise
             try:
-                return value if result is None else _check(result, value, f"{fn.__name__}, result")
+                value = value if result is None else _check(result, value, f"{fn.__name__}, result")
             except ShardError as error:
                 error.place = _place_of_result(fn)
                 raise
+        return note_type(value, str(result.spec)) if isinstance(result, ArrayType) else value
 
     checked._checks_locals = True
     return checked

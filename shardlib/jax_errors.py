@@ -146,41 +146,45 @@ def _problem_and_remedy(said: str, values: dict[str, Any]) -> tuple[str, str]:
 
 
 def _about_sizes(shapes: list[list[int]], values: dict[str, Any]) -> str:
-    """Remedy for sizes that should be equal: those of dims that are as far from the end."""
-    for a, b in itertools.combinations(shapes, 2):
-        for sizes in zip(reversed(a), reversed(b), strict=False):
-            small, large = sorted(sizes)
-            if 1 < small < large:
-                axes = [] if large % small else _axes_of(large // small)
-                return _gather(small, large, axes, values) if axes else f"make {small} and {large} equal; {_BLOCKS}"
+    """Remedy for the sizes of two shapes, compared from the last, that differ; empty if none do."""
+    pairs = [pair for a, b in itertools.combinations(shapes, 2) for pair in zip(a[::-1], b[::-1], strict=False)]
+    pairs = [(min(pair), max(pair)) for pair in pairs if 1 < min(pair) < max(pair)]
+    for small, large in pairs:
+        for name, value in values.items():
+            if remedy := _gather(name, value, small, large):
+                return remedy
+    if any(0 < len(a) < len(b) and b[: len(a)] == a for a, b in itertools.permutations(shapes, 2)):
+        return "dims are matched from the last: x[..., None] adds a dim of 1 there"
+    for small, large in pairs:
+        if groups := _axes_of(small, large):
+            return (
+                f"{large} is {small} × the {large // small} devices of {' or '.join(map('/'.join, groups))}: one seems "
+                "to be a block, and the other whole. Gather the block with all_gather, or shard the other"
+            )
+        return f"make {small} and {large} equal; {_BLOCKS}"
     return ""
 
 
-def _axes_of(devices: int) -> list[tuple[str, ...]]:
-    """Axes that have so many devices together, the fewest first."""
+def _axes_of(small: int, large: int) -> list[tuple[str, ...]]:
+    """Axes over which a dim of size `large` has blocks of size `small`, the fewest first."""
     sizes = {axis: size for axis, size in mesh_axes().items() if size > 1}
-    groups = itertools.chain.from_iterable(itertools.combinations(sizes, n) for n in range(1, len(sizes) + 1))
-    return [axes for axes in groups if math.prod(sizes[axis] for axis in axes) == devices]
+    groups = itertools.chain.from_iterable(itertools.combinations(sizes, n + 1) for n in range(len(sizes)))
+    return [sort_axes(axes) for axes in groups if math.prod(sizes[axis] for axis in axes) * small == large]
 
 
-def _gather(small: int, large: int, axes: list[tuple[str, ...]], values: dict[str, Any]) -> str:
-    for name, value in values.items():
-        spec = noted_type(value)
-        for i, dim in enumerate(spec.dims if spec else ()):
-            cut = [group for group in axes if dim.axes[len(dim.axes) - len(group) :] == sort_axes(group)]
-            if cut and value.shape[i] == small:
-                whole = Dim(dim.name, dim.axes[: -len(cut[0])])
-                dims = [whole if part is dim else part for part in spec.dims]
-                gather = f"all_gather('{spec} -> {ShapeSpec(tuple(dims))}', {name})"
+def _gather(name: str, value: Any, small: int, large: int) -> str:
+    """Remedy if a dim of a value has blocks of size `small`, by its type, and is `large` as a whole; empty if not."""
+    spec, _ = noted_type(value)
+    for dim, size in zip(spec.dims if spec else (), value.shape, strict=False):
+        for axes in _axes_of(small, large):
+            if size == small and dim.axes[-len(axes) :] == axes:
+                whole = Dim(dim.name, dim.axes[: -len(axes)])
+                gathered = ShapeSpec(tuple(whole if part is dim else part for part in spec.dims))
                 return (
-                    f"dim {dim} of {name} has a block of {small} here, where the other has {large}: {gather} first, "
-                    f"or give the other a block over {'/'.join(cut[0])} too"
+                    f"dim {dim} of {name} has a block of {small} here, where the other has {large}: "
+                    f"all_gather('{spec} -> {gathered}', {name}) first, or shard the other over {'/'.join(axes)} too"
                 )
-    over = " or ".join("/".join(sort_axes(group)) for group in axes)
-    return (
-        f"{large} is {small} × the {large // small} devices of {over}: one seems to be a block, and the other whole. "
-        "Gather the block with all_gather, or shard the other"
-    )
+    return ""
 
 
 # ---- types as JAX writes them -----------------------------------------------------------------------------------

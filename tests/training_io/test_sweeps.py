@@ -100,7 +100,7 @@ def test_a_failing_job_is_said_and_the_others_run(program):
     assert done.returncode == 1
     assert jobs(done) == ["sweep/a-3 3 2", "sweep/a-13 13 2", "sweep/a-4 4 2"]
     end = done.stderr[done.stderr.index("1 of 3 jobs of the sweep runs/sweep failed:") :]
-    assert end.splitlines()[1:] == ["  a-13: ValueError: 13 does not fit."]
+    assert end.splitlines()[1:] == ["  a-13: Error: 13 does not fit."]
 
 
 def test_a_signal_ends_the_sweep(program):
