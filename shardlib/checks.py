@@ -7,13 +7,14 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+from collections import ChainMap
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.parsing import Dim, ShapeSpec, ShardError, sort_axes
+from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes
 from shardlib.values import (
     Copy,
     Partial,
@@ -49,6 +50,8 @@ class Scope:
         outer = _SCOPE.get()
         self.sizes: Sizes = dict(parent.sizes) if parent else {}
         self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
+        # For messages, by id: a value and its dims, of this scope first.
+        self.types: ChainMap[int, tuple[Any, str]] = ChainMap({}, *(outer.types.maps if outer else ()))
         self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
 
     def __enter__(self) -> "Scope":
@@ -65,6 +68,27 @@ _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib_
 def current_scope() -> Scope:
     """The innermost scope; a new, empty one outside of all scopes."""
     return _SCOPE.get() or Scope()
+
+
+def note_type(value: Any, dims: str) -> Any:
+    """Notes for messages that `value`, inside shard_map, has the type `dims`, such as `B/d L +t`; returns it."""
+    if inside_shard_map() and dims:
+        current_scope().types[id(value)] = value, dims  # the value too, so that no other gets its id
+    return value
+
+
+def noted_type(value: Any) -> tuple[ShapeSpec | None, bool]:
+    """The type that an annotation or an op has given `value` in the current scope, and whether it is that of `value`.
+
+    An array that has none, such as what `.astype` returns, gets the type of all noted values of its shape and axes.
+    """
+    types = current_scope().types
+    here = types.maps[0].values()
+    if id(value) in types or isinstance(value, Partial | Copy):
+        return (parse_shape(types[id(value)][1]) if id(value) in types else None), True
+    without_dtype = lambda value: describe(value).partition("[")[2]
+    alike = {dims for other, dims in here if without_dtype(other) == without_dtype(value)}
+    return (parse_shape(alike.pop()) if len(alike) == 1 else None), False
 
 
 def scope(fn):
@@ -95,11 +119,17 @@ def checking(where: str, **values: Any) -> Iterator[Sizes]:
     current.sizes.update(sizes)
 
 
-def error_context(sizes: Sizes, **values: Any) -> str:
+def error_context(sizes: Sizes, /, **values: Any) -> str:
     """The lines of an error message that show values, sizes and mesh."""
-    lines = [f"  {name}: {describe(value)}" for name, value in values.items()]
+    lines = [f"  {name}: {_typed_text(value)}" for name, value in values.items()]
     text = lambda sizes: ", ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
     return "\n".join([*lines, f"  sizes so far: {text(sizes)}; mesh: {text(mesh_axes())}"])
+
+
+def _typed_text(value: Any) -> str:
+    """A value as JAX knows it, after its type if that is noted: "`B/d L/t`, f32[2,3] {varying over t, d}"."""
+    spec, its_own = noted_type(value)
+    return describe(value) if spec is None else f"{'' if its_own else 'like '}`{spec}`, {describe(value)}"
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------
@@ -195,8 +225,9 @@ def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], sizes: Sizes) -> None:
 
 def _check_rank(spec: ShapeSpec, shape: tuple[int, ...]) -> None:
     if len(spec.dims) != len(shape):
+        shown = f"`{spec}`" if spec.dims else "a scalar"
         raise ShardError(
-            f"rank mismatch: `{spec}` has {len(spec.dims)} dims, the array has {len(shape)}: {list(shape)}",
+            f"rank mismatch: {shown} has {len(spec.dims)} dims, the array has {len(shape)}: {list(shape)}",
             "name each dim of the array once",
         )
 

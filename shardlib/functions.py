@@ -3,20 +3,19 @@
 import ast
 import functools
 import inspect
-import linecache
-import traceback
 import types
 import typing
 import warnings
-from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import AxisType
 
+from shardlib import jax_errors
 from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, is_typed, partition_spec
-from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope
+from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope, note_type
 from shardlib.parsing import ShardError, sort_axes
+from shardlib.places import place
 from shardlib.values import (
     SHORT_DTYPES,
     Copy,
@@ -60,6 +59,7 @@ def _check(t, value, where: str):
                 if not (isinstance(part, Copy) and set(part.axes) & array.spec.sharded):
                     # A weight gathered ahead may have the compute dtype: ops compare it with their other operands.
                     _check_dtype(array, part)
+            note_type(part, str(array.spec))
     return value
 
 
@@ -91,6 +91,19 @@ def _source(fn) -> ast.FunctionDef | None:
         return None
     node = module.body[0].body[0] if indented else module.body[0]
     return ast.increment_lineno(node, first_line - 1 - indented) if isinstance(node, ast.FunctionDef) else None
+
+
+def _place_of_result(fn) -> str:
+    """Place of the `return` of `fn`; of its `def` if it has several or none."""
+    code, node = inspect.unwrap(fn).__code__, _source(inspect.unwrap(fn))
+    lines, inside = [], list(node.body) if node else []
+    while inside:
+        part = inside.pop()
+        if isinstance(part, ast.Return):
+            lines.append(part.lineno)
+        if not isinstance(part, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            inside += ast.iter_child_nodes(part)
+    return place(code.co_filename, lines[0] if len(lines) == 1 else node.lineno if node else code.co_firstlineno)
 
 
 def _with_checked_locals(fn):
@@ -125,44 +138,15 @@ def _with_checked_locals(fn):
         decorator_list=[],
         type_params=[],
     )
+    node.name = "__checked__"  # or else a call of `fn` in itself would find this definition, not what the user sees
     code = compile(ast.fix_missing_locations(ast.Module([outer], [])), fn.__code__.co_filename, "exec")
-    for name in ("__outer__", node.name):
+    for name in ("__outer__", "__checked__"):
         code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+    code = code.replace(co_name=fn.__code__.co_name, co_qualname=fn.__code__.co_qualname)
     closure = tuple(cells[name] for name in code.co_freevars)
     new = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
     new.__kwdefaults__ = fn.__kwdefaults__
     return functools.update_wrapper(new, fn)
-
-
-def _refused_by_jax(error: Exception) -> ShardError | None:
-    """What JAX says of the array in a partial sum, with the line and the value; None for other errors.
-
-    JAX's rules for unreduced values say which primitive refuses, and no more. Those for jax.vmap say nothing.
-    """
-    if str(error) and "unreduced" not in str(error):
-        return None
-    libraries = tuple(str(Path(file).parent) for file in (jax.__file__, __file__))
-    calls = list(traceback.walk_tb(error.__traceback__))
-    own = [i for i, (frame, _) in enumerate(calls) if not frame.f_code.co_filename.startswith(libraries)]
-    if not own:
-        return None
-    # The value is in the innermost frame of the user's code, or in one of JAX's below it.
-    for frame, _ in calls[own[-1] :]:
-        for local in frame.f_locals.values():
-            for value in local if isinstance(local, tuple | list) else (local,):
-                kind = getattr(jax.typeof(value), "manual_axis_type", None) if isinstance(value, jax.Array) else None
-                if kind and kind.unreduced:
-                    (caller, line), names = calls[own[-1]], ", ".join(sort_axes(kind.unreduced))
-                    file = caller.f_code.co_filename
-                    said = str(error).partition(". Please")[0]
-                    return ShardError(
-                        f"{file}:{line}: {linecache.getline(file, line).strip()}: the array in a partial sum, "
-                        f"{describe(value)}, was given to a function that JAX cannot apply to each part of the sum",
-                        f"reduce it over {names} first, with psum_scatter or psum; what is linear is written with the "
-                        "partial sum itself: p + q, p - q, c * p; instead of jax.vmap, name the dim in the spec",
-                        f"  JAX: {said}" * bool(said),
-                    )
-    return None
 
 
 def typed(fn):
@@ -197,13 +181,16 @@ def typed(fn):
                 _check(t, bound.arguments[name], f"{fn.__name__}, argument {name}")
             try:
                 value = body(*args, **kwargs)
-            except ShardError:
-                raise
             except Exception as error:
-                if refused := _refused_by_jax(error):
-                    raise refused from None
+                if told := jax_errors.told(error):
+                    raise told from error
                 raise
-            return value if result is None else _check(result, value, f"{fn.__name__}, result")
+            try:
+                value = value if result is None else _check(result, value, f"{fn.__name__}, result")
+            except ShardError as error:
+                error.place = _place_of_result(fn)
+                raise
+        return note_type(value, str(result.spec)) if isinstance(result, ArrayType) else value
 
     checked._checks_locals = True
     return checked
@@ -287,7 +274,7 @@ def typed_shard_map(fn):
             call = inspect.BoundArguments(signature, values)
             value = checked(*call.args, **call.kwargs)
             result_structure = jax.tree.structure(value, is_leaf=is_opaque)
-            return [_leaving(array, part, fn.__name__, path) for path, array, part in arrays_of(result, value)]
+            return [_leaving(array, part, fn, path) for path, array, part in arrays_of(result, value)]
 
         # One entry for each array of the type: which parts are absent is known only after fn has run.
         out_specs = [partition_spec(array) for _, array, _ in arrays_of(result, ABSENT)]
@@ -297,7 +284,7 @@ def typed_shard_map(fn):
     return mapped
 
 
-def _leaving(array: ArrayType, part, fn_name: str, path: str):
+def _leaving(array: ArrayType, part, fn, path: str):
     """One array of the result; None if absent. Raises ShardError for what cannot leave shard_map."""
     if part is ABSENT:
         return None
@@ -307,7 +294,9 @@ def _leaving(array: ArrayType, part, fn_name: str, path: str):
             "a copy cannot leave shard_map" if is_opaque(part) else "a gathered array cannot leave shard_map",
             f"return it as it was before, sharded over {', '.join(gathered)}" if gathered else "return what was copied",
         )
-        raise error.located(_location(f"{fn_name}, result", path, repr(array)), f"  value: {describe(part)}")
+        error = error.located(_location(f"{fn.__name__}, result", path, repr(array)), f"  value: {describe(part)}")
+        error.place = _place_of_result(fn)
+        raise error
     return part
 
 

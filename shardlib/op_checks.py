@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.checks import Sizes, check_divisible, check_value, checking, error_context
+from shardlib.checks import Sizes, check_divisible, check_value, checking, error_context, note_type
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes, spec_text
 from shardlib.values import Copy, Origin, Partial, inside_shard_map, on_mesh, stage_axes, unwrap, varying
 
@@ -161,7 +161,7 @@ def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str]
             remedy = f"drop the axis from its spec; or, if it is a constant, jax.lax.pcast(x, {same!r}, to='varying')"
         else:
             marks = " ".join(f"*{axis}" for axis in same)
-            remedy = f"say so once, where the value is made: x = replicate('... -> ... {marks}', x)"
+            remedy = f"say so once, where operand {position} is made: x = replicate('... -> ... {marks}', x)"
         raise ShardError(
             f"operand {position} `{spec}` is the same on every device of {names}, over which the result varies: "
             f"its gradient would be all-reduced over {names} unseen",
@@ -206,7 +206,9 @@ def wrap(value: jax.Array, partial: Iterable[str], copies: Iterable[str], origin
             ) from None
     if copies:
         value = Copy(value, sort_axes(copies), Origin(origin))
-    return Partial(value, sort_axes(partial), Origin(origin)) if partial else value
+    value = Partial(value, sort_axes(partial), Origin(origin)) if partial else value
+    result = origin.rpartition("->")[2].strip(" )")
+    return value if "..." in result else note_type(value, result)
 
 
 def copy_axes(value: Any) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ import functools
 import re
 from collections.abc import Iterable
 
+from shardlib.places import place_of_caller
+
 AXIS_ORDER = ("r", "t", "d", "p")
 PIPELINE_AXIS = "p"
 """The only axis that a mesh may lack. On such a mesh, specs are read without that axis."""
@@ -36,14 +38,16 @@ class ShardError(ValueError):
         problem: what is wrong, in one sentence.
         remedy: what to write instead.
         context: the operands, the sizes bound so far and the mesh, one to a line.
+        place: `path/file.py:line` of the user's code that it is about; empty if there is none.
     """
 
     def __init__(self, problem: str, remedy: str = "", context: str = ""):
-        self.problem, self.remedy, self.context = problem, remedy, context
+        self.problem, self.remedy, self.context, self.place = problem, remedy, context, place_of_caller()
         super().__init__(problem, remedy, context)
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, [self.problem, self.context, self.remedy and f"  remedy: {self.remedy}"]))
+        problem = f"{self.place}: {self.problem}" if self.place else self.problem
+        return "\n".join(filter(None, [problem, self.context, self.remedy and f"  remedy: {self.remedy}"]))
 
     def located(self, where: str, context: str = "") -> "ShardError":
         """This error with `where` before its problem, and with `context` if it has none yet."""

@@ -15,16 +15,19 @@ from typing import Any
 import jax
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import CompactHydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from configuration.program import refusals_shown
+
 
 class PickledByName:
-    """Decorator, below hydra.main, that lets launchers send the program's function to other processes.
+    """Decorator, below hydra.main: what it refuses is shown without a traceback, in any process.
 
-    Pickling a function of `__main__` by value, with all that it refers to, fails. So the other process imports the
-    function from its module.
+    Launchers send it to other processes. Pickling a function of `__main__` by value, with all that it refers to, fails.
+    So the other process imports the function from its module.
     """
 
     def __init__(self, function: Callable):
@@ -32,7 +35,8 @@ class PickledByName:
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function."""
-        return self.__wrapped__(*args)
+        with refusals_shown():
+            return self.__wrapped__(*args)
 
     def __reduce__(self):
         module = self.__module__
@@ -43,7 +47,7 @@ class PickledByName:
 
 
 def _function_of(module: str, name: str) -> Callable:
-    return inspect.unwrap(getattr(importlib.import_module(module), name))
+    return PickledByName(inspect.unwrap(getattr(importlib.import_module(module), name)))
 
 
 class Sweep(Callback):
@@ -101,8 +105,9 @@ class Sweep(Callback):
         try:
             _ = job_return.return_value  # raises it, and prints the job's overrides before
         except Exception as error:
-            print(f"{type(error).__name__}: {error}\n", file=sys.stderr)
-            if not isinstance(error, ValueError):
+            if isinstance(error, CompactHydraException):
+                print(f"{error}\n", file=sys.stderr)
+            else:
                 traceback.print_exception(error)
             if hasattr(self, "_failed"):
                 self._failed.append(f"{config.hydra.job.override_dirname}: {_first_line(error)}")
@@ -133,7 +138,8 @@ def _quoted(text: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    line = (str(error).splitlines() or [""])[0]
+    line = line if isinstance(error, CompactHydraException) else f"{type(error).__name__}: {line}"
     return line if len(line) <= 160 else line[:159] + "…"
 
 

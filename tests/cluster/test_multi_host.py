@@ -431,7 +431,7 @@ def test_a_process_that_fails_ends_the_others_and_shows_its_own_error(unbroken, 
     print(f", all after {time.monotonic() - began:.1f} s, with {codes}")
     assert codes[0] in (-signal.SIGABRT, 1)
     assert codes[1] == 1
-    assert "ValueError: the disk of this host is broken" in run.stderr(1)
+    assert "Error: the disk of this host is broken" in run.stderr(1)
     assert "stalled" not in run.stderr(0) + run.stderr(1)
     check_it_goes_on(run, 2, unbroken)
 

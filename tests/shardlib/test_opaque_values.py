@@ -126,7 +126,7 @@ def test_the_array_in_a_partial_sum_is_rejected_by(name):
     ) as raised:
         on_mesh(lambda h: whole(total(h)))
     lines = str(raised.value).splitlines()
-    assert lines[0].startswith(("psum('B/d L +t -> B/d L'): operand 1", f"{__file__}:"))
+    assert "tests/shardlib/test_opaque_values.py:" in lines[0]
     on_mesh(lambda h: drop(INSIDE[name](psum("B/d L +t -> B/d L", total(h)))) if name != "psum" else drop())
 
 

@@ -66,7 +66,7 @@ def test_shape_properties():
 )
 def test_shape_that_does_not_parse(text, neighbour, problem, remedy):
     parse_shape(neighbour)
-    with pytest.raises(ShardError, match=rf"^{re.escape(problem)}(.|\n)*remedy: .*{re.escape(remedy)}"):
+    with pytest.raises(ShardError, match=rf"^\S+:\d+: {re.escape(problem)}(.|\n)*remedy: .*{re.escape(remedy)}"):
         parse_shape(text)
 
 
@@ -96,7 +96,11 @@ def test_axes_have_one_order_and_no_repeats():
     assert sort_axes(["x", "p", "d", "t", "r", "a", "d"]) == ("r", "t", "d", "p", "a", "x")
 
 
-def test_error_shows_problem_context_and_remedy():
-    assert str(ShardError("problem", "remedy", "  context")) == "problem\n  context\n  remedy: remedy"
-    assert str(ShardError("problem")) == "problem"
+def test_error_shows_place_problem_context_and_remedy():
+    error = ShardError("problem", "remedy", "  context")
+    assert re.fullmatch(r"\S*test_parsing\.py:\d+", error.place)
+    assert str(error) == f"{error.place}: problem\n  context\n  remedy: remedy"
+    error = ShardError("problem")
+    error.place = ""
+    assert str(error) == "problem"
     assert isinstance(ShardError("problem"), ValueError)

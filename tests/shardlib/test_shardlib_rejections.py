@@ -509,7 +509,7 @@ CASES = {
         lambda x, bias: x + broadcast("M -> B/d L/t M", bias),
         "broadcast('M -> B/d L/t M'): operand 1 `M` is the same on every device of t, d, over which the result varies: "
         "its gradient would be all-reduced over t, d unseen",
-        "say so once, where the value is made: x = replicate('... -> ... *t *d', x)",
+        "say so once, where operand 1 is made: x = replicate('... -> ... *t *d', x)",
         lambda x, bias: x + broadcast("M -> B/d L/t M", replicate("M -> M *t *d", bias)),
         f32["B/d L/t M"],
     ),
@@ -652,7 +652,7 @@ CASES = {
         scaled,
         "einsum_unreduced('B/d L/t M, M -> B/d L/t M'): operand 2 `M` is the same on every device of t, "
         "d, over which the result varies: its gradient would be all-reduced over t, d unseen",
-        "say so once, where the value is made: x = replicate('... -> ... *t *d', x)",
+        "say so once, where operand 2 is made: x = replicate('... -> ... *t *d', x)",
         lambda x, bias: scaled(x, replicate("M -> M *d *t", bias)),
         f32["B/d L/t M"],
     ),
@@ -660,14 +660,14 @@ CASES = {
         lambda whole, ids: index_unreduced("[V] M, B/d L -> B/d L M", whole, ids),
         "index_unreduced('[V] M, B/d L -> B/d L M'): operand 1 `[V] M` is the same on every device of "
         "d, over which the result varies: its gradient would be all-reduced over d unseen",
-        "say so once, where the value is made: x = replicate('... -> ... *d', x)",
+        "say so once, where operand 1 is made: x = replicate('... -> ... *d', x)",
         lambda whole, ids: drop(index_unreduced("[V] M, B/d L -> B/d L M", replicate("V M -> V M *d", whole), ids)),
     ),
     "operand that is the same over an axis of which another is a copy": Case(
         lambda bias: einsum_unreduced("M, M -> M", bias, copies(bias)),
         "einsum_unreduced('M, M -> M'): operand 1 `M` is the same on every device of d, over which the "
         "result varies: its gradient would be all-reduced over d unseen",
-        "say so once, where the value is made: x = replicate('... -> ... *d', x)",
+        "say so once, where operand 1 is made: x = replicate('... -> ... *d', x)",
         lambda bias: drop(einsum_unreduced("M, M -> M", copies(bias), copies(bias))),
     ),
     "gather of what is the same already": Case(
@@ -694,10 +694,11 @@ def test_rejected_beside_a_valid_neighbour(name):
     with pytest.raises(ShardError) as raised:
         on_mesh(case.wrong, case.result)
     problem, *context = str(raised.value).splitlines()
-    assert problem == case.problem
+    assert problem == f"{raised.value.place}: {case.problem}"
+    assert re.fullmatch(r"tests/\S+\.py:\d+|\S+/tests/\S+\.py:\d+", raised.value.place)
     assert context[-1] == f"  remedy: {case.remedy}"
-    if re.match(r"[a-z_]+\('", problem):  # raised by an op: it shows operands, sizes and mesh
-        assert len(context) == 2 or re.match(r"  operand 1: [a-z0-9]+\[[0-9,]*\](, a | \{)", context[0])
+    if re.match(r"[a-z_]+\('", case.problem):  # raised by an op: it shows operands, sizes and mesh
+        assert len(context) == 2 or re.match(r"  operand 1: (`.*`, )?[a-z0-9]+\[[0-9,]*\](, a | \{)", context[0])
         assert re.match(r"  sizes so far: .*; mesh: d=2, t=2", context[-2])
     on_mesh(case.right, case.result)
 
@@ -706,8 +707,8 @@ def test_an_op_shows_its_operands_with_their_axes_the_sizes_and_the_mesh():
     with pytest.raises(ShardError) as raised:
         on_mesh(CASES["weight used without its gather"].wrong)
     assert str(raised.value).splitlines()[1:-1] == [
-        "  operand 1: f32[2,6,6] {varying over t, d}",
-        "  operand 2: f32[6,4] {varying over t, d}",
+        "  operand 1: `B/d L F/t`, f32[2,6,6] {varying over t, d}",
+        "  operand 2: `F/t M/d`, f32[6,4] {varying over t, d}",
         "  sizes so far: B=4, L=6, F=12, M=8; mesh: d=2, t=2",
     ]
 

@@ -21,10 +21,10 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf, open_dict
 
 from configuration.checks import check_choice, check_ranges, within
+from configuration.program import refusals_shown
 from modeling.model import module_name
 from tools.verify.program import find_sources, write_copy
 from training_io.config import Config, register_schema, to_config
@@ -141,8 +141,8 @@ def check(settings: VerifyConfig) -> None:
 
 
 def job(config: Any) -> None:
-    """Verifies the composed configuration. Raises CompactHydraException, one line, for wrong settings."""
-    try:
+    """Verifies the composed configuration. What is refused is one line, as in other programs."""
+    with refusals_shown():
         if not config:
             raise ValueError("name a run: --config-name=<file in configs/>")
         settings: VerifyConfig = OmegaConf.to_object(config.verify)
@@ -153,8 +153,6 @@ def job(config: Any) -> None:
         if settings.small:
             small(c, settings.devices)
         status = run(c, settings, HydraConfig.get().job.config_name)
-    except ValueError as error:
-        raise CompactHydraException(f"Error: {error}") from error
     if status:
         sys.exit(status)
 

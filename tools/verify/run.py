@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from configuration.frames import shown_path
+from configuration.program import refusal
 from modeling.model import COMPUTE_DTYPES, load_model
 from tools.verify.measure import (
     AXES,
@@ -342,7 +345,7 @@ def how_stages_ran(c: Config) -> str:
 
 
 def main(path: str) -> int:
-    """Runs the job in the file `path`: 0 if all meshes agree, 1 if not, 2 with one line if the settings are wrong."""
+    """Runs the job in the file `path`: 0 if all meshes agree, 1 if not, 2 with the message if something is refused."""
     job = json.loads(Path(path).read_text())
     settings, double = job["settings"], job["double"]
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -367,8 +370,10 @@ def main(path: str) -> int:
             return 0
         tolerance = settings["tolerance"] if double else 0.0
         outcome = run(c, meshes, tolerance, settings["band"], lambda text: progress.print(text, style="dim"))
-    except ValueError as error:
-        print(f"Error: {error}", file=sys.stderr)
+    except Exception as error:
+        message = refusal(error) or "".join(traceback.format_exception(error))
+        copy = shown_path(str(Path(path).parent / "program"))
+        print(message.replace(f"{copy}/", ""), file=sys.stderr)
         return 2
     dtype = "f64" if double else c.training.compute_dtype
     console.rule(f"{job['title']}: {dtype}")

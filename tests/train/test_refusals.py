@@ -1,0 +1,66 @@
+"""What `python -m train` prints of a wrong setting and of a wrong edit: the message alone, and exit status 1."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulated import xla_flags
+
+ROOT = Path(__file__).parents[2]
+SOURCE = (ROOT / "train.py").read_text()
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Runs a train.py in which `old` is replaced by `new`, on 4 simulated devices."""
+
+    def run(old: str, new: str, *settings: str, **environment: str) -> subprocess.CompletedProcess:
+        assert not old or SOURCE.count(old) == 1
+        (tmp_path / "train.py").write_text(SOURCE.replace(old, new) if old else SOURCE)
+        arguments = ["--config-name=local_test_synthetic", "model.layers=1", f"paths.root_working_dir={tmp_path}"]
+        arguments += [f"data.filespec={ROOT / 'synthetic_dataset.zarr'}", *settings]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(4)} | environment
+        command = [sys.executable, "-m", "train", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+
+    return run
+
+
+@pytest.mark.long
+def test_a_wrong_setting(train):
+    done = train("", "", "training.steps=-1")
+    assert done.returncode == 1
+    assert done.stderr == "Error: training.steps is -1; it must be at least 1 and below 2**63.\n"
+
+
+@pytest.mark.slow
+def test_a_wrong_edit(train):
+    old, new = "jax.nn.silu(gate) * up", "jax.nn.silu(gate) * x"
+    line = SOURCE[: SOURCE.index(old)].count("\n") + 1
+    done = train(old, new)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"train.py:{line}: `jax.nn.silu(gate) * x`: mul got incompatible shapes for broadcasting: "
+        "(1, 64, 512), (1, 32, 256)",
+        "  gate: like `B/r/d L F/t`, f32[1,64,512] {varying over r, t, d}",
+        "  x: like `B/r/d L/t M`, f32[1,32,256] {varying over r, t, d}",
+        "  sizes so far: B=2, L=64, M=256, K=2, Q=2, D=32, F=1024; mesh: r=1, d=2, t=2",
+        "  remedy: dim L/t of x has a block of 32 here, where the other has 64: "
+        "all_gather('B/r/d L/t M -> B/r/d L M', x) first, or shard the other over t too",
+        "  HYDRA_FULL_ERROR=1 shows the calls that lead there.",
+    ]
+    done = train(old, new, HYDRA_FULL_ERROR="1")
+    assert done.returncode == 1
+    assert f'train.py", line {line}, in layer' in done.stderr
+    assert "TypeError: mul got incompatible shapes" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_bug_keeps_its_traceback(train):
+    done = train("x32 = jnp.float32(x)", "x32 = x * int('seven')")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "in unit_rms" in done.stderr
+    assert "ValueError: invalid literal for int() with base 10: 'seven'" in done.stderr
