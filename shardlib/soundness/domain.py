@@ -188,8 +188,8 @@ def describe(value: Value, shape: tuple[int, ...], dtype: Any, sizes: Mapping[st
     short = short.replace("bf16", "bf16")
     if value.wild:
         return f"{short}[{' '.join(map(str, shape))}], different on each device for the reason given first"
-    marks = "".join(f" +{axis}" for axis in sorted(value.partial))
-    found = f"{short}[{' '.join(map(text, value.dims, shape))}{marks}]"
+    words = [*map(text, value.dims, shape), *(f"+{axis}" for axis in sorted(value.partial))]
+    found = f"{short}[{' '.join(words)}]"
     if value.extreme:
         found += f", the {value.extreme[0]}imum of this device's block over {', '.join(sorted(value.extreme[1]))}"
     if value.offset:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-import shardlib
+from shardlib.places import is_users, place
 from shardlib.soundness.domain import UNIFORM, Dim, Value, describe, devices, whole
 
-_NOT_USERS = (str(Path(jax.__file__).parent), str(Path(shardlib.__file__).parent))
+_JAX = str(Path(jax.__file__).parent)
 
 
 class Refused(Exception):
@@ -215,16 +214,15 @@ class Equation:
         traceback = self.eqn.source_info.traceback
         frames = _frames(traceback.as_python_traceback()) if traceback is not None else []
         for file, line in reversed(frames):
-            if not file.startswith(_NOT_USERS) and "site-packages" not in file and not file.startswith("<"):
-                relative = os.path.relpath(file)
-                return f"{file if relative.startswith('..') else relative}:{line}"
+            if is_users(file):
+                return place(file, line)
         return "?" if self.caller is None else self.caller.place()
 
     def is_of_jax(self) -> bool:
         """Whether the equation calls a jitted function of JAX itself."""
         jaxpr = self.params.get("jaxpr")
         info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
-        return self.name in ("jit", "pjit") and _NOT_USERS[0] in str(getattr(info, "func_src_info", ""))
+        return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
 
     def operand_texts(self) -> tuple[str, ...]:
         """The types of the operands, a line each."""

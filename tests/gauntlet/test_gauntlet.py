@@ -19,9 +19,9 @@ from shipped import load
 from verifying import verify
 
 from benchmarks.gauntlet.__main__ import page
-from input_loader import batch_shapes
-from modeling.model import inputs_of, load_model
+from modeling.model import load_model
 from tools.verify.__main__ import small
+from training_io.soundness import find_unsound
 
 ROOT = Path(__file__).parents[2]
 DATA = tomllib.loads(Path(__file__).with_name("bugs.toml").read_text())
@@ -73,12 +73,10 @@ def refusal(files: dict[str, str], config: dict) -> str | None:
         if c.model.module == "train":
             c.model.module = train.__name__
         try:
-            model = load_model(c.model)
-            batch = batch_shapes(c.training.batch_size, c.training.seq_len, len(inputs_of(model)))
-            train.programs(c, model, batch)
+            found = find_unsound(train.programs, c, load_model(c.model), mesh)
+            return "\n".join(map(str, found)) or None
         except Exception as error:  # of any class: JAX's own ShardingTypeError is none that can be named
             return str(error)
-    return None
 
 
 def in_process(bug: dict) -> bool:
