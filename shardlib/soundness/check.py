@@ -66,7 +66,8 @@ def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
 
 
 def _of_shard_map(eqn: Any, twin: Any, types: list | None) -> list[Finding]:
-    sizes = dict(eqn.params["mesh"].shape)
+    manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
+    sizes = {axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual}
     twin_sizes = dict(twin.params["mesh"].shape) if twin is not None else dict.fromkeys(sizes, 1)
     interpreter = Interpreter(sizes, twin_sizes)
     inner, other = eqn.params["jaxpr"], twin.params["jaxpr"] if twin is not None else None

@@ -327,6 +327,8 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
     if value.extreme:
         eq.finished(value)
     axes = _axes_of_mask(eq, which.mask)
+    if axes & value.partial:  # of the terms of the sum only one is kept
+        eq.finished(value)
     return Value(eq.joined_dims([which, value]), value.partial | axes, ratio=value.ratio, mask=None)
 
 

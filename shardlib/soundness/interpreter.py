@@ -16,6 +16,12 @@ from shardlib.soundness.equation import Equation, Refused
 from shardlib.soundness.escape import Mark, is_region, mark_of
 
 assert all((collectives, lookups, shapes, sums))  # importing them registers their rules
+CALLS = frozenset(
+    """
+    jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr
+    """.split()  # noqa: SIM905
+)
+"""Primitives that run a jaxpr on their operands."""
 COLLECTIVES = frozenset(
     """
     psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced
@@ -89,15 +95,8 @@ class Interpreter:
             control = _CONTROL.get(eq.name)
             if control is not None:
                 return control(self, eq)
-            inner = next(
-                (
-                    n
-                    for n in ("jaxpr", "call_jaxpr", "fun_jaxpr")
-                    if hasattr(eq.params.get(n), "eqns") or hasattr(eq.params.get(n), "jaxpr")
-                ),
-                None,
-            )
-            if inner is not None:
+            if eq.name in CALLS:
+                inner = next(name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if eq.params.get(name) is not None)
                 return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins)
             if wild := next((v.wild for v in eq.ins if v.wild), None):
                 return self.wild(eq, wild)
@@ -264,6 +263,9 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Interpreter) -> Value:
             for value in values:
                 eq.block(value)
         if a.offset or a.count or a.mask or a.looked_up is not None:
+            bare = [dataclasses.replace(value, dims=(), known=None, components=()) for value in values]
+            if bare[0] != bare[1]:
+                raise Refused("a value is once a position or a lookup of another kind than the other time", "")
             known = a.known if a.known == b.known else None
             return dataclasses.replace(a, known=known, dims=eq.joined_dims(values))
         return Value(

@@ -35,8 +35,14 @@ def _barrier(eq: Equation) -> list[Value]:
     return eq.ins
 
 
+IMPURE = frozenset(("io_callback", "ordered_io_callback", "rng_uniform", "infeed", "run_state"))
+"""Primitives whose results are not a function of their operands."""
+
+
 def everything_whole(eq: Equation) -> list[Value]:
     """The results of a primitive without a rule: whole, if each device has all of each operand."""
+    if eq.name in IMPURE:
+        raise Refused(f"{eq.name} may give another result on each device", "say so with shardops.per_device")
     for value in eq.ins:
         eq.unscaled(eq.finished(value))
         for i in range(len(value.dims)):

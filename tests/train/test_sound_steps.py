@@ -1,0 +1,112 @@
+"""The steps of every shipped configuration are proved on meshes of any size; wrong edits of train.py are not."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+from jax.sharding import AbstractMesh, AxisType
+from recipes import module_of
+from shipped import RUNS, load
+
+import train
+from modeling.model import load_model
+from training_io.soundness import find_unsound
+
+SETTINGS = {  # what it is about: settings of training, of the model and of the optimizer, and the mesh
+    "the demo": ({}, {}, {}, "r=2 d=2 t=2"),
+    "d alone": ({}, {}, {}, "r=1 d=8 t=1"),
+    "t alone": ({}, {}, {}, "r=1 d=1 t=8"),
+    "one device": ({}, {}, {}, "r=1 d=1 t=1"),
+    "microbatches": ({"microbatches": 2}, {}, {}, "r=2 d=2 t=2"),
+    "gathered once a step": ({"gather_weights": "step"}, {}, {}, "r=2 d=2 t=2"),
+    "blockwise": ({"attention": "blockwise", "seq_len": 256}, {}, {}, "r=2 d=2 t=2"),
+    "loss in chunks": ({"loss_chunk": 4}, {}, {}, "r=2 d=2 t=2"),
+    "fp8": ({"fp8": True}, {}, {}, "r=2 d=2 t=2"),
+    "bf16": ({"compute_dtype": "bf16"}, {}, {}, "r=2 d=2 t=2"),
+    "an average": ({"ema_decay": 0.9, "unroll": 3, "document_mask": False}, {}, {}, "r=2 d=2 t=2"),
+    "muon": ({}, {}, {"algorithm": "muon"}, "r=2 d=2 t=2"),
+    "tied": ({}, {"tied_embeddings": True, "logit_softcap": 5.0}, {"z_loss": 1e-3}, "r=1 d=4 t=2"),
+    "QK-norm": ({}, {"qk_norm": True, "d_head": 8}, {}, "r=2 d=2 t=2"),
+    "stages": ({"microbatches": 2}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2"),
+}
+SHORT = ("the demo", "microbatches")
+
+
+def mesh_of(text: str) -> AbstractMesh:
+    sizes = {axis: int(n) for axis, n in (word.split("=") for word in text.split())}
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+
+
+def found(settings: str, module=train) -> list[str]:
+    training, model, optimizer, mesh = SETTINGS[settings]
+    c = tiny.config(tiny.model(**model, module=module.__name__), **training)
+    c.optimizer = dataclasses.replace(c.optimizer, **optimizer)
+    return [str(finding) for finding in find_unsound(module.programs, c, load_model(c.model), mesh_of(mesh))]
+
+
+@pytest.mark.parametrize("settings", [s if s in SHORT else pytest.param(s, marks=pytest.mark.long) for s in SETTINGS])
+def test_steps_are_proved(settings):
+    assert found(settings) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
+def test_shipped_steps_are_proved(name):
+    c = load(name)
+    r, t = c.mesh.r, c.mesh.t
+    for d in (2, 8) if "c4" in name else (2,):
+        sizes = {"r": r, "d": d, "t": t} | ({"p": c.mesh.p} if c.mesh.p > 1 else {})
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+        assert [str(f) for f in find_unsound(train.programs, c, load_model(c.model), mesh)] == []
+
+
+WRONG = {  # an edit of train.py that the types accept, and what the check says of it
+    "norm of positions": (
+        "jnp.mean(jnp.square(x32), axis=-1, keepdims=True)",
+        "jnp.mean(jnp.square(x32), axis=1, keepdims=True)",
+        r"add: a partial sum meets .*\n  operand 1: f32\[B/r/d 1 M \+t\]",
+    ),
+    "softmax of local heads": (
+        "weights = rules.softmax(scores, sinks)",
+        "weights = jax.nn.softmax(scores, axis=1)",
+        r"a maximum over this device's block is used before it is taken over t",
+    ),
+    "a device's batch": (
+        "losses * mask)",
+        "losses * mask / targets.shape[0])",
+        r"div: a number that depends on the mesh was multiplied into a value",
+    ),
+    "positions of a block": (
+        'return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)',
+        "x = x * (1 + jnp.arange(x.shape[1])[:, None].astype(x.dtype))\n"
+        '        return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)',
+        r"positions count from the start of this device's block|holds? different entries",
+    ),
+    "one device's noise": (
+        'hidden: act["B/r/d L F/t"] = jax.nn.silu(gate) * up',
+        "hidden = jax.nn.silu(gate) * up * jax.random.bernoulli(jax.random.key(0), 0.5, up.shape)",
+        r"random_bits: dim 0 of the result is",
+    ),
+    "a sum that is taken twice": (
+        'return shardops.psum("+p ->", loss), reduced(g), layers, seen',
+        "g = jax.tree.map(lambda x: lax.psum(lax.pcast(x, 'r', to='varying'), 'r'), reduced(g))\n"
+        '    return shardops.psum("+p ->", loss), g, layers, seen',
+        r"psum\w*: a number that depends on the mesh was multiplied",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", WRONG)
+def test_a_wrong_edit_is_refused_at_its_line(edit):
+    old, new, message = WRONG[edit]
+    source = Path(train.__file__).read_text()
+    assert source.count(old) == 1
+    changed = source.replace(old, new)
+    first = changed[: changed.index(new)].count("\n") + 1
+    with module_of(changed) as module:
+        text = "\n".join(found("the demo", module))
+    assert re.search(message, text), text
+    lines = [int(line) for line in re.findall(r"^\S.*?:(\d+): ", text, re.MULTILINE)]
+    assert set(lines) & set(range(first, first + new.count("\n") + 1)), text
