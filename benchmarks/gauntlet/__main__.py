@@ -32,6 +32,9 @@ each one as an edit of this repository. [test_gauntlet.py](../tests/gauntlet/tes
 and checks what the table says. `python -m benchmarks.gauntlet` prints this page. `python -m benchmarks.gauntlet.spmd`
 runs the programs of its last column.
 
+Where a type would refuse an edit for its form alone, the edit takes the raw array out of it, as a determined user
+would.
+
 Words of the column *caught*:
 
 - **tracing**: the step is refused before it is compiled.
