@@ -211,10 +211,13 @@ def test_spmd_types_does_what_is_said():
 
 
 @pytest.mark.quick
-def test_the_edits_fit_the_source():
+def test_the_edits_and_the_tests_fit_the_source():
     for bug in BUGS.values():
         if "edit" in bug:
             assert all(text != (ROOT / file).read_text() for file, text in edited(bug).items())
+        if bug.get("caught") == "test":
+            file, _, name = bug["by"].partition("::")
+            assert f"def {name}(" in (ROOT / file).read_text(), f"{bug['number']}: there is no {bug['by']}"
 
 
 @pytest.mark.quick
