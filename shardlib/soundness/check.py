@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from shardlib.parsing import ShardError
-from shardlib.soundness.domain import UNIFORM, Value, Wild, describe
+from shardlib.soundness.domain import UNIFORM, Value, Wild, describe, devices
 from shardlib.soundness.interpreter import Different, Interpreter, block_of
 from shardlib.values import planned_for
 
@@ -39,6 +39,8 @@ def findings(program: Any, twin: Any = None) -> list[Finding]:
     found: list[Finding] = []
     theirs = list(_shard_maps(twin)) if twin is not None else None
     ours = list(_shard_maps(program))
+    if theirs is not None and len(theirs) != len(ours):
+        raise Different(getattr(program, "jaxpr", program), getattr(twin, "jaxpr", twin))
     for i, eqn in enumerate(ours):
         other = theirs[i] if theirs is not None else None
         found += _of_shard_map(eqn, other)
@@ -61,10 +63,14 @@ def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
 
 
+def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
+    return tuple(n * devices(sizes, a) for n, a in zip(aval.shape, axes, strict=True))
+
+
 def _of_shard_map(eqn: Any, twin: Any) -> list[Finding]:
     sizes = dict(eqn.params["mesh"].shape)
     twin_sizes = dict(twin.params["mesh"].shape) if twin is not None else dict.fromkeys(sizes, 1)
-    interpreter = Interpreter(sizes, twin_sizes)
+    interpreter = Interpreter(sizes, twin_sizes, is_unchecked=not eqn.params.get("check_vma", True))
     inner, other = eqn.params["jaxpr"], twin.params["jaxpr"] if twin is not None else None
     body = getattr(inner, "jaxpr", inner)
     args = [
@@ -77,7 +83,11 @@ def _of_shard_map(eqn: Any, twin: Any) -> list[Finding]:
     found = {id(wild): wild for wild in interpreter.problems}
     texts = []
     for i, (spec, value, var) in enumerate(zip(eqn.params["out_specs"], outs, body.outvars, strict=True)):
-        problem = _leaving(value, _axes(spec, len(var.aval.shape)), var.aval, sizes)
+        axes = _axes(spec, len(var.aval.shape))
+        there = (
+            None if other is None else _whole_shape(getattr(other, "jaxpr", other).outvars[i].aval, axes, twin_sizes)
+        )
+        problem = _leaving(value, axes, var.aval, sizes, there)
         if isinstance(problem, Wild):
             found.setdefault(id(problem), problem)
         elif problem:
@@ -85,15 +95,17 @@ def _of_shard_map(eqn: Any, twin: Any) -> list[Finding]:
     return [*(Finding(str(wild)) for wild in found.values()), *texts]
 
 
-def _leaving(value: Value, axes: list, aval: Any, sizes: Any) -> Wild | str | None:
+def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> Wild | str | None:
     """What is wrong with a result that is declared to be sharded over `axes`; None if nothing is."""
     if value.wild:
         return value.wild
     declared = block_of(axes, aval.shape, sizes)
     fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
-    bad = value.partial or value.extreme or value.offset or value.is_local or value.looked_up is not None or value.mask
-    if fits and not bad and value.ratio == 1.0:
-        return None
+    here = _whole_shape(aval, axes, sizes)
+    if value.is_finished and fits and value.ratio == 1.0:
+        if there is None or here == there:
+            return None
+        return f"is of shape {here} here and {there} on one device: compute the shape from whole sizes"
     return (
         f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
         f"{describe(declared, aval.shape, aval.dtype, sizes)}"
