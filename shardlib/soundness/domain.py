@@ -135,7 +135,6 @@ class Value:
         valid: of an offset index that was clipped, the indices that it still has; None: all.
         drops: whether the others are past the end of the block, where a scatter drops them.
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
-        has_nans: whether what was looked up by an index out of range is NaN.
         mask: what it says about an offset index; None if it is no mask.
         masked: the offset of the index whose mask made it a partial sum; None if none did.
         origin: of an offset index, of what was looked up by it, of a mask and of what was masked: the index.
@@ -158,7 +157,6 @@ class Value:
     valid: Range | None = None
     drops: bool = False
     looked_up: Offset | None = None
-    has_nans: bool = False
     mask: Mask | None = None
     masked: Offset | None = None
     origin: Origin | None = dataclasses.field(default=None, compare=False)

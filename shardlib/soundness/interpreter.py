@@ -74,6 +74,8 @@ class Interpreter:
         closed, twin_closed = isinstance(jaxpr, core.ClosedJaxpr), isinstance(twin, core.ClosedJaxpr)
         consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
         jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
+        if twin is not None and len(twin.constvars) != len(jaxpr.constvars):
+            raise Different(jaxpr, twin)
         known = [
             read_array(c, None if twin_consts is None else t)
             for c, t in zip(consts, twin_consts or consts, strict=True)

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from shardlib.soundness.domain import UNIFORM, Origin, Value, axes_of_offset, cut, devices, whole
 from shardlib.soundness.equation import Equation, Refused
 from shardlib.soundness.rules import Rules
@@ -44,7 +42,7 @@ def _gather(eq: Equation) -> Value:
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for i, j in pairs:
         batch[j] = eq.joined(i, [x.dims[i], batch[j]])
-    looked_up, origin, has_nans = None, None, False
+    looked_up, origin = None, None
     for i, index in zip(numbers.start_index_map, _indices(eq, ids, len(numbers.start_index_map)), strict=True):
         dim = x.dims[i]
         if dim is not UNIFORM and dim.axes:
@@ -63,8 +61,6 @@ def _gather(eq: Equation) -> Value:
             if looked_up is not None:
                 raise Refused("two sharded dims are looked up at once", "look up in one after the other")
             looked_up, origin = index.offset, index.origin
-            fills = getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP" and not index.valid
-            has_nans = fills and eq.params["fill_value"] is None and jnp.issubdtype(eq.result_type(), jnp.inexact)
             continue
         _plain(eq, index)
         if shape[i] != eq.twin_shape()[i]:
@@ -85,7 +81,7 @@ def _gather(eq: Equation) -> Value:
             dims.append(next(batches))
             places.append(next(labels, None))
     origin = origin and Origin(origin.token, tuple(places))
-    return Value(tuple(dims), x.partial, ratio=x.ratio, looked_up=looked_up, has_nans=has_nans, origin=origin)
+    return Value(tuple(dims), x.partial, ratio=x.ratio, looked_up=looked_up, origin=origin)
 
 
 @rule("scatter-add", "scatter", "scatter-max", "scatter-min", "scatter-mul")

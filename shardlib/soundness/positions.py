@@ -99,6 +99,10 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
             return None
         eq.unscaled(eq.finished(rest))
         return Value(eq.joined_dims([found, rest]))
+    if offset and (a.is_constant or b.is_constant) and both is None and sign * (1 if b.is_constant else 0) >= 0:
+        index, number = (a, b) if b.is_constant else (b, a)
+        if number.known[0] != number.known[1]:  # jnp wraps a negative index so: right nowhere, so that no mask fits it
+            return dataclasses.replace(index, origin=None, valid=Range(), drops=False)
     for value in (a, b):
         eq.finished(dataclasses.replace(value, offset=()))
         if both is None:
@@ -157,9 +161,8 @@ def _compared(eq: Equation, name: str, a: Value, b: Value) -> Value:
     integers = all(eq.is_integer(var.aval.dtype) for var in eq.eqn.invars)
     if is_bound(b) and integers and not a.count and name not in ("eq", "ne"):
         return _bounded(eq, name, a, b, offset)
-    for value in (a, b):
-        eq.block(value)
-    raise Refused("positions are compared with what they cannot be compared with", "")
+    eq.block(a), eq.block(b)
+    raise AssertionError(name)
 
 
 def _bounded(eq: Equation, name: str, a: Value, b: Value, offset: Offset) -> Value:
@@ -176,7 +179,6 @@ def _bounded(eq: Equation, name: str, a: Value, b: Value, offset: Offset) -> Val
         return Value(a.dims, mask=Mask("from 0" if inside else "under 0", offset), origin=origin)
     axes = axes_of_offset(tuple((axis, -c) for axis, c in offset), end[0], eq.sizes)
     if not axes or end[0] * devices(eq.sizes, axes) != end[1] * devices(eq.twin_sizes, axes):
-        eq.block(a), eq.block(b)
         raise Refused("an index is compared with what is no end of this device's block", "compare it with both ends")
     if np.issubdtype(eq.eqn.invars[0].aval.dtype, np.unsignedinteger):  # an index before the block wraps around
         test = "out" if inside else "in"
@@ -210,8 +212,6 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
         which, value = ins if ins[0].mask else ins[::-1]
         if which.mask.test != "in":
             return None
-        if value.has_nans:
-            raise Refused("what is looked up out of range is NaN, and 0 times NaN is NaN", "mask it by jnp.where")
     elif eq.name == "select_n" and len(ins) == 3 and ins[0].mask and ins[0].mask.test in ("in", "out"):
         which, outside, value = ins if ins[0].mask.test == "in" else (ins[0], ins[2], ins[1])
         if not outside.is_zero or value.offset:
@@ -222,7 +222,7 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
         return None
     if value.looked_up is not None and not _is_of(which, value.looked_up, value):
         raise Refused("entries are masked by another index than the one they were looked up by", "mask by that index")
-    value = dataclasses.replace(value, looked_up=None, has_nans=False)
+    value = dataclasses.replace(value, looked_up=None)
     eq.block(value)
     if value.extreme:
         eq.finished(value)

@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax
-from soundness import right_programs, wrong_programs
+from soundness import right_programs, wrong_programs, wrong_subtly
 from soundness.running import Program, abstract_mesh, traced
 from soundness.test_corpus import cases
 
@@ -22,7 +22,7 @@ def test_right_programs_are_accepted(program):
     assert not refusals(program)
 
 
-@cases(wrong_programs.PROGRAMS)
+@cases(wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS)
 def test_wrong_programs_are_refused(program):
     assert refusals(program)
 
