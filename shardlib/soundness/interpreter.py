@@ -74,19 +74,16 @@ class Interpreter:
         closed, twin_closed = isinstance(jaxpr, core.ClosedJaxpr), isinstance(twin, core.ClosedJaxpr)
         consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
         jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
-        if twin is not None and len(twin.constvars) != len(jaxpr.constvars):
+        signature = lambda j: (len(j.constvars), len(j.invars), [e.primitive.name for e in j.eqns])
+        if twin is not None and signature(jaxpr) != signature(twin):
             raise Different(jaxpr, twin)
         known = [
             read_array(c, None if twin_consts is None else t)
             for c, t in zip(consts, twin_consts or consts, strict=True)
         ]
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*known, *args], strict=True))
-        if twin is None:
-            twins, pairs = [None] * len(jaxpr.eqns), None
-        else:
-            twins, pairs = twin.eqns, dict(zip(env, [*twin.constvars, *twin.invars], strict=True))
-        if [e.primitive.name for e in jaxpr.eqns] != [e.primitive.name if e else e for e in twins] and pairs:
-            raise Different(jaxpr, twin)
+        twins = twin.eqns if twin is not None else [None] * len(jaxpr.eqns)
+        pairs = dict(zip(env, [*twin.constvars, *twin.invars], strict=True)) if twin is not None else None
         for eqn, other in zip(jaxpr.eqns, twins, strict=True):
             equation = Equation(eqn, other, [], self.sizes, self.twin_sizes, self._callers[-1])
             others = other.invars if other is not None else [None] * len(eqn.invars)
