@@ -15,13 +15,35 @@ from shardlib.soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
 from shardlib.soundness.equation import Equation, Refused
 from shardlib.soundness.escape import Mark, is_region, mark_of
 
-assert all((collectives, lookups, shapes, sums))  # importing them registers their rules
-CALLS = frozenset(
+RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES
+CALLS = {
+    name: "call_jaxpr" if name in ("custom_jvp_call", "custom_vjp_call", "core_call", "closed_call") else "jaxpr"
+    for name in (
+        "jit",
+        "pjit",
+        "remat2",
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+    )
+}
+"""Primitives that call a function, with the parameter that holds it."""
+OF_SIZES = frozenset(
     """
-    jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr
+    shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
+    out_sharding mesh feature_group_count result_avals update_jaxpr
     """.split()  # noqa: SIM905
 )
-"""Primitives that run a jaxpr on their operands."""
+"""Parameters that may depend on the mesh: the rules compare the sizes that they make."""
+KEEPING = frozenset(
+    """
+    iota axis_index argmax argmin broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather
+    scan while cond
+    """.split()  # noqa: SIM905
+)
+"""Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
 COLLECTIVES = frozenset(
     """
     psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced
@@ -36,11 +58,12 @@ class Interpreter:
     Attributes:
         sizes: number of devices along each axis of the mesh.
         twin_sizes: those of the mesh on which the twin was traced: 1, but for axes that both have.
+        is_unchecked: whether JAX does not say over which axes a value differs: check_vma=False.
         problems: collectives that not all devices reach, as they stand below a condition that differs.
     """
 
-    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
-        self.sizes, self.twin_sizes = dict(sizes), dict(twin_sizes)
+    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
+        self.sizes, self.twin_sizes, self.is_unchecked = dict(sizes), dict(twin_sizes), is_unchecked
         self.problems: list[Wild] = []
         self._seen: set[int] = set()
         self._entered: dict[str, Value] = {}
@@ -51,31 +74,37 @@ class Interpreter:
         closed, twin_closed = isinstance(jaxpr, core.ClosedJaxpr), isinstance(twin, core.ClosedJaxpr)
         consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
         jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
+        signature = lambda j: (len(j.constvars), len(j.invars), [e.primitive.name for e in j.eqns])
+        if twin is not None and signature(jaxpr) != signature(twin):
+            raise Different(jaxpr, twin)
         known = [
             read_array(c, None if twin_consts is None else t)
             for c, t in zip(consts, twin_consts or consts, strict=True)
         ]
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*known, *args], strict=True))
         twins = twin.eqns if twin is not None else [None] * len(jaxpr.eqns)
-        if len(twins) != len(jaxpr.eqns):
-            raise Different(jaxpr, twin)
+        pairs = dict(zip(env, [*twin.constvars, *twin.invars], strict=True)) if twin is not None else None
         for eqn, other in zip(jaxpr.eqns, twins, strict=True):
-            if other is not None and other.primitive.name != eqn.primitive.name:
-                raise Different(jaxpr, twin)
-            ins = [self.read(env, v, other.invars[i] if other is not None else None) for i, v in enumerate(eqn.invars)]
-            equation = Equation(eqn, other, ins, self.sizes, self.twin_sizes, self._callers[-1])
+            equation = Equation(eqn, other, [], self.sizes, self.twin_sizes, self._callers[-1])
+            others = other.invars if other is not None else [None] * len(eqn.invars)
+            equation.ins = [self.read(env, pairs, v, t, equation) for v, t in zip(eqn.invars, others, strict=True)]
             env.update(zip(eqn.outvars, self.apply(equation), strict=True))
+            if pairs is not None:
+                pairs.update(zip(eqn.outvars, other.outvars, strict=True))
         outs = twin.outvars if twin is not None else [None] * len(jaxpr.outvars)
-        return [self.read(env, v, t) for v, t in zip(jaxpr.outvars, outs, strict=True)]
+        last = self._callers[-1]
+        return [self.read(env, pairs, v, t, last) for v, t in zip(jaxpr.outvars, outs, strict=True)]
 
-    def read(self, env: Mapping, var: Any, twin: Any) -> Value:
-        """Facts about a variable or a literal."""
-        if isinstance(var, core.Literal):
-            other = twin.val if isinstance(twin, core.Literal) else None
-            if twin is not None and other is None:
-                return _wild_constant("a number here is a computed value on one device")
-            return read_array(var.val, other)
-        return env[var]
+    def read(self, env: Mapping, pairs: Mapping | None, var: Any, twin: Any, eq: Equation | None) -> Value:
+        """Facts about a variable or a literal, which must be the same one on one device."""
+        is_literal = isinstance(var, core.Literal)
+        if pairs is not None and (
+            is_literal != isinstance(twin, core.Literal) or (not is_literal and pairs[var] is not twin)
+        ):
+            problem = "another value is used here than on one device"
+            reason = Wild(eq.place() if eq else "?", problem, "let no choice in the code depend on sizes", ())
+            return Value((UNIFORM,) * _ndim(var), wild=reason)
+        return read_array(var.val, twin and twin.val) if is_literal else env[var]
 
     def apply(self, eq: Equation) -> list[Value]:
         """Facts about the results of one equation."""
@@ -92,20 +121,18 @@ class Interpreter:
                 return [self._marked(eq, mark)]
             if is_region(eq.eqn):
                 return self.wild(eq, Wild(eq.place(), "a value of per-device code is used outside of it", "", ()))
-            control = _CONTROL.get(eq.name)
-            if control is not None:
-                return control(self, eq)
-            if eq.name in CALLS:
-                inner = next(name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if eq.params.get(name) is not None)
+            if control := _CONTROL.get(eq.name):
+                eq.same("num_consts", "num_carry", "reverse", "cond_nconsts", "body_nconsts")
+                return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
+            if inner := CALLS.get(eq.name):
                 return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins)
             if wild := next((v.wild for v in eq.ins if v.wild), None):
                 return self.wild(eq, wild)
-            if eq.name in rules.RULES:
-                found = rules.RULES[eq.name](eq)
-            elif eq.name in elementwise.ELEMENTWISE:
+            eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
+            if eq.name in elementwise.ELEMENTWISE:
                 found = elementwise.elementwise(eq)
             else:
-                found = rules.everything_whole(eq)
+                found = RULES.get(eq.name, rules.everything_whole)(eq)
             found = found if isinstance(found, list) else [found]
             return [self._checked(eq, i, value) for i, value in enumerate(found)]
         except Refused as refusal:
@@ -122,8 +149,17 @@ class Interpreter:
 
     def _checked(self, eq: Equation, i: int, value: Value) -> Value:
         """`value`, if it is one of the result's shape that can be: also of the shape that it has on one device."""
-        shape = eq.eqn.outvars[i].aval.shape
+        aval = eq.eqn.outvars[i].aval
+        shape = getattr(aval, "shape", ())
+        if value.wild:
+            return value
         assert len(value.dims) == len(shape), (eq.name, value, shape)
+        if any(value is x for x in eq.ins):
+            return value  # the same value, not one more with the same facts
+        if eq.name not in KEEPING and eq.name not in elementwise.ELEMENTWISE:
+            eq.block(value)
+        if eq.twin is not None and aval.dtype != eq.twin.outvars[i].aval.dtype:
+            raise Refused(f"the result is {aval.dtype} here and {eq.twin.outvars[i].aval.dtype} on one device", "")
         axes = [axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
         if len(set(axes)) < len(axes):
             again = next(axis for axis in axes if axes.count(axis) > 1)
@@ -137,7 +173,7 @@ class Interpreter:
                 "reduce the partial sum first, with psum or psum_scatter",
             )
         if math.isnan(value.ratio):
-            raise Refused("a number that is zero on some meshes alone", "compute it from whole sizes")
+            raise Refused("a number is zero, or of another sign, on some meshes alone", "compute it from whole sizes")
         if eq.twin is not None:
             for k, (dim, here, there) in enumerate(zip(value.dims, shape, eq.twin.outvars[i].aval.shape, strict=True)):
                 if dim is UNIFORM or (k in value.count and value.is_local):
@@ -151,11 +187,11 @@ class Interpreter:
         if any(d is not UNIFORM and d.parts == ((1, ()),) for d in value.dims):
             dims = tuple(UNIFORM if d is not UNIFORM and d.parts == ((1, ()),) else d for d in value.dims)
             value = dataclasses.replace(value, dims=dims)
-        if value.is_zero:
-            return constant(len(shape), 0, 0)
-        if value.ratio != 1 and not value.is_constant:
+        if value.is_constant and not value.partial and not value.extreme:
+            return constant(len(shape), *value.known)
+        if value.ratio != 1:
             value = dataclasses.replace(value, scaled=next((v.scaled for v in eq.ins if v.scaled), eq))
-        return value
+        return dataclasses.replace(value, token=object())
 
     def _marked(self, eq: Equation, mark: Mark) -> Value:
         """A value that enters or leaves code that is per-device on purpose."""
@@ -172,7 +208,7 @@ class Interpreter:
             return block_of(axes, shape, self.sizes, spec.partial, [dim.name for dim in spec.dims])
         entered = self._entered[mark.label]
         # Of a copy that each device uses by itself the gradient is a partial sum: it varies, and is not cut.
-        over = varying(aval, self.sizes) - entered.sharded
+        over = (varying(aval, self.sizes) if not self.is_unchecked else frozenset()) - entered.sharded
         return Value(entered.dims, over, wild=entered.wild)
 
     def _ambiguous(self, eq: Equation, mark: Mark) -> Wild:
@@ -206,10 +242,6 @@ def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
 
 def _ndim(var: Any) -> int:
     return len(getattr(var.aval, "shape", ()))
-
-
-def _wild_constant(problem: str) -> Value:
-    return Value((), wild=Wild("?", problem, "compute it from whole sizes", ()))
 
 
 def block_of(
@@ -255,19 +287,12 @@ def _counts(array: np.ndarray) -> bool:
 
 def _join(eq: Equation, a: Value, b: Value, interpreter: Interpreter) -> Value:
     """What holds of a value that is one or the other."""
-    if a.wild or b.wild or a == b:
-        return a if a.wild or a == b else b
+    if a.wild or b.wild:
+        return a if a.wild else b
+    if a == b:
+        return _anonymous(a)
     try:
-        values = [a, b]
-        if a.offset != b.offset or a.count != b.count or a.mask != b.mask or a.looked_up != b.looked_up:
-            for value in values:
-                eq.block(value)
-        if a.offset or a.count or a.mask or a.looked_up is not None:
-            bare = [dataclasses.replace(value, dims=(), known=None, components=()) for value in values]
-            if bare[0] != bare[1]:
-                raise Refused("a value is once a position or a lookup of another kind than the other time", "")
-            known = a.known if a.known == b.known else None
-            return dataclasses.replace(a, known=known, dims=eq.joined_dims(values))
+        values = [eq.block(a), eq.block(b)]
         return Value(
             eq.joined_dims(values),
             eq.joined_partial(values),
@@ -289,8 +314,14 @@ def _joined_extreme(eq: Equation, values: list[Value]) -> Any:
     return found.pop() if found else None
 
 
+def _anonymous(value: Value) -> Value:
+    """`value` without what it was computed of: that may be of another pass of a loop, or of another branch."""
+    return dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
+
+
 def _fixed_point(interpreter: Interpreter, eq: Equation, carry: list[Value], body: Any) -> list[Value]:
     """The facts about carried values that a pass of a loop's body keeps."""
+    carry = [_anonymous(value) for value in carry]
     for _ in range(4 * len(carry) + 8):
         outs = body(carry)
         new = [_join(eq, a, b, interpreter) for a, b in zip(carry, outs, strict=True)]
@@ -308,10 +339,9 @@ def _scan(interpreter: Interpreter, eq: Equation) -> list[Value]:
     for x in xs:
         try:
             if not x.wild:
-                eq.uncut(x, 0, "a loop runs")
-                if x.count or x.offset:
-                    eq.block(x)
+                eq.uncut(eq.block(x), 0, "a loop runs")
             gone = dataclasses.replace(x, dims=x.dims[1:], count=(), components=(), known=None if x.count else x.known)
+            gone = _anonymous(gone)
         except Refused as refusal:
             gone = Value(x.dims[1:], wild=interpreter.explain(eq, refusal))
         items.append(gone)
@@ -330,23 +360,22 @@ def _scan(interpreter: Interpreter, eq: Equation) -> list[Value]:
     results = list(carry)
     for out in outs[carried:]:
         n = eq.params["length"]
-        stacked = dataclasses.replace(out, dims=(whole(n) if n > 1 else UNIFORM, *out.dims), count=(), components=())
-        if (out.count and out.is_local) and not out.wild:
-            stacked = Value(
-                stacked.dims, wild=interpreter.explain(eq, Refused("positions within a block leave a loop", ""))
-            )
-        results.append(dataclasses.replace(stacked, known=None) if out.count else stacked)
+        dims = (whole(n) if n > 1 else UNIFORM, *out.dims)
+        try:
+            out = out if out.wild else eq.block(out)
+            known = None if out.count else out.known
+            results.append(dataclasses.replace(_anonymous(out), dims=dims, count=(), known=known))
+        except Refused as refusal:
+            results.append(Value(dims, wild=interpreter.explain(eq, refusal)))
     return results
 
 
-def _divergent(eq: Equation, predicate: Value, var: Any) -> frozenset[str] | None:
-    """Axes over which a predicate differs; None if it is the same on all devices and right."""
-    if predicate.wild:
-        return varying(var.aval, eq.sizes)
-    axes = {axis for axis, _ in predicate.offset} | predicate.partial
-    axes |= predicate.extreme[1] if predicate.extreme else set()
-    axes |= {axis for axis, _ in predicate.mask.offset} if predicate.mask else set()
-    return frozenset(axes) or None
+def _is_certain(eq: Equation, predicate: Value) -> bool:
+    """Whether a predicate is the same on all devices, and as on one device."""
+    try:
+        return not predicate.wild and bool(eq.unscaled(eq.finished(predicate)))
+    except Refused:
+        return False
 
 
 def _collectives(jaxpr: Any, axes: frozenset[str]) -> Any:
@@ -366,11 +395,9 @@ def _collectives(jaxpr: Any, axes: frozenset[str]) -> Any:
 
 def _under_predicate(interpreter: Interpreter, eq: Equation, predicate: Value, var: Any, bodies: Any) -> Wild | None:
     """Why results that depend on a predicate are not known. Notes a collective that not all devices reach."""
-    axes = _divergent(eq, predicate, var)
-    if predicate.ratio != 1.0 and axes is None:
-        axes = frozenset()
-    if axes is None:
+    if _is_certain(eq, predicate):
         return None
+    axes = frozenset(eq.sizes) if interpreter.is_unchecked else varying(var.aval, eq.sizes)
     over = ", ".join(sorted(axes)) or "the mesh"
     reason = predicate.wild or interpreter.explain(
         eq,
@@ -411,6 +438,8 @@ def _cond(interpreter: Interpreter, eq: Equation) -> list[Value]:
     which, *args = eq.ins
     branches = eq.params["branches"]
     twins = eq.twin.params["branches"] if eq.twin else [None] * len(branches)
+    if len(twins) != len(branches):
+        raise Refused("the number of branches depends on the mesh", "let no choice in the code depend on sizes")
     outs = [interpreter.run(branch, twin, args) for branch, twin in zip(branches, twins, strict=True)]
     if reason := _under_predicate(interpreter, eq, which, eq.eqn.invars[0], branches):
         return interpreter.wild(eq, reason)

@@ -84,6 +84,11 @@ def mesh_of(program: Program, sizes: tuple[int, ...]) -> jax.sharding.Mesh:
     return jax.make_mesh(sizes, program.axes, axis_types=(AxisType.Explicit,) * len(sizes))
 
 
+def abstract_mesh(program: Program, sizes: tuple[int, ...]) -> AbstractMesh:
+    """The mesh of these sizes with the program's axes, without devices."""
+    return AbstractMesh(sizes, program.axes, axis_types=(AxisType.Explicit,) * len(sizes))
+
+
 def partition_spec(t: ArrayType, axes: tuple[str, ...]) -> PartitionSpec:
     """The PartitionSpec of a type. An axis that the mesh lacks shards nothing."""
     return PartitionSpec(*(tuple(axis for axis in dim.axes if axis in axes) or None for dim in t.spec.dims))
@@ -123,8 +128,8 @@ def inputs(program: Program, seed: int = 0) -> list:
 
 def traced(program: Program, sizes: tuple[int, ...]) -> jax.extend.core.ClosedJaxpr:
     """The jaxpr of one shard_map on a mesh of these sizes. It needs no devices."""
-    mesh = AbstractMesh(sizes, program.axes, axis_types=(AxisType.Explicit,) * len(sizes))
-    dtypes = {"f32": np.float32, "i32": np.int32, "bool_": np.bool_, "key": jax.random.key(0).dtype}
+    mesh = abstract_mesh(program, sizes)
+    dtypes = {"f32": np.float32, "i32": np.int32, "bool_": np.bool_, "key": jax.eval_shape(jax.random.key, 0).dtype}
     argument = lambda t, spec: jax.ShapeDtypeStruct(shape_of(t), dtypes[t.dtype], sharding=NamedSharding(mesh, spec))
     with jax.sharding.use_abstract_mesh(mesh):
         arguments = map(argument, program.ins.values(), specs(program)[0])

@@ -3,10 +3,10 @@
 import collections
 
 import pytest
-from soundness import right_programs, wrong_programs
+from soundness import right_programs, wrong_programs, wrong_subtly
 from soundness.running import Program, distance, intended, run, traced
 
-RIGHT, WRONG = right_programs.PROGRAMS, wrong_programs.PROGRAMS
+RIGHT, WRONG = right_programs.PROGRAMS, wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS
 EQUAL, DIFFERENT = 1e-4, 1e-2
 """A right program differs by rounding only. A wrong one differs by far more, so that nothing lies between."""
 
