@@ -128,15 +128,17 @@ Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
 
 
-def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Finding]:
+def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Trace | None = None) -> list[Finding]:
     """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
 
-    JAX traces other operations where a device has one entry of a dim. Such a program is compared on smaller meshes.
+    JAX traces other operations where a device has one entry of a dim. Such a program is compared at larger sizes, or
+    on smaller meshes.
 
     Args:
         trace: traces the programs, on the mesh in force.
         mesh: the mesh; None: the one in force.
         keep: axes that keep their number of devices on the mesh of comparison, instead of one.
+        larger: traces the same source at sizes of which no device has a single entry; None: there are none.
 
     Raises:
         ValueError: a shard_map names its mesh.
@@ -149,7 +151,7 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Fi
     each = [alone | {axis: n} for axis, n in halves.items() if n > alone[axis]]
 
     @functools.cache
-    def on(*numbers: int) -> dict[str, tuple[Any, list]]:
+    def on(*numbers: int, trace: Trace = trace) -> dict[str, tuple[Any, list]]:
         abstract = AbstractMesh(numbers, mesh.axis_names, axis_types=mesh.axis_types)
         # Through no mesh at all: JAX does not change from one mesh to another of a different size.
         none = AbstractMesh((), ())
@@ -179,6 +181,13 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Fi
             continue
         except Different as different:
             first = different
+        if larger is not None and _has_single_entries(program):
+            (program, types), (twin, _) = (on(*mesh.values(), trace=larger)[name] for mesh in (sizes, alone))
+            try:
+                found += findings(program, twin, types)
+            except Different as different:
+                found.append(Finding(f"{different.place}: {different}"))
+            continue
         compared: set[str] = set()
         # The smaller meshes stand for this one only where JAX has a reason to trace it differently.
         for smaller in (halves, *each) if _has_single_entries(program) else ():
