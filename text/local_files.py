@@ -17,14 +17,14 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 
 def open_files(patterns: list[str], text_field: str, separator: str | None) -> list[Piece]:
-    """The documents of local files: one a line of .jsonl and .json, a row of .parquet, a file of .txt.
+    """The documents of local files: one a line of .jsonl and .json, a record of .parquet, a file of .txt.
 
     All but .parquet may be compressed too: .gz, .bz2, .xz, .zst.
 
     Args:
         patterns: paths or globs, read in this order; the matches of a glob are sorted.
         text_field: the JSON key or column that holds the document.
-        separator: what stands between the documents of a .txt file; None if such a file is one document.
+        separator: text between the documents of a .txt file. None if such a file is one document.
 
     Raises:
         ValueError: a pattern has no match, or a file is corrupt or not of these kinds.
@@ -312,6 +312,6 @@ def _parquet_parts(path: str, groups: list[int], size: int, text_field: str) -> 
     """The column of some row groups in parts of about BLOCK_BYTES, each with its size."""
     with _open_parquet(path) as file:
         num_rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-        rows = max(1, num_rows * sources.BLOCK_BYTES // max(size, 1))
-        for batch in file.iter_batches(rows, row_groups=groups, columns=[text_field]):
+        at_once = max(1, num_rows * sources.BLOCK_BYTES // max(size, 1))
+        for batch in file.iter_batches(at_once, row_groups=groups, columns=[text_field]):
             yield size * batch.num_rows // num_rows, batch.column(0).to_pylist()
