@@ -42,7 +42,7 @@ class TokenizerConfig:
     `tiktoken`: a name that tiktoken knows, as cl100k_base. For `mistral`: a path, a name on the hub, or the name of a
     file in the package mistral-common, as tekken_240911.json."""
     end_token: str | None = None
-    """A token put at the end of each document, null for none. Beginnings need none: the format marks them."""
+    """Token added at the end of each document; null: none. Beginnings need none: the format marks them."""
     backend: Backend = Backend.auto
     """The library that encodes. `reference`: the one that defines the tokenizer. `gigatoken`: an error where its ids
     differ. `auto`: gigatoken where it gives the same ids, else the reference."""
