@@ -219,7 +219,7 @@ class StreamLoader(Loader):
             if texts:
                 yield place, self._shuffled(texts, place), after
             elif place == _Place(place.epoch):
-                raise ValueError(f"The stream {self._name} holds no text.")
+                raise ValueError(f"The stream {self._name} holds no text. Check data.stream.text_field and the source.")
             place = after
         raise ValueError(
             f"The stream {self._name} has been read max_epochs={most:g} times. "

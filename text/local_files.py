@@ -50,7 +50,7 @@ def match(patterns: list[str]) -> list[str]:
         found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         found = [path for path in found if os.path.isfile(path)]
         if not found:
-            raise ValueError(f"No file matches {pattern!r} in {os.getcwd()}.")
+            raise ValueError(f"No file matches {pattern!r} in {os.getcwd()}. Correct the path or pattern.")
         paths += found
     return paths
 
@@ -115,7 +115,7 @@ def _decode_utf8(where: str, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as e:
-        raise ValueError(f"{where} is not UTF-8: {e}.") from e
+        raise ValueError(f"{where} is not UTF-8: {e}. Convert the file to UTF-8.") from e
 
 
 # ---- text ---------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def _parse_lines(path: str, lines_before: Callable[[], int], content: bytes, tex
         lines = content.decode().split("\n")
     except UnicodeDecodeError as e:
         number = content.count(b"\n", 0, e.start) + 1
-        raise ValueError(f"{where(number)} is not UTF-8: {e}.") from e
+        raise ValueError(f"{where(number)} is not UTF-8: {e}. Convert the file to UTF-8.") from e
     texts = []
     for number, line in enumerate(lines, start=1):
         if not line or line.isspace():

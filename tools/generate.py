@@ -141,7 +141,7 @@ def read_prompts(config: Config) -> list[str]:
         raise ValueError(f"give one of prompt, prompts, prompts_file and prompt_ids; {found} is given.")
     if config.prompts_file is not None:
         if not Path(config.prompts_file).is_file():
-            raise ValueError(f"prompts_file: there is no file {config.prompts_file}.")
+            raise ValueError(f"prompts_file: there is no file {config.prompts_file}. Correct the path.")
         return Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
     return config.prompts if config.prompts else [] if config.prompt is None else [config.prompt]
 

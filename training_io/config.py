@@ -157,7 +157,7 @@ def to_config(composed: DictConfig) -> Config:
         raise ValueError(f"model.{error.full_key}: {str(error).splitlines()[0]}.{remedy}") from None
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
-        raise ValueError(f"no value for {', '.join(missing)}.")
+        raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>, or a group that sets it.")
     c: Config = OmegaConf.to_object(config)
     check_config(c)
     return c
