@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardlib import marks
 from shardlib.checks import Scope
 from shardlib.layers import Extras, LayerMetrics, LayerNumbers
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import Placement
 from shardlib.schedules import TickTable, forward_only, schedule_of, tick_table
-from shardlib.soundness import escape
 from shardlib.values import mesh_axes, pipeline_stage
 
 # ---- what runs where --------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     count = len(jax.tree.leaves(microbatches)[0])
     label = "the stages of a pipeline run different tasks at a time, by a schedule that is checked by itself"
     leaves, structure = jax.tree.flatten(w)
-    w = structure.unflatten([escape.enter(x, f"{label} [{i}]") for i, x in enumerate(leaves)])
+    w = structure.unflatten([marks.enter(x, f"{label} [{i}]") for i, x in enumerate(leaves)])
     me = lax.axis_index(PIPELINE_AXIS)
     numbers = LayerNumbers(jnp.asarray(placement.rows)[me], placement.padded)
     outer = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.name != "layers"}
@@ -252,14 +252,14 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
     _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)).jaxpr, in_task=False)
     carry, _ = lax.scan(tick, carry, columns)
-    total = wrap(escape.leave(carry["loss"], label, "+p"), (PIPELINE_AXIS,), (), "the pipeline")
+    total = wrap(marks.leave(carry["loss"], label, "+p"), (PIPELINE_AXIS,), (), "the pipeline")
     if not training:
         return total, None, None
     metrics = LayerMetrics.of_rows(carry["metrics"], numbers.index, sum(placement.counts))
-    metrics = jax.tree.map(lambda x: escape.leave(x, label, "N depth +p"), metrics)
+    metrics = jax.tree.map(lambda x: marks.leave(x, label, "N depth +p"), metrics)
     metrics = jax.tree.map(lambda x: wrap(x, (PIPELINE_AXIS,), (), "the pipeline"), metrics)
     g = dataclasses.replace(w, layers=carry["g_stack"], **carry["g_outer"])
-    g = [escape.leave_like(x, f"{label} [{i}]") for i, x in enumerate(jax.tree.leaves(g))]
+    g = [marks.leave_like(x, f"{label} [{i}]") for i, x in enumerate(jax.tree.leaves(g))]
     return total, structure.unflatten(g), metrics
 
 

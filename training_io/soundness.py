@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 from input_loader import batch_shapes
 from modeling.model import inputs_of
 from shardlib.parsing import PIPELINE_AXIS, ShardError
-from shardlib.soundness.check import Finding, prove
+from soundness.check import Finding, prove
 from training_io.config import Config
 
 SHOWN = 5

@@ -3,12 +3,13 @@
 import dataclasses
 
 import jax
-from soundness import right_programs, wrong_programs, wrong_subtly
-from soundness.running import Program, abstract_mesh, traced
-from soundness.test_corpus import cases
+import right_programs
+import wrong_programs
+import wrong_subtly
+from running import Program, abstract_mesh, cases, traced
 
 from shardlib import shardops
-from shardlib.soundness.check import prove
+from soundness.check import prove
 
 
 def refusals(program: Program) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.soundness import positions
-from shardlib.soundness.domain import Number, Value, constant, moved, near
-from shardlib.soundness.equation import Equation
+from soundness import positions
+from soundness.domain import Number, Value, constant, moved, near
+from soundness.equation import Equation
 
 FOLDS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,

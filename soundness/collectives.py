@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from shardlib.soundness.domain import UNIFORM, Dim, Value, constant, cut, devices, near
-from shardlib.soundness.equation import Equation, Refused
-from shardlib.soundness.rules import Rules
+from soundness.domain import UNIFORM, Dim, Value, constant, cut, devices, near
+from soundness.equation import Equation, Refused
+from soundness.rules import Rules
 
 RULES = Rules()
 rule = RULES.of

@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from soundness.right_programs import offset
-from soundness.running import program, programs_of
+from right_programs import offset
+from running import program, programs_of
 
 from shardlib.shardtypes import bool_, dtype_name, f32, i32
 

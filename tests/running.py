@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.extend
 import numpy as np
+import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardlib.array_types import ArrayType
@@ -164,3 +165,8 @@ def distance(result, meant) -> float:
             differing = np.abs(np.asarray(shard.data, np.float64) - b[shard.index])
             found.append(np.max(differing, initial=0.0) / largest)
     return np.inf if np.isnan(found).any() else max(found)
+
+
+def cases(programs: list[Program]):
+    """A parametrization of a test by programs."""
+    return pytest.mark.parametrize("program", programs, ids=[program.name.replace(" ", "-") for program in programs])

@@ -12,10 +12,10 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
 from shardlib.parsing import ShardError
-from shardlib.soundness.domain import UNIFORM, Value, describe, devices
-from shardlib.soundness.equation import Equation, Refused
-from shardlib.soundness.interpreter import Different, Interpreter, block_of
 from shardlib.values import noting_arguments, planned_for
+from soundness.domain import UNIFORM, Value, describe, devices
+from soundness.equation import Equation, Refused
+from soundness.interpreter import Different, Interpreter, block_of
 
 
 @dataclasses.dataclass(frozen=True)

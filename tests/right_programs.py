@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from soundness.running import program, programs_of
+from running import program, programs_of
 
 from shardlib import shardops
 from shardlib.shardtypes import bool_, dtype_name, f32, i32

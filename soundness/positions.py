@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.soundness.domain import (
+from soundness.domain import (
     UNIFORM,
     Mask,
     Offset,
@@ -20,7 +20,7 @@ from shardlib.soundness.domain import (
     devices,
     whole,
 )
-from shardlib.soundness.equation import Equation, Refused
+from soundness.equation import Equation, Refused
 
 
 def of(eq: Equation, ins: list[Value]) -> Value | None:

@@ -7,8 +7,8 @@ blocks of that. It refuses (raises Refused) where they are not met. The modules 
 from collections.abc import Callable
 from typing import Any
 
-from shardlib.soundness.domain import Value, whole
-from shardlib.soundness.equation import Equation, Refused
+from soundness.domain import Value, whole
+from soundness.equation import Equation, Refused
 
 
 class Rules(dict[str, Callable[[Equation], Any]]):

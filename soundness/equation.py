@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardlib.places import is_users, place
-from shardlib.soundness.domain import UNIFORM, Dim, Value, describe, devices, whole
+from soundness.domain import UNIFORM, Dim, Value, describe, devices, whole
 
 _JAX = str(Path(jax.__file__).parent)
 

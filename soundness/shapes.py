@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from shardlib.soundness.domain import UNIFORM, Dim, Part, Value, constant, devices, moved, whole
-from shardlib.soundness.equation import Equation, Refused
-from shardlib.soundness.rules import Rules
+from soundness.domain import UNIFORM, Dim, Part, Value, constant, devices, moved, whole
+from soundness.equation import Equation, Refused
+from soundness.rules import Rules
 
 RULES = Rules()
 rule = RULES.of

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shardlib.soundness.domain import UNIFORM, Source, Value, constant, near, whole
-from shardlib.soundness.equation import Equation, Refused
-from shardlib.soundness.rules import Rules, everything_whole
+from soundness.domain import UNIFORM, Source, Value, constant, near, whole
+from soundness.equation import Equation, Refused
+from soundness.rules import Rules, everything_whole
 
 RULES = Rules()
 rule = RULES.of
