@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
+from shardlib.soundness.check import prove
 
 MESH = AbstractMesh((2, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
 SIZES = {"B": 4, "L": 6, "S": 6, "M": 8, "N": 8, "F": 12, "V": 16, "U": 2}
@@ -28,8 +29,8 @@ OPERANDS = {
 }
 
 
-def on_mesh(body: Callable, result=f32[""], mesh=MESH, **operands) -> None:
-    """Traces `body` as a typed_shard_map over the operands that its parameters name."""
+def mapped(body: Callable, result=f32[""], **operands) -> tuple[Callable, list]:
+    """The typed_shard_map of `body`, and the types of the operands that its parameters name."""
     operands = {name: (operands | OPERANDS)[name] for name in inspect.signature(body).parameters}
 
     def fn(*args):
@@ -38,8 +39,20 @@ def on_mesh(body: Callable, result=f32[""], mesh=MESH, **operands) -> None:
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in operands]
     fn.__signature__ = inspect.Signature(parameters)
     fn.__annotations__ = {**operands, "return": result}
+    return typed_shard_map(fn), list(operands.values())
+
+
+def on_mesh(body: Callable, result=f32[""], mesh=MESH, **operands) -> None:
+    """Traces `body` as a typed_shard_map over the operands that its parameters name."""
+    fn, types = mapped(body, result, **operands)
     with jax.sharding.use_abstract_mesh(mesh):
-        jax.eval_shape(typed_shard_map(fn), *(shape_of(t) for t in operands.values()))
+        jax.eval_shape(fn, *map(shape_of, types))
+
+
+def unsound(body: Callable, result=f32[""], mesh=MESH, **operands) -> list[str]:
+    """What the check of the traced program finds wrong with the same."""
+    fn, types = mapped(body, result, **operands)
+    return [str(found) for found in prove(lambda: {"": jax.make_jaxpr(fn)(*map(shape_of, types))}, mesh)]
 
 
 def shape_of(t) -> jax.ShapeDtypeStruct:

@@ -32,6 +32,9 @@ each one as an edit of this repository. [test_gauntlet.py](../tests/gauntlet/tes
 and checks what the table says. `python -m benchmarks.gauntlet` prints this page. `python -m benchmarks.gauntlet.spmd`
 runs the programs of its last column.
 
+Where a type would refuse an edit for its form alone, the edit takes the raw array out of it, as a determined user
+would.
+
 Words of the column *caught*:
 
 - **tracing**: the step is refused before it is compiled.
@@ -40,7 +43,7 @@ Words of the column *caught*:
 - **nothing**: the edit was made, and no check finds it.
 - **—**: there is no such edit. The last table has the reasons.
 
-spmd_types (version {version}) is a type system for PyTorch with explicit
+[spmd_types](https://github.com/meta-pytorch/spmd_types) (version {version}) is a type system for PyTorch with explicit
 collectives. [spmd.py](../benchmarks/gauntlet/spmd.py) has the bugs as programs of a few lines for it, in its strict
 global mode. It accepts each program without the bug. Its programs are written for it, while our edits are made in the
 training step as it is. In it a result has to be declared, as a reader of its guide would do. **—** means that the bug

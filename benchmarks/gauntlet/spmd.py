@@ -1,4 +1,4 @@
-"""The bugs of the Gauntlet as programs of torch under spmd_types, a type system for such programs (PyPI).
+"""The bugs of the Gauntlet as programs of torch under spmd_types, a type system for such programs.
 
     python -m benchmarks.gauntlet.spmd       runs them, and prints which are refused
 

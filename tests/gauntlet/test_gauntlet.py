@@ -29,8 +29,8 @@ CONFIGS, BUGS = DATA["configs"], {bug["number"]: bug for bug in DATA["bug"]}
 IN_PROCESS = {"train.py", "models/gpt2.py", "optimizers/muon.py"}
 """Files of which train.py can be given an edited copy without another process."""
 DEVICES = 8
-TO_TRY = {31: "an activation", 7: "the loss", 70: "the norm"}
-"""Bugs that tools/verify is tried on among the tests that are not slow."""
+TO_TRY = 76
+"""The bug that tools/verify is tried on among the tests that are not slow."""
 
 
 def config_of(bug: dict) -> dict:
@@ -84,12 +84,22 @@ def in_process(bug: dict) -> bool:
 
 
 def traced() -> list:
-    """The bugs that can be traced here; those that tracing accepts are `long`."""
-    marks = lambda bug: [] if bug.get("caught") == "tracing" else [pytest.mark.long]
-    return [pytest.param(number, marks=marks(bug)) for number, bug in BUGS.items() if in_process(bug)]
+    """The bugs that can be traced here; `long` are those that are refused as one before, and those that are not."""
+    seen, found = {None}, []
+    for number, bug in BUGS.items():
+        if in_process(bug):
+            refused_by = bug["by"] if bug.get("caught") == "tracing" else None
+            found.append(pytest.param(number, marks=[pytest.mark.long] if refused_by in seen else []))
+            seen.add(refused_by)
+    return found
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+def configurations() -> list:
+    """The configurations; `long`, but for one without stages and one with them."""
+    return [pytest.param(c, marks=[] if c in ("llama", "tied stages") else [pytest.mark.long]) for c in CONFIGS]
+
+
+@pytest.mark.parametrize("config", configurations())
 def test_the_source_as_it_stands_is_traced(config):
     assert refusal({}, CONFIGS[config]) is None
 
@@ -125,8 +135,8 @@ def verified(bug: dict, directory: Path, *overrides: str) -> subprocess.Complete
 
 
 def named(caught: str) -> list:
-    """The bugs that are caught so; `slow`, but for a few."""
-    marks = lambda number: [pytest.mark.long if number in TO_TRY else pytest.mark.slow]
+    """The bugs that are caught so; `slow`, but for one."""
+    marks = lambda number: [pytest.mark.long if number == TO_TRY else pytest.mark.slow]
     return [pytest.param(n, marks=marks(n)) for n, bug in BUGS.items() if bug.get("caught") == caught]
 
 

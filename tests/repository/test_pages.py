@@ -1,6 +1,7 @@
-"""The pages: links lead somewhere, commands compose, settings and files exist, and README's refusal is the real one."""
+"""The pages: links lead somewhere, commands compose, settings and files exist; README has true counts and a refusal."""
 
 import ast
+import collections
 import dataclasses
 import fnmatch
 import functools
@@ -19,7 +20,9 @@ from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from omegaconf import OmegaConf
 from recipes import SOURCE, module_of
 from shipped import CONFIGS, load
+from soundness import right_programs, wrong_programs
 
+from benchmarks.gauntlet import __main__ as gauntlet
 from input_loader import batch_shapes
 from modeling.attention_calls import describe_attention
 from modeling.model import load_model
@@ -273,6 +276,21 @@ def missing_files(page: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_exist(page):
     assert missing_files(page, page.read_text()) == []
+
+
+# ---- README's counts ----------------------------------------------------------------------------------------------
+
+
+def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
+    right = sum(not program.escape for program in right_programs.PROGRAMS)
+    gates = collections.Counter(bug.get("caught") for bug in gauntlet.bugs() if "edit" in bug)
+    assert set(gates) == {"tracing", "verify", "test"}
+    sentences = (
+        f"The check refuses {len(wrong_programs.PROGRAMS)} wrong programs and accepts {right} right ones. Of "
+        f"{gates.total()} silent bugs that other frameworks have published, tracing refuses {gates['tracing']}; "
+        f"`tools.verify` finds {gates['verify']}, and a test the other {gates['test']}"
+    )
+    assert sentences in " ".join((ROOT / "README.md").read_text().split())
 
 
 # ---- README's first change ----------------------------------------------------------------------------------------

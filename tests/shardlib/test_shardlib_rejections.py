@@ -1,14 +1,17 @@
 """The catalogue of what ops and annotations reject while JAX traces: the mistake, its message, a valid neighbour."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from abstract_mesh import drop, on_mesh
+from abstract_mesh import drop, on_mesh, unsound
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from shardlib.shardops import (
     all_gather,
@@ -727,17 +730,38 @@ def test_jax_rejects_a_gathered_operand_of_plain_jnp_under_grad():
         on_mesh(body, f32["F/t U"])
 
 
-# docs/sharding-types.md says that these pass, and what to do about each. Should one be caught one day, tell it there.
+def callback(losses):
+    sort = lambda x: np.sort(x, axis=0)
+    return jax.pure_callback(sort, jax.ShapeDtypeStruct(losses.shape, losses.dtype), losses)
+
+
+def unchecked(h):
+    mapped = functools.partial(jax.shard_map, in_specs=P(), out_specs=P(), check_vma=False)
+    return mapped(lambda h: lax.psum(h, "t"), mesh=jax.sharding.get_abstract_mesh())(h)
+
+
+# docs/sharding-types.md says that the types let these pass, and that the check of the step refuses them.
 @pytest.mark.parametrize(
-    ("body", "result"),
+    ("body", "result", "problem"),
     [
-        (lambda h: jax.nn.softmax(h, axis=-1), f32["B/d L F/t"]),  # normalizes over one device's block
-        (lambda h: h - jnp.mean(h, axis=-1, keepdims=True), f32["B/d L F/t"]),
-        (lambda losses: lax.psum(lax.psum(jnp.sum(losses, axis=0), "d"), "d"), f32["L"]),  # counts each device twice
-        (lambda h: psum("B/d L +t -> B/d L", jax.tree.map(jnp.sort, total(h))), f32["B/d L"]),
-        (lambda x, bias: x + bias, f32["B/d L/t M"]),
-        (lambda losses: jnp.argsort(losses[0]) * 1.0, f32["L"]),  # JAX takes it for the same everywhere
+        (lambda h: jax.nn.softmax(h, axis=-1), f32["B/d L F/t"], "a maximum over this device's block is used"),
+        (lambda h: h - jnp.mean(h, axis=-1, keepdims=True), f32["B/d L F/t"], "a partial sum meets"),
+        (lambda h: jnp.sort(h), f32["B/d L F/t"], "sort runs along dim F, which is sharded over t"),
+        (lambda h: jnp.cumsum(h, axis=-1), f32["B/d L F/t"], "runs along dim F, which is sharded over t"),
+        (lambda w_square: w_square.T, f32["M/d N/t"], "is f32[N/t M/d], and is declared"),
+        (lambda losses: lax.psum(lax.psum(jnp.sum(losses, axis=0), "d"), "d"), f32["L"], "depends on the mesh"),
+        (lambda h: psum("B/d L +t -> B/d L", jax.tree.map(jnp.sort, total(h))), f32["B/d L"], "sort of a partial sum"),
+        (lambda losses: jnp.argsort(losses, axis=0)[0] * 1.0, f32["L"], "along dim B, which is sharded over d"),
+        (lambda losses: callback(losses), f32["B/d L"], "along dim B, which is sharded over d"),
+        (unchecked, f32["B/d L F/t"], "along dim B, which is sharded over d"),
     ],
 )
-def test_what_the_types_do_not_catch(body, result):
+def test_what_the_types_do_not_catch(body, result, problem):
     on_mesh(body, result)
+    (found,) = unsound(body, result)
+    assert problem in found
+
+
+def test_what_costs_a_collective_unseen_is_right():
+    on_mesh(lambda x, bias: x + bias, f32["B/d L/t M"])
+    assert unsound(lambda x, bias: x + bias, f32["B/d L/t M"]) == []
