@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
-from benchmarks.steps import config_of, lowered_step, print_header, print_row, times_in_turn, use_cpu_by_default
+from benchmarks.steps import config_of, lowered_step, print_header, print_line, times_in_turn, use_cpu_by_default
 from cluster.devices import make_mesh
 from modeling.blockwise import blockwise
 from modeling.rules import Places, Rule
@@ -66,7 +66,7 @@ def measure_time(quick: bool, blocks: list[int]) -> None:
                 times = times_in_turn(programs(length, heads, documents, blocks), 2 if quick else 5)
                 einsum = min(times["einsum"])
                 ratios = (f"{min(times[b]) / einsum:.2f}" if b in times else "" for b in blocks)
-                print_row(name, "300 tokens" if documents else "one", length, f"{einsum * 1e3:.1f}", *ratios)
+                print_line(name, "300 tokens" if documents else "one", length, f"{einsum * 1e3:.1f}", *ratios)
 
 
 def step_memory(length: int, **training) -> int:
@@ -87,7 +87,7 @@ def measure_memory(longest: int) -> list[str]:
     cases["blockwise, loss_chunk=1024"] = {"attention": "blockwise", "loss_chunk": 1024}
     for name, training in cases.items():
         sizes = [step_memory(length, **training) for length in lengths]
-        print_row(name, *(f"{size / 2**20:,.1f}" for size in sizes))
+        print_line(name, *(f"{size / 2**20:,.1f}" for size in sizes))
         growth = sizes[-1] / sizes[0]
         if name != "einsum" and growth > 1.1 * lengths[-1] / lengths[0]:
             missed.append(f"memory of {name} grows {growth:.1f} times, {lengths[0]} to {lengths[-1]} tokens")

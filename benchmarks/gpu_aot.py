@@ -2,14 +2,14 @@
 
     python -m benchmarks.gpu_aot --config-name flat_tokens_c4_a100x8_1b --devices 8 training.attention=cudnn
 
-Prints a table in Markdown with a row for each configuration, or the reason why it does not compile. XLA compiles for a
+Prints a table in Markdown with a line for each configuration, or the reason why it does not compile. XLA compiles for a
 description of the GPU; nothing runs. Needs CUDA's libraries, as `pip install -e '.[cuda]'` installs them, but no driver
 and no device. The columns:
 
 - GiB of a device: arguments, and the peak, arguments included; without cuDNN's workspaces, which need a device.
 - Kernels, each counted once, in loops too: matmuls; those with f32 operands; cuDNN's; all others.
 - Collectives, each counted once: all; those with a matmul or attention between start and end; those moved to another
-  turn of the loop, gathers to the turn before, scatters to the turn after.
+  iteration of the loop, gathers to the one before, scatters to the one after.
 
 On a GPU, XLA times kernels to choose them. Here nothing is timed, and cuBLAS does all matmuls.
 """
@@ -23,7 +23,7 @@ import jax
 import yaml
 from jax.experimental import topologies
 
-from benchmarks.steps import load, lowered_step, print_header, print_row
+from benchmarks.steps import load, lowered_step, print_header, print_line
 from cluster.devices import make_mesh
 from training_io.config import check_divides
 
@@ -67,7 +67,7 @@ def step_on(name: str, overrides: list[str], devices: list) -> tuple[jax.stages.
 
 
 def count(hlo: str) -> list[int]:
-    """Matmuls, those of f32, cuDNN's, other kernels; collectives, those beside matmuls, those moved to another turn."""
+    """Numbers of operations, in the order of COLUMNS."""
     fused = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", hlo))
     free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
     instruction = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*?[\])}]) ([a-z][\w-]*)\((.*?)\)(.*)$", re.MULTILINE)
@@ -112,18 +112,18 @@ def main() -> None:
     options = {name: yaml.safe_load(value) for name, value in (option.split("=", 1) for option in args.options)}
     print_header(*COLUMNS, left=2)
     for name in args.config_name.split(","):
-        row = [" ".join((name, *overrides, *args.options)), f"{args.devices} × {args.gpu}"]
+        case = [" ".join((name, *overrides, *args.options)), f"{args.devices} × {args.gpu}"]
         try:
             lowered, own = step_on(name, [f"hardware={args.gpu}", *overrides], devices)
             begin = time.perf_counter()
             compiled = lowered.compile(compiler_options={**own, **UNTIMED, **options})
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            print_row(*row, f"not compiled: {' '.join(str(error).split())[:400]}")
+            print_line(*case, f"not compiled: {' '.join(str(error).split())[:400]}")
             continue
         hlo, memory = compiled.as_text(), compiled.memory_analysis()
         seconds = f"{time.perf_counter() - begin:.1f}"
         sizes = [f"{size / 2**30:.2f}" for size in (memory.argument_size_in_bytes, memory.peak_memory_in_bytes)]
-        print_row(*row, seconds, *sizes, *count(hlo))
+        print_line(*case, seconds, *sizes, *count(hlo))
         if args.hlo:
             args.hlo.mkdir(parents=True, exist_ok=True)
             (args.hlo / f"{name}.txt").write_text(hlo)

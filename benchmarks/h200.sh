@@ -25,10 +25,10 @@ tries=(
   training.loss_chunk=128
   training.save=dots
   training.save=everything
-  rows=64
+  sequences=64
   training.attention=blockwise
   training.attention=einsum
-  training.loss_chunk=128,rows=64
+  training.loss_chunk=128,sequences=64
   training.save=nothing
 )
 

@@ -139,12 +139,12 @@ def start_with_buffer(path: str, batch_size: int, rng: np.random.Generator) -> n
     """Loads the first batch as seqax does: reads 32 random blocks of 1M tokens and shuffles their sequences."""
     tokens = zarr.open_array(path, path="encoded_tokens", mode="r")
     blocks = rng.permutation(tokens.shape[0] // BLOCK)[:BUFFER_BLOCKS].tolist()
-    rows = BLOCK // SEQ_LEN
-    buffer = np.empty((len(blocks) * rows, SEQ_LEN), np.uint32)
+    count = BLOCK // SEQ_LEN
+    buffer = np.empty((len(blocks) * count, SEQ_LEN), np.uint32)
 
     def fill(i: int) -> None:
         start = blocks[i] * BLOCK
-        buffer[i * rows : (i + 1) * rows] = tokens[start : start + rows * SEQ_LEN].reshape(rows, SEQ_LEN)
+        buffer[i * count : (i + 1) * count] = tokens[start : start + count * SEQ_LEN].reshape(count, SEQ_LEN)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, range(len(blocks))))
@@ -185,9 +185,9 @@ def zarr_ways(directory: Path) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     def orthogonal(starts: np.ndarray) -> np.ndarray:
         order = np.argsort(starts)
         places = (starts[order, None] + offsets).reshape(-1)
-        rows = np.empty((starts.size, SEQ_LEN), np.uint32)
-        rows[order] = array.get_orthogonal_selection((places,)).reshape(-1, SEQ_LEN)
-        return rows
+        found = np.empty((starts.size, SEQ_LEN), np.uint32)
+        found[order] = array.get_orthogonal_selection((places,)).reshape(-1, SEQ_LEN)
+        return found
 
     def two_threads(starts: np.ndarray) -> np.ndarray:
         return np.concatenate(list(pool.map(orthogonal, np.array_split(np.sort(starts), 2))))
@@ -216,8 +216,10 @@ def measure_random(directory: Path, report: Report) -> None:
     loader = loader_for(str(directory / "ours"), batch_size)
 
     def read_ahead(start: int) -> None:
-        rows = np.arange(batch_size)
-        with Prefetcher(lambda step: loader.sequences(step, rows), start, start + many, depth=2, threads=2) as batches:
+        indices = np.arange(batch_size)
+        with Prefetcher(
+            lambda step: loader.sequences(step, indices), start, start + many, depth=2, threads=2
+        ) as batches:
             for _ in batches:
                 pass
 

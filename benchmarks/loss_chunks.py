@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
-from benchmarks.steps import print_header, print_row, times_in_turn, use_cpu_by_default
+from benchmarks.steps import print_header, print_line, times_in_turn, use_cpu_by_default
 from cluster.devices import make_mesh
 from input_loader import TokenBatch
 from modeling.gathers import gather_ahead
@@ -68,7 +68,7 @@ def main() -> None:
     print_header("loss_chunk", "ms", "of the time without", "temporary memory, MiB")
     for chunk, run in compiled.items():
         best, size = min(times[chunk]), run.memory_analysis().temp_size_in_bytes
-        print_row(chunk or "null", f"{best * 1e3:.0f}", f"{best / min(times[None]):.2f}", f"{size / 2**20:.1f}")
+        print_line(chunk or "null", f"{best * 1e3:.0f}", f"{best / min(times[None]):.2f}", f"{size / 2**20:.1f}")
 
 
 if __name__ == "__main__":

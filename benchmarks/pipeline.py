@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 import train
-from benchmarks.steps import config_of, print_header, print_row, simulate_devices, times_in_turn
+from benchmarks.steps import config_of, print_header, print_line, simulate_devices, times_in_turn
 from cluster.devices import make_mesh
 from input_loader import TokenBatch, in_microbatches
 from modeling.model import load_model
@@ -146,7 +146,7 @@ def memory(quick: bool) -> list[str]:
             compiled = [program(settings(m, schedule, v, recompute), mesh, peer)[0] for m in counts]
             sizes = [x.memory_analysis().temp_size_in_bytes / 2**20 for x in compiled]
             instructions = [len(re.findall(r"^\s+(?:ROOT )?\S+ = ", x.as_text(), re.M)) for x in compiled]
-            print_row(name, p, *(f"{size:.1f}" for size in sizes), " / ".join(map(str, instructions)))
+            print_line(name, p, *(f"{size:.1f}" for size in sizes), " / ".join(map(str, instructions)))
             if "1f1b" in schedule and sizes[-1] > 1.05 * sizes[0]:
                 missed.append(f"memory of {name} at p={p} grows from {sizes[0]:.1f} to {sizes[-1]:.1f} MiB")
             if not peer and abs(instructions[-1] - instructions[0]) > 0.01 * instructions[0]:
@@ -198,7 +198,7 @@ def times(quick: bool) -> list[str]:
             ratio = min(seconds) / base
             measured = f"{1 - ideal / min(seconds):.1%}" if name != "two whole models" else ""
             cells = f"{min(seconds):.3f}", f"{statistics.median(seconds):.3f}", f"{ratio:.2f}"
-            print_row(name, *cells, predicted, measured)
+            print_line(name, *cells, predicted, measured)
         best = min(min(found[name]) for name in found if name.startswith("interleaved"))
         if best > 0.95 * base:
             missed.append(f"interleaved_1f1b takes {best / base:.2f} of autodiff GPipe's time at m={m}")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale [llama muon microbatches gpt2]
 
-Compiles the training step for 8, 16, 32 and 64 simulated devices. One axis of the mesh grows; the other axes and the
+Compiles the training step for 8, 16, 32 and 64 simulated devices. One axis of the mesh grows. The other axes and the
 sequences of a device stay the same. Prints a table in Markdown with a line for each configuration and axis: operations
 that JAX traced, instructions in the optimized HLO, which is the program of one device, and the collectives among them.
 If numbers grew with the mesh, the program would be written out device by device.
@@ -19,7 +19,7 @@ import re
 
 import jax
 
-from benchmarks.steps import load, lowered_step, print_header, print_row, simulate_devices
+from benchmarks.steps import load, lowered_step, print_header, print_line, simulate_devices
 from cluster.devices import make_mesh
 
 DEVICES = (8, 16, 32, 64)
@@ -89,7 +89,7 @@ def main() -> None:
                 done[key] = done.get(key) or count(step_on(case, sizes))
             traced, compiled, kinds = zip(*(done[tuple(sizes.values())] for sizes in meshes), strict=True)
             axis_sizes = f"{axis} = {meshes[0][axis]} … {meshes[-1][axis]}"
-            print_row(case, axis_sizes, one(f"{n:,}" for n in traced), *(f"{n:,}" for n in compiled), one(kinds))
+            print_line(case, axis_sizes, one(f"{n:,}" for n in traced), *(f"{n:,}" for n in compiled), one(kinds))
 
 
 if __name__ == "__main__":

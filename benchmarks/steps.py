@@ -1,4 +1,4 @@
-"""What several benchmarks share: configurations, training steps without data, times, tables."""
+"""Shared parts of several benchmarks: configurations, training steps without data, times, tables."""
 
 import os
 import time
@@ -82,12 +82,12 @@ def times_in_turn(programs: dict[Any, tuple[Callable, Sequence]], rounds: int) -
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
-def print_row(*cells: object) -> None:
-    """Prints a row of a table in Markdown."""
+def print_line(*cells: object) -> None:
+    """Prints a line of a table in Markdown."""
     print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
 def print_header(*cells: object, left: int = 1) -> None:
     """Prints the head of a table in Markdown, with `left` columns aligned to the left."""
-    print_row(*cells)
-    print_row(*["---"] * left, *["---:"] * (len(cells) - left))
+    print_line(*cells)
+    print_line(*["---"] * left, *["---:"] * (len(cells) - left))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tokenization [--megabytes 400] [--tokenizers bpe,mistral] [--keep DIR]
 
-The rows of the table, each a program from its start to its end, on all cores:
+The lines of the table, each a program from its start to its end, on all cores:
 
     seqax        its approach, written anew: `transformers`' call per batch, Python lists, appended to a zarr array
     tokenizers   tools.huggingface_to_flat_tokens with tokenizer.backend=reference
@@ -12,8 +12,8 @@ The rows of the table, each a program from its start to its end, on all cores:
 
 The text is made from Jane Austen's novels in tests/data: documents of sentences drawn at random, 2.8 kB on average. It
 has fewer different words than the web, which helps tokenizers that cache words, gigatoken above all. The tokenizers are
-a byte-level BPE trained on the novels (22,886 tokens; asked for 32,768) and that of Mistral Nemo (131,072). All rows of
-a tokenizer must give the same ids. Memory is the largest sum of the resident sizes of all processes of a row.
+a byte-level BPE trained on the novels (22,886 tokens of 32,768 requested), and that of Mistral Nemo (131,072). All
+lines of a tokenizer must give the same ids. Memory is the largest sum of the resident sizes of all processes of a line.
 
 Needs transformers and mistral-common: pip install -e '.[tools,oracle]'.
 """
@@ -151,7 +151,7 @@ def tool(text: Path, out: Path, kind: str, name: str, backend: str, end_token: s
 
 
 def compare(directory: Path, which: str, text: Path, quarter: Path) -> None:
-    """Prints the rows of a tokenizer, `bpe` or `mistral`."""
+    """Prints the lines of a tokenizer, `bpe` or `mistral`."""
     home = directory / which
     home.mkdir(exist_ok=True)
     if which == "bpe":
@@ -167,7 +167,7 @@ def compare(directory: Path, which: str, text: Path, quarter: Path) -> None:
     huggingface = ("huggingface", str(home / "tokenizer.json"))
     env = os.environ | {"PYTHONPATH": f"{directory}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1", "HF_HOME": str(home)}
     seqax = [sys.executable, "-m", "benchmarks.tokenization", "--as-seqax", str(text), str(home), str(end)]
-    rows = {
+    commands = {
         "seqax": [*seqax, str(home / "seqax")],
         "tokenizers": tool(text, home / "tokenizers", *huggingface, "reference", end_token),
         "tiktoken": tool(text, home / "tiktoken", *tiktoken_name, "reference", end_token),
@@ -177,7 +177,7 @@ def compare(directory: Path, which: str, text: Path, quarter: Path) -> None:
     reader = expected = slowest = None
     print(f"\n{which}: {text.stat().st_size / 1e6:.0f} MB of JSON lines, {os.cpu_count()} cores")
     print(f"{'':<12}{'seconds':>9}{'Mtokens/s':>11}{'MB':>7}  ratio to seqax", flush=True)
-    for name, command in rows.items():
+    for name, command in commands.items():
         seconds, memory = run(command, env)
         if name == "seqax":
             import zarr

@@ -1,8 +1,8 @@
 """Runs of several processes: one that stalls shows where and ends, and one that fails ends with its own error.
 
 JAX ends all processes of a run when one of them dies or sends no heartbeat (distributed.heartbeat_timeout). It leaves
-alone a process that lives but never comes to its next step, for which all others wait. The watch ends that process, so
-that JAX ends the others.
+alone a process that is alive but never comes to its next step, for which all others wait. The watch ends that process,
+so that JAX ends the others.
 """
 
 import atexit
@@ -101,7 +101,7 @@ def watched(c: DistributedConfig) -> Iterator[None]:
     try:
         # JAX's messages have the number of a process only, as that of a task.
         name = np.frombuffer(host.encode()[:64].ljust(64, b"\0"), np.uint8)
-        hosts = [bytes(row).rstrip(b"\0").decode() for row in multihost_utils.process_allgather(name)]
+        hosts = [bytes(sent).rstrip(b"\0").decode() for sent in multihost_utils.process_allgather(name)]
         if jax.process_index() == 0:
             print("processes  " + ", ".join(f"{i} on {host}" for i, host in enumerate(hosts)), flush=True)
         yield

@@ -297,7 +297,7 @@ class Reader:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Tells the split from others, wherever it is stored: its sizes, and a checksum of tokens at 16 places in it.
+        """Identity of the split, wherever it is stored: its sizes, and a checksum of tokens at 16 places in it.
 
         Also a checksum of each input that is read, at the same places.
 

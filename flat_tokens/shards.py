@@ -37,7 +37,7 @@ class Shard:
 
 
 def write_counts(directory: str, split: str, counts: np.ndarray) -> None:
-    """Tells the other shards the tokens and documents of this shard's finished pieces, int64[pieces, 2]."""
+    """Shows the other shards the tokens and documents of this shard's finished pieces, int64[pieces, 2]."""
     content = io.BytesIO()
     np.save(content, counts)
     flat_tokens.open_kvstore(directory).write(f"pieces_{split}.npy", content.getvalue()).result()
@@ -50,7 +50,7 @@ def read_counts(directory: str, split: str) -> np.ndarray:
 
 
 class OtherShards:
-    """What the other shards of a dataset have written of their progress.
+    """Progress of the other shards of a dataset, as far as they have written it.
 
     A shard may stop where the pieces before its own next one hold all tokens that the dataset needs. The others have
     done more than they have written of: no shard stops too early.

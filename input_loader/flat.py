@@ -22,7 +22,7 @@ SAMPLED_TOKENS = 2**22
 
 @dataclass(kw_only=True)
 class ReadingConfig:
-    """How data is read."""
+    """Settings of how data is read: order, packing, repetitions, memory."""
 
     seed: int = within(0, 2**63, 0)
     """Selects the order of the sequences, in [0, 2**63). Other seeds and other epochs have unrelated orders."""
@@ -88,7 +88,7 @@ class FlatTokensLoader(Loader):
             self.limit = Limit(most // self.batch_size, f"{path} has been read max_epochs={config.max_epochs:g} times")
 
     def state(self, step: int) -> dict[str, Any]:
-        """Identifies the dataset; see Loader."""
+        """Identity of the dataset, as Loader.state describes."""
         self._check_step(step)
         return {"dataset": self.dataset.fingerprint}
 
@@ -109,7 +109,7 @@ class FlatTokensLoader(Loader):
         return None if epochs is None else math.floor(epochs * self.sequences_per_epoch)
 
     def sequences(self, step: int, indices: Indices) -> Sequences:
-        """Sequences of the batch of `step`; see Loader."""
+        """Sequences of the batch of `step`, as Loader.sequences describes."""
         self._check_step(step)
         return self.begin(step * self.batch_size + indices)()
 
@@ -169,7 +169,7 @@ class FlatTokensLoader(Loader):
         return utf8_bytes / self.dataset.num_tokens if utf8_bytes else None
 
     def unigram_entropy(self) -> float:
-        """Entropy of single tokens in nats; see Loader."""
+        """Entropy of single tokens in nats, as Loader.unigram_entropy describes."""
         return flat_tokens.unigram_entropy(self.sample(SAMPLED_TOKENS))
 
     def sample(self, max_tokens: int) -> np.ndarray:

@@ -130,7 +130,7 @@ class MixtureLoader(Loader):
         self.limit = self._find_limit()
 
     def sequences(self, step: int, indices: Indices) -> Sequences:
-        """Sequences of the batch of `step`; see Loader."""
+        """Sequences of the batch of `step`, as Loader.sequences describes."""
         self._check_step(step)
         source, number = self.quotas.locate(step * self.batch_size + indices)
         order = np.argsort(source, kind="stable")
@@ -147,7 +147,7 @@ class MixtureLoader(Loader):
         return dict(zip(self.sources, (counts * self.seq_len).tolist(), strict=True))
 
     def state(self, step: int) -> dict[str, Any]:
-        """Identifies the datasets; see Loader."""
+        """Identity of each dataset, as Loader.state describes."""
         return {f"mixture.{name}": loader.state(step)["dataset"] for name, loader in self.sources.items()}
 
     def epoch_steps(self) -> dict[str, float]:

@@ -40,10 +40,10 @@ class StreamConfig:
     validation: str = "validation"
     """The dataset's split to validate on."""
     train_files: list[str] = field(default_factory=list)
-    """Files, globs or URLs to train on: all .jsonl or .json, .parquet, or .txt with a document a line;
-    also compressed."""
+    """Files, globs or URLs to train on: all .jsonl or .json, .parquet, or .txt with a document a line.
+    They may be compressed."""
     validation_files: list[str] = field(default_factory=list)
-    """Likewise, to validate on."""
+    """Files, globs or URLs to validate on, of the same kinds."""
     text_field: str = "text"
     """The column or JSON key that holds the document."""
     tokenizer_kind: str = "bytes"
@@ -52,7 +52,7 @@ class StreamConfig:
     """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. For the other
     kinds: what tools/huggingface_to_flat_tokens takes for a name. None for `bytes`."""
     end_token: str | None = None
-    """A token put at the end of each document, null for none; `</s>` is that of bytes."""
+    """Token added at the end of each document, `</s>` for bytes. Null: none."""
     shuffle_block: int = at_least_1(1024)
     """With `shuffle`, documents change places within blocks of this many, at least 1, which are held in memory
     and read again after a restart."""
@@ -123,7 +123,7 @@ class StreamLoader(Loader):
         self._seek(first["step"])
 
     def sequences(self, step: int, indices: Indices) -> Sequences:
-        """Sequences of the batch of `step`; see Loader."""
+        """Sequences of the batch of `step`, as Loader.sequences describes."""
         self._check_step(step)
         with self._lock:
             if self._last is None or self._last[0] != step:
@@ -226,7 +226,7 @@ class StreamLoader(Loader):
             if texts:
                 yield place, self._shuffled(texts, place), after
             elif place == _Place(place.epoch):
-                raise ValueError(f"The stream {self._name} holds no text.")
+                raise ValueError(f"The stream {self._name} holds no text. Check data.stream.text_field and the source.")
             place = after
         raise ValueError(
             f"The stream {self._name} has been read max_epochs={most:g} times. "

@@ -14,8 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from shardlib import shardops
-from shardlib.soundness import escape
+from shardlib import marks, shardops
 
 FORWARD, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -26,7 +25,7 @@ def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     If x has an infinity or NaN, the result is NaN.
     """
     peak = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    peak = escape.leave(peak, "each device scales its own blocks; only the rounding depends on the mesh", "")
+    peak = marks.leave(peak, "each device scales its own blocks; only the rounding depends on the mesh", "")
     # In x's dtype, as in _dequantize. bf16 may round it down, but so little that the peak still rounds to the largest.
     scale = peak / jnp.finfo(dtype).max.astype(jnp.float32)
     scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny).astype(x.dtype)  # for an x of zeros

@@ -20,7 +20,7 @@ from shardlib import shardops
 
 
 class Places(NamedTuple):
-    """Places of the positions of queries or of keys; integers."""
+    """Places of the positions of queries or of keys, as integers."""
 
     index: jax.Array
     """Place in the sequence, counted from 0."""

@@ -40,7 +40,7 @@ class ModelConfig:
     d_head: int = at_least_1(kw_only=True)
     """Entries of one head; even, since RoPE turns pairs."""
     d_ff: int = at_least_1(kw_only=True)
-    """Hidden width of the SwiGLU block. Sharded over t."""
+    """Hidden width of the MLP (SwiGLU). Sharded over t."""
     rope_base: float = at_least_0(10_000.0)
     """Base of the rotary wavelengths (arXiv 2104.09864)."""
     rope_scaling: RopeScaling | None = None

@@ -317,10 +317,10 @@ def to_huggingface(weights: GPT2, c: ModelConfig) -> tuple[dict, dict[str, Calla
     }
 
     def in_layer(i: int, names: tuple[str, ...]) -> np.ndarray:
-        rows = c.d_ff if names == ("w_down",) else c.d_model
+        inputs = c.d_ff if names == ("w_down",) else c.d_model
         parts = [getattr(weights.layers, name)[i] for name in names]
         return np.concatenate(
-            [x.reshape(rows, -1) if name[0] == "w" else x.ravel() for name, x in zip(names, parts, strict=True)], -1
+            [x.reshape(inputs, -1) if name[0] == "w" else x.ravel() for name, x in zip(names, parts, strict=True)], -1
         )
 
     tensors = {f"transformer.{name}": partial(np.asarray, getattr(weights, ours)) for name, ours in _WHOLE.items()}

@@ -97,7 +97,7 @@ class Llama(Forward):
         self.frequencies = rope_frequencies(c, self.d_head)
 
     def variants(self) -> dict[str, Forward]:
-        """As of any model, and without positions."""
+        """Variants of any model, and one without positions."""
         without = type(self)(self.config, self.tensors)
         without.frequencies = np.zeros_like(self.frequencies)
         return super().variants() | {"no positions (NoPE)": without}

@@ -1,4 +1,4 @@
-"""The model of train.py as transformers' Llama or, with QK-norm, its Qwen3; and those two and Mistral as that model.
+"""The model of train.py as transformers' Llama or, with QK-norm, its Qwen3. Those two and Mistral as that model.
 
 docs/huggingface.md describes `to_huggingface` and `from_huggingface`.
 """

@@ -32,7 +32,7 @@ FROZEN = "frozen"
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """How one weight is updated."""
+    """Algorithm, rate and decay of one weight."""
 
     weight: Weight
     """Entry of the weight in the model's table."""

@@ -1,4 +1,4 @@
-"""How the next token is drawn from its logits, on the devices."""
+"""Draw of the next token from its logits, on the devices."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ times the measured one, in f32 a hundred times (docs/sampling.md)."""
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How the next token is drawn: from logits / temperature, after top_k and then top_p."""
+    """Settings of drawing the next token: from logits / temperature, after top_k and then top_p."""
 
     max_tokens: int = within(1, 2**31, 64)
     """Largest number of tokens to add to a prompt; at least 1."""

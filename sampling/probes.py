@@ -31,7 +31,7 @@ PAIRS = 2**24
 
 
 class Verdict(NamedTuple):
-    """How texts of a model are decoded."""
+    """Decision on the cache of a model, and on what its positions see."""
 
     why_no_cache: str = ""
     """Reason to decode without a cache; empty: with it."""
@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(forward: Any, weights: Any, context: int) -> Verdict:
-    """How texts of this model are decoded: with a cache, if that is right.
+    """Verdict on the model of `forward`: it is decoded with a cache, if that is right.
 
     The checks need little memory: the parts of the model on 4·t positions, and PAIRS scores of attention, of one text
     on each device.

@@ -212,8 +212,8 @@ class Sampler:
     def _ids(self, windows: Sequence[Sequence[int]], length: int = 1) -> np.ndarray:
         """Windows of tokens as an array, padded at their ends to `length` at least."""
         ids = np.zeros((len(windows), self.padded(max(length, *map(len, windows)))), np.uint32)
-        for row, window in zip(ids, windows, strict=True):
-            row[: len(window)] = window
+        for sequence, window in zip(ids, windows, strict=True):
+            sequence[: len(window)] = window
         return ids
 
     def _generate(self, weights, prompts: Sequence[Sequence[int]], first_number: int, batch: int) -> list[list[int]]:

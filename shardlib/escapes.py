@@ -2,9 +2,9 @@
 
 import jax
 
+from shardlib import marks
 from shardlib.op_checks import check_operand, checked_op, require_shard_map
 from shardlib.parsing import ShardError, parse_shape, spec_text
-from shardlib.soundness import escape
 from shardlib.values import is_opaque, on_mesh
 
 
@@ -26,13 +26,13 @@ def per_device(spec, fn, *args, reason: str):
         if not reason or "|" in reason:
             raise ShardError(f"the reason is {reason!r}", "say in words why the result is right on every mesh")
     leaves, structure = jax.tree.flatten(args)
-    entered = [escape.enter(x, f"{reason} [{i}]") for i, x in enumerate(leaves)]
-    results = escape.region(lambda leaves: fn(*structure.unflatten(leaves)), entered)
+    entered = [marks.enter(x, f"{reason} [{i}]") for i, x in enumerate(leaves)]
+    results = marks.region(lambda leaves: fn(*structure.unflatten(leaves)), entered)
     flat, structure = jax.tree.flatten(results, is_leaf=is_opaque)
     with checked_op("per_device", spec, *flat) as sizes:
         if len(flat) != len(shapes):
             raise ShardError(f"the spec has {len(shapes)} types, the function {len(flat)} results", "give one for each")
         for i, (shape, x) in enumerate(zip(shapes, flat, strict=True), 1):
             check_operand(i, shape, x, sizes)
-    leave = lambda shape, x: jax.tree.map(lambda array: escape.leave(array, reason, str(shape)), x)
+    leave = lambda shape, x: jax.tree.map(lambda array: marks.leave(array, reason, str(shape)), x)
     return structure.unflatten(map(leave, shapes, flat))

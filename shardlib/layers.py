@@ -97,7 +97,7 @@ def run_layers(
 
     Args:
         layer: (weights, x, index, turn, attend) -> x of one layer, or a tuple of x and its Extras. x keeps its type.
-            `turn` is the position of the layer in its period, an int. `attend` is described below.
+            `turn` is the place of the layer in its period, an int. `attend` is described below.
         w: weights of the layers, each array with one leading dim of rows.
         x: the residual stream.
         numbers: number of the layer in each row. Rows of padding leave x as it is. None: the rows are the layers in

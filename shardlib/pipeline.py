@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardlib import marks
 from shardlib.checks import Scope
 from shardlib.layers import Extras, LayerMetrics, LayerNumbers
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import Placement
 from shardlib.schedules import TickTable, forward_only, schedule_of, tick_table
-from shardlib.soundness import escape
 from shardlib.values import mesh_axes, pipeline_stage
 
 # ---- what runs where --------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def plan_evaluation(placement: Placement, microbatches: int) -> Plan:
 
 
 def run_training(
-    parts: Parts, plan: Plan, w: Any, microbatches: Any, observe: Callable | None = None
+    parts: Parts, plan: Plan, w: Any, microbatches: Any, see: Callable | None = None
 ) -> tuple[Any, Any, Any, Any]:
     """The loss, summed over microbatches, and its gradients. Per-device code.
 
@@ -98,14 +98,14 @@ def run_training(
         parts: the loss of a microbatch.
         plan: from `plan_training`.
         w: copies of the weights, made by replicate and all_gather, so that gradients are summed over microbatches
-            before they are reduced over devices. `w.layers` has this device's rows; all other weights are copies over
+            before they are reduced over devices. `w.layers` has this device's rows. All other weights are copies over
             p.
         microbatches: a tuple of pytrees of arrays, each with one leading dim of microbatches.
-        observe: called with the gradients of each microbatch; None on a mesh with p, where no device has all of them.
+        see: called with the gradients of each microbatch; None on a mesh with p, where no device has all of them.
 
     Returns:
         The loss. The gradients, like `w`, in f32, or f64 for f64 weights. The metrics of the layers, averaged over
-        microbatches, or None. The results of `observe`, with one leading dim of microbatches in the order of the batch,
+        microbatches, or None. The results of `see`, with one leading dim of microbatches in the order of the batch,
         or None. On a mesh with p, the loss and the metrics are partial sums over p.
     """
     if PIPELINE_AXIS in mesh_axes():
@@ -116,18 +116,18 @@ def run_training(
         microbatches = jax.tree.map(lambda x: x[order], microbatches)
 
     def tick(sums, part):
-        def share(w):
+        def loss_of(w):
             loss, extras = parts.whole(w, *part)
             extra = _extra_loss(extras, count)
             return loss if extra is None else loss + extra, extras.metrics
 
-        (loss, metrics), g = jax.value_and_grad(share, has_aux=True)(w)
-        return jax.tree.map(lambda total, x: total + x, sums, (loss, g)), (metrics, observe and observe(g))
+        (loss, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w)
+        return jax.tree.map(lambda total, x: total + x, sums, (loss, g)), (metrics, see and see(g))
 
-    (loss, g), (metrics, observed) = lax.scan(tick, (jnp.zeros(()), _accumulators(w)), microbatches)
+    (loss, g), (metrics, seen) = lax.scan(tick, (jnp.zeros(()), _accumulators(w)), microbatches)
     metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
-    observed = jax.tree.map(lambda x: x[np.argsort(order)], observed)
-    return loss, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers), observed
+    seen = jax.tree.map(lambda x: x[np.argsort(order)], seen)
+    return loss, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers), seen
 
 
 def run_evaluation(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> Any:
@@ -148,7 +148,7 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     count = len(jax.tree.leaves(microbatches)[0])
     label = "the stages of a pipeline run different tasks at a time, by a schedule that is checked by itself"
     leaves, structure = jax.tree.flatten(w)
-    w = structure.unflatten([escape.enter(x, f"{label} [{i}]") for i, x in enumerate(leaves)])
+    w = structure.unflatten([marks.enter(x, f"{label} [{i}]") for i, x in enumerate(leaves)])
     me = lax.axis_index(PIPELINE_AXIS)
     numbers = LayerNumbers(jnp.asarray(placement.rows)[me], placement.padded)
     outer = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.name != "layers"}
@@ -203,8 +203,8 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
             (y, extra), vjp, metrics = residuals_of.backward(stack, saved)
 
         def at_end(g, total):
-            share, (g_outer, dy) = jax.value_and_grad(last, argnums=(0, 1))(outer, y, k)
-            return _add(g, g_outer), total + share, dy
+            loss, (g_outer, dy) = jax.value_and_grad(last, argnums=(0, 1))(outer, y, k)
+            return _add(g, g_outer), total + loss, dy
 
         def elsewhere(g, total):
             return g, total, _get(carry["cotangents"], entry["backward_cotangent"])
@@ -252,14 +252,14 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
     _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)).jaxpr, in_task=False)
     carry, _ = lax.scan(tick, carry, columns)
-    total = wrap(escape.leave(carry["loss"], label, "+p"), (PIPELINE_AXIS,), (), "the pipeline")
+    total = wrap(marks.leave(carry["loss"], label, "+p"), (PIPELINE_AXIS,), (), "the pipeline")
     if not training:
         return total, None, None
     metrics = LayerMetrics.of_rows(carry["metrics"], numbers.index, sum(placement.counts))
-    metrics = jax.tree.map(lambda x: escape.leave(x, label, "N depth +p"), metrics)
+    metrics = jax.tree.map(lambda x: marks.leave(x, label, "N depth +p"), metrics)
     metrics = jax.tree.map(lambda x: wrap(x, (PIPELINE_AXIS,), (), "the pipeline"), metrics)
     g = dataclasses.replace(w, layers=carry["g_stack"], **carry["g_outer"])
-    g = [escape.leave_like(x, f"{label} [{i}]") for i, x in enumerate(jax.tree.leaves(g))]
+    g = [marks.leave_like(x, f"{label} [{i}]") for i, x in enumerate(jax.tree.leaves(g))]
     return total, structure.unflatten(g), metrics
 
 

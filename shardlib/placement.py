@@ -53,13 +53,13 @@ class StackOrder:
         """x[rows, …] in the order of the layers, without padding. `x` and `options` are as for `to_rows`."""
         return x[self.row_of_layer] if isinstance(x, np.ndarray) else x.at[self.row_of_layer].get(**options)
 
-    def runs(self, rows: slice) -> list[tuple[slice, slice]]:
-        """Runs of consecutive layers in `rows`: for each, its layers, and its rows counted from the first of `rows`."""
+    def consecutive(self, rows: slice) -> list[tuple[slice, slice]]:
+        """Groups of consecutive layers in `rows`: the layers of each, and its rows counted from the first of `rows`."""
         start, stop, _ = rows.indices(self.rows)
         own = self.layer_of_row[start:stop]
         ends = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
-        runs = zip([0, *ends], [*ends, len(own)], strict=True)
-        return [(slice(int(own[a]), int(own[a]) + b - a), slice(a, b)) for a, b in runs if own[a] >= 0]
+        groups = zip([0, *ends], [*ends, len(own)], strict=True)
+        return [(slice(int(own[a]), int(own[a]) + b - a), slice(a, b)) for a, b in groups if own[a] >= 0]
 
 
 @dataclasses.dataclass(frozen=True)

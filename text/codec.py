@@ -32,7 +32,7 @@ class TextCodec:
         if not text:
             return []
         if self._tokenizer is None:
-            raise ValueError(f"no tokenizer is known to encode {text!r}, for the data names none: {REMEDY}")
+            raise ValueError(f"no tokenizer is known to encode {text!r}, because the data names none: {REMEDY}")
         return self._tokenizer.encode([text]).ids.tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -48,11 +48,14 @@ class TextCodec:
     def id_of(self, token: str) -> int:
         """The id of one token, given by its name or its text. Raises ValueError if there is none."""
         if self._tokenizer is None:
-            raise ValueError(f"no tokenizer is known that has {token!r}, for the data names none: {REMEDY}")
+            raise ValueError(f"no tokenizer is known that has {token!r}, because the data names none: {REMEDY}")
         named = self._tokenizer.token_to_id(token)
         ids = [named] if named is not None else self.encode(token)
         if len(ids) != 1:
-            raise ValueError(f"{token!r} is {len(ids)} tokens of this tokenizer, {ids}; one token is wanted.")
+            raise ValueError(
+                f"{token!r} is {len(ids)} tokens of this tokenizer, {ids}; one token is wanted. Give the text of one "
+                "token."
+            )
         return ids[0]
 
 

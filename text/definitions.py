@@ -45,7 +45,7 @@ def find_huggingface(name: str) -> str:
     path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
     if not os.path.exists(path):
         if path != name or name.endswith(".json"):
-            raise ValueError(f"There is no file {path!r} in {os.getcwd()}.")
+            raise ValueError(f"There is no file {path!r} in {os.getcwd()}. Correct the path.")
         path = _download(name, ["tokenizer.json"], "a local tokenizer.json")
     try:
         with open(path, encoding="utf-8") as file:
@@ -53,7 +53,7 @@ def find_huggingface(name: str) -> str:
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} cannot be read: {e}.") from e
     if '"model"' not in definition:
-        raise ValueError(f"{path} is not the tokenizer.json of a tokenizer: it defines no model.")
+        raise ValueError(f"{path} is not the tokenizer.json of a tokenizer: it defines no model. Give another file.")
     return definition
 
 
@@ -91,7 +91,10 @@ def _find_in_mistral_common(name: str) -> str:
         ) from e
     known = sorted(file.name for file in data.iterdir() if "tekken" in file.name or ".model." in file.name)
     if name not in known:
-        raise ValueError(f"There is no file {name!r} in {os.getcwd()}, nor in mistral-common, which has {known}.")
+        raise ValueError(
+            f"There is no file {name!r} in {os.getcwd()}, nor in mistral-common, which has {known}. Give one of "
+            "these, or a path."
+        )
     return str(data / name)
 
 

@@ -8,14 +8,14 @@ from text.sources import Block, Piece, group_texts
 
 Item = TypeVar("Item")
 
-PIECE_ROWS = 2**12
-"""Rows in a piece of a downloaded Hugging Face dataset."""
+PIECE_RECORDS = 2**12
+"""Records in a piece of a downloaded Hugging Face dataset."""
 
 
 def open_huggingface(
     dataset: str, dataset_config: str | None, revision: str | None, split: str, streaming: bool, text_field: str
 ) -> list[Piece]:
-    """A split of a dataset on the Hugging Face hub: a piece for each of its files, or for each PIECE_ROWS rows.
+    """A split of a dataset on the Hugging Face hub: a piece for each of its files, or for each PIECE_RECORDS records.
 
     Args:
         dataset: name on the hub, or a local directory.
@@ -43,8 +43,8 @@ def open_huggingface(
         check_column(where, data.column_names, "text_field", text_field)
         data = data.select_columns([text_field])
     if not streaming:
-        spans = [range(start, min(start + PIECE_ROWS, len(data))) for start in range(0, len(data), PIECE_ROWS)]
-        return [Piece(len(rows), partial(_blocks, where, partial(data.select, rows), text_field)) for rows in spans]
+        spans = [range(start, min(start + PIECE_RECORDS, len(data))) for start in range(0, len(data), PIECE_RECORDS)]
+        return [Piece(len(span), partial(_blocks, where, partial(data.select, span), text_field)) for span in spans]
     info = data.info.splits.get(split) if data.info.splits else None
     size = info.num_examples // data.num_shards if info is not None and info.num_examples else None
     files = [partial(data.shard, data.num_shards, index) for index in range(data.num_shards)]

@@ -118,9 +118,9 @@ class Gigatoken:
 
     def encode(self, texts: list[str]) -> Flat:
         """The ids of documents."""
-        rows = self._tokenizer.encode_batch(texts).layout
-        offsets = np.asarray(rows.offsets.data).astype(np.int64)
-        return np.asarray(rows.content.data)[offsets[0] : offsets[-1]].astype(np.uint32, copy=False), np.diff(offsets)
+        flat = self._tokenizer.encode_batch(texts).layout
+        offsets = np.asarray(flat.offsets.data).astype(np.int64)
+        return np.asarray(flat.content.data)[offsets[0] : offsets[-1]].astype(np.uint32, copy=False), np.diff(offsets)
 
 
 def without_special_tokens(definition: str) -> str:
@@ -131,7 +131,7 @@ def without_special_tokens(definition: str) -> str:
 
 
 def try_gigatoken(definition: str, reference: Reference) -> Gigatoken | str:
-    """Gives the tokenizer by gigatoken if its ids for PROBES are those of the reference; else the reason why not."""
+    """Tokenizer by gigatoken, if its ids for PROBES are those of the reference. Otherwise the reason against it."""
     try:
         fast = Gigatoken(without_special_tokens(definition))
     except ImportError:

@@ -17,14 +17,14 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 
 def open_files(patterns: list[str], text_field: str, separator: str | None) -> list[Piece]:
-    """The documents of local files: one a line of .jsonl and .json, a row of .parquet, a file of .txt.
+    """The documents of local files: one a line of .jsonl and .json, a record of .parquet, a file of .txt.
 
     All but .parquet may be compressed too: .gz, .bz2, .xz, .zst.
 
     Args:
         patterns: paths or globs, read in this order; the matches of a glob are sorted.
         text_field: the JSON key or column that holds the document.
-        separator: what stands between the documents of a .txt file; None if such a file is one document.
+        separator: text between the documents of a .txt file. None if such a file is one document.
 
     Raises:
         ValueError: a pattern has no match, or a file is corrupt or not of these kinds.
@@ -50,7 +50,7 @@ def match(patterns: list[str]) -> list[str]:
         found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         found = [path for path in found if os.path.isfile(path)]
         if not found:
-            raise ValueError(f"No file matches {pattern!r} in {os.getcwd()}.")
+            raise ValueError(f"No file matches {pattern!r} in {os.getcwd()}. Correct the path or pattern.")
         paths += found
     return paths
 
@@ -115,7 +115,7 @@ def _decode_utf8(where: str, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as e:
-        raise ValueError(f"{where} is not UTF-8: {e}.") from e
+        raise ValueError(f"{where} is not UTF-8: {e}. Convert the file to UTF-8.") from e
 
 
 # ---- text ---------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def _parse_lines(path: str, lines_before: Callable[[], int], content: bytes, tex
         lines = content.decode().split("\n")
     except UnicodeDecodeError as e:
         number = content.count(b"\n", 0, e.start) + 1
-        raise ValueError(f"{where(number)} is not UTF-8: {e}.") from e
+        raise ValueError(f"{where(number)} is not UTF-8: {e}. Convert the file to UTF-8.") from e
     texts = []
     for number, line in enumerate(lines, start=1):
         if not line or line.isspace():
@@ -312,6 +312,6 @@ def _parquet_parts(path: str, groups: list[int], size: int, text_field: str) -> 
     """The column of some row groups in parts of about BLOCK_BYTES, each with its size."""
     with _open_parquet(path) as file:
         num_rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-        rows = max(1, num_rows * sources.BLOCK_BYTES // max(size, 1))
-        for batch in file.iter_batches(rows, row_groups=groups, columns=[text_field]):
+        at_once = max(1, num_rows * sources.BLOCK_BYTES // max(size, 1))
+        for batch in file.iter_batches(at_once, row_groups=groups, columns=[text_field]):
             yield size * batch.num_rows // num_rows, batch.column(0).to_pylist()

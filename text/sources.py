@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     """Part of a source."""
 
     size: int | None
-    """Bytes or rows, the same unit for all pieces of a source; None if unknown."""
+    """Bytes or records, the same unit for all pieces of a source. None if unknown."""
     blocks: Callable[[], Iterator[Block]]
     """Reads the blocks in order. Raises what `Block.texts` raises."""
 

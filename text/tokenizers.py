@@ -72,7 +72,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def prefix_bytes(self, ids: Ids) -> int:
-        """UTF-8 bytes of the text that the first tokens of a document stand for; a cut character counts as U+FFFD."""
+        """UTF-8 bytes of the text that the first tokens of a document represent. A cut character counts as U+FFFD."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class TextTokenizer(Tokenizer):
         definition: its tokenizer.json.
         reference: the library that defines it.
         fast: replaces the reference; None for nothing.
-        end: the id put at the end of each document, None for nothing.
+        end: id added at the end of each document; None: nothing.
     """
 
     def __init__(self, definition: str, reference: Reference, fast: Gigatoken | None, end: int | None):
@@ -184,7 +184,7 @@ class TextTokenizer(Tokenizer):
         return self._decoder.token_to_id(token)
 
     def prefix_bytes(self, ids: Ids) -> int:
-        """UTF-8 bytes of the text that the first tokens of a document stand for; a cut character counts as U+FFFD."""
+        """UTF-8 bytes of the text that the first tokens of a document represent. A cut character counts as U+FFFD."""
         if self._end is not None and ids.size and ids[-1] == self._end:
             ids = ids[:-1]
         return len(self.decode(ids.tolist()).encode())

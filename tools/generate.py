@@ -4,7 +4,7 @@
     python -m tools.generate run=runs/<name> prompts_file=prompts.txt samples=4 output=texts.jsonl
     python -m tools.generate run=runs/<name> step=500 prompt_ids=[5,8,13] mesh.t=2 check=true
 
-The weights are sharded as in training, on any mesh. docs/sampling.md tells how it works.
+The weights are sharded as in training, on any mesh. docs/sampling.md explains how it works.
 """
 
 import dataclasses
@@ -141,7 +141,7 @@ def read_prompts(config: Config) -> list[str]:
         raise ValueError(f"give one of prompt, prompts, prompts_file and prompt_ids; {found} is given.")
     if config.prompts_file is not None:
         if not Path(config.prompts_file).is_file():
-            raise ValueError(f"prompts_file: there is no file {config.prompts_file}.")
+            raise ValueError(f"prompts_file: there is no file {config.prompts_file}. Correct the path.")
         return Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
     return config.prompts if config.prompts else [] if config.prompt is None else [config.prompt]
 

@@ -6,7 +6,7 @@
     python -m tools.inspect_data run=runs/<name> step=123
 
 The third reads the whole dataset and compares its parts. The last shows the batch of a step, for example one at which
-the loss jumped. Text is decoded with the dataset's own tokenizer; without one, token ids are shown.
+the loss jumped. Text is decoded with the dataset's own tokenizer. Without one, token ids are shown.
 """
 
 import os
@@ -88,11 +88,11 @@ class Piece(NamedTuple):
     """The part of a document in a sequence."""
 
     document: int
-    """Its index in the split."""
+    """Index of the document in the split."""
     position: int
-    """Its first position in the sequence."""
+    """First position of the part in the sequence."""
     start: int
-    """The place of its first token in the document."""
+    """Place of the first token of the part in the document."""
     length: int
     """Number of tokens."""
     document_length: int
@@ -114,7 +114,7 @@ class Sequence(NamedTuple):
     """One sequence of a batch."""
 
     number: int
-    """Its index in the batch."""
+    """Index of the sequence in the batch."""
     source: str | None
     """The name of its source in the mixture."""
     epoch: int

@@ -49,7 +49,7 @@ class ShardReader:
         self.reader = Reader(directory, split, cache_bytes=2**24)
         self.path = self.reader.path
         if "shard" not in self.reader.attributes:
-            raise ValueError(f"{self.path} was not written with shard=i/n.")
+            raise ValueError(f"{self.path} was not written with shard=i/n. Write it with that setting.")
         self.about: dict[str, Any] = self.reader.attributes["shard"]
         self.counts = shards.read_counts(directory, split)
         if self.counts.sum(axis=0).tolist()[0] > self.reader.num_tokens:
@@ -206,7 +206,7 @@ def _merge(config: Config, split: str, readers: list[ShardReader], definition: b
                 num_bytes -= reader.cut_bytes(tokenizer)
                 break
         if writer.num_tokens == 0:
-            raise ValueError(f"{split}: the shards hold no text.")
+            raise ValueError(f"{split}: the shards hold no text. Check the text_field and the source of the shards.")
         writer.attributes.update(tokenizer=attributes["tokenizer"], source=attributes["source"], utf8_bytes=num_bytes)
     notes = [
         f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} documents of {len(readers)} shards"

@@ -87,11 +87,14 @@ def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]
         chunk = tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
         order = orders.get(name)
         if order is not None:
-            runs = [(index, values, run) for index, values in pieces for run in order.runs(index[0])]
-            pieces = [((stored, *index[1:]), values[own]) for index, values, (stored, own) in runs]
+            pieces = [
+                ((stored, *index[1:]), values[own])
+                for index, values in pieces
+                for stored, own in order.consecutive(index[0])
+            ]
             # No chunk may be shared by two processes: both would write it.
-            every = [stored for stored, _ in order.runs(slice(None))]
-            chunk = (math.gcd(*(edge for run in every for edge in (run.start, run.stop))), *chunk[1:])
+            every = [stored for stored, _ in order.consecutive(slice(None))]
+            chunk = (math.gcd(*(edge for layers in every for edge in (layers.start, layers.stop))), *chunk[1:])
         arrays.append(HostArray(name, _stored_shape(leaf, order), str(leaf.dtype), chunk, pieces))
     return arrays
 
@@ -166,10 +169,10 @@ def read_array(path: Path, name: str, leaf: jax.ShapeDtypeStruct, order: StackOr
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         region = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
         if region not in futures:
-            runs = (
-                [(index, ...)] if order is None else [((there, *index[1:]), own) for there, own in order.runs(index[0])]
-            )
-            futures[region] = [(own, store[there].read(order="C")) for there, own in runs]
+            parts = [(index, ...)]
+            if order is not None:
+                parts = [((there, *index[1:]), own) for there, own in order.consecutive(index[0])]
+            futures[region] = [(own, store[there].read(order="C")) for there, own in parts]
         devices.append((device, region))
     regions = {}
     for region, parts in futures.items():

@@ -71,9 +71,9 @@ class TrainingConfig:
     """Positions of each sequence whose logits are in memory at a time: a multiple of t that divides seq_len. Null: all,
     which is faster while they fit."""
     save: str = "marked"
-    """What the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: what the
-    model marks with save_for_backward. nothing: the layer's input only. dots: products with weights. everything: all
-    that it needs."""
+    """Values that the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: those
+    that the model marks with save_for_backward. nothing: the layer's input only. dots: products with weights.
+    everything: all that it needs."""
     unroll: int | None = at_least_1(1)
     """Layers in one iteration of the loop over layers, at least 1. Null: all, so that there is no loop. That takes
     longer to compile, and a GPU copies less of what is kept for the backward pass."""
@@ -158,7 +158,7 @@ def to_config(composed: DictConfig) -> Config:
         raise ValueError(f"model.{error.full_key}: {str(error).splitlines()[0]}.{remedy}") from None
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
-        raise ValueError(f"no value for {', '.join(missing)}.")
+        raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>, or a group that sets it.")
     c: Config = OmegaConf.to_object(config)
     check_config(c)
     return c

@@ -31,7 +31,7 @@ class PeakFlops(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """What turns the time of a step into tokens a second and MFU."""
+    """Facts from which the time of a step gives tokens a second and MFU."""
 
     tokens_per_step: int
     """Tokens in the global batch."""

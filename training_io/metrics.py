@@ -261,7 +261,7 @@ def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in zip(values, fetched, strict=True):
         if isinstance(value, LayerMetrics):
-            found |= {name: [_plain(x) for x in row] for name, row in zip(value.names, value.values, strict=True)}
+            found |= {name: [_plain(x) for x in of_layers] for name, of_layers in value.by_name().items()}
         elif value is not None:
             found[name] = _plain(value)
     return found

@@ -121,7 +121,7 @@ class Run:
     # ---- before the first step ----------------------------------------------------------------------------------
 
     def begin(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
-        """The state to begin with: that of the last checkpoint, or that of `fresh_state`.
+        """The state to begin with, of the last checkpoint or of `fresh_state`.
 
         Prints the lines that describe the run, and opens its log.
 
@@ -219,7 +219,7 @@ class Run:
                 return
 
     def log(self, step: int, metrics: Any) -> None:
-        """Takes the metrics of the step just dispatched, and writes those of the step before: the devices never wait.
+        """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.
 
         `metrics` is a dataclass. Its fields are those that RunLog.log takes, and one is `loss`.
         """

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 from input_loader import batch_shapes
 from modeling.model import inputs_of
 from shardlib.parsing import PIPELINE_AXIS, ShardError
-from shardlib.soundness.check import Finding, prove
+from soundness.check import Finding, prove
 from training_io.config import Config
 
 SHOWN = 5
@@ -53,13 +53,24 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: P
 def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
     """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps."""
 
-    def trace() -> dict[str, Any]:
+    def trace(c: Config = c, model: Any = model) -> dict[str, Any]:
         batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(model)))
         return {name: traced.jaxpr for name, traced in programs(c, model, batch).items()}
 
+    def larger() -> dict[str, Any]:
+        doubled = _doubled(c)
+        return trace(doubled, type(model)(doubled.model))
+
     if mesh.shape.get(PIPELINE_AXIS, 1) == 1:
-        return prove(trace, mesh)
+        return prove(trace, mesh, larger=larger)
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
     kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
     alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
-    return [*prove(trace, alone), *prove(trace, mesh, keep=(PIPELINE_AXIS,))]
+    return [*prove(trace, alone, larger=larger), *prove(trace, mesh, (PIPELINE_AXIS,), larger)]
+
+
+def _doubled(c: Config) -> Config:
+    """The configuration with twice the size of each dim that is sharded, and of a head."""
+    double = lambda of, names: dataclasses.replace(of, **{n: 2 * getattr(of, n) for n in names if hasattr(of, n)})
+    model = double(c.model, {*c.model.sharded, "d_head"})
+    return dataclasses.replace(c, model=model, training=double(c.training, ("batch_size", "seq_len")))

@@ -46,8 +46,8 @@ def head_of(size: str, dtype: str, platform: str) -> str:
     """The lines above the table of a size."""
     s = SIZES[size]
     devices = ", 8 simulated devices" if size == "demo" else ""
-    shape = f"{s.shapes.parameters:,} parameters, {s.rows} rows of {s.length} tokens, {dtype}, {platform}{devices}"
-    return f"\n{size}: {shape}\n{HEADER}"
+    batch = f"{s.sequences} sequences of {s.length} tokens"
+    return f"\n{size}: {s.shapes.parameters:,} parameters, {batch}, {dtype}, {platform}{devices}\n{HEADER}"
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="ours once more with these settings of train.py, or rows=, microbatches=; may be given several times",
+        help="ours once more with these settings of train.py, or sequences=, microbatches=; may be given several times",
     )
     parser.add_argument("--limit", type=float, default=300, help="seconds that a contestant has to compile")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds for all of it")
@@ -100,17 +100,17 @@ def main() -> None:
         of_size = record.setdefault(size, {**kind, "contestants": {}})
         if any(of_size[key] != value for key, value in kind.items()):
             raise SystemExit(f"{options.json} has other figures of {size}: of {of_size} instead of {kind}")
-        rows = of_size["contestants"]
+        found = of_size["contestants"]
         print(head_of(size, dtype, platform), flush=True)
 
-        def show(measured: Measured, rows=rows) -> None:
-            rows[measured.label] = figures(measured, rows.get("floor"))
-            print(line_of(rows[measured.label]), flush=True)
+        def show(measured: Measured, found=found) -> None:
+            found[measured.label] = figures(measured, found.get("floor"))
+            print(line_of(found[measured.label]), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(record, indent=1))
 
         jobs = jobs_of(size, names, dtype, platform, options.extra_settings)
-        done = {label for label, row in rows.items() if row["error"] is None}
+        done = {label for label, its in found.items() if its["error"] is None}
         compare({label: job for label, job in jobs.items() if label not in done}, timing, show)
     print()
     reached = []

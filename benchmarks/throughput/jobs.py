@@ -23,10 +23,10 @@ NEEDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A model, and a batch of `rows` sequences of `length` tokens; `config` is ours, a file of configs/."""
+    """A model, and a batch of sequences of `length` tokens. `config` is ours, a file of configs/."""
 
     shapes: Shapes
-    rows: int
+    sequences: int
     length: int
     config: str = "local_test_synthetic"
 
@@ -65,11 +65,11 @@ def missing(name: str) -> str | None:
 
 
 def variant_of(job: Job, text: str) -> Job:
-    """`job` with other settings: "training.save=dots,rows=16"; rows and microbatches are fields of Job."""
+    """`job` with other settings: "training.save=dots,sequences=16". sequences and microbatches are fields of Job."""
     changes, settings = {}, []
     for setting in text.split(","):
         name, _, value = setting.partition("=")
-        if name in ("rows", "microbatches"):
+        if name in ("sequences", "microbatches"):
             changes[name] = int(value)
         else:
             settings.append(setting)
@@ -79,7 +79,7 @@ def variant_of(job: Job, text: str) -> Job:
 def jobs_of(size: str, names: list[str], dtype: str, platform: str, extra: list[str]) -> dict[str, Job]:
     """The jobs by label. The floor is first: the figures of the others need it."""
     s = SIZES[size]
-    job = Job("", s.shapes, s.rows, s.length, dtype, platform, config=s.config)
+    job = Job("", s.shapes, s.sequences, s.length, dtype, platform, config=s.config)
     of = lambda name, **changes: dataclasses.replace(job, contestant=MODULES[name], **changes)
     if size == "demo":
         found = {"floor": of("floor", d=4, t=2), "ours": of("ours", d=4, t=2)}

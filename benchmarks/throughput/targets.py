@@ -28,9 +28,9 @@ class Target:
         return f"target  {self.name}: {self.value:.3g}, at least {self.goal:.3g}: {result}"
 
 
-def targets(size: str, rows: dict[str, dict], platform: str) -> list[Target]:
+def targets(size: str, contestants: dict[str, dict], platform: str) -> list[Target]:
     """Targets of `ours` against the contestants that were measured."""
-    ran = {label: row for label, row in rows.items() if row["error"] is None}
+    ran = {label: its for label, its in contestants.items() if its["error"] is None}
     found: list[Target] = []
     if size == "tiny":
         return found
@@ -57,16 +57,16 @@ def targets(size: str, rows: dict[str, dict], platform: str) -> list[Target]:
     return found
 
 
-def ratios(size: str, rows: dict[str, dict]) -> str:
+def ratios(size: str, contestants: dict[str, dict]) -> str:
     """Ratios of ours to each of the others, and of ours with other settings to ours, a line each."""
-    ran = {label: row for label, row in rows.items() if row["error"] is None and row["contestant"] != "floor"}
+    ran = {label: its for label, its in contestants.items() if its["error"] is None and its["contestant"] != "floor"}
     if "ours" not in ran:
         return ""
     cells = []
-    for label, row in ran.items():
+    for label, its in ran.items():
         if label != "ours":
-            over, under = (row, ran["ours"]) if row["contestant"] == "ours" else (ran["ours"], row)
+            over, under = (its, ran["ours"]) if its["contestant"] == "ours" else (ran["ours"], its)
             best, median = (over[key] / under[key] for key in ("tokens_per_s", "tokens_per_s_median"))
-            names = f"{label} / ours" if over is row else f"ours / {label}"
+            names = f"{label} / ours" if over is its else f"ours / {label}"
             cells.append(f"ratio   {size}, {names}: {best:.2f}, by medians {median:.2f}")
     return "\n".join(cells)

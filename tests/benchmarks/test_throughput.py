@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SHAPES = Shapes(
     vocab=64, d_model=32, layers=3, n_kv=2, n_q_per_kv=2, d_head=16, d_ff=48, rope_base=100.0, norm_epsilon=1e-3
 )
-JOB = Job("", SHAPES, rows=8, length=16, learning_rate=1e-2, clip_norm=0.5, epsilon=1e-4)
+JOB = Job("", SHAPES, sequences=8, length=16, learning_rate=1e-2, clip_norm=0.5, epsilon=1e-4)
 STEPS = 6
 TOLERANCE = {"f32": 1e-5, "bf16": 1e-2}
 """Of losses between 4 and 5 nats, relative."""
@@ -143,7 +143,7 @@ def test_flops_are_those_that_training_prints(size):
     from benchmarks.throughput.peers.ours import config_of
 
     s = SIZES[size]
-    job = Job("ours", s.shapes, s.rows, s.length)
+    job = Job("ours", s.shapes, s.sequences, s.length)
     c = config_of(job)
     expected = flops_of_model(train.weight_table(c.model), c.model, s.length)
     assert flops_per_token(job) == (expected.causal, expected.full)
@@ -154,7 +154,7 @@ def test_sizes_are_those_of_configs():
 
     for size in ("270m", "540m", "1b", "2b"):
         s = SIZES[size]
-        job = Job("ours", s.shapes, s.rows, s.length, settings=(f"model={size}",))
+        job = Job("ours", s.shapes, s.sequences, s.length, settings=(f"model={size}",))
         plain = dataclasses.asdict(config_of(job).model)
         assert {name: plain[name] for name in dataclasses.asdict(s.shapes)} == dataclasses.asdict(s.shapes)
     assert SIZES["124m"].shapes.matmul_parameters == pytest.approx(124e6, rel=0.01)
@@ -219,11 +219,11 @@ def test_shapes_without_targets():
 
 
 def test_a_variant_of_ours():
-    job = variant_of(JOB, "training.save=dots,rows=4,microbatches=2,training.unroll=2")
-    assert (job.rows, job.microbatches, job.settings) == (4, 2, ("training.save=dots", "training.unroll=2"))
-    jobs = jobs_of("1b", ["ours", "torch", "floor"], "bf16", "gpu", ["rows=4"])
-    assert list(jobs) == ["floor", "ours", "torch", "ours rows=4"]
-    assert list(jobs_of("1b", ["torch", "floor"], "bf16", "gpu", ["rows=4"])) == ["floor", "torch"]
+    job = variant_of(JOB, "training.save=dots,sequences=4,microbatches=2,training.unroll=2")
+    assert (job.sequences, job.microbatches, job.settings) == (4, 2, ("training.save=dots", "training.unroll=2"))
+    jobs = jobs_of("1b", ["ours", "torch", "floor"], "bf16", "gpu", ["sequences=4"])
+    assert list(jobs) == ["floor", "ours", "torch", "ours sequences=4"]
+    assert list(jobs_of("1b", ["torch", "floor"], "bf16", "gpu", ["sequences=4"])) == ["floor", "torch"]
 
 
 def test_the_ratios():
@@ -293,13 +293,13 @@ def test_the_program_and_its_continuation(tmp_path):
     done = run("--only", "cookbook")
     assert done.returncode == 0, done.stderr
     first = json.loads((tmp_path / "out.json").read_text())["tiny"]["contestants"]
-    done = run("--only", "ours,cookbook", "--one-at-a-time", "--extra-settings", "training.save=nothing,rows=4")
+    done = run("--only", "ours,cookbook", "--one-at-a-time", "--extra-settings", "training.save=nothing,sequences=4")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())["tiny"]["contestants"]
-    assert list(found) == ["floor", "cookbook", "ours", "ours training.save=nothing,rows=4"]
+    assert list(found) == ["floor", "cookbook", "ours", "ours training.save=nothing,sequences=4"]
     assert found["cookbook"] == first["cookbook"]
     assert "ours / cookbook" in done.stdout
-    assert found["ours"]["losses"][0] != found["ours training.save=nothing,rows=4"]["losses"][0]
+    assert found["ours"]["losses"][0] != found["ours training.save=nothing,sequences=4"]["losses"][0]
     for label, row in found.items():
         assert row["error"] is None
         assert len(row["step_s"]) == 2

@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
 INSTALLED_EXTRAS = ("tools", "test", "oracle", "bench")
 PACKAGES = ("cluster", "configuration", "flat_tokens", "input_loader", "modeling", "models", "optimizers", "sampling")
-PACKAGES += ("shardlib", "text", "tools", "training_io")
+PACKAGES += ("shardlib", "soundness", "text", "tools", "training_io")
 
 
 def requirements(*extras: str) -> list[Requirement]:

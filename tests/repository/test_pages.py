@@ -24,6 +24,7 @@ from soundness import right_programs, wrong_programs
 
 from benchmarks.gauntlet import __main__ as gauntlet
 from input_loader import batch_shapes
+from modeling.attention_calls import describe_attention
 from modeling.model import load_model
 from modeling.settings import ModelConfig
 from models import gpt2
@@ -296,14 +297,15 @@ def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
 
 
 def traced(source: str) -> None:
-    """Traces the demo's step, of a changed train.py, on a mesh of its sizes without devices."""
+    """Traces what the demo traces, with a changed train.py and in its order, on a mesh of its sizes without devices."""
     c = load("local_test_synthetic")
     sizes = (c.mesh.r, 8 // c.mesh.r // c.mesh.t, c.mesh.t)
     mesh = AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(source) as train, use_abstract_mesh(mesh):
         c.model.module = train.__name__
-        batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
-        train.programs(c, load_model(c.model), batch)
+        model = load_model(c.model)
+        describe_attention(train.Forward(model, c.training), c.training.seq_len)
+        train.programs(c, model, batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches))
 
 
 def test_the_first_change_and_its_refusal():

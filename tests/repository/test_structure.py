@@ -19,6 +19,7 @@ FLOORS = [
     ("training_io",),
     ("input_loader", "optimizers"),
     ("modeling",),
+    ("soundness",),
     ("shardlib",),
     ("text",),
     ("flat_tokens",),

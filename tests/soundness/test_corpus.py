@@ -3,16 +3,14 @@
 import collections
 
 import pytest
-from soundness import right_programs, wrong_programs
-from soundness.running import Program, distance, intended, run, traced
+import right_programs
+import wrong_programs
+import wrong_subtly
+from running import cases, distance, intended, run, traced
 
-RIGHT, WRONG = right_programs.PROGRAMS, wrong_programs.PROGRAMS
+RIGHT, WRONG = right_programs.PROGRAMS, wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS
 EQUAL, DIFFERENT = 1e-4, 1e-2
 """A right program differs by rounding only. A wrong one differs by far more, so that nothing lies between."""
-
-
-def cases(programs: list[Program]):
-    return pytest.mark.parametrize("program", programs, ids=[program.name.replace(" ", "-") for program in programs])
 
 
 def test_the_corpus_is_large():

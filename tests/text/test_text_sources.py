@@ -138,7 +138,7 @@ def test_slice(tmp_path, small_blocks):
 @pytest.mark.parametrize("streaming", [True, False])
 def test_huggingface(tmp_path, small_blocks, streaming, monkeypatch):
     pytest.importorskip("datasets")
-    monkeypatch.setattr(hub, "PIECE_ROWS", 9)
+    monkeypatch.setattr(hub, "PIECE_RECORDS", 9)
     texts = random_texts(60)
     for i in range(3):
         lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts[20 * i : 20 * (i + 1)])

@@ -357,9 +357,18 @@ def test_bpe_is_trained_on_the_training_split(tmp_path):
 # ---- the examples -------------------------------------------------------------------------------------------------
 
 
+PAGE = (ROOT / "docs/data.md").read_text()
+VOCABULARIES = {  # name: its size, and the token at the end of a document
+    "austen_bytes": (259, 1),
+    "austen_bpe": (4096, 1),
+    "austen_bpe32k": (22886, 1),
+    "austen_mistral": (131072, 2),
+}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["austen_bytes", "austen_bpe32k", pytest.param("austen_mistral", marks=pytest.mark.slow)]
+    "name", ["austen_bytes", "austen_bpe", "austen_bpe32k", pytest.param("austen_mistral", marks=pytest.mark.slow)]
 )
 def test_local_examples(tmp_path, name):
     if name == "austen_mistral":
@@ -372,8 +381,10 @@ def test_local_examples(tmp_path, name):
         documents, attributes = read(tmp_path / "d", split)
         assert len(documents) == novels == len(texts)
         assert attributes["utf8_bytes"] == sum(len(text.encode()) for text in texts)
-        vocab_size, end = {"austen_bytes": (259, 1), "austen_bpe32k": (22886, 1), "austen_mistral": (131072, 2)}[name]
+        vocab_size, end = VOCABULARIES[name]
         assert attributes["tokenizer"]["vocab_size"] == vocab_size
+        if split == "train":  # the size that the page gives
+            assert f"--config-name={name}` | {attributes['num_tokens'] / 1e6:.1f}M tokens" in PAGE
         assert all(document[-1] == end for document in documents)
         if name == "austen_bytes":
             assert documents[3][:-1] == byte_ids(texts[3])

@@ -289,8 +289,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
         "a collective over p inside a pipeline stage: the stages run different tasks at a time, so that it would wait",
     ),
     "a stage sums over p behind the types": (
-        "jax.nn.silu(gate) * up",
-        'jax.nn.silu(lax.psum(gate, "p")) * up',
+        '        hidden: act["B/r/d L F/t"] = ',
+        '        gate = lax.psum(gate, "p")\n        hidden: act["B/r/d L F/t"] = ',
         "a pipeline stage runs psum_invariant over p: the stages run different tasks at a time",
     ),
     "a stage asks another for its positions": (

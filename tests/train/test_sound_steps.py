@@ -21,7 +21,7 @@ SETTINGS = {  # what it is about: settings of training, of the model and of the 
     "one device": ({}, {}, {}, "r=1 d=1 t=1"),
     "microbatches": ({"microbatches": 2}, {}, {}, "r=2 d=2 t=2"),
     "gathered once a step": ({"gather_weights": "step"}, {}, {}, "r=2 d=2 t=2"),
-    "blockwise": ({"attention": "blockwise", "seq_len": 256}, {}, {}, "r=2 d=2 t=2"),
+    "blockwise": ({"attention": "blockwise"}, {}, {}, "r=2 d=2 t=2"),
     "loss in chunks": ({"loss_chunk": 4}, {}, {}, "r=2 d=2 t=2"),
     "fp8": ({"fp8": True}, {}, {}, "r=2 d=2 t=2"),
     "bf16": ({"compute_dtype": "bf16"}, {}, {}, "r=2 d=2 t=2"),

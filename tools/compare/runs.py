@@ -1,4 +1,4 @@
-"""What tools/compare compares: runs, as their directories describe them, the settings that differ, and their order."""
+"""Subjects of tools/compare: runs, as their directories describe them, the settings that differ, and their order."""
 
 import contextlib
 import glob
@@ -171,10 +171,10 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
 
 def _vectors(steps: list[dict], name: str) -> np.ndarray:
     """Returns a metric of each step, [steps, layers]; NaN where it is missing."""
-    rows = [record.get(name) for record in steps]
-    rows = [row if isinstance(row, list) else [row] for row in rows]
-    columns = itertools.zip_longest(*rows)
-    return np.array([[_number(value) for value in column] for column in columns]).T
+    values = [record.get(name) for record in steps]
+    of_steps = [value if isinstance(value, list) else [value] for value in values]
+    of_layers = itertools.zip_longest(*of_steps)
+    return np.array([[_number(value) for value in layer] for layer in of_layers]).T
 
 
 def _number(value: Any) -> float:

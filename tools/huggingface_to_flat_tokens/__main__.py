@@ -72,10 +72,10 @@ def run(config: Config) -> None:
 
 
 def default_workers(tokenizer: Tokenizer) -> int:
-    """As many processes as there are cores; but one for two cores, if the tokenizer is very fast or has threads.
+    """Number of worker processes: one for each core, but one for two cores if the tokenizer has threads of its own.
 
-    Measured on two cores: with gigatoken and 460 MB, 4.5 s with one process and 4.7 s with two more; with `tokenizers`,
-    the vocabulary of Mistral and 120 MB, 28 s of CPU time with one and 39 s with two more.
+    On two cores, two workers beside the main process are slower with gigatoken, and take more CPU time with
+    `tokenizers`.
     """
     cores = available_cores()
     without_threads = isinstance(tokenizer, TextTokenizer) and tokenizer.library in ("tiktoken", "sentencepiece")
@@ -95,7 +95,7 @@ def _settings(config: Config, names: list[str], tokenizer: Tokenizer) -> dict[st
     definition = tokenizer.definition
     settings["tokenizer.json"] = definition and hashlib.sha256(definition.encode()).hexdigest()
     # They decide where the pieces and blocks begin.
-    settings["pieces"] = [sources.BLOCK_BYTES, sources.PIECE_BYTES, hub.PIECE_ROWS]
+    settings["pieces"] = [sources.BLOCK_BYTES, sources.PIECE_BYTES, hub.PIECE_RECORDS]
     return settings
 
 
@@ -112,7 +112,9 @@ def _check(config: Config) -> None:
     if config.train is None and config.validation is None:
         raise ValueError("train and validation are both null: nothing to write.")
     if config.text_separator == "":
-        raise ValueError("text_separator is empty; null stands for files that are one document each.")
+        raise ValueError(
+            "text_separator is empty. Give the text between documents, or null if each file is one document."
+        )
 
 
 if __name__ == "__main__":

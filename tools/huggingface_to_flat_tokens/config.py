@@ -42,7 +42,7 @@ class TokenizerConfig:
     `tiktoken`: a name that tiktoken knows, as cl100k_base. For `mistral`: a path, a name on the hub, or the name of a
     file in the package mistral-common, as tekken_240911.json."""
     end_token: str | None = None
-    """A token put at the end of each document, null for none. Beginnings need none: the format marks them."""
+    """Token added at the end of each document; null: none. Beginnings need none: the format marks them."""
     backend: Backend = Backend.auto
     """The library that encodes. `reference`: the one that defines the tokenizer. `gigatoken`: an error where its ids
     differ. `auto`: gigatoken where it gives the same ids, else the reference."""
@@ -59,9 +59,9 @@ class SplitConfig:
     source: str | None = None
     """The split of the Hugging Face dataset to read."""
     files: list[str] = field(default_factory=list)
-    """Local files or globs to read: one document a line in .jsonl and .json, one a row in .parquet, one a file in .txt
-    unless `text_separator` is set; all but .parquet also compressed: .gz, .bz2, .xz, .zst. In this order, the matches
-    of a glob sorted."""
+    """Local files or globs to read, in this order, the matches of a glob sorted. A document is a line of .jsonl and
+    .json, a record of .parquet, and a file of .txt unless `text_separator` is set. All but .parquet may be compressed:
+    .gz, .bz2, .xz, .zst."""
     skip_documents: int = within(0, 2**63, 0)
     """Number of documents to leave out at the beginning of the source, at least 0."""
     max_documents: int | None = at_least_1(None)

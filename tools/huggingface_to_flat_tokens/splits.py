@@ -87,7 +87,10 @@ class SplitWork:
         ) as writer:
             self._tokenize(tokenizer, workers, writer)
             if writer.num_tokens == 0 and self._shard is None:
-                raise ValueError(f"{self._name}: the source holds no text; {self._done.num_empty} empty documents.")
+                raise ValueError(
+                    f"{self._name}: the source holds no text; {self._done.num_empty} empty documents. Check text_field "
+                    "and the source."
+                )
             writer.attributes.update(self._attributes(tokenizer))
         return self._summary(writer)
 

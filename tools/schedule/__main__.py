@@ -42,7 +42,7 @@ class Config:
     forward: Any = 1.0
     """Time of one microbatch's forward through a device's layers, all its chunks; or a list with one time a stage."""
     backward: Any = 2.0
-    """Likewise for a backward, from what its forward kept."""
+    """Time of a backward, from what its forward kept, in the same form."""
     transfer: float = 0.0
     """Time from one device to the next, where no task hides it."""
     recompute: bool = False

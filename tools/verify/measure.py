@@ -278,7 +278,7 @@ def stage_by_stage(
     x, first, added = run(parts.first, 0, w), 0, 0.0
     for stage, count in enumerate(placement.counts):
         begin, seen = stage // placement.p * placement.chunk_rows, len(recorder.sites)
-        own = jax.tree.map(lambda x, rows=slice(begin, begin + count): x[rows], w.layers)
+        own = jax.tree.map(lambda x, chunk=slice(begin, begin + count): x[chunk], w.layers)
         numbers = varying(jnp.arange(first, first + count, dtype=jnp.int32), (PIPELINE_AXIS,))
         x = varying(x, (PIPELINE_AXIS,))
         x, extras = run(parts.layers, stage % placement.p, own, x, LayerNumbers(numbers))

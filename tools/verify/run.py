@@ -210,7 +210,9 @@ def run(c: Config, meshes: list[Mesh], tolerance: float, band: float, log: Calla
         oracle, dtypes = measure(c, inputs)
         log(f"one device: {time.monotonic() - begin:.0f} s")
         if bad := [tensor for tensor, value in oracle.items() if not np.all(np.isfinite(value))]:
-            raise ValueError(f"on one device {bad[0].name} is not finite already ({place_of(bad[0])}).")
+            raise ValueError(
+                f"on one device {bad[0].name} is not finite already ({place_of(bad[0])}). Correct the step there first."
+            )
         limits = dict.fromkeys(oracle, tolerance)
         for sizes in [] if tolerance else reassociations(meshes):
             again = MeshResult(sizes)

@@ -36,7 +36,7 @@ class Contestant(JaxContestant):
         self.job, dtype = job, DTYPES[job.dtype]
         devices = jax.devices()[: job.devices]
         mesh = jax.make_mesh((len(devices),), ("device",), axis_types=(AxisType.Auto,), devices=devices)
-        on_each, rows = NamedSharding(mesh, P("device")), job.tokens // job.d
+        on_each, count = NamedSharding(mesh, P("device")), job.tokens // job.d
         # Each layer has its own operands, and there is no loop: XLA would move constant products out of a loop, and
         # compute equal products only once.
         products = [(i, o) for i, o, n in job.shapes.products(job.t) for _ in range(n)]
@@ -45,12 +45,12 @@ class Contestant(JaxContestant):
         def operands(key):
             keys = iter(jax.random.split(key, 3 * len(products)))
             draw = lambda *shape: jax.random.normal(next(keys), (len(devices), *shape), dtype)
-            return [(draw(rows, i), draw(i, o), draw(rows, o)) for i, o in products]
+            return [(draw(count, i), draw(i, o), draw(count, o)) for i, o in products]
 
         @functools.partial(jax.jit, out_shardings=on_each)
         def places():
             place = lambda *shape: jnp.zeros((len(devices), *shape), dtype)
-            return [(place(rows, o), place(rows, i), place(i, o)) for i, o in products]
+            return [(place(count, o), place(count, i), place(i, o)) for i, o in products]
 
         def per_device(given, _):
             of_device = jax.tree.map(lambda x: x[0], given)

@@ -1,4 +1,4 @@
-"""What the contestants in JAX share, and what the two peers share: RoPE, JAX's own attention, a jitted step."""
+"""Shared parts of the contestants in JAX, and of the two peers: RoPE, JAX's own attention, a jitted step."""
 
 import jax
 import jax.numpy as jnp

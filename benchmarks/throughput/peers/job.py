@@ -14,7 +14,10 @@ BOS_ID = 0
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """A decoder of RMSNorm, RoPE, grouped queries and SwiGLU, untied, without biases; names as in train.ModelConfig."""
+    """Sizes of a decoder of RMSNorm, RoPE, grouped queries and SwiGLU, untied, without biases.
+
+    Names are those of modeling.settings.ModelConfig.
+    """
 
     vocab: int
     d_model: int
@@ -79,18 +82,18 @@ class Job:
 
     Attributes:
         contestant: a module of benchmarks/throughput/peers.
-        rows, length: sequences of a batch, over all devices, and their tokens; each sequence is one document.
-        microbatches: number of parts of the batch that pass through the model one after the other; only ours has them.
+        sequences, length: number of sequences of a batch, over all devices, and of their tokens. Each is one document.
+        microbatches: number of parts of the batch that pass through the model one after the other. Only ours has them.
         dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32.
         platform: cpu or gpu.
         d, t: the mesh. Peers have plain data parallelism over d·t devices.
         config: for ours, a file of configs/, for all settings that are not in the job.
-        settings: for ours, overrides as on the command line of train.py; they come last.
+        settings: for ours, overrides as on the command line of train.py. They come last.
     """
 
     contestant: str
     shapes: Shapes
-    rows: int
+    sequences: int
     length: int
     dtype: str = "f32"
     platform: str = "cpu"
@@ -110,7 +113,7 @@ class Job:
     @property
     def tokens(self) -> int:
         """Number of tokens of a batch."""
-        return self.rows * self.length
+        return self.sequences * self.length
 
     @property
     def devices(self) -> int:
@@ -134,10 +137,10 @@ BATCHES = 4
 
 
 def batches(job: Job) -> Iterator[np.ndarray]:
-    """Yields the ids to predict, uint32[rows, length]."""
+    """Yields the ids to predict, uint32[sequences, length]."""
     rng = np.random.default_rng(job.seed)
     for _ in range(BATCHES):
-        yield rng.integers(0, job.shapes.vocab, (job.rows, job.length)).astype(np.uint32)
+        yield rng.integers(0, job.shapes.vocab, (job.sequences, job.length)).astype(np.uint32)
 
 
 def inputs_of(targets: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from training_io.config import check_divides
 def config_of(job: Job):
     """The configuration of a run: job.config with the settings of the job."""
     shapes = {f"model.{name}": value for name, value in dataclasses.asdict(job.shapes).items()}
-    training = {"batch_size": job.rows, "seq_len": job.length, "steps": 1000, "microbatches": job.microbatches}
+    training = {"batch_size": job.sequences, "seq_len": job.length, "steps": 1000, "microbatches": job.microbatches}
     training |= {"seed": job.seed, "document_mask": False, "compute_dtype": job.dtype}
     optimizer = {"learning_rate": job.learning_rate, "adam_b1": job.b1, "adam_b2": job.b2, "warmup_steps": 0}
     optimizer |= {"adam_epsilon": job.epsilon, "weight_decay": job.weight_decay, "clip_norm": job.clip_norm}

@@ -40,7 +40,7 @@ def allow(kernels: Iterable[SDPBackend]) -> None:
 def fastest_kernel(job: Job, kernels: Iterable[SDPBackend], device: str) -> SDPBackend | None:
     """The fastest of `kernels` at the shapes of the job, forward and backward; None if none supports them."""
     c, dtype = job.shapes, torch.bfloat16 if job.dtype == "bf16" else torch.float32
-    draw = lambda heads: torch.randn(job.rows, heads, job.length, c.d_head, dtype=dtype, device=device)
+    draw = lambda heads: torch.randn(job.sequences, heads, job.length, c.d_head, dtype=dtype, device=device)
     q, k, v = (draw(heads).requires_grad_() for heads in (c.heads, c.n_kv, c.n_kv))
     g, times = draw(c.heads), {}
 

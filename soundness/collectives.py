@@ -2,10 +2,12 @@
 
 import dataclasses
 
-from shardlib.soundness.domain import UNIFORM, Dim, Value, constant, cut, devices
-from shardlib.soundness.equation import Equation, Refused
-from shardlib.soundness.rules import rule
-from shardlib.soundness.sums import near
+from soundness.domain import UNIFORM, Dim, Value, constant, cut, devices, near
+from soundness.equation import Equation, Refused
+from soundness.rules import Rules
+
+RULES = Rules()
+rule = RULES.of
 
 
 @rule("vary_unreduced_cast", "vary_unreduced_cast_p", "preduce", "unreduced_cast")
@@ -25,7 +27,9 @@ def axes_of(eq: Equation) -> tuple[str, ...]:
     if eq.params.get("axis_index_groups") is not None:
         raise Refused("a collective over groups of devices", "use an axis of the mesh for each group")
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    return tuple(axis for axis in axes if isinstance(axis, str) and eq.sizes[axis] > 1)
+    if not all(isinstance(axis, str) for axis in axes):
+        raise Refused(f"a collective over {axes}, which are not all axes of the mesh", "name the axes of the mesh")
+    return tuple(axis for axis in axes if eq.sizes[axis] > 1)
 
 
 def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> Dim | None:
@@ -133,6 +137,9 @@ def _pmax(eq: Equation) -> list[Value]:
         if x.extreme and x.extreme[0] != kind and axes:
             eq.finished(x)
         left = x.extreme[1] - axes if x.extreme else frozenset()
+        if not axes:
+            found.append(x)
+            continue
         taken = x.extreme is not None and not left and x.source is not None
         found.append(dataclasses.replace(x, extreme=(kind, left) if left else None, is_taken=taken))
     return found

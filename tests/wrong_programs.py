@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from soundness.running import program, programs_of
+from running import program, programs_of
 
 from shardlib import shardops
 from shardlib.shardtypes import bool_, dtype_name, f32, i32

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.extend
 import numpy as np
+import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardlib.array_types import ArrayType
@@ -84,6 +85,11 @@ def mesh_of(program: Program, sizes: tuple[int, ...]) -> jax.sharding.Mesh:
     return jax.make_mesh(sizes, program.axes, axis_types=(AxisType.Explicit,) * len(sizes))
 
 
+def abstract_mesh(program: Program, sizes: tuple[int, ...]) -> AbstractMesh:
+    """The mesh of these sizes with the program's axes, without devices."""
+    return AbstractMesh(sizes, program.axes, axis_types=(AxisType.Explicit,) * len(sizes))
+
+
 def partition_spec(t: ArrayType, axes: tuple[str, ...]) -> PartitionSpec:
     """The PartitionSpec of a type. An axis that the mesh lacks shards nothing."""
     return PartitionSpec(*(tuple(axis for axis in dim.axes if axis in axes) or None for dim in t.spec.dims))
@@ -123,8 +129,8 @@ def inputs(program: Program, seed: int = 0) -> list:
 
 def traced(program: Program, sizes: tuple[int, ...]) -> jax.extend.core.ClosedJaxpr:
     """The jaxpr of one shard_map on a mesh of these sizes. It needs no devices."""
-    mesh = AbstractMesh(sizes, program.axes, axis_types=(AxisType.Explicit,) * len(sizes))
-    dtypes = {"f32": np.float32, "i32": np.int32, "bool_": np.bool_, "key": jax.random.key(0).dtype}
+    mesh = abstract_mesh(program, sizes)
+    dtypes = {"f32": np.float32, "i32": np.int32, "bool_": np.bool_, "key": jax.eval_shape(jax.random.key, 0).dtype}
     argument = lambda t, spec: jax.ShapeDtypeStruct(shape_of(t), dtypes[t.dtype], sharding=NamedSharding(mesh, spec))
     with jax.sharding.use_abstract_mesh(mesh):
         arguments = map(argument, program.ins.values(), specs(program)[0])
@@ -159,3 +165,8 @@ def distance(result, meant) -> float:
             differing = np.abs(np.asarray(shard.data, np.float64) - b[shard.index])
             found.append(np.max(differing, initial=0.0) / largest)
     return np.inf if np.isnan(found).any() else max(found)
+
+
+def cases(programs: list[Program]):
+    """A parametrization of a test by programs."""
+    return pytest.mark.parametrize("program", programs, ids=[program.name.replace(" ", "-") for program in programs])

@@ -12,10 +12,10 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
 from shardlib.parsing import ShardError
-from shardlib.soundness.domain import UNIFORM, Value, describe
-from shardlib.soundness.equation import Equation, Refused
-from shardlib.soundness.interpreter import Different, Interpreter, block_of
 from shardlib.values import noting_arguments, planned_for
+from soundness.domain import UNIFORM, Value, describe, devices
+from soundness.equation import Equation, Refused
+from soundness.interpreter import Different, Interpreter, block_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,8 @@ def findings(program: Any, twin: Any = None, types: list | None = None) -> list[
     found: list[Finding] = []
     theirs = list(_shard_maps(twin)) if twin is not None else None
     ours = list(_shard_maps(program))
+    if theirs is not None and len(theirs) != len(ours):
+        raise Different(getattr(program, "jaxpr", program), getattr(twin, "jaxpr", twin))
     for i, eqn in enumerate(ours):
         other = theirs[i] if theirs is not None else None
         found += _of_shard_map(eqn, other, types[i] if types and len(types) == len(ours) else None)
@@ -65,11 +67,15 @@ def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
 
 
+def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
+    return tuple(n * devices(sizes, a) for n, a in zip(aval.shape, axes, strict=True))
+
+
 def _of_shard_map(eqn: Any, twin: Any, types: list | None) -> list[Finding]:
     manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
     sizes = {axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual}
     twin_sizes = dict(twin.params["mesh"].shape) if twin is not None else dict.fromkeys(sizes, 1)
-    interpreter = Interpreter(sizes, twin_sizes)
+    interpreter = Interpreter(sizes, twin_sizes, is_unchecked=not eqn.params.get("check_vma", True))
     inner, other = eqn.params["jaxpr"], twin.params["jaxpr"] if twin is not None else None
     body = getattr(inner, "jaxpr", inner)
     # Constants of the caller come before the arguments.
@@ -85,6 +91,10 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None) -> list[Finding]:
     made_by = {var: each for each in body.eqns for var in each.outvars}
     found = [str(wild) for wild in interpreter.problems]
     for i, (spec, value, var) in enumerate(zip(eqn.params["out_specs"], outs, body.outvars, strict=True)):
+        axes = _axes(spec, len(var.aval.shape))
+        there = (
+            None if other is None else _whole_shape(getattr(other, "jaxpr", other).outvars[i].aval, axes, twin_sizes)
+        )
         if value.wild:
             found.append(str(value.wild))
         elif value.ratio != 1.0 and value.scaled is not None:
@@ -92,20 +102,22 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None) -> list[Finding]:
                 value.scaled.unscaled(value)
             except Refused as refusal:
                 found.append(str(interpreter.explain(value.scaled, refusal)))
-        elif problem := _leaving(value, _axes(spec, len(var.aval.shape)), var.aval, sizes):
+        elif problem := _leaving(value, axes, var.aval, sizes, there):
             made = made_by.get(var) if not isinstance(var, Literal) else None
             place = Equation(made, None, [], sizes, twin_sizes).place() if made is not None else "?"
             found.append(f"{place}: result {i} {problem}")
     return [Finding(text) for text in dict.fromkeys(found)]
 
 
-def _leaving(value: Value, axes: list, aval: Any, sizes: Any) -> str | None:
+def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> str | None:
     """What is wrong with a result that is declared to be sharded over `axes`; None if nothing is."""
     declared = block_of(axes, aval.shape, sizes)
     fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
-    bad = value.partial or value.extreme or value.offset or value.is_local or value.looked_up is not None or value.mask
-    if fits and not bad and value.ratio == 1.0:
-        return None
+    here = _whole_shape(aval, axes, sizes)
+    if value.is_finished and fits and value.ratio == 1.0:
+        if there is None or here == there:
+            return None
+        return f"is of shape {here} here and {there} on one device: compute the shape from whole sizes"
     return (
         f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
         f"{describe(declared, aval.shape, aval.dtype, sizes)}"
@@ -116,15 +128,17 @@ Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
 
 
-def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Finding]:
+def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Trace | None = None) -> list[Finding]:
     """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
 
-    JAX traces other operations where a device has one entry of a dim. Such a program is compared on smaller meshes.
+    JAX traces other operations where a device has one entry of a dim. Such a program is compared at larger sizes, or
+    on smaller meshes.
 
     Args:
         trace: traces the programs, on the mesh in force.
         mesh: the mesh; None: the one in force.
         keep: axes that keep their number of devices on the mesh of comparison, instead of one.
+        larger: traces the same source at sizes of which no device has a single entry; None: there are none.
 
     Raises:
         ValueError: a shard_map names its mesh.
@@ -137,7 +151,7 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Fi
     each = [alone | {axis: n} for axis, n in halves.items() if n > alone[axis]]
 
     @functools.cache
-    def on(*numbers: int) -> dict[str, tuple[Any, list]]:
+    def on(*numbers: int, trace: Trace = trace) -> dict[str, tuple[Any, list]]:
         abstract = AbstractMesh(numbers, mesh.axis_names, axis_types=mesh.axis_types)
         # Through no mesh at all: JAX does not change from one mesh to another of a different size.
         none = AbstractMesh((), ())
@@ -167,6 +181,13 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = ()) -> list[Fi
             continue
         except Different as different:
             first = different
+        if larger is not None and _has_single_entries(program):
+            (program, types), (twin, _) = (on(*mesh.values(), trace=larger)[name] for mesh in (sizes, alone))
+            try:
+                found += findings(program, twin, types)
+            except Different as different:
+                found.append(Finding(f"{different.place}: {different}"))
+            continue
         compared: set[str] = set()
         # The smaller meshes stand for this one only where JAX has a reason to trace it differently.
         for smaller in (halves, *each) if _has_single_entries(program) else ():

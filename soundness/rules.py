@@ -7,21 +7,25 @@ blocks of that. It refuses (raises Refused) where they are not met. The modules 
 from collections.abc import Callable
 from typing import Any
 
-from shardlib.soundness.domain import Value, whole
-from shardlib.soundness.equation import Equation, Refused
-
-RULES: dict[str, Callable[[Equation], Any]] = {}
-"""Rules by the name of the primitive. A rule returns the facts about the result, or a list of them."""
+from soundness.domain import Value, whole
+from soundness.equation import Equation, Refused
 
 
-def rule(*names: str) -> Callable:
-    """Decorator: the function is the rule of the primitives of these names."""
+class Rules(dict[str, Callable[[Equation], Any]]):
+    """Rules by the name of the primitive. A rule returns the facts about the result, or a list of them."""
 
-    def register(fn: Callable) -> Callable:
-        RULES.update(dict.fromkeys(names, fn))
-        return fn
+    def of(self, *names: str) -> Callable:
+        """Decorator: the function is the rule of the primitives of these names."""
 
-    return register
+        def register(fn: Callable) -> Callable:
+            self.update(dict.fromkeys(names, fn))
+            return fn
+
+        return register
+
+
+RULES = Rules()
+rule = RULES.of
 
 
 @rule("name", "stop_gradient", "pvary", "pcast", "copy_to_host", "sharding_constraint", "layout_constraint")
@@ -49,5 +53,5 @@ def everything_whole(eq: Equation) -> list[Value]:
             eq.uncut(value, i, eq.name)
     for i, _ in enumerate(eq.ins):
         if eq.shape(i) != eq.twin_shape(i):
-            raise Refused(f"{eq.name} has no rule, and the sizes of its operands depend on the mesh", "")
+            raise Refused(f"the sizes of the operands of {eq.name} depend on the mesh", "compute them from whole sizes")
     return [Value(tuple(whole(n) for n in getattr(var.aval, "shape", ()))) for var in eq.eqn.outvars]

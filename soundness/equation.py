@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardlib.places import is_users, place
-from shardlib.soundness.domain import UNIFORM, Dim, Value, describe, devices, whole
+from soundness.domain import UNIFORM, Dim, Value, describe, devices, whole
 
 _JAX = str(Path(jax.__file__).parent)
 
@@ -83,8 +83,8 @@ class Equation:
     def same(self, *names: str) -> None:
         """Refuses parameters that depend on the mesh."""
         for name in names if self.twin is not None else ():
-            here, there = self.params.get(name), self.twin.params.get(name)
-            if here != there:
+            here, there = (_comparable(eqn.params.get(name)) for eqn in (self.eqn, self.twin))
+            if here != there and not (here != here and there != there):
                 raise Refused(
                     f"its {name} depends on the mesh: {here} here, {there} on one device",
                     "compute it from whole sizes: shardops.size(name) is the whole size of a dim",
@@ -99,7 +99,7 @@ class Equation:
                 "positions of a sharded dim are shardops.positions('L/t'); say shardops.per_device(...) if it differs "
                 "on purpose",
             )
-        if value.is_clipped or value.looked_up is not None:
+        if value.valid or value.is_index or value.looked_up is not None:
             raise Refused(
                 "entries were looked up by an index that is out of range on other devices, and were not masked",
                 "mask them by the same range: jnp.where((0 <= i) & (i < size), found, 0)",
@@ -231,6 +231,11 @@ class Equation:
             f"operand {i}: {describe(value, var.aval.shape, var.aval.dtype, self.sizes)}"
             for i, (value, var) in enumerate(pairs, 1)
         )
+
+
+def _comparable(parameter: Any) -> Any:
+    """A parameter, or its text where equal ones are different objects: jaxprs."""
+    return str(parameter) if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr") else parameter
 
 
 def _frames(traceback: types.TracebackType | None) -> list[tuple[str, int]]:

@@ -1,11 +1,13 @@
 """Rules of lookups, and of writes to a part of an array."""
 
 import dataclasses
-import math
 
-from shardlib.soundness.domain import UNIFORM, Dim, Value, axes_of_offset, cut, devices, whole
-from shardlib.soundness.equation import Equation, Refused
-from shardlib.soundness.rules import rule
+from soundness.domain import UNIFORM, Origin, Value, axes_of_offset, cut, devices, whole
+from soundness.equation import Equation, Refused
+from soundness.rules import Rules
+
+RULES = Rules()
+rule = RULES.of
 
 
 def _indices(eq: Equation, ids: Value, count: int) -> list[Value]:
@@ -15,11 +17,18 @@ def _indices(eq: Equation, ids: Value, count: int) -> list[Value]:
     return [ids] * count
 
 
-def _looks_up_own_block(eq: Equation, index: Value, dim: Dim | None, size: int) -> bool:
-    """Whether an offset index reads this device's block of a sharded dim."""
-    if dim is UNIFORM or dim.is_merged or not index.offset:
-        return False
-    return axes_of_offset(tuple((axis, -c) for axis, c in index.offset), size, eq.sizes) == dim.axes
+def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | None:
+    """Axes that shard dim i of operand 1, if an offset index reads or writes this device's block of it."""
+    if not index.offset or index.mask or index.looked_up is not None:
+        return None
+    if index.valid and not index.valid.covers(eq.shape()[i], eq.twin_shape()[i]):
+        return None
+    return axes_of_offset(tuple((axis, -c) for axis, c in index.offset), eq.shape()[i], eq.sizes)
+
+
+def _plain(eq: Equation, index: Value) -> Value:
+    """`index`, if it is one into a dim that is not sharded."""
+    return eq.unscaled(eq.finished(index))
 
 
 @rule("gather")
@@ -33,7 +42,7 @@ def _gather(eq: Equation) -> Value:
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for i, j in pairs:
         batch[j] = eq.joined(i, [x.dims[i], batch[j]])
-    looked_up = None
+    looked_up, origin = None, None
     for i, index in zip(numbers.start_index_map, _indices(eq, ids, len(numbers.start_index_map)), strict=True):
         dim = x.dims[i]
         if dim is not UNIFORM and dim.axes:
@@ -43,7 +52,7 @@ def _gather(eq: Equation) -> Value:
                     eq.block(index)
                 batch[j] = eq.joined(i, [dim, *([batch[j]] if batch[j] is not UNIFORM and batch[j].axes else [])])
                 continue
-            if not _looks_up_own_block(eq, index, dim, shape[i]) or sizes[i] != 1:
+            if dim.is_merged or _axes_of_index(eq, index, i) != dim.axes or sizes[i] != 1:
                 raise Refused(
                     f"dim {dim.name or i}, sharded over {', '.join(dim.axes)}, is looked up by an index that is not "
                     "relative to this device's block",
@@ -51,34 +60,34 @@ def _gather(eq: Equation) -> Value:
                 )
             if looked_up is not None:
                 raise Refused("two sharded dims are looked up at once", "look up in one after the other")
-            looked_up = index.offset
+            looked_up, origin = index.offset, index.origin
             continue
-        eq.block(dataclasses.replace(index, is_local=False)) if index.count else eq.block(index)
-        if index.is_local:
-            eq.block(index)
+        _plain(eq, index)
         if shape[i] != eq.twin_shape()[i]:
             raise Refused(f"dim {i}, whose size depends on the mesh, is looked up", "")
-    if ids.partial or ids.extreme or not math.isclose(ids.ratio, 1):
-        eq.unscaled(eq.finished(ids))
     window = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
     for i, n in enumerate(sizes):
         if n != shape[i] and i not in numbers.start_index_map and i not in numbers.operand_batching_dims:
             eq.uncut(x, i, "a part is taken")
     offsets, batches = iter(window), iter(batch[j] for j in range(len(batch)))
-    dims = []
+    labels = iter(origin.dims[:-1] if origin else ())
+    dims, places = [], []
     for j, n in enumerate(eq.result_shape):
         if j in numbers.offset_dims:
             i = next(offsets)
             dims.append(x.dims[i] if x.dims[i] is UNIFORM or n == shape[i] else whole(n))
+            places.append(None)
         else:
             dims.append(next(batches))
-    return Value(tuple(dims), x.partial, ratio=x.ratio, looked_up=looked_up)
+            places.append(next(labels, None))
+    origin = origin and Origin(origin.token, tuple(places))
+    return Value(tuple(dims), x.partial, ratio=x.ratio, looked_up=looked_up, origin=origin)
 
 
 @rule("scatter-add", "scatter", "scatter-max", "scatter-min", "scatter-mul")
 def _scatter(eq: Equation) -> Value:
     x, ids, updates = eq.ins
-    eq.block(x)
+    eq.block(x), eq.block(updates)
     numbers, shape, adds = eq.params["dimension_numbers"], eq.shape(), eq.name == "scatter-add"
     inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window = [i for i in range(len(shape)) if i not in inserted]
@@ -100,7 +109,6 @@ def _scatter(eq: Equation) -> Value:
         places[j] = None
     indices = _indices(eq, ids, len(numbers.scatter_dims_to_operand_dims))
     own = frozenset()
-    is_masked = updates.mask is not None or updates.looked_up is not None
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
         if index.count and not index.offset and index.is_local and index.known == (0, 0) and len(index.count) == 1:
             (k,) = index.count
@@ -111,20 +119,18 @@ def _scatter(eq: Equation) -> Value:
             batch[k], places[k] = UNIFORM, None
             continue
         if index.offset:
-            axes = axes_of_offset(tuple((axis, -c) for axis, c in index.offset), shape[i], eq.sizes)
-            dropped = index.drops and getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP" and not is_masked
-            if not adds or axes is None or own or not (dropped or set(axes) <= updates.partial):
+            axes = _axes_of_index(eq, index, i)
+            dropped = index.drops and getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP"
+            if not adds or axes is None or own or not (dropped or _is_masked(updates, index, places)):
                 eq.block(index)
-            dims[i], own = cut(shape[i], axes), frozenset() if dropped else frozenset(axes)
+            dims[i] = eq.joined(i, [x.dims[i], cut(shape[i], axes)])
+            own = frozenset() if dropped else frozenset(axes)
             continue
-        eq.block(index)
+        _plain(eq, index)
         eq.uncut(x, i, "entries are written")
         dims[i] = x.dims[i] if x.dims[i] is not UNIFORM else whole(shape[i])
         if shape[i] != eq.twin_shape()[i]:
             raise Refused(f"entries of dim {i}, whose size depends on the mesh, are written", "")
-    eq.unscaled(eq.finished(Value(ids.dims, ids.partial, ids.extreme, ids.ratio)))
-    if not is_masked:
-        eq.block(updates)
     partial = updates.partial - own
     for j, dim in enumerate(batch):
         if dim is UNIFORM and places[j] is not None:
@@ -145,28 +151,43 @@ def _scatter(eq: Equation) -> Value:
     return Value(tuple(dims), frozenset(partial), ratio=ratio)
 
 
+def _is_masked(updates: Value, index: Value, places: list[int | None]) -> bool:
+    """Whether updates are zero where this index is out of the block: masked by it, entry by entry."""
+    if updates.masked != index.offset or not (updates.origin and index.origin) or None in places:
+        return False
+    labels = tuple(updates.origin.dims[j] for j in places)
+    return (updates.origin.token, labels) == (index.origin.token, index.origin.dims[:-1])
+
+
+def _axes_of_start(eq: Equation, start: Value, size: int) -> tuple[str, ...]:
+    """Axes that shard a dim, if `start` is that of this device's block of `size` entries."""
+    axes = axes_of_offset(start.offset, size, eq.sizes)
+    if not axes or start.valid or start.known is None or any(start.known):
+        eq.block(start)
+    return axes
+
+
 @rule("dynamic_slice")
 def _dynamic_slice(eq: Equation) -> Value:
     (x, *starts), dims = eq.ins, []
-    if x.count or x.offset or x.mask or x.looked_up is not None:
-        eq.block(x)
+    eq.block(x)
     for i, (a, b, start) in enumerate(zip(eq.shape(), eq.result_shape, starts, strict=True)):
         dim = x.dims[i]
         if a == b:
             dims.append(dim)
         elif start.offset:
-            axes = axes_of_offset(start.offset, b, eq.sizes)
-            if not axes or a != b * devices(eq.sizes, axes) or start.known is None or any(start.known):
+            axes = _axes_of_start(eq, start, b)
+            if a != b * devices(eq.sizes, axes):
                 eq.block(start)
             eq.uncut(x, i, "this device's part is taken")
             dims.append(cut(b, axes, dim.name if dim else "") if dim is not UNIFORM else UNIFORM)
         else:
-            eq.finished(start), eq.unscaled(start)
+            _plain(eq, start)
             eq.uncut(x, i, "a part is taken")
             dims.append(UNIFORM if dim is UNIFORM else whole(b))
             if a != eq.twin_shape()[i]:
                 raise Refused(f"a part of dim {i}, whose size depends on the mesh, is taken", "")
-    return dataclasses.replace(x, dims=tuple(dims), count=(), known=None if x.count else x.known)
+    return Value(tuple(dims), x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
 
 
 @rule("dynamic_update_slice")
@@ -179,23 +200,15 @@ def _dynamic_update_slice(eq: Equation) -> Value:
             dims.append(eq.joined(i, [x.dims[i], y.dims[i]]))
             continue
         if start.offset:
-            axes = axes_of_offset(start.offset, b, eq.sizes)
-            dim = y.dims[i]
-            if (
-                not axes
-                or not x.is_zero
-                or dim is UNIFORM
-                or dim.axes != axes
-                or dim.is_merged
-                or any(start.known or (1,))
-            ):
+            axes, dim = _axes_of_start(eq, start, b), y.dims[i]
+            if not x.is_zero or dim is UNIFORM or dim.axes != axes or dim.is_merged:
                 eq.block(start)
             if a != b * devices(eq.sizes, axes):
                 raise Refused("blocks are put together into an array of another size", "")
             assembled |= set(axes)
             dims.append(whole(a))
             continue
-        eq.unscaled(eq.finished(start))
+        _plain(eq, start)
         eq.uncut(x, i, "a part is written"), eq.uncut(y, i, "a part is written")
         if a != eq.twin_shape()[i] or b != eq.twin_shape(1)[i]:
             raise Refused(f"a part of dim {i} is written, whose size depends on the mesh", "")

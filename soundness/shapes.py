@@ -1,11 +1,13 @@
 """Rules of primitives that make arrays, and of those that change shapes."""
 
 import dataclasses
-from typing import Any
 
-from shardlib.soundness.domain import UNIFORM, Dim, Part, Value, constant, devices, whole
-from shardlib.soundness.equation import Equation, Refused
-from shardlib.soundness.rules import rule
+from soundness.domain import UNIFORM, Dim, Part, Value, constant, devices, moved, whole
+from soundness.equation import Equation, Refused
+from soundness.rules import Rules
+
+RULES = Rules()
+rule = RULES.of
 
 
 @rule("iota")
@@ -24,7 +26,7 @@ def _axis_index(eq: Equation) -> Value:
     return Value((), offset=tuple(sorted(offset)), known=(0, 0))
 
 
-@rule("random_bits", "random_split", "random_unwrap", "random_seed", "random_gamma")
+@rule("random_bits", "random_split", "random_unwrap", "random_seed")
 def _from_keys(eq: Equation) -> Value:
     (x, *_), shape = eq.ins, eq.result_shape
     eq.unscaled(eq.finished(x))
@@ -46,38 +48,34 @@ def _empty(eq: Equation) -> Value:
 # ---- shapes ----
 
 
+def _with(x: Value, result: Value) -> Value:
+    """`result`, which is `x` in other dims. Refuses a count that is lost."""
+    if not x.count or result.count:
+        return result
+    if x.offset or x.is_local:
+        raise Refused(
+            "positions within this device's block are rearranged before they are positions in the whole dim",
+            "add this device's offset first: shardops.positions('L/t')",
+        )
+    return dataclasses.replace(result, known=None)
+
+
 @rule("broadcast_in_dim")
 def _broadcast(eq: Equation) -> Value:
     (x, *_), shape, to = eq.ins, eq.params["shape"], eq.params["broadcast_dimensions"]
-    dims: list[Dim | None] = [UNIFORM] * len(shape)
+    source: list[int | None] = [None] * len(shape)
     for i, j in enumerate(to):
         if eq.shape()[i] == shape[j]:
-            dims[j] = x.dims[i]
+            source[j] = i
         elif x.dims[i] is not UNIFORM and x.dims[i].axes:
             raise Refused(f"dim {i}, of which each device holds one entry, is repeated", "gather it first")
-    repeated = any(shape[to[i]] != eq.shape()[i] for i in x.count)
-    return _with(x, dims, count=() if repeated else tuple(int(to[i]) for i in x.count))
-
-
-def _with(x: Value, dims: Any, count: tuple[int, ...] = (), **changes: Any) -> Value:
-    """`x` in other dims, in which it counts along `count`. Refuses a count that is lost."""
-    if x.count and not count:
-        changes |= {"known": None}
-        if x.offset or x.is_local:
-            raise Refused(
-                "positions within this device's block are rearranged before they are positions in the whole dim",
-                "add this device's offset first: shardops.positions('L/t')",
-            )
-    return dataclasses.replace(x, dims=tuple(dims), count=count, components=(), **changes)
+    return _with(x, moved(x, source))
 
 
 @rule("transpose")
 def _transpose(eq: Equation) -> Value:
     (x,), order = eq.ins, eq.params["permutation"]
-    count = tuple(order.index(i) for i in x.count)
-    if list(count) != sorted(count):
-        count = ()
-    return _with(x, (x.dims[i] for i in order), count)
+    return _with(x, moved(x, list(order)))
 
 
 @rule("squeeze")
@@ -85,20 +83,14 @@ def _squeeze(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["dimensions"]
     for i in gone:
         eq.uncut(x, i, "the one entry is taken")
-    keep = [i for i in range(len(x.dims)) if i not in gone]
-    value = _with(x, (x.dims[i] for i in keep), tuple(keep.index(i) for i in x.count if i in keep))
-    if x.components and len(x.components) == 1:
-        return x.components[0]
-    return value
+    return _with(x, moved(x, [i for i in range(len(x.dims)) if i not in gone]))
 
 
 @rule("expand_dims")
 def _expand_dims(eq: Equation) -> Value:
     (x,), new = eq.ins, eq.params["dimensions"]
     old = iter(range(len(x.dims)))
-    source = [None if j in new else next(old) for j in range(len(x.dims) + len(new))]
-    dims = (UNIFORM if i is None else x.dims[i] for i in source)
-    return _with(x, dims, tuple(source.index(i) for i in x.count))
+    return _with(x, moved(x, [None if j in new else next(old) for j in range(len(x.dims) + len(new))]))
 
 
 @dataclasses.dataclass
@@ -111,6 +103,7 @@ class _Piece:
     is_loose: bool
     name: str = ""
     is_counted: bool = False
+    is_mixed: bool = False
 
 
 @rule("reshape")
@@ -127,11 +120,12 @@ def _reshape(eq: Equation) -> Value:
             pieces += [_Piece(n, axes, False, False, dim.name, counted) for n, axes in dim.parts]
     pieces = [p for p in pieces if p.size > 1 or p.axes]
     twins = eq.twin.outvars[0].aval.shape if eq.twin is not None else [None] * len(new)
-    dims, count = [], []
+    dims, count, mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
         taken = _take(pieces, size, there, last=all(n == 1 for n in new[j + 1 :]))
         if any(p.is_counted for p in taken):
             count.append(j)
+            mixed |= not all(p.is_counted and not p.is_mixed for p in taken)
         if all(p.is_uniform for p in taken):
             dims.append(UNIFORM)
             continue
@@ -140,7 +134,19 @@ def _reshape(eq: Equation) -> Value:
         dims.append(_merged(taken))
     if pieces:
         raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
-    return _with(x, dims, tuple(count))
+    source = _kept(eq.shape(), new)
+    count = () if mixed else tuple(count)
+    origin = moved(x, source).origin if source else None
+    return _with(x, dataclasses.replace(x, dims=tuple(dims), count=count, origin=origin, components=()))
+
+
+def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None:
+    """For each new dim the old one, where a reshape adds or removes dims of size 1 alone; None elsewhere."""
+    long = [i for i, n in enumerate(old) if n > 1]
+    if [old[i] for i in long] != [n for n in new if n > 1]:
+        return None
+    rest = iter(long)
+    return [next(rest) if n > 1 else None for n in new]
 
 
 def _take(pieces: list[_Piece], size: int, there: int | None, last: bool) -> list[_Piece]:
@@ -167,6 +173,7 @@ def _take(pieces: list[_Piece], size: int, there: int | None, last: bool) -> lis
                 is_uniform=piece.is_uniform and pieces[1].is_uniform,
                 is_loose=piece.is_loose or pieces[1].is_loose,
                 is_counted=piece.is_counted or pieces[1].is_counted,
+                is_mixed=piece.is_mixed or pieces[1].is_mixed or piece.is_counted != pieces[1].is_counted,
                 name="",
             )
             pieces[:2] = [merged]
@@ -199,12 +206,12 @@ def _concatenate(eq: Equation) -> Value:
     if (
         k == ndim - 1
         and all(shape[k] == 1 for shape in map(eq.shape, range(len(eq.ins))))
-        and any(v.count or v.offset or v.is_clipped for v in eq.ins)
+        and any(v.count or v.offset for v in eq.ins)
     ):
         # A count gives no dim: as an index into a sharded dim it says later how the dim that it counts along is cut.
         bare = [tuple(UNIFORM if i in v.count else d for i, d in enumerate(v.dims)) for v in eq.ins]
         dims = [eq.joined(i, (b[i] for b in bare)) for i in range(ndim - 1)]
-        return Value((*dims, whole(len(eq.ins))), components=tuple(eq.ins))
+        return Value((*dims, whole(len(eq.ins))), is_local=True, components=tuple(eq.ins))
     for i, value in enumerate(eq.ins):
         eq.block(value)
         eq.uncut(value, k, "arrays are joined")
@@ -226,9 +233,8 @@ def _piece_of(eq: Equation, x: Value, shape: tuple[int, ...]) -> Value:
     dims = [
         d if d is UNIFORM or a == b else whole(b, d.name) for d, a, b in zip(x.dims, eq.shape(), shape, strict=True)
     ]
-    if x.count or x.offset:
-        eq.block(x)
-    return dataclasses.replace(x, dims=tuple(dims), count=(), known=None if x.count else x.known, components=())
+    eq.block(x)
+    return Value(tuple(dims), x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
 
 
 @rule("slice")
@@ -248,10 +254,8 @@ def _slice(eq: Equation) -> Value:
                 f"the part taken of dim {i} depends on the mesh: {bounds[0][:2]} here, {bounds[1][:2]} on one device",
                 "compute its ends from whole sizes",
             )
-    if x.components and len(x.components) == eq.shape()[-1]:
-        if eq.result_shape[-1] == 1 and eq.result_shape[:-1] == eq.shape()[:-1]:
-            return x.components[p["start_indices"][-1]]
-        raise Refused("an index vector is cut", "")
+    if x.components and eq.result_shape == (*eq.shape()[:-1], 1):
+        return x.components[p["start_indices"][-1]]
     return _piece_of(eq, x, eq.result_shape)
 
 
@@ -261,7 +265,7 @@ def _rev(eq: Equation) -> Value:
     eq.block(x)
     for i in eq.params["dimensions"]:
         eq.uncut(x, i, "the order is reversed")
-    return dataclasses.replace(x, count=(), known=None if x.count else x.known)
+    return Value(x.dims, x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
 
 
 @rule("pad")
@@ -285,18 +289,20 @@ def _pad(eq: Equation) -> Value:
 
 
 @rule("select_and_gather_add", "select_and_scatter_add", "reduce_window", "reduce_window_sum", "reduce_window_max")
-@rule("reduce_window_min", "cumsum_window")
+@rule("reduce_window_min")
 def _windows(eq: Equation) -> Value:
-    eq.same("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+    arrays = [value for value in eq.ins if value.dims]
     for value in eq.ins:
-        eq.finished(value)
-    windows = eq.params["window_dimensions"]
-    x = eq.ins[0]
-    for i, n in enumerate(windows):
-        if n > 1:
-            eq.uncut(x, i, "a window slides")
-    dims = [d if n == 1 else whole(m) for d, n, m in zip(x.dims, windows, eq.result_shape, strict=True)]
-    return Value(tuple(dims), ratio=eq.joined_ratio(eq.ins))
+        eq.unscaled(eq.finished(value))
+    dims = []
+    for i, (n, size) in enumerate(zip(eq.params["window_dimensions"], eq.result_shape, strict=True)):
+        if n == 1 and not any(eq.params["padding"][i]) and eq.shape()[i] == size:
+            dims.append(eq.joined(i, (v.dims[i] for v in arrays)))
+            continue
+        for value in arrays:
+            eq.uncut(value, i, "a window slides")
+        dims.append(whole(size))
+    return Value(tuple(dims))
 
 
 @rule("fft")

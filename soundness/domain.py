@@ -6,13 +6,14 @@ The whole value is the one that the same program computes on one device. A devic
 - one term of a sum over the devices of `partial`, or of a maximum or minimum over those of `extreme`;
 - the block times a number that depends on the mesh, as a mean over its own entries is: `ratio`;
 - a position that counts from the start of its block, or an offset of the block: `count`, `offset`;
-- an entry looked up by an offset index, right only where the index is in its block: `looked_up`, `mask`;
+- an index less an offset, or what was looked up by it, or whether it is in this device's block: `origin`, `looked_up`,
+  `mask`;
 - anything else: `wild`, which must not reach a result.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Number = int | float | bool
@@ -59,16 +60,49 @@ def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
     return Dim((Part(size, axes),), name)
 
 
+class Origin(NamedTuple):
+    """Which index an offset was subtracted from, and for each dim of a value the dim of that index."""
+
+    token: object
+    dims: tuple[int | None, ...]
+
+
+class Source(NamedTuple):
+    """What an extreme, or its index, was taken of: along dim `along` of the value with this token."""
+
+    token: object
+    kind: str
+    along: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
 class Mask(NamedTuple):
     """Truth of a comparison of an offset index with the bounds of the block: `test` is in, out, or one bound of it.
 
-    With the test "best", truth of: this device's extreme of `source` is that of all devices.
+    `size` is that of the block, here and on one device. With the test "best", truth of: this device's extreme of
+    `source` is that of all devices.
     """
 
     test: str
     offset: Offset = ()
-    size: int | None = None
-    source: Any = None
+    size: tuple[int, int] | None = None
+    source: Source | None = None
+
+
+class Range(NamedTuple):
+    """From `low` to `high`, each on this mesh and on one device."""
+
+    low: tuple[float, float] = (-math.inf, -math.inf)
+    high: tuple[float, float] = (math.inf, math.inf)
+
+    def __and__(self, other: "Range | None") -> "Range":
+        if other is None:
+            return self
+        return Range(tuple(map(max, self.low, other.low)), tuple(map(min, self.high, other.high)))
+
+    def covers(self, here: int, there: int) -> bool:
+        """Whether it has all indices into a block of the size `here`, and `there` on one device."""
+        return max(self.low) <= 0 and self.high[0] >= here - 1 and self.high[1] >= there - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,15 +133,18 @@ class Value:
         offset: what this device adds to it.
         count: dims along which it counts 0, 1, … in row-major order.
         is_local: whether a count stops at the end of this device's block.
-        is_clipped: whether it is right only where it is in the range of this device's block.
-        drops: whether, where it is not in that range, it is past the end of the block, where a scatter drops it.
+        valid: of an offset index that was clipped, the indices that it still has; None: all.
+        drops: whether the others are past the end of the block, where a scatter drops them.
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
         mask: what it says about an offset index; None if it is no mask.
-        source: of an extreme, the value it is the extreme of; of an argmax over a block, the value searched.
+        masked: the offset of the index whose mask made it a partial sum; None if none did.
+        origin: of an offset index, of what was looked up by it, of a mask and of what was masked: the index.
+        source: of an extreme, and of an argmax over a block, what it was taken of.
         is_taken: whether it is the extreme of `source` over all devices.
         is_index: whether it is the index of the first extreme of `source` in this device's block.
         components: of index vectors, the facts about each component along the last dim.
         wild: why nothing of this is known.
+        token: the same for two values that are certainly equal.
     """
 
     dims: tuple[Dim | None, ...]
@@ -119,20 +156,34 @@ class Value:
     offset: Offset = ()
     count: tuple[int, ...] = ()
     is_local: bool = False
-    is_clipped: bool = False
+    valid: Range | None = None
     drops: bool = False
     looked_up: Offset | None = None
     mask: Mask | None = None
-    source: Any = dataclasses.field(default=None, compare=False)
+    masked: Offset | None = None
+    origin: Origin | None = dataclasses.field(default=None, compare=False)
+    source: Source | None = dataclasses.field(default=None, compare=False)
     is_taken: bool = False
     is_index: bool = False
     components: tuple["Value", ...] = ()
     wild: Wild | None = None
+    token: object = dataclasses.field(default_factory=object, compare=False, repr=False)
 
     @property
     def is_constant(self) -> bool:
         """Whether it is one known number."""
-        return self.known is not None and not self.count and not self.offset
+        return self.known is not None and not (self.count or self.offset or self.is_index)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a block of a whole value, or a term of a sum or of an extreme."""
+        odd = self.offset or self.valid or self.is_index or self.mask or self.is_local
+        return not odd and self.looked_up is None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is a block of a whole value."""
+        return self.is_block and not self.partial and not self.extreme
 
     @property
     def is_zero(self) -> bool:
@@ -148,8 +199,19 @@ class Value:
 def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
     """A number, repeated along `ndim` dims."""
     same = on_mesh == on_one or (on_mesh != on_mesh and on_one != on_one)
-    ratio = 1.0 if same else on_one / on_mesh if on_mesh and on_one and math.isfinite(on_mesh * on_one) else math.nan
+    # Of one sign, so that a value times it has its largest entry where the value has it.
+    ratio = 1.0 if same else on_one / on_mesh if 0 < on_mesh * on_one < math.inf else math.nan
     return Value((UNIFORM,) * ndim, ratio=float(ratio), known=(on_mesh, on_one))
+
+
+def moved(value: Value, source: Sequence[int | None]) -> Value:
+    """`value` with dim source[j] as dim j, and with equal entries along j where that is None."""
+    place = lambda i: source.index(i) if i in source else None
+    count = tuple(place(i) for i in value.count if place(i) is not None)
+    pick = lambda items, missing: tuple(missing if i is None else items[i] for i in source)
+    origin = value.origin and Origin(value.origin.token, pick(value.origin.dims, None))
+    kept = count if list(count) == sorted(count) else ()
+    return dataclasses.replace(value, dims=pick(value.dims, UNIFORM), count=kept, origin=origin, components=())
 
 
 def devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
@@ -185,7 +247,6 @@ def describe(value: Value, shape: tuple[int, ...], dtype: Any, sizes: Mapping[st
 
     name = getattr(dtype, "name", str(dtype))
     short = name.replace("float", "f").replace("uint", "u").replace("int", "i").replace("bool", "bool_")
-    short = short.replace("bf16", "bf16")
     if value.wild:
         return f"{short}[{' '.join(map(str, shape))}], different on each device for the reason given first"
     words = [*map(text, value.dims, shape), *(f"+{axis}" for axis in sorted(value.partial))]
@@ -201,3 +262,8 @@ def describe(value: Value, shape: tuple[int, ...], dtype: Any, sizes: Mapping[st
     if value.ratio != 1:
         found += ", multiplied by a number that depends on the mesh"
     return found
+
+
+def near(ratio: float) -> float:
+    """`ratio`, or 1 where it differs by rounding."""
+    return 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-5) else ratio

@@ -5,9 +5,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shardlib.soundness.domain import UNIFORM, Value, constant, whole
-from shardlib.soundness.equation import Equation, Refused
-from shardlib.soundness.rules import RULES, everything_whole, rule
+from soundness.domain import UNIFORM, Source, Value, constant, near, whole
+from soundness.equation import Equation, Refused
+from soundness.rules import Rules, everything_whole
+
+RULES = Rules()
+rule = RULES.of
 
 
 def _without(dims: tuple, gone: Any) -> tuple:
@@ -39,9 +42,9 @@ def _sum(eq: Equation) -> Value:
     return Value(_without(x.dims, gone), x.partial | axes, ratio=near(x.ratio * there / here if here else x.ratio))
 
 
-def near(ratio: float) -> float:
-    """`ratio`, or 1 where it differs by rounding."""
-    return 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-5) else ratio
+def _source(x: Value, kind: str, gone: Any) -> Source:
+    axes = tuple(axis for i in gone if x.dims[i] is not UNIFORM for axis in x.dims[i].axes)
+    return Source(x.token, kind, tuple(gone), axes)
 
 
 def _extreme_of(kind: str) -> Callable:
@@ -53,14 +56,14 @@ def _extreme_of(kind: str) -> Callable:
         if x.is_constant:
             return dataclasses.replace(x, dims=_without(x.dims, gone))
         axes = _cut_axes(x, gone) | (x.extreme[1] if x.extreme else frozenset())
-        source = x if axes and not x.extreme else None
+        source = _source(x, kind, gone) if axes and not x.extreme else None
         return Value(_without(x.dims, gone), extreme=(kind, axes) if axes else None, ratio=x.ratio, source=source)
 
     return reduced
 
 
-RULES |= dict.fromkeys(("reduce_max", "reduce_or"), _extreme_of("max"))
-RULES |= dict.fromkeys(("reduce_min", "reduce_and"), _extreme_of("min"))
+rule("reduce_max", "reduce_or")(_extreme_of("max"))
+rule("reduce_min", "reduce_and")(_extreme_of("min"))
 
 
 @rule("reduce_prod", "reduce_xor")
@@ -86,8 +89,9 @@ def _argmax(eq: Equation) -> Value:
         eq.uncut(x, gone[0], f"an {eq.name} is taken")
     # Not yet an index in the whole dim: it may only be added to this device's offset.
     size = eq.shape()[gone[0]]
-    found = ("max" if eq.name == "argmax" else "min", axes)
-    return Value(_without(x.dims, gone), extreme=found, known=(size, size), source=x, is_index=True, is_clipped=True)
+    kind = "max" if eq.name == "argmax" else "min"
+    source = _source(x, kind, gone)
+    return Value(_without(x.dims, gone), extreme=(kind, axes), known=(size, size), source=source, is_index=True)
 
 
 @rule("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
@@ -99,7 +103,6 @@ def _cumulative(eq: Equation) -> Value:
     if x.extreme:
         eq.finished(x)
     eq.uncut(x, k, f"a {eq.name} runs")
-    eq.same("reverse")
     dims = tuple(whole(n) if i == k else d for i, (d, n) in enumerate(zip(x.dims, eq.result_shape, strict=True)))
     return Value(dims, x.partial, ratio=x.ratio)
 
@@ -107,8 +110,7 @@ def _cumulative(eq: Equation) -> Value:
 @rule("sort", "top_k", "approx_top_k")
 def _sort(eq: Equation) -> list[Value]:
     ndim = len(eq.shape())
-    k = eq.params.get("dimension", eq.params.get("axis", ndim - 1)) % ndim
-    eq.same("k", "num_keys", "reduction_dimension")
+    k = next((eq.params[n] for n in ("dimension", "axis", "reduction_dimension") if n in eq.params), ndim - 1) % ndim
     for value in eq.ins:
         eq.finished(eq.unscaled(value))
         eq.uncut(value, k, f"{eq.name} runs")
@@ -155,17 +157,19 @@ def _convolution(eq: Equation) -> Value:
         eq.block(value)
         if value.extreme:
             eq.finished(value)
-    eq.same("window_strides", "padding", "lhs_dilation", "rhs_dilation", "batch_group_count")
     numbers, groups = eq.params["dimension_numbers"], eq.params["feature_group_count"]
     (batch, feature, *space), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
     if eq.params["batch_group_count"] != 1 or (x.partial and kernel.partial):
         eq.finished(x), eq.finished(kernel)
         return everything_whole(eq)[0]
-    for value, spatial in ((x, space), (kernel, window)):
+    for k, (value, spatial) in enumerate(((x, space), (kernel, window))):
         for i in spatial:
             eq.uncut(value, i, "a convolution runs")
+            if eq.shape(k)[i] != eq.twin_shape(k)[i]:
+                raise Refused("a convolution runs over as many entries as the mesh decides", "pad to a whole size")
     partial = x.partial | kernel.partial
-    if groups == 1:
+    twin_groups = eq.twin.params["feature_group_count"] if eq.twin is not None else groups
+    if groups == twin_groups == 1:
         dim = eq.joined(feature, [x.dims[feature], kernel.dims[into]])
         if dim is UNIFORM and eq.shape(0)[feature] != eq.twin_shape(0)[feature]:
             raise Refused("as many equal features are added as the mesh decides", "")
@@ -173,7 +177,10 @@ def _convolution(eq: Equation) -> Value:
             eq.finished(x if x.partial else kernel)
         partial |= set(dim.axes) if dim is not UNIFORM else set()
         features = kernel.dims[out]
-    elif groups == eq.shape(0)[feature] == eq.shape(1)[out]:  # each channel by itself
+    elif groups == eq.shape(0)[feature] == eq.shape(1)[out] and twin_groups in (groups, eq.twin_shape(0)[feature]):
+        # Each channel by itself.
+        if eq.shape(1)[into] != eq.twin_shape(1)[into]:
+            raise Refused("the number of groups depends on the mesh", "")
         features = eq.joined(feature, [x.dims[feature], kernel.dims[out]])
     else:
         eq.same("feature_group_count")
