@@ -131,8 +131,8 @@ Trace = Callable[[], dict[str, Any]]
 def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Trace | None = None) -> list[Finding]:
     """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
 
-    JAX traces other operations where a device has one entry of a dim. Such a program is compared at larger sizes, or
-    on smaller meshes.
+    JAX traces other operations where a device has one entry of a dim. Such a program is checked at larger sizes, or
+    compared on smaller meshes.
 
     Args:
         trace: traces the programs, on the mesh in force.
@@ -148,7 +148,7 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
     sizes = dict(mesh.shape)
     alone = {axis: n if axis in keep else 1 for axis, n in sizes.items()}
     halves = {axis: n if axis in keep else min(n, 2) for axis, n in sizes.items()}
-    each = [alone | {axis: n} for axis, n in halves.items() if n > alone[axis]]
+    singly = [alone | {axis: n} for axis, n in halves.items() if n > alone[axis]]
 
     @functools.cache
     def on(*numbers: int, trace: Trace = trace) -> dict[str, tuple[Any, list]]:
@@ -176,21 +176,16 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
                 "the program cannot be traced on one device, as it names its mesh: leave `mesh` out of jax.shard_map, "
                 "which then takes the mesh in force"
             )
+        if larger is not None and _has_single_entries(program):
+            (program, types), (twin, _) = (on(*each.values(), trace=larger)[name] for each in (sizes, alone))
         try:
             found += findings(program, twin, types)
             continue
         except Different as different:
             first = different
-        if larger is not None and _has_single_entries(program):
-            (program, types), (twin, _) = (on(*mesh.values(), trace=larger)[name] for mesh in (sizes, alone))
-            try:
-                found += findings(program, twin, types)
-            except Different as different:
-                found.append(Finding(f"{different.place}: {different}"))
-            continue
         compared: set[str] = set()
         # The smaller meshes stand for this one only where JAX has a reason to trace it differently.
-        for smaller in (halves, *each) if _has_single_entries(program) else ():
+        for smaller in (halves, *singly) if _has_single_entries(program) else ():
             axes = {axis for axis, n in smaller.items() if n > alone[axis]}
             if axes <= compared:
                 continue
@@ -208,10 +203,8 @@ def _has_single_entries(program: Any) -> bool:
     """Whether a device has one entry of a sharded dim of an argument."""
     for eqn in _shard_maps(program):
         for spec, var in zip(eqn.params["in_specs"], eqn.invars, strict=True):
-            if any(
-                axes and n == math.prod(eqn.params["mesh"].shape[a] for a in axes)
-                for axes, n in zip(_axes(spec, len(var.aval.shape)), var.aval.shape, strict=True)
-            ):
+            parts = [math.prod(eqn.params["mesh"].shape[a] for a in axes) for axes in _axes(spec, len(var.aval.shape))]
+            if any(1 < n == size for n, size in zip(parts, var.aval.shape, strict=True)):
                 return True
     return False
 

@@ -185,7 +185,8 @@ class Interpreter:
         if value.is_constant and not value.partial and not value.extreme:
             return constant(len(shape), *value.known)
         if value.ratio != 1:
-            value = dataclasses.replace(value, scaled=next((v.scaled for v in eq.ins if v.scaled), eq))
+            scaled = value.scaled or next((v.scaled for v in eq.ins if v.scaled), eq)
+            value = dataclasses.replace(value, scaled=scaled)
         return dataclasses.replace(value, token=object())
 
     def _marked(self, eq: Equation, mark: Mark) -> Value:

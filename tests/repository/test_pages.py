@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import right_programs
+import wrong_programs
+import wrong_subtly
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from omegaconf import OmegaConf
 from recipes import SOURCE, module_of
 from shipped import CONFIGS, load
-from soundness import right_programs, wrong_programs
 
 from benchmarks.gauntlet import __main__ as gauntlet
 from input_loader import batch_shapes
@@ -283,10 +285,11 @@ def test_files_exist(page):
 
 def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
     right = sum(not program.escape for program in right_programs.PROGRAMS)
+    wrong = len(wrong_programs.PROGRAMS) + len(wrong_subtly.PROGRAMS)
     gates = collections.Counter(bug.get("caught") for bug in gauntlet.bugs() if "edit" in bug)
     assert set(gates) == {"tracing", "verify", "test"}
     sentences = (
-        f"The check refuses {len(wrong_programs.PROGRAMS)} wrong programs and accepts {right} right ones. Of "
+        f"The check refuses {wrong} wrong programs and accepts {right} right ones. Of "
         f"{gates.total()} silent bugs that other frameworks have published, tracing refuses {gates['tracing']}; "
         f"`tools.verify` finds {gates['verify']}, and a test the other {gates['test']}"
     )

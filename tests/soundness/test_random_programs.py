@@ -3,8 +3,8 @@
 import collections
 
 import pytest
-from soundness import random_programs
-from soundness.random_programs import describe, outcome
+import random_programs
+from random_programs import describe, outcome
 
 
 def campaign(seeds: range) -> collections.Counter:

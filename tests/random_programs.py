@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from shardlib.soundness.check import findings
-from shardlib.soundness.interpreter import Different
+from soundness.check import findings
+from soundness.interpreter import Different
 
 AXES = ("d", "t")
 MESHES = ((2, 2), (4, 2), (2, 4))
