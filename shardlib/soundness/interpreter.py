@@ -44,6 +44,17 @@ KEEPING = frozenset(
     """.split()  # noqa: SIM905
 )
 """Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
+PLACING = (
+    KEEPING
+    | elementwise.ELEMENTWISE
+    | RULES.keys() & rules.RULES.keys()
+    | frozenset(
+        """
+    scatter scatter-add scatter-max scatter-min scatter-mul dynamic_slice dynamic_update_slice random_fold_in
+    """.split()  # noqa: SIM905
+    )
+)
+"""Primitives that take such operands."""
 COLLECTIVES = frozenset(
     """
     psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced
@@ -129,6 +140,9 @@ class Interpreter:
             if wild := next((v.wild for v in eq.ins if v.wild), None):
                 return self.wild(eq, wild)
             eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
+            if eq.name not in PLACING:
+                for value in eq.ins:
+                    eq.block(value)
             if eq.name in elementwise.ELEMENTWISE:
                 found = elementwise.elementwise(eq)
             else:

@@ -3,7 +3,8 @@
 import dataclasses
 
 import jax
-from soundness import right_programs, wrong_programs, wrong_subtly
+import pytest
+from soundness import bad_operands, right_programs, wrong_programs, wrong_subtly
 from soundness.running import Program, abstract_mesh, traced
 from soundness.test_corpus import cases
 
@@ -25,6 +26,12 @@ def test_right_programs_are_accepted(program):
 @cases(wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS)
 def test_wrong_programs_are_refused(program):
     assert refusals(program)
+
+
+@pytest.mark.parametrize("use", bad_operands.USES)
+def test_no_primitive_makes_a_block_of_what_is_none(use):
+    accepted = [p.name for p in bad_operands.PROGRAMS if p.name.startswith(f"{use}: ") and not refusals(p)]
+    assert not accepted
 
 
 def spec_of(outs) -> str:
