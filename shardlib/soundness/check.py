@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from shardlib.parsing import ShardError
 from shardlib.soundness.domain import UNIFORM, Value, Wild, describe, devices
+from shardlib.soundness.equation import WHOLE_SIZE, Equation
 from shardlib.soundness.interpreter import Different, Interpreter, block_of
 from shardlib.values import planned_for
 
@@ -63,6 +65,17 @@ def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
 
 
+def _place_of(var: Any, body: Any) -> str:
+    """`file.py:line: ` of the code that makes a result."""
+    made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    while (eqn := made.get(var)) is not None:
+        place = Equation(eqn, None, [], {}, {}).place()
+        if place != "?":  # but for a cast that JAX added
+            return f"{place}: "
+        var = eqn.invars[0] if not isinstance(eqn.invars[0], core.Literal) else None
+    return ""
+
+
 def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
     return tuple(n * devices(sizes, a) for n, a in zip(aval.shape, axes, strict=True))
 
@@ -91,7 +104,7 @@ def _of_shard_map(eqn: Any, twin: Any) -> list[Finding]:
         if isinstance(problem, Wild):
             found.setdefault(id(problem), problem)
         elif problem:
-            texts.append(Finding(f"result {i} {problem}"))
+            texts.append(Finding(f"{_place_of(var, body)}result {i} {problem}"))
     return [*(Finding(str(wild)) for wild in found.values()), *texts]
 
 
@@ -106,10 +119,9 @@ def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> Wil
         if there is None or here == there:
             return None
         return f"is of shape {here} here and {there} on one device: compute the shape from whole sizes"
-    return (
-        f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
-        f"{describe(declared, aval.shape, aval.dtype, sizes)}"
-    )
+    text = f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
+    text += describe(declared, aval.shape, aval.dtype, sizes)
+    return text if value.ratio == 1.0 else f"{text}\n  remedy: {WHOLE_SIZE}"
 
 
 Trace = Callable[[], dict[str, Any]]

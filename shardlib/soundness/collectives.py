@@ -61,7 +61,7 @@ def _all_gather(eq: Equation) -> Value:
             "gather with tiled=True into a dim that is sharded over the axis: shardops.all_gather",
         )
     dims = list(x.dims)
-    dims[k] = _last(eq, x, k, axes, "gathers")
+    dims[k] = _last(eq, x, k, axes, "it gathers")
     return dataclasses.replace(x, dims=tuple(dims))
 
 
@@ -152,7 +152,7 @@ def _all_to_all(eq: Equation) -> Value:
     if not eq.params.get("tiled", True):
         raise Refused("all_to_all(tiled=False) needs a dim of the size of the mesh", "use tiled=True")
     dims = list(x.dims)
-    dims[joined] = _last(eq, x, joined, axes, "joins")
+    dims[joined] = _last(eq, x, joined, axes, "it joins")
     if split == joined:
         raise Refused("all_to_all splits and joins one dim", "")
     dims[split] = _add_axes(dims[split], eq.result_shape[split], axes)

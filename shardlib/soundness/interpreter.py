@@ -193,7 +193,7 @@ class Interpreter:
                     continue
                 if eq.whole_size(dim, here) != there:
                     raise Refused(
-                        f"dim {k} of the result is {here} of {eq.whole_size(dim, here)} here and {there} on one device",
+                        f"dim {k} of the result has {eq.whole_size(dim, here)} entries here and {there} on one device",
                         "a device's own size was taken for the whole size (x.shape[0], jnp.arange, bits from one key): "
                         "shardops.size and shardops.positions give the whole; fold positions into a key",
                     )
