@@ -14,6 +14,7 @@ from shardlib.soundness import collectives, elementwise, lookups, rules, shapes,
 from shardlib.soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
 from shardlib.soundness.equation import Equation, Refused
 from shardlib.soundness.escape import Mark, is_region, mark_of
+from shardlib.soundness.rules import KEEPING, OF_SIZES
 
 RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES
 CALLS = {
@@ -30,20 +31,6 @@ CALLS = {
     )
 }
 """Primitives that call a function, with the parameter that holds it."""
-OF_SIZES = frozenset(
-    """
-    shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
-    out_sharding mesh feature_group_count result_avals update_jaxpr
-    """.split()  # noqa: SIM905
-)
-"""Parameters that may depend on the mesh: the rules compare the sizes that they make."""
-KEEPING = frozenset(
-    """
-    iota axis_index argmax argmin broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather
-    scan while cond
-    """.split()  # noqa: SIM905
-)
-"""Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
 PLACING = (
     KEEPING
     | elementwise.ELEMENTWISE
