@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from shardlib.parsing import ShardError
 from shardlib.values import noting_arguments, planned_for
 from soundness.domain import UNIFORM, Value, describe, devices
-from soundness.equation import Equation, Refused
+from soundness.equation import WHOLE_SIZE, Equation, Refused
 from soundness.interpreter import Different, Interpreter, block_of
 
 
@@ -67,6 +67,17 @@ def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
 
 
+def _place_of(var: Any, body: Any) -> str:
+    """`file.py:line: ` of the code that makes a result."""
+    made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    while (eqn := made.get(var)) is not None:
+        place = Equation(eqn, None, [], {}, {}).place()
+        if place != "?":  # but for a cast that JAX added
+            return f"{place}: "
+        var = eqn.invars[0] if not isinstance(eqn.invars[0], Literal) else None
+    return ""
+
+
 def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
     return tuple(n * devices(sizes, a) for n, a in zip(aval.shape, axes, strict=True))
 
@@ -88,7 +99,6 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None) -> list[Finding]:
     if twin is None:
         interpreter.twin_sizes = sizes  # numbers are as they are on this mesh
     outs = interpreter.run(inner, other, args)
-    made_by = {var: each for each in body.eqns for var in each.outvars}
     found = [str(wild) for wild in interpreter.problems]
     for i, (spec, value, var) in enumerate(zip(eqn.params["out_specs"], outs, body.outvars, strict=True)):
         axes = _axes(spec, len(var.aval.shape))
@@ -103,9 +113,7 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None) -> list[Finding]:
             except Refused as refusal:
                 found.append(str(interpreter.explain(value.scaled, refusal)))
         elif problem := _leaving(value, axes, var.aval, sizes, there):
-            made = made_by.get(var) if not isinstance(var, Literal) else None
-            place = Equation(made, None, [], sizes, twin_sizes).place() if made is not None else "?"
-            found.append(f"{place}: result {i} {problem}")
+            found.append(f"{_place_of(var, body)}result {i} {problem}")
     return [Finding(text) for text in dict.fromkeys(found)]
 
 
@@ -118,10 +126,9 @@ def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> str
         if there is None or here == there:
             return None
         return f"is of shape {here} here and {there} on one device: compute the shape from whole sizes"
-    return (
-        f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
-        f"{describe(declared, aval.shape, aval.dtype, sizes)}"
-    )
+    text = f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
+    text += describe(declared, aval.shape, aval.dtype, sizes)
+    return text if value.ratio == 1.0 else f"{text}\n  remedy: {WHOLE_SIZE}"
 
 
 Trace = Callable[[], dict[str, Any]]

@@ -51,7 +51,6 @@ def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> D
 @rule("all_gather", "all_gather_invariant", "all_gather_reduced", "all_gather_invariant_p")
 def _all_gather(eq: Equation) -> Value:
     (x,), axes, k = eq.ins, axes_of(eq), eq.params["all_gather_dimension"]
-    eq.block(x)
     if not axes and eq.params["tiled"]:
         return x
     if set(axes) & x.partial or (x.extreme and set(axes) & x.extreme[1]):
@@ -62,7 +61,7 @@ def _all_gather(eq: Equation) -> Value:
             "gather with tiled=True into a dim that is sharded over the axis: shardops.all_gather",
         )
     dims = list(x.dims)
-    dims[k] = _last(eq, x, k, axes, "gathers")
+    dims[k] = _last(eq, x, k, axes, "it gathers")
     return dataclasses.replace(x, dims=tuple(dims))
 
 
@@ -77,7 +76,6 @@ def _add_axes(dim: Dim | None, size: int, axes: tuple[str, ...]) -> Dim:
 @rule("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter")
 def _reduce_scatter(eq: Equation) -> Value:
     (x,), axes, k = eq.ins, axes_of(eq), eq.params["scatter_dimension"]
-    eq.block(x)
     if x.extreme:
         eq.finished(x)
     if not axes and eq.params["tiled"]:
@@ -109,7 +107,6 @@ def _summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> float:
 def _psum(eq: Equation) -> list[Value]:
     axes, found = axes_of(eq), []
     for x in eq.ins:
-        eq.block(x)
         if x.extreme and axes:
             eq.finished(x)
         ratio = _summed(eq, x, axes)
@@ -125,7 +122,6 @@ def _psum(eq: Equation) -> list[Value]:
 def _pmax(eq: Equation) -> list[Value]:
     axes, kind, found = frozenset(axes_of(eq)), eq.name[1:], []
     for x in eq.ins:
-        eq.block(x)
         if x.partial & axes:
             eq.finished(x)
         if x.sharded & axes:
@@ -148,7 +144,6 @@ def _pmax(eq: Equation) -> list[Value]:
 @rule("all_to_all")
 def _all_to_all(eq: Equation) -> Value:
     (x,), axes = eq.ins, axes_of(eq)
-    eq.block(x)
     if x.partial & set(axes) or (x.extreme and x.extreme[1] & set(axes)):
         eq.finished(x)
     if not axes:
@@ -157,7 +152,7 @@ def _all_to_all(eq: Equation) -> Value:
     if not eq.params.get("tiled", True):
         raise Refused("all_to_all(tiled=False) needs a dim of the size of the mesh", "use tiled=True")
     dims = list(x.dims)
-    dims[joined] = _last(eq, x, joined, axes, "joins")
+    dims[joined] = _last(eq, x, joined, axes, "it joins")
     if split == joined:
         raise Refused("all_to_all splits and joins one dim", "")
     dims[split] = _add_axes(dims[split], eq.result_shape[split], axes)
@@ -167,7 +162,6 @@ def _all_to_all(eq: Equation) -> Value:
 @rule("ppermute", "pbroadcast")
 def _ppermute(eq: Equation) -> Value:
     (x,), axes = eq.ins, axes_of(eq)
-    eq.block(x)
     moved = set(axes) & (x.sharded | x.partial | (x.extreme[1] if x.extreme else frozenset()))
     sources = {a for a, _ in eq.params.get("perm", ())}
     if moved or (axes and len(sources) != devices(eq.sizes, axes)):

@@ -16,6 +16,9 @@ from soundness.domain import UNIFORM, Dim, Value, describe, devices, whole
 _JAX = str(Path(jax.__file__).parent)
 
 
+WHOLE_SIZE = "divide by the whole size: shardops.size(name), or jax.lax.psum of the count"
+
+
 class Refused(Exception):
     """A value that is not a block of a whole value. `remedy` says what to do; `at` is the Equation to blame."""
 
@@ -136,7 +139,7 @@ class Equation:
             raise Refused(
                 "a number that depends on the mesh was multiplied into a value, such as the size of this device's "
                 "block in place of the whole size",
-                "divide by the whole size: shardops.size(name), or jax.lax.psum of the count",
+                WHOLE_SIZE,
                 value.scaled,
             )
         return value
@@ -174,10 +177,10 @@ class Equation:
         """The axes over which all of the values, but for zeros, are partial sums."""
         live = {value.partial for value in values if not value.is_zero}
         if len(live) > 1:
-            over = " and ".join(", ".join(sorted(axes)) or "nothing" for axes in sorted(live, key=sorted))
+            first, *_, last = sorted((", ".join(sorted(axes)) for axes in live), reverse=True)
+            other = f"one over {last}" if last else "a value that is none"
             raise Refused(
-                f"a partial sum meets one over other axes, or none (over {over}): a value that is no partial sum "
-                "would be counted once by each device",
+                f"a partial sum over {first} is combined with {other}, which each device would count once",
                 "reduce the partial sum first, with psum or psum_scatter",
             )
         return live.pop() if live else frozenset()

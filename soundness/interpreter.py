@@ -15,6 +15,7 @@ from soundness import collectives, elementwise, lookups, rules, shapes, sums
 from soundness.control import CONTROL, varying
 from soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
 from soundness.equation import Equation, Refused
+from soundness.rules import KEEPING, OF_SIZES
 
 RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES
 CALLS = {
@@ -31,20 +32,17 @@ CALLS = {
     )
 }
 """Primitives that call a function, with the parameter that holds it."""
-OF_SIZES = frozenset(
-    """
-    shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
-    out_sharding mesh feature_group_count result_avals update_jaxpr
+PLACING = (
+    KEEPING
+    | elementwise.ELEMENTWISE
+    | RULES.keys() & rules.RULES.keys()
+    | frozenset(
+        """
+    scatter scatter-add scatter-max scatter-min scatter-mul dynamic_slice dynamic_update_slice random_fold_in
     """.split()  # noqa: SIM905
+    )
 )
-"""Parameters that may depend on the mesh: the rules compare the sizes that they make."""
-KEEPING = frozenset(
-    """
-    iota axis_index argmax argmin broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather
-    scan while cond
-    """.split()  # noqa: SIM905
-)
-"""Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
+"""Primitives that take such operands."""
 
 
 class Interpreter:
@@ -124,6 +122,9 @@ class Interpreter:
             if wild := next((v.wild for v in eq.ins if v.wild), None):
                 return self.wild(eq, wild)
             eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
+            if eq.name not in PLACING:
+                for value in eq.ins:
+                    eq.block(value)
             if eq.name in elementwise.ELEMENTWISE:
                 found = elementwise.elementwise(eq)
             else:
@@ -175,7 +176,7 @@ class Interpreter:
                     continue
                 if eq.whole_size(dim, here) != there:
                     raise Refused(
-                        f"dim {k} of the result is {here} of {eq.whole_size(dim, here)} here and {there} on one device",
+                        f"dim {k} of the result has {eq.whole_size(dim, here)} entries here and {there} on one device",
                         "a device's own size was taken for the whole size (x.shape[0], jnp.arange, bits from one key): "
                         "shardops.size and shardops.positions give the whole; fold positions into a key",
                     )

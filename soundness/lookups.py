@@ -142,8 +142,8 @@ def _scatter(eq: Equation) -> Value:
             if set(dim.axes) & partial:
                 eq.finished(updates)
             partial |= set(dim.axes)
-    if not adds:
-        for value in (x, updates):
+    for value in (x, updates):
+        if value.extreme or not adds:
             eq.finished(value)
     into = Value(tuple(dims), x.partial, ratio=x.ratio, known=x.known if x.is_zero else None)
     eq.joined_partial([into, Value((), partial)])

@@ -27,6 +27,21 @@ class Rules(dict[str, Callable[[Equation], Any]]):
 RULES = Rules()
 rule = RULES.of
 
+OF_SIZES = frozenset(
+    """
+    shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
+    out_sharding mesh feature_group_count result_avals update_jaxpr
+    """.split()  # noqa: SIM905
+)
+"""Parameters that may depend on the mesh: the rules compare the sizes that they make."""
+KEEPING = frozenset(
+    """
+    iota axis_index argmax argmin broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather
+    scan while cond
+    """.split()  # noqa: SIM905
+)
+"""Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
+
 
 @rule("name", "stop_gradient", "pvary", "pcast", "copy_to_host", "sharding_constraint", "layout_constraint")
 @rule("reduced_vary_cast", "reduced_vary_cast_p", "vary_reduced_cast", "preduced", "preduced_p", "mul_by_one")

@@ -262,7 +262,6 @@ def _slice(eq: Equation) -> Value:
 @rule("rev")
 def _rev(eq: Equation) -> Value:
     (x,) = eq.ins
-    eq.block(x)
     for i in eq.params["dimensions"]:
         eq.uncut(x, i, "the order is reversed")
     return Value(x.dims, x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
@@ -271,7 +270,7 @@ def _rev(eq: Equation) -> Value:
 @rule("pad")
 def _pad(eq: Equation) -> Value:
     x, fill = eq.ins
-    eq.block(x), eq.finished(fill)
+    eq.finished(fill)
     dims = list(x.dims)
     for i, config in enumerate(eq.params["padding_config"]):
         if any(config):
@@ -308,7 +307,6 @@ def _windows(eq: Equation) -> Value:
 @rule("fft")
 def _fft(eq: Equation) -> Value:
     (x,) = eq.ins
-    eq.block(x)
     if x.extreme:
         eq.finished(x)
     eq.same("fft_type", "fft_lengths")

@@ -30,7 +30,6 @@ def _repetitions(eq: Equation, x: Value, gone: Any, operand: int = 0) -> tuple[i
 @rule("reduce_sum")
 def _sum(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
-    eq.block(x)
     if x.extreme:
         eq.finished(x)
     axes = _cut_axes(x, gone)
@@ -50,7 +49,6 @@ def _source(x: Value, kind: str, gone: Any) -> Source:
 def _extreme_of(kind: str) -> Callable:
     def reduced(eq: Equation) -> Value:
         (x,), gone = eq.ins, eq.params["axes"]
-        eq.block(x)
         if x.partial or (x.extreme and x.extreme[0] != kind):
             eq.finished(x)
         if x.is_constant:
@@ -97,7 +95,6 @@ def _argmax(eq: Equation) -> Value:
 @rule("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
 def _cumulative(eq: Equation) -> Value:
     (x,), k = eq.ins, eq.params["axis"]
-    eq.block(x)
     if eq.name != "cumsum":
         eq.unscaled(eq.finished(x))
     if x.extreme:
@@ -128,7 +125,6 @@ def _dot(eq: Equation) -> Value:
     if others or eq.name != "dot_general":
         return everything_whole(eq)[0]
     for value in (a, b):
-        eq.block(value)
         if value.extreme:
             eq.finished(value)
     (contracted_a, contracted_b), (batch_a, batch_b) = eq.params["dimension_numbers"]
@@ -154,7 +150,6 @@ def _dot(eq: Equation) -> Value:
 def _convolution(eq: Equation) -> Value:
     x, kernel = eq.ins
     for value in eq.ins:
-        eq.block(value)
         if value.extreme:
             eq.finished(value)
     numbers, groups = eq.params["dimension_numbers"], eq.params["feature_group_count"]

@@ -14,7 +14,7 @@ def campaign(seeds: range) -> collections.Counter:
         result = outcome(seed)
         if result is None:
             continue
-        wrong = f"accepted, but differs on {result.differs}: rerun with {random_programs.__name__} {seed}"
+        wrong = f"accepted, but differs on {result.mesh}: rerun with {random_programs.__name__} {seed}"
         assert not (result.accepted and result.differs), f"{wrong}\n{describe(seed)}"
         found["accepted" if result.accepted else "differs" if result.differs else "refused though right"] += 1
     return found

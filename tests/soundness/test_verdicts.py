@@ -1,8 +1,11 @@
 """What the analysis says of the corpus: right programs are accepted, wrong ones refused, with texts that help."""
 
 import dataclasses
+import inspect
 
+import bad_operands
 import jax
+import pytest
 import right_programs
 import wrong_programs
 import wrong_subtly
@@ -26,6 +29,44 @@ def test_right_programs_are_accepted(program):
 @cases(wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS)
 def test_wrong_programs_are_refused(program):
     assert refusals(program)
+
+
+@pytest.mark.parametrize("use", bad_operands.USES)
+def test_no_primitive_makes_a_block_of_what_is_none(use):
+    accepted = [p.name for p in bad_operands.PROGRAMS if p.name.startswith(f"{use}: ") and not refusals(p)]
+    assert not accepted
+
+
+TEXTS = {
+    "softmax over vocabulary": "sub: a maximum over this device's block is used before it is taken over t",
+    "square block transposed": "result 0 is f32[16/t 16/d], and is declared f32[16/d 16/t]",
+    "fused gate and up split": "split: an array is split along dim 1, which is sharded over t: each device sees its "
+    "own block alone",
+    "mean divided by local rows": "result 0 is f32[16], multiplied by a number that depends on the mesh, and is "
+    "declared f32[16]",
+    "sinusoidal positions": "div: positions count from the start of this device's block",
+    "dropout with one key": "random_bits: dim 0 of the result has 4 entries here and 8 on one device",
+    "activation before the psum": "max: max of a partial sum over t: the sum of the results is not the result of the "
+    "sum",
+    "bias added before the psum": "add: a partial sum over t is combined with a value that is none, which each device "
+    "would count once",
+    "gather on the wrong dim": "all_gather_invariant: it gathers dim 0 over t, but it is not sharded",
+    "replicated value returned as sharded": "result 0 is f32[8 16], and is declared f32[8 32/t]",
+    "psum over the batch axis too": "psum_invariant: a sum over d adds different blocks of a sharded dim, entry by "
+    "entry",
+    "masked by other ids": "select_n: entries are masked by another index than the one they were looked up by",
+}
+"""The first line of what is said of a program, after file and line."""
+
+
+@cases([p for p in wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS if p.name in TEXTS])
+def test_a_refusal_says_where_and_what(program):
+    place, _, text = refusals(program)[0].splitlines()[0].partition(": ")
+    file, _, line = place.rpartition(":")
+    source, start = inspect.getsourcelines(program.body)
+    assert inspect.getsourcefile(program.body).endswith(file)
+    assert start < int(line) < start + len(source)
+    assert text == TEXTS[program.name]
 
 
 def spec_of(outs) -> str:

@@ -66,7 +66,7 @@ WRONG = {  # an edit of train.py that the types accept, and what the check says 
     "norm of positions": (
         "jnp.mean(jnp.square(x32), axis=-1, keepdims=True)",
         "jnp.mean(jnp.square(x32), axis=1, keepdims=True)",
-        r"add: a partial sum meets .*\n  operand 1: f32\[B/r/d 1 M \+t\]",
+        r"add: a partial sum over t .*\n  operand 1: f32\[B/r/d 1 M \+t\]",
     ),
     "softmax of local heads": (
         "weights = rules.softmax(scores, sinks)",
