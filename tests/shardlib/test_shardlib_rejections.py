@@ -753,7 +753,7 @@ def unchecked(h):
         (lambda h: psum("B/d L +t -> B/d L", jax.tree.map(jnp.sort, total(h))), f32["B/d L"], "sort of a partial sum"),
         (lambda losses: jnp.argsort(losses, axis=0)[0] * 1.0, f32["L"], "along dim B, which is sharded over d"),
         (lambda losses: callback(losses), f32["B/d L"], "along dim B, which is sharded over d"),
-        (unchecked, f32["B/d L F/t"], "along dim B, which is sharded over d"),
+        (unchecked, f32["B/d L F/t"], "shard_map: its jaxpr depends on the mesh"),
     ],
 )
 def test_what_the_types_do_not_catch(body, result, problem):
