@@ -42,8 +42,8 @@ TEXTS = {
     "square block transposed": "result 0 is f32[16/t 16/d], and is declared f32[16/d 16/t]",
     "fused gate and up split": "split: an array is split along dim 1, which is sharded over t: each device sees its "
     "own block alone",
-    "mean divided by local rows": "result 0 is f32[16], multiplied by a number that depends on the mesh, and is "
-    "declared f32[16]",
+    "mean divided by local rows": "div: a number that depends on the mesh was multiplied into a value, such as the "
+    "size of this device's block in place of the whole size",
     "sinusoidal positions": "div: positions count from the start of this device's block",
     "dropout with one key": "random_bits: dim 0 of the result has 4 entries here and 8 on one device",
     "activation before the psum": "max: max of a partial sum over t: the sum of the results is not the result of the "

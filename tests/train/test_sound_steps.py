@@ -87,7 +87,7 @@ WRONG = {  # an edit of train.py that the types accept, and what the check says 
     "one device's noise": (
         'hidden: act["B/r/d L F/t"] = jax.nn.silu(gate) * up',
         "hidden = jax.nn.silu(gate) * up * jax.random.bernoulli(jax.random.key(0), 0.5, up.shape)",
-        r"random_bits: dim 0 of the result is",
+        r"random_bits: dim 0 of the result has \d+ entries here and",
     ),
     "a sum that is taken twice": (
         'return shardops.psum("+p ->", loss), reduced(g), layers, seen',
