@@ -158,7 +158,7 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
     singly = [alone | {axis: n} for axis, n in halves.items() if n > alone[axis]]
 
     @functools.cache
-    def on(*numbers: int, trace: Trace = trace) -> dict[str, tuple[Any, list]]:
+    def on(numbers: tuple[int, ...], trace: Trace) -> dict[str, tuple[Any, list]]:
         abstract = AbstractMesh(numbers, mesh.axis_names, axis_types=mesh.axis_types)
         # Through no mesh at all: JAX does not change from one mesh to another of a different size.
         none = AbstractMesh((), ())
@@ -169,9 +169,12 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
         spans = itertools.pairwise(counts)
         return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
 
-    ours = on(*sizes.values())
+    ours = on(tuple(sizes.values()), trace)
+    if larger is not None and any(_has_single_entries(program) for program, _ in ours.values()):
+        trace = larger
+        ours = on(tuple(sizes.values()), trace)
     try:
-        theirs = on(*alone.values())
+        theirs = on(tuple(alone.values()), trace)
     except Exception as error:  # whatever the program does there
         lines = str(error).splitlines() or [""]
         return [Finding(f"on one device the program does not trace: {type(error).__name__}: {lines[0]}")]
@@ -183,8 +186,6 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
                 "the program cannot be traced on one device, as it names its mesh: leave `mesh` out of jax.shard_map, "
                 "which then takes the mesh in force"
             )
-        if larger is not None and _has_single_entries(program):
-            (program, types), (twin, _) = (on(*each.values(), trace=larger)[name] for each in (sizes, alone))
         try:
             found += findings(program, twin, types)
             continue
@@ -197,7 +198,7 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
             if axes <= compared:
                 continue
             try:
-                found += findings(on(*smaller.values())[name][0], twin, types)
+                found += findings(on(tuple(smaller.values()), trace)[name][0], twin, types)
                 compared |= axes
             except Different:
                 continue
