@@ -14,7 +14,7 @@ from shardlib.soundness import collectives, elementwise, lookups, rules, shapes,
 from shardlib.soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
 from shardlib.soundness.equation import Equation, Refused
 from shardlib.soundness.escape import Mark, is_region, mark_of
-from shardlib.soundness.rules import KEEPING, OF_SIZES
+from shardlib.soundness.rules import COLLECTIVES, KEEPING, OF_SIZES
 
 RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES
 CALLS = {
@@ -42,12 +42,6 @@ PLACING = (
     )
 )
 """Primitives that take such operands."""
-COLLECTIVES = frozenset(
-    """
-    psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced
-    reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ppermute pbroadcast ragged_all_to_all
-    """.split()  # noqa: SIM905
-)
 
 
 class Interpreter:
@@ -120,7 +114,7 @@ class Interpreter:
             if is_region(eq.eqn):
                 return self.wild(eq, Wild(eq.place(), "a value of per-device code is used outside of it", "", ()))
             if control := _CONTROL.get(eq.name):
-                eq.same("num_consts", "num_carry", "reverse", "cond_nconsts", "body_nconsts")
+                eq.same("reverse", "cond_nconsts", "body_nconsts")
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
             if inner := CALLS.get(eq.name):
                 return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins)
@@ -329,7 +323,11 @@ def _fixed_point(interpreter: Interpreter, eq: Equation, carry: list[Value], bod
 
 
 def _scan(interpreter: Interpreter, eq: Equation) -> list[Value]:
-    consts, carried = eq.params["num_consts"], eq.params["num_carry"]
+    body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
+    # What a loop runs over has one dim more outside of it. (The parameters that say so differ by JAX's version.)
+    is_carry = lambda pair: _ndim(pair[0]) == _ndim(pair[1])
+    carried = len(list(filter(is_carry, zip(eq.eqn.outvars, body.outvars, strict=True))))
+    consts = len(list(filter(is_carry, zip(eq.eqn.invars, body.invars, strict=True)))) - carried
     first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
     twin = eq.twin and eq.twin.params["jaxpr"]
     items = []
