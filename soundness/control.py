@@ -6,13 +6,7 @@ from typing import Any
 
 from soundness.domain import UNIFORM, Value, Wild, whole
 from soundness.equation import Equation, Refused
-
-COLLECTIVES = frozenset(
-    """
-    psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced
-    reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ppermute pbroadcast ragged_all_to_all
-    """.split()  # noqa: SIM905
-)
+from soundness.rules import COLLECTIVES
 
 
 def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
@@ -21,6 +15,11 @@ def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
     axes = getattr(kind, "varying", getattr(aval, "vma", None))
     unreduced = getattr(kind, "unreduced", frozenset())
     return frozenset(a for a in (sizes if axes is None else axes | unreduced) if sizes[a] > 1)
+
+
+def ndim(var: Any) -> int:
+    """Number of dims of a variable."""
+    return len(getattr(var.aval, "shape", ()))
 
 
 def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
@@ -70,7 +69,11 @@ def _fixed_point(interpreter: Any, eq: Equation, carry: list[Value], body: Any) 
 
 
 def _scan(interpreter: Any, eq: Equation) -> list[Value]:
-    consts, carried = eq.params["num_consts"], eq.params["num_carry"]
+    body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
+    # What a loop runs over has one dim more outside of it. (The parameters that say so differ by JAX's version.)
+    is_carry = lambda pair: ndim(pair[0]) == ndim(pair[1])
+    carried = len(list(filter(is_carry, zip(eq.eqn.outvars, body.outvars, strict=True))))
+    consts = len(list(filter(is_carry, zip(eq.eqn.invars, body.invars, strict=True)))) - carried
     first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
     twin = eq.twin and eq.twin.params["jaxpr"]
     items = []

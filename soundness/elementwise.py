@@ -51,6 +51,7 @@ NONLINEAR = set(
     asinh acosh atanh erf erfc erf_inv lgamma digamma sign floor ceil round abs and or xor not is_finite rem shift_left
     shift_right_logical shift_right_arithmetic bitcast_convert_type nextafter atan2 population_count clz random_fold_in
     threefry2x32 igamma igammac bessel_i0e bessel_i1e regularized_incomplete_beta polygamma zeta complex
+    one_minus_square
     """.split()  # noqa: SIM905
 )
 ELEMENTWISE = UNARY_LINEAR | ADDITIONS | COMPARISONS | SELECTIONS | NONLINEAR | {"mul", "div"}

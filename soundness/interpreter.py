@@ -12,7 +12,7 @@ from jax.extend import core
 from shardlib.marks import Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
 from soundness import collectives, elementwise, lookups, rules, shapes, sums
-from soundness.control import CONTROL, varying
+from soundness.control import CONTROL, ndim, varying
 from soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
 from soundness.equation import Equation, Refused
 from soundness.rules import KEEPING, OF_SIZES
@@ -96,7 +96,7 @@ class Interpreter:
         ):
             problem = "another value is used here than on one device"
             reason = Wild(eq.place() if eq else "?", problem, "let no choice in the code depend on sizes", ())
-            return Value((UNIFORM,) * _ndim(var), wild=reason)
+            return Value((UNIFORM,) * ndim(var), wild=reason)
         return read_array(var.val, twin and twin.val) if is_literal else env[var]
 
     def apply(self, eq: Equation) -> list[Value]:
@@ -115,7 +115,7 @@ class Interpreter:
             if is_region(eq.eqn):
                 return self.wild(eq, Wild(eq.place(), "a value of per-device code is used outside of it", "", ()))
             if control := CONTROL.get(eq.name):
-                eq.same("num_consts", "num_carry", "reverse", "cond_nconsts", "body_nconsts")
+                eq.same("reverse", "cond_nconsts", "body_nconsts")
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
             if inner := CALLS.get(eq.name):
                 return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins)
@@ -141,7 +141,7 @@ class Interpreter:
 
     def wild(self, eq: Equation, reason: Wild) -> list[Value]:
         """Results of which nothing is known."""
-        return [Value((UNIFORM,) * _ndim(var), wild=reason) for var in eq.eqn.outvars]
+        return [Value((UNIFORM,) * ndim(var), wild=reason) for var in eq.eqn.outvars]
 
     def _checked(self, eq: Equation, i: int, value: Value) -> Value:
         """`value`, if it is one of the result's shape that can be: also of the shape that it has on one device."""
@@ -227,10 +227,6 @@ class Different(Exception):
         super().__init__(
             f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"
         )
-
-
-def _ndim(var: Any) -> int:
-    return len(getattr(var.aval, "shape", ()))
 
 
 def block_of(

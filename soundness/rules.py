@@ -27,6 +27,12 @@ class Rules(dict[str, Callable[[Equation], Any]]):
 RULES = Rules()
 rule = RULES.of
 
+COLLECTIVES = frozenset(
+    """
+    psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced
+    reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ppermute pbroadcast ragged_all_to_all
+    """.split()  # noqa: SIM905
+)
 OF_SIZES = frozenset(
     """
     shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding

@@ -221,6 +221,21 @@ def _concatenate(eq: Equation) -> Value:
     return Value(tuple(dims), eq.joined_partial(eq.ins), eq.joined_extreme(eq.ins), eq.joined_ratio(eq.ins))
 
 
+@rule("stack")
+def _stack(eq: Equation) -> Value:
+    dims = list(eq.joined_dims(eq.ins))
+    dims.insert(eq.params["axis"], whole(len(eq.ins)))
+    return Value(tuple(dims), eq.joined_partial(eq.ins), eq.joined_extreme(eq.ins), eq.joined_ratio(eq.ins))
+
+
+@rule("unstack")
+def _unstack(eq: Equation) -> list[Value]:
+    (x,), k = eq.ins, eq.params["axis"]
+    eq.uncut(x, k, "an array is taken apart")
+    dims = (*x.dims[:k], *x.dims[k + 1 :])
+    return [Value(dims, x.partial, x.extreme, x.ratio) for _ in eq.eqn.outvars]
+
+
 @rule("split")
 def _split(eq: Equation) -> list[Value]:
     (x,), k = eq.ins, eq.params["axis"]

@@ -52,6 +52,7 @@ USES = {
     "padding": lambda bad, x: jnp.pad(bad, ((0, 0), (1, 0))),
     "padding by": lambda bad, x: lax.pad(x, bad[0, 0].astype(x.dtype), ((0, 0, 0), (1, 0, 0))),
     "concatenation": lambda bad, x: jnp.concatenate([bad, x.astype(bad.dtype)]),
+    "stack": lambda bad, x: jnp.stack([bad, x.astype(bad.dtype)]),
     "slice": lambda bad, x: bad[:, 3:7],
     "split": lambda bad, x: jnp.split(bad, 2, axis=1)[1],
     "transposition": lambda bad, x: bad.T,

@@ -923,6 +923,13 @@ def nested_results(x: f32["B/d M"], y: f32["L/t"]) -> {"a": [f32["B/d M"], f32["
 
 
 @structures
+def blocks_stacked_and_taken_apart(a: f32["M/d N/t"], b: f32["M/d N/t"]) -> (f32["M/d 2 N/t"], f32["M/d N/t"]):
+    both = jnp.stack([a, b], axis=1)
+    first, second = jnp.moveaxis(both, 1, 0)
+    return both, first * second
+
+
+@structures
 def list_of_updated_weights(a: f32["M/d"], b: f32["F/t M/d"]) -> [f32["M/d"], f32["F/t M/d"]]:
     return [a - 0.1 * jnp.sign(a), b - 0.1 * jnp.sign(b)]
 
