@@ -314,7 +314,7 @@ def test_batch_that_the_mesh_does_not_divide(dataset):
 def test_batch_that_the_microbatches_do_not_divide(dataset):
     with pytest.raises(ValueError, match=r"batch of 6 sequences .* into 4 microbatches\. Choose a multiple of 4 for"):
         FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 6, SEQ_LEN, microbatches=4)
-    with pytest.raises(ValueError, match=r"microbatches is 0; it must lie in \[1, "):
+    with pytest.raises(ValueError, match="microbatches is 0; it must be at least 1"):
         FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 6, SEQ_LEN, microbatches=0)
 
 

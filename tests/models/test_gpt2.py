@@ -39,7 +39,7 @@ def losses_and_grads(w, batch, c):
     ) -> tuple[f32["B/r/d L V/t"], f32[""], gpt2.GPT2]:
         return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, of_step, settings)
 
-    batches = tiny.place(batch, TokenBatch), tiny.place_batch(settings, batch)
+    batches = tiny.place_batch(c, batch), tiny.place_batch(settings, batch)
     return jax.tree.map(np.asarray, tiny.per_device(everything)(w, *batches))
 
 
@@ -106,7 +106,7 @@ def test_training_drops_other_entries_in_each_sequence():
         state, step, found = tiny.state(c), tiny.training_step(c), []
         for row in range(2):
             batch.loss_mask[:] = np.arange(tiny.BATCH)[:, None] == row
-            state, metrics = step(state, tiny.place(batch, TokenBatch), np.int32(0))
+            state, metrics = step(state, tiny.place_batch(c, batch), np.int32(0))
             found.append(float(metrics.loss))
     assert abs(found[0] - found[1]) > 1e-4
 

@@ -330,7 +330,7 @@ def test_refused(spec, sizes, problem, remedy):
     first = first.partition(".py:")[2].partition(": ")[2]
     where = f"rearrange({spec!r}): "
     assert first in (where + problem, f"{where}operand 1 `{spec.split(' ->')[0]}`: {problem}")
-    assert context[0] == "  operand 1: f32[4,4] {varying over t, d}"
+    assert context[0] == "  operand 1: `M/d N/t`, f32[4,4] {varying over t, d}"
     assert context[1].endswith("mesh: d=2, t=2")
     assert remedy is None or context[2:] == [f"  remedy: {remedy}"]
 

@@ -17,6 +17,7 @@ import train
 from cluster.config import MeshConfig
 from shardlib import shardops
 from shardlib.shardtypes import Scope, dtype_name, typed_shard_map
+from shardlib.values import unwrap
 from tools.verify import record as verify_record
 from tools.verify.__main__ import VerifyConfig, check, small
 from tools.verify.measure import NotTheSame, at_rest, in_order, mesh_of, on_host, whole_array
@@ -126,7 +127,7 @@ def test_what_is_traced_to_note_gathers_is_neither_recorded_nor_in_blocks():
     def noted(x: act["B/d M"]) -> act["B/d M"]:
         def parts(w):
             assert verify_record.einsum("B/d M, B/d M -> B/d", x, x).shape == (1,)
-            verify_record.save_for_backward(w.value)
+            verify_record.save_for_backward(unwrap(w))
 
         verify_record.note_gathers(parts, x)
         return x
