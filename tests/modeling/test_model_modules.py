@@ -47,7 +47,7 @@ def test_as_it_is(module):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([("    heads: int = 12", "    n_heads: int = 12")], "ModelConfig has no heads; see docs/models.md"),
+        ([("    heads: int = ", "    n_heads: int = ")], "ModelConfig has no heads; see docs/models.md"),
         ([("    bos_id: int = 50256", "    bos: int = 50256"), ("bos_id=config", "bos=config")], "no bos_id"),
         ([("def check(", "def checked("), ("sharded: Class", "shards: Class")], "no sharded, check"),
         ([("@dataclasses.dataclass\nclass ModelConfig", "class ModelConfig")], "ModelConfig is not a dataclass"),
