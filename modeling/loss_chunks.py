@@ -24,8 +24,7 @@ def sum_in_chunks(
     are computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.
 
     Args:
-        summed: gives a sum over positions, a scalar or a partial sum of one. It closes over no arrays, and does not
-            depend on w.layers.
+        summed: gives a sum over positions, `+r +d`. It closes over no arrays, and does not depend on w.layers.
         chunk: a multiple of t that divides L.
         w: weights of the model; a dataclass of floats.
         x: [B, L/t, M], the positions of this device.

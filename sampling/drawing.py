@@ -88,14 +88,20 @@ def own_block(x: i32["B/r/d L"]) -> i32["B/r/d L/t"]:
 
 
 @typed
-def choose(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Settings) -> u32["B/r/d L"]:
+def choose(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Settings) -> u32["B/r/d L/t"]:
     """Draws the token at `place` of the text `number`. Each device of t draws for its own part of L, from all of V."""
     scaled = scaled_logits(shardops.all_to_all("B/r/d L V/t -> B/r/d L/t V", logits), s)
     noise = gumbel_noise(own_block(number), own_block(place), scaled.shape[-1], s)
     kept = scaled >= lowest_kept(scaled, s)
-    own: u32["B/r/d L/t"] = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.uint32)
-    everywhere = shardops.index_unreduced("B/r/d [L/t], N -> N B/r/d +t", own, jnp.arange(number.shape[1]))
-    return shardops.rearrange("N B/r/d -> B/r/d N", shardops.psum("N B/r/d +t -> N B/r/d", everywhere))
+    return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.uint32)
+
+
+@typed
+def gathered(drawn: u32["B/r/d L/t"]) -> u32["B/r/d L"]:
+    """Tokens that `choose` draws, on all devices of t."""
+    positions = jnp.arange(drawn.shape[1] * shardops.axis_size("t"))
+    found = shardops.index_unreduced("B/r/d [L/t], L -> L B/r/d +t", drawn, positions)
+    return shardops.rearrange("L B/r/d -> B/r/d L", shardops.psum("L B/r/d +t -> L B/r/d", found))
 
 
 @typed

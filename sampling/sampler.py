@@ -19,15 +19,19 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from cluster.devices import kept_programs
 from input_loader import TokenBatch
 from modeling.model import compute_scope, inputs_of
 from sampling.cache import KeyValues, Texts, next_logits, next_logits_without_cache, window_cache, window_start
-from sampling.drawing import ROUNDING, Settings, check_ids, choose, compare
+from sampling.drawing import ROUNDING, Settings, check_ids, choose, compare, gathered
 from sampling.probes import verdict
+from shardlib import shardops
 from shardlib.shardtypes import Array, bool_, f32, i32, typed_shard_map, u32
+from training_io.soundness import check_program
 
 CHUNK = 32
 """Number of tokens of each text that are drawn before the host reads them."""
+TEXTS_ARE_POSITIONS = "the positions of a device are its texts here, and how many these are depends on the mesh"
 SHORTEST = 16
 """Smallest number of positions of a forward pass over windows. Others are powers of two, so that few programs are
 compiled."""
@@ -54,6 +58,8 @@ class Sampler:
         context: number of tokens that the next one can see, with bos; at least 2, and no more than the model has
             positions.
         batch: largest number of texts at once; rounded up to a multiple of the devices.
+        source: hashes of the source, from training_io.provenance.source_of. Each program is checked by the room
+            soundness before it is compiled, and once for all runs of a source; None: each time.
 
     Attributes:
         prefill: the jitted program that fills the cache with windows of tokens.
@@ -67,7 +73,7 @@ class Sampler:
         ValueError: a setting out of its range, or a model that reads more than tokens.
     """
 
-    def __init__(self, forward: Any, settings: Settings, context: int, batch: int = 64):
+    def __init__(self, forward: Any, settings: Settings, context: int, batch: int = 64, source: Any = None):
         c = forward.model.c
         settings.check(c.vocab)
         if inputs := inputs_of(forward.model):
@@ -85,6 +91,7 @@ class Sampler:
         mesh = jax.sharding.get_mesh()
         self._devices, self._t, self._batch = mesh.size, mesh.shape["t"], batch
         self._compiled: dict[Any, Any] = {}
+        self._source = source
         self._chunk = min(CHUNK, settings.max_tokens)
         self.why_no_cache: str | None = None
         self.sees_later = False
@@ -108,7 +115,8 @@ class Sampler:
             def step(carry, _):
                 cache, texts = carry
                 logits, cache = next_logits(w, cache, texts, forward)
-                drawn = choose(logits, texts.number[None], texts.length[None], s)[0]
+                own = choose(logits, texts.number[None], texts.length[None], s)
+                drawn = shardops.per_device("N/r/d", lambda own: gathered(own)[0], own, reason=TEXTS_ARE_POSITIONS)
                 continues = (texts.left > 0) & (texts.place < self.context)
                 ended = jnp.isin(drawn, jnp.array(s.stop, jnp.uint32))
                 texts = dataclasses.replace(
@@ -144,6 +152,7 @@ class Sampler:
             """Jits `per_device`, with the `replicated` part of its results on every device, for the host to read."""
 
             @functools.partial(jax.jit, **options)
+            @functools.wraps(per_device)
             def program(*args):
                 with compute_scope(training.compute_dtype):
                     out = per_device(*args)
@@ -166,6 +175,9 @@ class Sampler:
         key = (program, tuple(np.shape(x) for x in jax.tree.leaves(args)))
         if key not in self._compiled:
             start = time.perf_counter()
+            if jax.sharding.get_mesh().size > 1:
+                read = self.c, self.forward.training, self.settings, self.context, self._chunk
+                check_program(program, args, self._source, kept_programs("soundness"), *read)
             self._compiled[key] = program.lower(*args).compile()
             self.speed.compile_seconds += time.perf_counter() - start
         start = time.perf_counter()

@@ -48,7 +48,7 @@ class TrainingSamples:
         settings = Settings(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
         self._mesh, self._placement = folded_mesh(c), run.placement
         with jax.set_mesh(self._mesh):
-            self._sampler = Sampler(forward, settings, context=t.seq_len)
+            self._sampler = Sampler(forward, settings, context=t.seq_len, source=run.provenance["source"])
         self._path = run.directory / "samples.jsonl"
         if jax.process_index() == 0:
             remove_later_lines(self._path, run.start + 1 if run.start else 0)

@@ -73,7 +73,7 @@ def parse(
 
 
 def does_nothing(spec: str | bytes, op: OpSpec) -> bool:
-    """Whether the op is only about the pipeline axis, which this mesh lacks; `op` is `spec` on this mesh."""
+    """Whether the op is only about axes that this mesh lacks; `op` is `spec` on this mesh."""
     return op.lhs == (op.rhs,) and op != parse_op(spec)
 
 

@@ -17,13 +17,13 @@ device, so there is one order for the whole project.
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from shardlib.places import place_of_caller
 
 AXIS_ORDER = ("r", "t", "d", "p")
+"""Axes that a mesh may lack, which is as if it had one device along them. Specs are read without them there."""
 PIPELINE_AXIS = "p"
-"""The only axis that a mesh may lack. On such a mesh, specs are read without that axis."""
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _DIM = re.compile(rf"({_NAME}|[0-9]+)((?:/{_NAME})*)")
@@ -38,11 +38,12 @@ class ShardError(ValueError):
         problem: what is wrong, in one sentence.
         remedy: what to write instead.
         context: the operands, the sizes bound so far and the mesh, one to a line.
-        place: `path/file.py:line` of the user's code that it is about; empty if there is none.
+        place: `path/file.py:line` of the user's code that it is about; empty if there is none, or if `problem` has it.
     """
 
-    def __init__(self, problem: str, remedy: str = "", context: str = ""):
-        self.problem, self.remedy, self.context, self.place = problem, remedy, context, place_of_caller()
+    def __init__(self, problem: str, remedy: str = "", context: str = "", place: str | None = None):
+        self.problem, self.remedy, self.context = problem, remedy, context
+        self.place = place_of_caller() if place is None else place
         super().__init__(problem, remedy, context)
 
     def __str__(self) -> str:
@@ -76,10 +77,10 @@ class Dim:
         """The dims of a group; itself if it is no group."""
         return self.group or (self,)
 
-    def without(self, axis: str) -> "Dim":
-        """The dim on a mesh without `axis`."""
-        kept = tuple(a for a in self.axes if a != axis)
-        return Dim(self.name, kept, tuple(dim.without(axis) for dim in self.group))
+    def without(self, axes: Collection[str]) -> "Dim":
+        """The dim on a mesh without `axes`."""
+        kept = tuple(axis for axis in self.axes if axis not in axes)
+        return Dim(self.name, kept, tuple(dim.without(axes) for dim in self.group))
 
     def __str__(self) -> str:
         return f"({' '.join(map(str, self.group))})" if self.group else "/".join((self.name, *self.axes))
@@ -113,10 +114,10 @@ class ShapeSpec:
         """Names of the dims."""
         return tuple(dim.name for dim in self.dims)
 
-    def without(self, axis: str) -> "ShapeSpec":
-        """The type on a mesh without `axis`."""
-        kept = lambda axes: tuple(a for a in axes if a != axis)
-        dims = tuple(dim.without(axis) for dim in self.dims)
+    def without(self, axes: Collection[str]) -> "ShapeSpec":
+        """The type on a mesh without `axes`."""
+        kept = lambda named: tuple(axis for axis in named if axis not in axes)
+        dims = tuple(dim.without(axes) for dim in self.dims)
         return ShapeSpec(dims, kept(self.partial), kept(self.copies), self.index, self.open)
 
     def __str__(self) -> str:

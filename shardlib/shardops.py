@@ -65,7 +65,7 @@ def axis_index(axis: str) -> jax.Array:
     with checked_op("axis_index", axis):
         devices_along((axis,))
         require_shard_map()
-    return lax.axis_index(axis)
+    return lax.axis_index(axis) if axis in jax.sharding.get_abstract_mesh().shape else jnp.int32(0)
 
 
 def size(dim: str) -> int:
@@ -85,7 +85,7 @@ def positions(spec: str) -> jax.Array:
         (dim,) = parse_shape(spec_text(spec)).dims
         block = (dim.literal_size or size(dim.name)) // devices_along(dim.axes)
         require_shard_map()
-    offset = sum(lax.axis_index(axis) * block * _minor_devices(dim, axis) for axis in dim.axes)
+    offset = sum(axis_index(axis) * block * _minor_devices(dim, axis) for axis in dim.axes)
     return jnp.arange(block, dtype=jnp.int32) + offset
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardlib.parsing import PIPELINE_AXIS, ShapeSpec, ShardError, sort_axes
+from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS, ShapeSpec, ShardError, sort_axes
 
 SHORT_DTYPES = {
     "float32": "f32",
@@ -54,9 +54,10 @@ def target_device():
 
 
 def on_mesh(spec: ShapeSpec) -> ShapeSpec:
-    """`spec` on the current mesh: without the pipeline axis if the mesh lacks it."""
+    """`spec` on the current mesh: without the axes of AXIS_ORDER that the mesh lacks."""
     sizes = mesh_axes()
-    return spec.without(PIPELINE_AXIS) if sizes and PIPELINE_AXIS not in sizes else spec
+    absent = [axis for axis in AXIS_ORDER if axis not in sizes]
+    return spec.without(absent) if sizes and absent else spec
 
 
 _STAGE: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("shardlib_stage", default=())
@@ -87,14 +88,22 @@ def inside_shard_map() -> bool:
 
 
 def devices_along(axes: Iterable[str]) -> int:
-    """Number of devices along `axes` together. Raises ShardError for an axis that the mesh does not have."""
+    """Number of devices along `axes` together, one along those of AXIS_ORDER that the mesh lacks.
+
+    Raises:
+        ShardError: another axis that the mesh does not have, or no mesh.
+    """
     sizes = mesh_axes()
+    if sizes:
+        sizes = dict.fromkeys(AXIS_ORDER, 1) | sizes
     for axis in axes:
         if axis not in sizes:
-            has = f"the mesh has {', '.join(sizes)}" if sizes else "no mesh is set"
+            has = f"the mesh has {', '.join(mesh_axes())}" if sizes else "no mesh is set"
             raise ShardError(
                 f"axis {axis} is not an axis of the mesh ({has})",
-                "name one of the mesh's axes" if sizes else "run this under `with jax.set_mesh(mesh):`",
+                f"name one of the mesh's axes, or give the mesh an axis {axis} of one device"
+                if sizes
+                else "run this under `with jax.set_mesh(mesh):`",
             )
     return math.prod(sizes[axis] for axis in axes)
 

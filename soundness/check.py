@@ -230,4 +230,4 @@ def check(function: Callable, *args: Any, mesh: Any = None) -> None:
     """
     found = prove(lambda: {"": jax.make_jaxpr(function)(*args)}, mesh)
     if found:
-        raise ShardError("\n".join(map(str, found)), "")
+        raise ShardError("\n".join(map(str, found)), place="")

@@ -11,13 +11,13 @@ from jax.extend import core
 
 from shardlib.marks import Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
-from soundness import collectives, elementwise, lookups, rules, shapes, sums
+from soundness import collectives, elementwise, kernels, lookups, rules, shapes, sums
 from soundness.control import CONTROL, ndim, varying
 from soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
 from soundness.equation import Equation, Refused
 from soundness.rules import KEEPING, OF_SIZES
 
-RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES
+RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES
 CALLS = {
     name: "call_jaxpr" if name in ("custom_jvp_call", "custom_vjp_call", "core_call", "closed_call") else "jaxpr"
     for name in (
@@ -198,6 +198,12 @@ class Interpreter:
             known = self._entered.setdefault(mark.label, x)
             if known.dims != x.dims and not x.wild:
                 self._entered[mark.label] = dataclasses.replace(x, wild=self._ambiguous(eq, mark))
+            try:
+                # Nothing looks into the code, so that it would hide what is wrong with its arguments.
+                problem = x.wild or (eq.unscaled(eq.block(x)) and None)
+            except Refused as refusal:
+                problem = self.explain(eq, refusal)
+            self.problems += [problem] if problem else []
             return dataclasses.replace(x, wild=Wild(eq.place(), f"within per_device: {mark.label}", "", ()))
         if mark.kind == "leaves":
             spec = parse_shape(mark.spec)

@@ -179,8 +179,11 @@ def _dynamic_slice(eq: Equation) -> Value:
             axes = _axes_of_start(eq, start, b)
             if a != b * devices(eq.sizes, axes):
                 eq.block(start)
-            eq.uncut(x, i, "this device's part is taken")
-            dims.append(cut(b, axes, dim.name if dim else "") if dim is not UNIFORM else UNIFORM)
+            if dim is not UNIFORM:  # parts of a block are blocks too, cut over its axes and then these
+                if dim.is_merged or set(dim.axes) & set(axes):
+                    eq.uncut(x, i, "this device's part is taken")
+                dim = cut(b, (*dim.axes, *axes), dim.name)
+            dims.append(dim)
         else:
             _plain(eq, start)
             eq.uncut(x, i, "a part is taken")

@@ -142,11 +142,15 @@ def _reshape(eq: Equation) -> Value:
 
 def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None:
     """For each new dim the old one, where a reshape adds or removes dims of size 1 alone; None elsewhere."""
-    long = [i for i, n in enumerate(old) if n > 1]
-    if [old[i] for i in long] != [n for n in new if n > 1]:
+    if [n for n in old if n > 1] != [n for n in new if n > 1]:
         return None
-    rest = iter(long)
-    return [next(rest) if n > 1 else None for n in new]
+    found: list[int | None] = []
+    rest = list(enumerate(old))
+    for n in new:
+        while n > 1 and rest[0][1] == 1:
+            rest.pop(0)
+        found.append(rest.pop(0)[0] if rest and rest[0][1] == n else None)
+    return found
 
 
 def _take(pieces: list[_Piece], size: int, there: int | None, last: bool) -> list[_Piece]:

@@ -222,7 +222,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
             now = provenance_of(train.programs, c, model)
             if differs := compare_source(metadata.get("provenance"), now, ("evaluation",), allow):
                 console.print(f"source: {differs}", style="dim", highlight=False, soft_wrap=True)
-            sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch)
+            sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, now["source"])
             weights = restore_weights(checkpoints, step, model, config.weights)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             drawn = sampler.generate(weights, repeated)

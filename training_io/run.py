@@ -159,10 +159,6 @@ class Run:
         print_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
         if self._source_differs:
             self.print(f"source     {self._source_differs}")
-        elif why := self.provenance.get("untraced"):
-            self.print(
-                f"source     a resumed run is not compared with this one: on one device its steps do not trace: {why}"
-            )
         for line in describe_attention(self.forward, t.seq_len):
             self.print(f"attention  {line}")
         for line in describe_stages(c, self.model):
@@ -195,6 +191,10 @@ class Run:
         shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))
         lowered = training_step.lower(state, shapes, np.int32(self.start))
         check_metrics(lowered.out_info[1])
+        if why := self.provenance.get("untraced"):
+            self.print(
+                f"source     a resumed run is not compared with this one: on one device its steps do not trace: {why}"
+            )
         self._program, self._graph = compile_with_hlo_dump(lowered, self.directory, self.options)
         if self._graph is None:
             self.print(

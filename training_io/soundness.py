@@ -37,14 +37,38 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: P
     """
     mesh = jax.sharding.get_abstract_mesh()
     settings = {k: v for k, v in dataclasses.asdict(c).items() if k in ("model", "optimizer", "training", "pipeline")}
-    parts = source, settings, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()
+    _refuse(lambda: find_unsound(programs, c, model, mesh), known, source, settings)
+
+
+def check_program(program: Any, args: Any, source: Any, known: Path | None, *settings: Any) -> None:
+    """Refuses a jitted program like check_steps, for arguments of these shapes.
+
+    Args:
+        program: the jitted program, which calls typed_shard_map.
+        args: its arguments.
+        source: as in check_steps; None: no record.
+        known: as in check_steps.
+        *settings: what its source reads beside the arguments.
+
+    Raises:
+        ShardError: as check_steps.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    trace = lambda: {program.__name__: program.trace(*shapes).jaxpr}
+    _refuse(lambda: prove(trace), known if source else None, source, program.__name__, settings, repr(shapes))
+
+
+def _refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) -> None:
+    """Raises ShardError for what `find` finds, but for `parts` in which nothing was found before."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = *parts, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()
     record = known and known / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     if record and record.exists():
         return
-    found = find_unsound(programs, c, model, mesh)
+    found = find()
     if found:
         more = f"\n… and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise ShardError("\n".join(map(str, found[:SHOWN])) + more, "")
+        raise ShardError("\n".join(map(str, found[:SHOWN])) + more, place="")
     if record:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.touch()

@@ -12,6 +12,7 @@ from gradients import assert_same, loss_and_gradients, meshes
 
 from modeling.loss_chunks import sum_in_chunks
 from models import gpt2
+from shardlib import shardops
 from shardlib.shardtypes import dtype_name, pytree_dataclass
 from tools.verify.__main__ import small
 from training_io.config import check_config, check_divides
@@ -88,9 +89,10 @@ def test_gradients_of_weights_are_summed_in_f32():
     """512 chunks with a gradient of 1 each; in bf16 256 + 1 is 256."""
 
     def gradient(x: act["B/r/d L/t M"]) -> act["M/r/t/d"]:  # a mesh of one device: that of the whole
-        share = lambda w, x, targets, mask: jnp.sum(jnp.float32(x * w.gain))
+        summed = lambda x: shardops.einsum_unreduced("B/r/d P/t M -> +r +d +t", jnp.float32(x))
+        share = lambda w, x, targets, mask: shardops.psum("+r +d +t -> +r +d", summed(x * w.gain))
         ids = jnp.zeros((1, 512), jnp.int32)
-        loss = lambda gain: sum_in_chunks(share, 1, OneWeight(gain), x, ids, ids)
+        loss = lambda gain: shardops.psum("+r +d ->", sum_in_chunks(share, 1, OneWeight(gain), x, ids, ids))
         return jax.grad(lambda gain: 2 * loss(gain))(x[0, 0] * 0)
 
     with jax.set_mesh(tiny.mesh("one device")):

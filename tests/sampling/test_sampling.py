@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -16,6 +17,7 @@ from sampling import cache
 from sampling.cache import Texts, next_logits, window_cache, window_start
 from sampling.drawing import Settings, choose, compare, gumbel_noise, lowest_kept, scaled_logits
 from sampling.sampler import Sampler
+from shardlib.parsing import ShardError
 from shardlib.shardtypes import f32, i32, u32
 
 PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third is longer than the context
@@ -78,6 +80,22 @@ def test_cached_logits_are_those_of_training(mesh, uncached):
     for i, logits in enumerate(found):
         at = expected[np.arange(8), lengths + i]
         np.testing.assert_allclose(logits, at, rtol=1e-4, atol=1e-5, err_msg=f"token {i} after the prompts")
+
+
+class LocalPositions(train.Llama):
+    """Adds each position's number within the device's block of positions: the types cannot tell."""
+
+    def layer(self, x, *rest):
+        return super().layer(x * (1 + jnp.arange(x.shape[1], dtype=x.dtype)[:, None]), *rest)
+
+
+def test_a_program_that_depends_on_the_mesh_is_refused():
+    c = tiny.config()
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        sampler = Sampler(train.Forward(LocalPositions(c.model), c.training), NUCLEUS, CONTEXT)
+        sampler.why_no_cache = "the test"  # which is found out by running what is refused
+        with pytest.raises(ShardError, match=r"test_sampling.py:\d+: .*positions count from the start of this device"):
+            sampler.generate(weights("d=4 t=2"), PROMPTS)
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------
@@ -308,7 +326,7 @@ def test_tokens_are_as_frequent_as_the_softmax_says(s):
     rng, draws = np.random.default_rng(0), 2**17
     row = rng.normal(0, 1.5, 16).astype(np.float32)
 
-    def run(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"]) -> u32["B/r/d L"]:
+    def run(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"]) -> u32["B/r/d L/t"]:
         return choose(logits, number, place, s)
 
     shape = (8, draws // 8)
@@ -328,7 +346,7 @@ def test_tokens_are_as_frequent_as_the_softmax_says(s):
 
 
 def test_temperature_zero_takes_the_likeliest(logits):
-    def run(logits: f32["B/r/d L V/t"], zeros: i32["B/r/d L"]) -> u32["B/r/d L"]:
+    def run(logits: f32["B/r/d L V/t"], zeros: i32["B/r/d L"]) -> u32["B/r/d L/t"]:
         return choose(logits, zeros, zeros, Settings(temperature=0))
 
     logits = logits[:48].reshape(8, 6, 40)

@@ -311,10 +311,10 @@ REFUSALS = [
         "name each dim of the array once",
     ),
     (
-        "M/d N/t +r -> N/t M/d +r",
+        "M/d N/t +q -> N/t M/d +q",
         {},
-        "axis r is not an axis of the mesh (the mesh has d, t)",
-        "name one of the mesh's axes",
+        "axis q is not an axis of the mesh (the mesh has d, t)",
+        "name one of the mesh's axes, or give the mesh an axis q of one device",
     ),
 ]
 

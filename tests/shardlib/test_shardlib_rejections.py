@@ -416,7 +416,7 @@ CASES = {
     "axis that the mesh does not have": Case(
         lambda norm: all_gather("M/t/q -> M", norm),
         "all_gather('M/t/q -> M'): operand 1 `M/t/q`: axis q is not an axis of the mesh (the mesh has d, t)",
-        "name one of the mesh's axes",
+        "name one of the mesh's axes, or give the mesh an axis q of one device",
         lambda norm: drop(all_gather("M/t/d -> M", norm)),
     ),
     "axis that shards two dims of one shape": Case(

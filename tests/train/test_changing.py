@@ -307,12 +307,10 @@ def test_the_noise_scale_is_that_of_each_microbatch(mesh, gather):
     found = trained("Gradients of each microbatch", mesh, batch=batch, microbatches=n, gather_weights=gather)
     part = lambda rows: jax.tree.map(lambda x: x[rows], batch)
     loss = lambda w, rows: dense.cross_entropy(dense.logits(w, dense.tokens_of(part(rows)), c), part(rows))
-    # Each device cuts its own rows into microbatches.
-    devices = MESHES[mesh][2]
-    own = np.arange(tiny.BATCH).reshape(devices, n, -1)
+    own = np.arange(tiny.BATCH).reshape(n, -1)
     squared = lambda g: sum(np.sum(np.square(x)) for x in jax.tree.leaves(g))
     g = lambda rows: jax.jit(jax.grad(functools.partial(loss, rows=rows)))(found.before[0])
-    small = np.mean([squared(g(own[:, i].flatten())) for i in range(n)])
+    small = np.mean([squared(g(own[i])) for i in range(n)])
     big = squared(g(np.arange(tiny.BATCH)))
     rows = tiny.BATCH / n
     # Appendix A.1: unbiased estimates from gradients of batches of two sizes.

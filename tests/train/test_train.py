@@ -15,6 +15,7 @@ import tiny
 import zarr
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from jax.sharding import AxisType
 from losses_of_runs import losses
 from omegaconf import OmegaConf
 from simulated import xla_flags
@@ -66,6 +67,20 @@ def test_twenty_steps_are_the_same_on_every_mesh():
     for name, curve in curves.items():
         # Sums are taken in another order on each mesh; twenty updates enlarge the difference a little.
         np.testing.assert_allclose(curve, one, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", ["d", "t"])
+def test_an_axis_that_the_mesh_lacks_has_one_device(axes):
+    c, found = tiny.config(tiny.model(layers=1)), []
+    sizes = [2 if axis == axes else 1 for axis in "rdt"]
+    whole = make_mesh(*sizes, devices=jax.devices()[:2])
+    for mesh in (whole, jax.make_mesh((2,), (axes,), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])):
+        with jax.set_mesh(mesh):
+            state, metrics = tiny.training_step(c)(tiny.state(c), tiny.place_batch(c), np.int32(0))
+            found.append((metrics.loss, metrics.grad_norm, *jax.tree.leaves(state)))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.mark.long

@@ -167,8 +167,9 @@ def test_a_run_says_that_its_programs_are_not_kept(tmp_path, capsys):
     with jax.set_mesh(tiny.mesh("one device")):
         model = load_model(c.model)
         with Run(c, train.Forward(model, c.training), tmp_path, programs) as run:
-            run.begin(functools.partial(train.init_state, c=c, model=model), train.State)
+            state = run.begin(functools.partial(train.init_state, c=c, model=model), train.State)
             assert run.provenance["programs"] == {}
+            run.compile(train.make_training_step(c, model), state)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("source ")]
     assert line.endswith("on one device its steps do not trace: TypeError: four rows at least")
 
