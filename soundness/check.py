@@ -1,5 +1,6 @@
 """Check of traced programs."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -9,7 +10,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
 from shardlib.parsing import ShardError
 from shardlib.values import noting_arguments, planned_for
@@ -131,6 +132,10 @@ def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> str
     return text if value.ratio == 1.0 else f"{text}\n  remedy: {WHOLE_SIZE}"
 
 
+BOUND = (
+    "the program is bound to a mesh, so that it cannot be traced on one device: give what each device computes, with "
+    "its specs, as in check(body, *args, mesh=mesh, in_specs=..., out_specs=...)"
+)
 Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
 
@@ -145,10 +150,11 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
         trace: traces the programs, on the mesh in force.
         mesh: the mesh; None: the one in force.
         keep: axes that keep their number of devices on the mesh of comparison, instead of one.
-        larger: traces the same source at sizes of which no device has a single entry; None: there are none.
+        larger: traces the same source at sizes of which no device has a single entry; None: there are none. Sizes at
+            which it does not trace are not used.
 
     Raises:
-        ValueError: a shard_map names its mesh.
+        ValueError: a shard_map is bound to a mesh.
     """
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     mesh = getattr(mesh, "abstract_mesh", mesh)
@@ -164,28 +170,32 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
         none = AbstractMesh((), ())
         on_mesh = jax.sharding.use_abstract_mesh(abstract)
         with jax.sharding.use_abstract_mesh(none), on_mesh, planned_for(sizes), noting_arguments() as types:
-            programs = trace()
+            try:
+                programs = trace()
+            except ValueError as error:
+                if "mesh passed to shard_map" in str(error):
+                    raise ValueError(BOUND) from None
+                raise
         counts = itertools.accumulate((len(list(_shard_maps(p))) for p in programs.values()), initial=0)
         spans = itertools.pairwise(counts)
         return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
 
     ours = on(tuple(sizes.values()), trace)
     if larger is not None and any(_has_single_entries(program) for program, _ in ours.values()):
-        trace = larger
-        ours = on(tuple(sizes.values()), trace)
+        with contextlib.suppress(Exception):  # of a program that fixes sizes: it is checked at these
+            ours, trace = on(tuple(sizes.values()), larger), larger
     try:
         theirs = on(tuple(alone.values()), trace)
     except Exception as error:  # whatever the program does there
+        if str(error) == BOUND:
+            raise
         lines = str(error).splitlines() or [""]
         return [Finding(f"on one device the program does not trace: {type(error).__name__}: {lines[0]}")]
     found: list[Finding] = []
     for name, (program, types) in ours.items():
         twin = theirs[name][0]
         if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):
-            raise ValueError(
-                "the program cannot be traced on one device, as it names its mesh: leave `mesh` out of jax.shard_map, "
-                "which then takes the mesh in force"
-            )
+            raise ValueError(BOUND)
         try:
             found += findings(program, twin, types)
             continue
@@ -217,17 +227,41 @@ def _has_single_entries(program: Any) -> bool:
     return False
 
 
-def check(function: Callable, *args: Any, mesh: Any = None) -> None:
+def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> None:
     """Refuses a function that does not compute, on a mesh, what it computes on one device. It is traced, not run.
 
     Args:
-        function: calls jax.shard_map, or a typed_shard_map, over the mesh in force.
-        *args: its arguments, arrays or jax.ShapeDtypeStruct.
+        function: what each device computes, with `specs`. Without them, a function that calls typed_shard_map, or
+            jax.shard_map without its `mesh`: it is traced on several meshes.
+        *args: its arguments, of whole shapes: arrays, jax.ShapeDtypeStruct, and pytrees of them.
         mesh: the mesh, a jax.sharding.Mesh or AbstractMesh; None: the one in force.
+        **specs: in_specs, out_specs and other options of jax.shard_map.
 
     Raises:
         ShardError: with file and line of the first value that is not a block of what one device computes.
+        ValueError: no mesh, or a function that is bound to one.
     """
-    found = prove(lambda: {"": jax.make_jaxpr(function)(*args)}, mesh)
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    mesh = getattr(mesh, "abstract_mesh", mesh)
+    if mesh.empty:
+        raise ValueError("no mesh is given, and none is in force: check(..., mesh=jax.make_mesh((2, 4), ('d', 't')))")
+    run = function
+    if specs:
+        run = lambda *args: jax.shard_map(function, **specs)(*args)  # not bound to the mesh of an earlier trace
+        mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names)  # where arguments need not be sharded
+
+    def trace(times: int = 1) -> dict[str, Any]:
+        return {"": jax.make_jaxpr(run)(*jax.tree.map(functools.partial(_placed, times=times), args))}
+
+    found = prove(trace, mesh, larger=functools.partial(trace, 2))
     if found:
         raise ShardError("\n".join(map(str, found)), place="")
+
+
+def _placed(x: Any, times: int) -> Any:
+    """An array's dtype, PartitionSpec, and shape with `times` the entries along its dims, for the mesh in force."""
+    if not hasattr(x, "dtype"):
+        return x
+    spec = getattr(getattr(x, "sharding", None), "spec", None)
+    sharding = None if spec is None else NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+    return jax.ShapeDtypeStruct(tuple(n if n == 1 else times * n for n in x.shape), x.dtype, sharding=sharding)

@@ -1,0 +1,103 @@
+"""soundness.check.check on functions of other projects: bodies with specs, functions that map, any kind of mesh."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardlib.parsing import ShardError
+from shardlib.shardtypes import f32, typed_shard_map
+from soundness.check import check
+
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+SPECS = {"in_specs": P("d", "t"), "out_specs": P("d", "t")}
+MESHES = {
+    "abstract": lambda kind: AbstractMesh((2, 4), ("d", "t"), axis_types=(kind,) * 2),
+    "of devices": lambda kind: jax.make_mesh((2, 4), ("d", "t"), axis_types=(kind,) * 2),
+}
+both_kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+each_mesh = pytest.mark.parametrize("mesh", MESHES)
+
+
+def right(x):
+    return jnp.exp(x) / jax.lax.psum(jnp.sum(jnp.exp(x), axis=1, keepdims=True), "t")
+
+
+def wrong(x):
+    return jax.nn.softmax(x, axis=1)
+
+
+def refused(*args, **options):
+    with pytest.raises(ShardError, match=r"^\S*test_check.py:\d+: \w+: a maximum over this device's block is used"):
+        check(*args, **options)
+
+
+@both_kinds
+@each_mesh
+def test_a_body_with_its_specs(mesh, kind):
+    mesh = MESHES[mesh](kind)
+    check(right, X, mesh=mesh, **SPECS)
+    check(right, np.ones((8, 16), np.float32), mesh=mesh, **SPECS)
+    refused(wrong, X, mesh=mesh, **SPECS)
+    refused(wrong, X, mesh=mesh, check_vma=False, **SPECS)
+
+
+@each_mesh
+def test_a_function_that_maps(mesh):
+    mesh = MESHES[mesh](AxisType.Explicit)
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("d", "t")))
+    check(lambda x: 2 * jax.shard_map(right, **SPECS)(x), x, mesh=mesh)
+    refused(lambda x: 2 * jax.shard_map(wrong, **SPECS)(x), x, mesh=mesh)
+    with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+        refused(jax.jit(lambda x: jax.shard_map(wrong, **SPECS)(x)), x)
+
+
+@both_kinds
+def test_a_typed_function(kind):
+    def typed(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
+        return wrong(x)
+
+    refused(typed_shard_map(typed), X, mesh=MESHES["abstract"](kind))
+
+
+def test_pytrees_of_arguments_and_results():
+    def update(state, g):
+        return {"w": [state["w"][0] - 0.1 * jax.lax.pmean(g, "d")]}
+
+    state, g = {"w": [jax.ShapeDtypeStruct((16,), jnp.float32)]}, X
+    specs = {"in_specs": (P("t"), P("d", "t")), "out_specs": P("t"), "mesh": MESHES["abstract"](AxisType.Auto)}
+    check(lambda state, g: update(state, jnp.mean(g, axis=0)), state, g, **specs)
+    with pytest.raises(ShardError, match="multiplied into a value"):
+        check(lambda state, g: update(state, jnp.sum(g, axis=0) / 4), state, g, **specs)
+
+
+def test_one_entry_of_a_dim_on_each_device():
+    """JAX traces a slice of one entry as a squeeze."""
+    first = lambda x: x + jax.lax.psum(x[:, 0], "d")[:, None]
+    options = {"mesh": MESHES["abstract"](AxisType.Auto), "in_specs": P(None, "t"), "out_specs": P(None, "t")}
+    for size in (4, 8):
+        x = jax.ShapeDtypeStruct((6, size), jnp.float32)
+        check(lambda x: x + jax.lax.pmax(jnp.max(x, axis=1), "t")[:, None], x, **options)
+        with pytest.raises(ShardError, match="along dim"):
+            check(first, x, **options)
+
+
+def test_what_cannot_be_traced_on_several_meshes():
+    mesh = MESHES["of devices"](AxisType.Auto)
+    with pytest.raises(ValueError, match=r"bound to a mesh.* in check\(body, \*args, mesh=mesh, in_specs="):
+        check(jax.shard_map(right, mesh=mesh, **SPECS), X, mesh=mesh)
+    with pytest.raises(ValueError, match="no mesh is given, and none is in force"):
+        check(right, X, **SPECS)
+
+
+def test_the_example_of_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "soundness.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "AbstractMesh" in block)
+    names = {"jax": jax, "jnp": jnp, "P": P, "AbstractMesh": AbstractMesh, "check": check}
+    with pytest.raises(ShardError, match="a maximum over this device's block"):
+        exec(code, names)
