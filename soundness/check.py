@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -132,6 +132,7 @@ def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> str
     return text if value.ratio == 1.0 else f"{text}\n  remedy: {WHOLE_SIZE}"
 
 
+UNTRACED = "on one device the program does not trace"
 BOUND = (
     "the program is bound to a mesh, so that it cannot be traced on one device: give what each device computes, with "
     "its specs, as in check(body, *args, mesh=mesh, in_specs=..., out_specs=...)"
@@ -140,7 +141,9 @@ Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
 
 
-def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Trace | None = None) -> list[Finding]:
+def prove(
+    trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None, larger: Trace | None = None
+) -> list[Finding]:
     """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
 
     JAX traces other operations where a device has one entry of a dim. Such a program is checked at larger sizes, or
@@ -149,7 +152,7 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
     Args:
         trace: traces the programs, on the mesh in force.
         mesh: the mesh; None: the one in force.
-        keep: axes that keep their number of devices on the mesh of comparison, instead of one.
+        keep: axes that have another number of devices than one on the mesh of comparison, and that number.
         larger: traces the same source at sizes of which no device has a single entry; None: there are none. Sizes at
             which it does not trace are not used.
 
@@ -159,9 +162,10 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     mesh = getattr(mesh, "abstract_mesh", mesh)
     sizes = dict(mesh.shape)
-    alone = {axis: n if axis in keep else 1 for axis, n in sizes.items()}
+    keep = keep or {}
+    alone = {axis: keep.get(axis, 1) for axis in sizes}
     halves = {axis: n if axis in keep else min(n, 2) for axis, n in sizes.items()}
-    singly = [alone | {axis: n} for axis, n in halves.items() if n > alone[axis]]
+    singly = [alone | {axis: n} for axis, n in halves.items() if axis not in keep and n > 1]
 
     @functools.cache
     def on(numbers: tuple[int, ...], trace: Trace) -> dict[str, tuple[Any, list]]:
@@ -190,7 +194,7 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
         if str(error) == BOUND:
             raise
         lines = str(error).splitlines() or [""]
-        return [Finding(f"on one device the program does not trace: {type(error).__name__}: {lines[0]}")]
+        return [Finding(f"{UNTRACED}: {type(error).__name__}: {lines[0]}")]
     found: list[Finding] = []
     for name, (program, types) in ours.items():
         twin = theirs[name][0]
@@ -204,7 +208,7 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
         compared: set[str] = set()
         # The smaller meshes stand for this one only where JAX has a reason to trace it differently.
         for smaller in (halves, *singly) if _has_single_entries(program) else ():
-            axes = {axis for axis, n in smaller.items() if n > alone[axis]}
+            axes = {axis for axis, n in smaller.items() if axis not in keep and n > 1}
             if axes <= compared:
                 continue
             try:
@@ -212,7 +216,7 @@ def prove(trace: Trace, mesh: Any = None, keep: tuple[str, ...] = (), larger: Tr
                 compared |= axes
             except Different:
                 continue
-        if missing := [axis for axis, n in halves.items() if n > alone[axis] and axis not in compared]:
+        if missing := [axis for axis, n in halves.items() if axis not in (*keep, *compared) and n > 1]:
             found.append(Finding(f"{first.place}: {first}: the operations depend on the size of {', '.join(missing)}"))
     return list({str(finding): finding for finding in found}.values())
 

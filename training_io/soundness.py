@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 from input_loader import batch_shapes
 from modeling.model import inputs_of
 from shardlib.parsing import PIPELINE_AXIS, ShardError
-from soundness.check import Finding, prove
+from soundness.check import UNTRACED, Finding, prove
 from training_io.config import Config
 
 SHOWN = 5
@@ -90,7 +90,18 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
     kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
     alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
-    return [*prove(trace, alone, larger=larger), *prove(trace, mesh, (PIPELINE_AXIS,), larger)]
+    return [*prove(trace, alone, larger=larger), *_beside_stages(trace, larger, c, model, mesh)]
+
+
+def _beside_stages(trace: Callable, larger: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
+    """What is wrong outside of the stages. Compared with twice the stages, layers and microbatches, where possible."""
+    p, t = mesh.shape[PIPELINE_AXIS], c.training
+    training = dataclasses.replace(t, batch_size=2 * t.batch_size, microbatches=2 * t.microbatches)
+    twice = dataclasses.replace(c, model=dataclasses.replace(c.model, layers=2 * c.model.layers), training=training)
+    found = prove(lambda: trace(twice, type(model)(twice.model)), mesh, {PIPELINE_AXIS: 2 * p})
+    if any(str(finding).startswith(UNTRACED) for finding in found):
+        found = prove(trace, mesh, {PIPELINE_AXIS: p}, larger)
+    return found
 
 
 def _doubled(c: Config) -> Config:

@@ -1,0 +1,191 @@
+"""The devices of a run: their mesh, their compiler, and the processes that they belong to."""
+
+import ctypes
+import itertools
+import math
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from cluster.config import DistributedConfig, HardwareConfig
+
+
+def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1) -> jax.sharding.Mesh:
+    """The mesh of all `devices` with axes r, d, t, and with p outermost where p > 1. Neighbours along t are nearest.
+
+    One size may be -1, which takes the devices that are left. Raises ValueError, with the sizes that fit, for sizes
+    that do not.
+    """
+    sizes = [p, r, d, t]
+    if sizes.count(-1) == 1:
+        sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
+    named = lambda sizes: zip("prdt", sizes, strict=True)
+    shown = lambda sizes: " ".join(f"{axis}={n}" for axis, n in named(sizes) if axis != "p" or n != 1)
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+        fits = itertools.product([sizes[0]], *[divisors] * 3)
+        shapes = [shown(fit) for fit in fits if math.prod(fit) == len(devices)]
+        raise ValueError(
+            f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
+            + ", ".join(shapes or [f"p={n} …" for n in divisors])
+            + ". (-1, for one axis, takes what is left.)"
+        )
+    axes = ("r", "d", "t")
+    if sizes[0] > 1:
+        axes = ("p", *axes)
+    # Without stages the mesh has no axis p, and neither has any spec.
+    return jax.make_mesh(sizes[-len(axes) :], axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
+
+
+def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> None:
+    """Applies the settings of `hardware` and joins the other processes of the run, if there are any.
+
+    Must be called before anything else uses devices. Ends this process, with a message and exit code 1, if the
+    processes do not find one another within processes.join_timeout: JAX waits outside of Python, and would abort.
+
+    Raises:
+        ValueError: JAX does not find the processes, or process 0 cannot use its port.
+    """
+    for name, value in hardware.environment.items():
+        os.environ.setdefault(name, value)
+    if hardware.memory_fraction is not None:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
+    # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
+    unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
+    if hardware.compilation_cache is not None and not unshared and not jax.config.jax_compilation_cache_dir:
+        _keep_programs(os.path.expanduser(hardware.compilation_cache))
+    if processes.is_single or jax.distributed.is_initialized():
+        return
+    if not processes.auto and processes.id == 0:
+        _check_port(processes.coordinator)
+    named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
+    named |= {"process_id": processes.id, "cluster_detection_method": "deactivate"}
+    waiting = threading.Timer(processes.join_timeout, _give_up_joining, [processes])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        jax.distributed.initialize(
+            **({} if processes.auto else named),
+            # None: under Slurm and Open MPI, the one device with the process's number on its host.
+            local_device_ids=None if processes.devices == "one" else [],
+            # Longer than join_timeout: _give_up_joining ends the process first, with a message of its own.
+            initialization_timeout=processes.join_timeout + 30,
+            heartbeat_timeout_seconds=processes.heartbeat_timeout,
+            # At the end the others wait for process 0, which writes the last files.
+            shutdown_timeout_seconds=processes.pause_timeout,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise _cannot_listen(processes.coordinator or "the port that JAX chose", error) from error
+    except ValueError as error:
+        raise ValueError(
+            f"distributed.auto is true, but JAX finds no cluster here ({error}) Start the processes with srun, mpirun, "
+            "or as a Kubernetes job, or give distributed.coordinator, count and id: see docs/multi-host.md."
+        ) from error
+    finally:
+        waiting.cancel()
+
+
+def kept_programs(name: str) -> Path | None:
+    """Directory of this name beside the compiled programs that JAX keeps; None if this process keeps none.
+
+    None with several processes too, since all must do the same, and each may have kept other files.
+    """
+    directory = jax.config.jax_compilation_cache_dir
+    keeps = directory and jax.config.jax_enable_compilation_cache and jax.process_count() == 1
+    return Path(directory) / name if keeps and "://" not in directory else None
+
+
+def _keep_programs(directory: str) -> None:
+    """Makes JAX keep compiled programs in `directory`. Prints a line and keeps none where it cannot be written."""
+    try:
+        if "://" not in directory:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+    except OSError as error:
+        print(f"hardware.compilation_cache cannot be written, so compiled programs are not kept: {error}")
+        return
+    jax.config.update("jax_compilation_cache_dir", directory)
+    # Short compilations too: a start has some fifty, which together take as long as a small model's step.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def known_options(options: Mapping[str, Any], print_line: Callable[[str], None]) -> dict[str, Any]:
+    """The compiler options that the installed XLA knows. `print_line` is called with a line about each other one.
+
+    Options that are None are left out. Raises ValueError for a value that XLA does not take. Starts the devices.
+    """
+    known = {name: value for name, value in options.items() if value is not None}
+    for name in known:
+        if name.startswith("-"):
+            raise ValueError(f"hardware.compiler_options has {name}; write it without dashes: {name.lstrip('-')}.")
+    program = jax.jit(lambda: 0).lower()
+    while known:
+        try:
+            program.compile(compiler_options=known)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            unknown = [name for name in known if f"No such compile option: '{name}'" in str(error)]
+            if not unknown:
+                raise ValueError(f"hardware.compiler_options: {error}") from error
+            del known[unknown[0]]
+            print_line(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
+        except (TypeError, ValueError) as error:  # raised by JAX, before XLA sees the value
+            raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}: {error}") from error
+    return known
+
+
+def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """The compiled program. Afterwards the memory that the compiler used is given back to the system.
+
+    The process would keep it otherwise: 220 MiB for the step of a small model on a CPU.
+    """
+    compiled = lowered.compile(compiler_options=options)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # in glibc alone
+        libc.malloc_trim(0)
+    return compiled
+
+
+def _check_port(address: str) -> None:
+    """Raises ValueError if the port of process 0 is in use, on which JAX may crash without a message."""
+    try:
+        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+    except OSError as error:
+        raise _cannot_listen(address, error) from error
+
+
+def _cannot_listen(address: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"process 0 cannot listen at {address}: {error}. Is the port in use? Give another one in "
+        "distributed.coordinator, or in JAX_COORDINATOR_PORT with distributed.auto."
+    )
+
+
+def _give_up_joining(processes: DistributedConfig) -> None:
+    """Prints what is missing, and ends the process."""
+    who, where = f"process {processes.id}", processes.coordinator
+    within = f"within {processes.join_timeout} s (distributed.join_timeout)"
+    if processes.auto:
+        problem = "not all processes found one another, in the cluster that JAX detected from the environment"
+        who = "a process"
+    elif processes.id == 0:
+        problem = f"not all of the {processes.count} processes came to {where}"
+    else:
+        address, _, port = where.rpartition(":")
+        try:
+            with socket.create_connection((address.strip("[]"), int(port)), timeout=5):
+                problem = f"process 0 answers at {where}, but not all of the {processes.count} processes have come"
+        except OSError as error:
+            problem = f"process 0 does not answer at {where} ({error}); is it started, and is that its address"
+    try:
+        os.write(2, f"Error: {who} on {socket.gethostname()}: {problem}, {within}.\n".encode())
+    finally:
+        os._exit(1)

@@ -1,0 +1,1 @@
+"""Checks of settings, differences between configurations, and tools as programs."""

@@ -1,0 +1,51 @@
+"""Checks of settings. Each raises ValueError with the name of the setting, its value and the allowed values."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+_UPPER = {2**31: "below 2**31", 2**63: "below 2**63", math.inf: "finite", math.nextafter(1, 2): "at most 1"}
+"""Words for the upper limits of ranges, which are exclusive."""
+
+
+def within(low: float, end: float, default: Any = dataclasses.MISSING, **options: Any) -> Any:
+    """A dataclass field for a number in [low, end), which check_ranges checks. `options` are those of the field."""
+    return dataclasses.field(default=default, metadata={"range": (low, end)}, **options)
+
+
+at_least_0 = functools.partial(within, 0, math.inf)
+at_least_1 = functools.partial(within, 1, 2**63)
+
+
+def check_ranges(section: str, settings: Any) -> None:
+    """Checks the fields made by `within`, in `settings` and in the dataclasses that it holds."""
+    for field in dataclasses.fields(settings):
+        name, value = f"{section}.{field.name}" if section else field.name, getattr(settings, field.name)
+        if "range" in field.metadata:
+            check_range(name, value, *field.metadata["range"])
+        if dataclasses.is_dataclass(value):
+            check_ranges(name, value)
+
+
+def check_range(name: str, value: float | None, low: float = 1, end: float = 2**63) -> None:
+    """Checks that a number is in [low, end). None is in every range."""
+    if value is not None and not low <= value < end:  # NaN is in no range
+        raise ValueError(f"{name} is {value}; it must be at least {low} and {_UPPER.get(end, f'below {end}')}.")
+
+
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raises ValueError for a value that is not allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.")
+
+
+def check_booleans(overrides: Sequence[str], config) -> None:
+    """Raises ValueError for an override such as `data.shuffle=2`, which OmegaConf would take as true."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if isinstance(OmegaConf.select(config, key), bool) and value.lower().strip("'\"") not in ("true", "false"):
+            raise ValueError(f"{key} is {value}; it must be true or false.")

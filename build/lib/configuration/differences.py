@@ -1,0 +1,36 @@
+"""Differences between two configurations, for messages."""
+
+from typing import Any
+
+_ABSENT = object()
+
+
+def config_differences(saved: dict, current: dict, fixed: tuple[str, ...]) -> list[str]:
+    """Differences between two nested plain dicts in the settings `fixed`.
+
+    Args:
+        saved: configuration stored with the checkpoint.
+        current: configuration of this run.
+        fixed: names of sections or settings, such as ("model", "optimizer", "data.seed").
+
+    Returns:
+        Lines like "optimizer.lr: checkpoint has 0.001, this run has 0.01", sorted by key; empty if all agree.
+    """
+    before, now = (
+        {key: value for key, value in flat(config).items() if any(key == p or key.startswith(p + ".") for p in fixed)}
+        for config in (saved, current)
+    )
+    shown = lambda config, key: f"has {config[key]!r}" if key in config else "does not have it"
+    return [
+        f"{key}: checkpoint {shown(before, key)}, this run {shown(now, key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key, _ABSENT) != now.get(key, _ABSENT)
+    ]
+
+
+def flat(config: dict, prefix: str = "") -> dict[str, Any]:
+    """The values of a nested dict by their dotted names. An empty dict in it is a value."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return values

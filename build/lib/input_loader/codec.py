@@ -1,0 +1,17 @@
+"""The codec of the data that a run reads."""
+
+from input_loader.config import DataConfig
+from text.codec import TextCodec, codec_of_dataset
+from text.tokenizers import open_tokenizer
+
+
+def codec_of_data(data: DataConfig) -> TextCodec:
+    """The codec of the data that a run reads. The sources of a mixture share one.
+
+    Raises:
+        ValueError: the dataset or its tokenizer is missing.
+    """
+    if data.stream is not None:
+        return TextCodec(open_tokenizer(data.stream.tokenizer_kind, data.stream.tokenizer), data.stream.end_token)
+    filespecs = [source.filespec for source in data.mixture.values()] or [data.filespec]
+    return codec_of_dataset(filespecs[0])

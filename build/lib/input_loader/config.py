@@ -1,0 +1,177 @@
+"""The `data` section of a run's configuration, the loader that it names, and the length of a run."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from configuration.checks import at_least_1, check_ranges
+from input_loader.batches import Loader
+from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
+from input_loader.mixture import MixtureLoader, SourceConfig, check_sources
+from input_loader.stream import StreamConfig, StreamLoader
+
+
+@dataclass(kw_only=True)
+class DataConfig(ReadingConfig):
+    """The source of the tokens: exactly one of `filespec`, `mixture` and `stream`. docs/loading.md has examples."""
+
+    filespec: str | None = None
+    """A flat-tokens dataset (docs/flat-tokens.md): a local path, or a URL (`gs://`, `s3://`, `http://`, and whatever
+    fsspec knows)."""
+    mixture: dict[str, SourceConfig] = field(default_factory=dict)
+    """Several flat-tokens datasets by name, with their weights."""
+    stream: StreamConfig | None = None
+    """Text that is tokenized while training, for quick trials."""
+    prefetch: int = at_least_1(8)
+    """Batches that are loaded ahead of use, at least 1."""
+
+
+def make_loader(
+    config: DataConfig,
+    split: str,
+    batch_size: int,
+    seq_len: int,
+    vocab_size: int | None = None,
+    state: Mapping[str, Any] | None = None,
+    inputs: Sequence[str] = (),
+    microbatches: int = 1,
+) -> Loader:
+    """The loader that `config` names. Splits other than `train` are read in order, and without a bound on epochs.
+
+    Args:
+        config: names the source of the tokens.
+        split: `train` or `validation`.
+        batch_size: sequences in a batch, over all hosts.
+        seq_len: tokens in a sequence.
+        vocab_size: bound on the token ids, or None for no check.
+        state: what `Loader.state` gave for the step to resume with; None or empty for the beginning.
+        inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
+        microbatches: number of microbatches in each batch, which divides batch_size.
+
+    Raises:
+        ValueError: settings contradict each other or are out of range, the state does not fit them, or data is missing,
+            damaged, too short, or beyond the vocabulary.
+    """
+    given = [name for name in ("filespec", "mixture", "stream") if getattr(config, name)]
+    if len(given) != 1:
+        found = " and ".join(f"data.{name}" for name in given) if given else "none of them"
+        raise ValueError(f"Set one of data.filespec, data.mixture and data.stream; {found} is set.")
+    check_ranges("data", config)
+    if config.mixture and config.max_epochs is not None:
+        raise ValueError(
+            f"data.max_epochs is {config.max_epochs}, but the sources of a mixture repeat at different steps. "
+            "Set data.mixture.<name>.max_epochs."
+        )
+    reading = ReadingConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ReadingConfig)})
+    mixture = config.mixture
+    if split != "train":
+        reading = dataclasses.replace(reading, shuffle=False, max_epochs=None)
+        mixture = {name: dataclasses.replace(source, max_epochs=None) for name, source in mixture.items()}
+    batches = split, batch_size, seq_len, vocab_size
+    if config.stream is not None:
+        if inputs:
+            raise ValueError(
+                f"data.stream is set, but the model reads {', '.join(inputs)} beside the tokens, which a stream "
+                "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
+            )
+        return StreamLoader(config.stream, reading, dict(state) if state else None, *batches, microbatches=microbatches)
+
+    def open_dataset(filespec: str, **settings: Any) -> FlatTokensLoader:
+        return FlatTokensLoader(FlatTokensConfig(filespec, **vars(reading) | settings), *batches, inputs, microbatches)
+
+    if mixture:
+        check_sources(mixture)
+        cache_bytes = reading.cache_bytes // len(mixture)
+        sources = {
+            name: open_dataset(source.filespec, cache_bytes=cache_bytes, max_epochs=source.max_epochs)
+            for name, source in mixture.items()
+        }
+        loader: Loader = MixtureLoader(sources, [source.weight for source in mixture.values()], reading.seed)
+    else:
+        loader = open_dataset(config.filespec)
+    if state:
+        _check_same(state, loader.state(0))
+    return loader
+
+
+def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError unless both states name the same datasets in the same order, on which a mixture depends."""
+    if list(before) != list(now):
+        raise ValueError(
+            f"The checkpoint's place in its data is given by {', '.join(before)}, and this run's by {', '.join(now)}. "
+            "Resume with the data settings of the checkpoint, the sources of a mixture in the same order."
+        )
+    for name in before:
+        if before[name] != now[name]:
+            raise ValueError(
+                f"The checkpoint was made with another {name} than this one: with {before[name]}; not {now[name]}. "
+                "Resume with the same dataset, wherever it is stored, or start another run."
+            )
+
+
+def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names, without `data.`, of the settings that decide the content of batches. A resumed run must not change them.
+
+    max_epochs, cache_bytes and prefetch may change. So may the path of a dataset, since `Loader.state` identifies it.
+
+    Args:
+        data: the `data` sections as plain dicts.
+    """
+    names = {"stream", "seed", "shuffle", "sequence_packing"}
+    for section in data:
+        names |= {f"mixture.{name}.weight" for name in section.get("mixture") or {}}
+    return tuple(sorted(names))
+
+
+def steps_for(
+    loader: Loader, *, steps: int | None = None, tokens: int | None = None, epochs: float | None = None
+) -> int:
+    """The number of steps in a run whose length is given in one of three ways.
+
+    Args:
+        loader: of the training split.
+        steps: the steps themselves, at least 1.
+        tokens: bound on the tokens to train on, padding included; at least one batch.
+        epochs: number of times to read the dataset, at least one batch. Only whole batches, so that no sequence comes
+            more often. Only for a single flat-tokens dataset.
+
+    Raises:
+        ValueError: none or several of them are given, a value is out of range, or the data is too short for the run.
+    """
+    given = {
+        name: value for name, value in (("steps", steps), ("tokens", tokens), ("epochs", epochs)) if value is not None
+    }
+    if len(given) != 1:
+        found = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
+        raise ValueError(f"Give the length of the run as one of steps, tokens and epochs; given: {found}.")
+    ((name, value),) = given.items()
+    if not 0 < value < 2**63:
+        raise ValueError(f"{name} is {value}; it must be above 0.")
+    if steps is not None:
+        count = steps
+    elif tokens is not None:
+        count = tokens // loader.tokens_per_batch
+    else:
+        count = _epochs_to_steps(loader, epochs)
+    if count < 1:
+        raise ValueError(
+            f"{name}={value} is less than one batch of {loader.tokens_per_batch} tokens. Train for longer, or set a "
+            "smaller batch_size."
+        )
+    if loader.limit is not None and count > loader.limit.steps:
+        raise ValueError(
+            f"The run is to take {count} steps, but the data lasts for {loader.limit.steps}: "
+            f"then {loader.limit.reason}. Train for fewer steps, allow more epochs, or get more data."
+        )
+    return count
+
+
+def _epochs_to_steps(loader: Loader, epochs: float) -> int:
+    if not isinstance(loader, FlatTokensLoader):
+        lengths = loader.epoch_steps()
+        why = ", ".join(f"{name} takes {steps:.1f} steps" for name, steps in lengths.items())
+        what = f"the sources of a mixture repeat at different steps ({why})" if why else "a stream's length is unknown"
+        raise ValueError(f"epochs is {epochs}, but {what}. Give the length of the run in steps or tokens.")
+    return math.floor(epochs * loader.sequences_per_epoch) // loader.batch_size

@@ -1,0 +1,43 @@
+"""Weights gathered ahead of their use, by the gathers in the model's own code."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from modeling.model import LanguageModel, blank_tokens, check_logits
+from shardlib import gathers
+from shardlib.layers import split_extras
+from shardlib.parsing import PIPELINE_AXIS
+from shardlib.values import mesh_axes, pipeline_stage
+
+W = TypeVar("W")
+
+
+def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, layers: bool) -> W:
+    """Gathers and casts the weights outside of the layers, each once for all its uses. Per-device code.
+
+    The gathers are those in `embed`, `layer` and `logits`, which are traced once to find them. If a weight is gathered
+    here, the gather where it is used does nothing.
+
+    Args:
+        model: the model.
+        w: weights at rest, or copies of them.
+        einsum: the argument of `layer`.
+        length: positions of a sequence, for the trace.
+        layers: whether the stacks of layers are gathered too.
+    """
+
+    def parts(w: Any) -> None:
+        tokens = blank_tokens(model, length)
+        x = model.embed(w, tokens)
+        if layers:
+            w_layer = jax.tree.map(lambda stack: stack[0], w.layers)
+            x, _ = split_extras(model.layer(x, w_layer, tokens, lambda q, *_, **options: q, einsum))
+        check_logits(model, model.logits(w, x))
+
+    with pipeline_stage():  # devices of p have different layers
+        notes = gathers.note_gathers(parts, w)
+    in_layer = lambda path: path.startswith("layers.")
+    in_stage = PIPELINE_AXIS in mesh_axes()  # in a stage nothing can be gathered over p
+    return gathers.gather_as_noted(w, notes, lambda path: layers or not in_layer(path), layers or in_stage)

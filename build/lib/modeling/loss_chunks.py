@@ -1,0 +1,86 @@
+"""A loss summed in chunks of positions, so that only the logits of one chunk are in memory at a time."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib import shardops
+from shardlib.op_checks import one_like, varying, zeros_like_traced
+from shardlib.shardtypes import scope
+
+
+@scope
+def sum_in_chunks(
+    summed: Callable, chunk: int | None, w: Any, x: jax.Array, targets: jax.Array, mask: jax.Array
+) -> Any:
+    """summed(w, x, targets, mask), computed for `chunk` positions of L at a time (None: all). Per-device code.
+
+    A gradient, if needed, is computed along with the sum, chunk by chunk, and kept instead of the logits. So the logits
+    are computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.
+
+    Args:
+        summed: gives a sum over positions, `+r +d`. It closes over no arrays, and does not depend on w.layers.
+        chunk: a multiple of t that divides L.
+        w: weights of the model; a dataclass of floats.
+        x: [B, L/t, M], the positions of this device.
+        targets: [B, L], of all devices of t.
+        mask: [B, L], like the targets.
+    """
+    if chunk is None:
+        return summed(w, x, targets, mask)
+    # Of the t blocks of positions (T), each device's own and as many in a chunk, chunk i has the i-th part (P) of each,
+    # so that cutting x moves nothing between devices.
+    t = shardops.axis_size("t")
+    rest = lax.stop_gradient(w)
+    cut = lambda x: shardops.rearrange("B/r/d (T/t chunks P) M -> chunks B/r/d (T/t P) M", x, T=t, P=chunk // t)
+    of_devices = lambda ids: shardops.rearrange("B/r/d (T chunks P) -> chunks B/r/d (T P)", ids)
+    w_head = {field.name: getattr(w, field.name) for field in dataclasses.fields(w) if field.name != "layers"}
+    return shardops.per_device(
+        "+r +d",
+        lambda w_head, x, targets, mask: _sum(summed, w_head, rest, cut(x), of_devices(targets), of_devices(mask)),
+        *(w_head, x, targets, mask),
+        reason="chunks are parts of each device's own positions; a sum does not depend on which",
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(summed: Callable, w_head: dict, w: Any, *chunks: jax.Array) -> Any:
+    of_chunk = lambda chunk: summed(dataclasses.replace(w, **w_head), *chunk)
+    return lax.scan(lambda total, chunk: (total + of_chunk(chunk), None), _zero(of_chunk, chunks), chunks)[0]
+
+
+def _zero(of_chunk: Callable, chunks: Any) -> Any:
+    """A sum of 0, like of_chunk(chunk). It is carried, because a scan cannot stack partial sums."""
+    first = jax.tree.map(lambda x: x[0], chunks)
+    return jax.tree.map(zeros_like_traced, jax.make_jaxpr(of_chunk, return_shape=True)(first)[1])
+
+
+def _sum_and_gradients(summed: Callable, w_head: dict, w: Any, *chunks: jax.Array) -> tuple[Any, Any]:
+    of_chunk = lambda w_head, x, *rest: summed(dataclasses.replace(w, **w_head), x, *rest)
+
+    def step(totals, chunk):
+        (total, g_total), (x, *rest) = totals, chunk
+        value, vjp = jax.vjp(lambda w_head, x: of_chunk(w_head, x, *rest), w_head, x)
+        g_head, g_x = vjp(jax.tree.map(one_like, value))
+        return (total + value, jax.tree.map(lambda total, g: total + g.astype(total.dtype), g_total, g_head)), g_x
+
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w_head)
+    (total, g_head), g_x = lax.scan(step, (_zero(lambda chunk: of_chunk(w_head, *chunk), chunks), zeros), chunks)
+    dtypes = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), w_head)
+    return total, (g_head, g_x, dtypes)
+
+
+def _scaled(summed: Callable, saved: Any, g: Any) -> tuple[Any, ...]:
+    g_head, g_x, dtypes = saved
+    (scale,) = jax.tree.leaves(g)  # of a partial sum: the same on all its devices, as if it was gathered
+    scale = varying(scale, jax.typeof(scale).manual_axis_type.reduced)
+    g_head = jax.tree.map(lambda x, like: (x * scale).astype(like.dtype), g_head, dtypes)
+    return g_head, None, (g_x * scale).astype(g_x.dtype), None, None
+
+
+_sum.defvjp(_sum_and_gradients, _scaled)

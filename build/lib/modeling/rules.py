@@ -1,0 +1,169 @@
+"""Who attends to whom, and how the score of a pair changes: the model's `Rule`, which all attention paths follow.
+
+    sliding = Rule(visible=(causal, same_document, Window(1024)))
+    capped = Rule(score=lambda scores, q, k, heads: 50 * jnp.tanh(scores / 50))
+
+A model states its rule where a layer calls `attend(q, k, v, rule)`. The functions of a rule get the Places of queries
+and of keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, query heads of each, queries, keys.
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardlib import shardops
+
+
+class Places(NamedTuple):
+    """Places of the positions of queries or of keys, as integers."""
+
+    index: jax.Array
+    """Place in the sequence, counted from 0."""
+    position: jax.Array
+    """Place in its document, counted from 0."""
+    document: jax.Array
+    """Number of its document in the sequence."""
+
+    @classmethod
+    def in_one_document(cls, index: jax.Array) -> "Places":
+        """Places of positions in a sequence of one document."""
+        return cls(index, index, jnp.zeros_like(index))
+
+    def as_queries(self) -> "Places":
+        """Reshapes each from [B, L] to [B, 1, 1, L, 1]."""
+        return Places(*(x[:, None, None, :, None] for x in self))
+
+    def as_keys(self) -> "Places":
+        """Reshapes each from [B, S] to [B, 1, 1, 1, S]."""
+        return Places(*(x[:, None, None, None, :] for x in self))
+
+
+def causal(q: Places, k: Places) -> jax.Array:
+    """A query sees its own position and those before it."""
+    return q.index >= k.index
+
+
+def same_document(q: Places, k: Places) -> jax.Array:
+    """A query sees its own document."""
+    return q.document == k.document
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A query sees the last `size` positions, including its own (arXiv 2004.05150); `size` is at least 1."""
+
+    size: int
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"Window({self.size}) is of no positions; its size must be at least 1.")
+
+    def __call__(self, q: Places, k: Places) -> jax.Array:
+        """Whether each query sees each key."""
+        return q.index - k.index < self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Who attends to whom, and how the score of a pair changes."""
+
+    visible: tuple[Callable[[Places, Places], jax.Array], ...] = (causal, same_document)
+    """Conditions (q, k) -> bool: a query sees the keys that meet all of them."""
+    score: Callable[..., jax.Array] | None = None
+    """Function (scores, q, k, heads, *learned) -> scores, applied entry by entry to the scaled products. `heads` are
+    the numbers of the query heads in the model, i32[K, Q, 1, 1]. `learned` are weights from the call of `attend`, each
+    [B, …]. None: the scores stay as they are."""
+    scale: float | None = None
+    """Factor on the products of queries and keys. None: 1/√(entries of a head)."""
+
+    def __post_init__(self):
+        visible, score, scale = self.visible, self.score, self.scale
+        if not isinstance(visible, tuple) or not all(map(callable, visible)):
+            raise ValueError(f"Rule(visible={visible!r}); it must be a tuple of functions, such as (causal,).")
+        if wrong := [f for f in visible if not _takes(f, 2)]:
+            raise ValueError(f"Rule(visible=…) has {_name(wrong[0])}, which does not take (q, k).")
+        if score is not None and not any(_takes(score, count) for count in range(4, 20)):
+            raise ValueError(f"Rule(score={_name(score)}), which does not take (scores, q, k, heads, *learned).")
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"Rule(scale={scale}); it must be a finite number.")
+
+    def sees(self, q: Places, k: Places) -> jax.Array:
+        """Whether each query sees each key; broadcasts to [B, 1, 1, L, S]."""
+        seen = jnp.ones((1,) * 5, bool)
+        for condition in self.visible:
+            seen = seen & condition(q, k)
+        return seen
+
+    def scores(
+        self, products: jax.Array, d_head: int, q: Places, k: Places, heads: jax.Array, learned: tuple = ()
+    ) -> jax.Array:
+        """Input of the softmax, [B, K, Q, L, S]: changed scores, and -inf where a query does not see a key.
+
+        Args:
+            products: products of queries and keys, in the dtype of the softmax.
+            d_head: entries of a head.
+            q: from as_queries.
+            k: from as_keys.
+            heads: as for `score`.
+            learned: as for `score`.
+        """
+        return jnp.where(self.sees(q, k), self.changed(products, d_head, q, k, heads, learned), -jnp.inf)
+
+    def changed(
+        self, products: jax.Array, d_head: int, q: Places, k: Places, heads: jax.Array, learned: tuple = ()
+    ) -> jax.Array:
+        """Scores of all pairs, seen or not."""
+        scores = products * (d_head**-0.5 if self.scale is None else self.scale)
+        return scores if self.score is None else self.score(scores, q, k, heads, *learned)
+
+    def without(self, condition: Callable) -> "Rule":
+        """The rule without this condition."""
+        return dataclasses.replace(self, visible=tuple(x for x in self.visible if x is not condition))
+
+    def within_documents(self) -> "Rule":
+        """The rule with the condition same_document."""
+        return dataclasses.replace(self, visible=(*self.without(same_document).visible, same_document))
+
+    def __str__(self) -> str:
+        parts = [_name(condition) for condition in self.visible] or ["all"]
+        parts += [f"score {_name(self.score)}"] if self.score else []
+        parts += [f"scale {self.scale:g}"] if self.scale is not None else []
+        return ", ".join(parts)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", None) or str(function)
+
+
+def _takes(function: Callable, count: int) -> bool:
+    """Whether `function` can be called with `count` arguments; True where Python cannot tell."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+CAUSAL = Rule()
+"""Each position sees itself and those before it in its document."""
+
+
+def head_numbers(kv: int, queries: int) -> jax.Array:
+    """Numbers in the model of this device's query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
+    first = shardops.axis_index("t") * kv * queries
+    return first + jnp.arange(kv * queries, dtype=jnp.int32).reshape(kv, queries, 1, 1)
+
+
+def softmax(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Attention weights of scores[B, K, Q, L, S]. `sinks`[B, K, Q], if any, are scores of keys without values."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sink = jnp.broadcast_to(sinks.astype(scores.dtype)[..., None, None], (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]

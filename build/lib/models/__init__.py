@@ -1,0 +1,1 @@
+"""Models other than that of train.py, chosen by model.module."""

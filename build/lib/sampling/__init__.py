@@ -1,0 +1,1 @@
+"""Sampling of text from a model: the cache, drawing, the sampler, samples during a run."""

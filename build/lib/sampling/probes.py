@@ -1,0 +1,204 @@
+"""Checks whether a model can be decoded with a cache of keys and values. They run its parts before the first text.
+
+With the cache, each position of a forward pass belongs to another text. This is right if a position learns from others
+through `attend` alone, if no rule lets it see later ones, and if cached attention computes what train.attention does.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from modeling.attention_calls import TOLERANCE, Call, calls_of, distance, distinct, random_operands, with_path
+from modeling.model import Tokens, compute_scope, period_of
+from modeling.rules import Places, Rule
+from sampling.cache import cached_attention
+from shardlib import shardops
+from shardlib.layers import split_extras
+from shardlib.op_checks import varying
+from shardlib.program_hash import hash_of
+from shardlib.shardtypes import f32, typed_shard_map
+from shardlib.values import mesh_axes
+
+QUERIES = 16
+"""Number of positions at which cached attention is compared."""
+PAIRS = 2**24
+"""Largest number of pairs of positions that are checked at a time."""
+
+
+class Verdict(NamedTuple):
+    """Decision on the cache of a model, and on what its positions see."""
+
+    why_no_cache: str = ""
+    """Reason to decode without a cache; empty: with it."""
+    sees_later: bool = False
+    """Whether a position of a text sees later ones."""
+
+
+def verdict(forward: Any, weights: Any, context: int) -> Verdict:
+    """Verdict on the model of `forward`: it is decoded with a cache, if that is right.
+
+    The checks need little memory: the parts of the model on 4·t positions, and PAIRS scores of attention, of one text
+    on each device.
+
+    Args:
+        forward: train.Forward of the model.
+        weights: of the model, on the current mesh.
+        context: number of tokens that the next one can see.
+
+    Raises:
+        ValueError: a layer lets positions learn from later ones outside of `attend`, or from other texts, so that no
+            text can be continued; a rule depends on the length; or cached attention differs from train.attention.
+    """
+    t, module = jax.sharding.get_mesh().shape["t"], f"of model.module {forward.model.c.module!r}"
+    by_earlier, by_later, by_others = _mixing_parts(forward, weights, 4 * t)
+    if by_others:
+        raise ValueError(
+            f"{by_others} {module} lets a text learn from the others of its batch, so that a text would depend on "
+            "those that are drawn beside it. Let it compute each sequence by itself."
+        )
+    if by_later:
+        raise ValueError(
+            f"{by_later} {module} lets a position learn from later ones outside of attend, so that its texts cannot be "
+            "continued. Let it go through attend, or from earlier positions alone."
+        )
+    calls = calls_of(forward, -(-context // t) * t)
+    for call, shorter in zip(calls, calls_of(forward, 4 * t), strict=True):
+        if _program_of(call.rule, call) != _program_of(shorter.rule, call):
+            raise ValueError(
+                f"the rule `{call.rule}` of layer {call.turn} depends on the shapes that the layer is given, which in "
+                "decoding are others. Compute what it needs from the places of query and key."
+            )
+    for call in distinct(calls):
+        if _sees_later(forward.rule(call.rule), context):
+            return Verdict(f"a position sees later ones: {call.rule}", sees_later=True)
+    turns = [call.turn for call in calls]
+    for turn in range(period_of(forward.model)):
+        if turns.count(turn) != 1:
+            return Verdict(f"layer {turn} of a period calls attend {turns.count(turn)} times, not once")
+    if by_earlier:
+        return Verdict(f"{by_earlier} lets a position learn from others outside of attend")
+    for call in distinct(calls):
+        _check_cached_attention(forward, call, context)
+    return Verdict()
+
+
+def _program_of(rule: Rule, call: Call) -> str:
+    """Hash of the program by which a rule changes the scores of a few pairs."""
+    places = Places(*[jax.ShapeDtypeStruct((1, 2), jnp.int32)] * 3)
+    scores = jax.ShapeDtypeStruct((1, *call.q.shape[2:4], 2, 2), jnp.float32)
+    heads = jax.ShapeDtypeStruct((*call.q.shape[2:4], 1, 1), jnp.int32)
+    run = lambda scores, q, k, heads, learned: rule.scores(scores, 1, q.as_queries(), k.as_keys(), heads, learned)
+    return hash_of(jax.jit(run).trace(scores, places, places, heads, call.learned))
+
+
+def _sees_later(rule: Rule, context: int) -> bool:
+    """Whether some position of a text sees one after it."""
+    queries = min(context, max(1, PAIRS // context))
+
+    @jax.jit
+    def sees(first: jax.Array) -> jax.Array:
+        index = lambda count: jnp.arange(count, dtype=jnp.int32)[None]
+        q = Places.in_one_document(index(queries) + first).as_queries()
+        k = Places.in_one_document(index(context)).as_keys()
+        return jnp.any(rule.sees(q, k) & (k.index > q.index))
+
+    return any(bool(sees(np.int32(first))) for first in range(0, context, queries))
+
+
+def _mixing_parts(forward: Any, weights: Any, length: int) -> list[str]:
+    """Names of the parts of the model in which, outside of `attend`, positions learn from others.
+
+    Returns the parts in which they learn from earlier positions, those in which they learn from later ones, and those
+    in which they learn from another text.
+
+    Each part runs on two texts of `length` positions, and again after a change of one position of the first text, its
+    first or its last. The change is of the token and of the residual stream, also to NaN, which weights of 0 do not
+    hide. A part that reads only from positions farther away than `length` is not found.
+    """
+    model, names = forward.model, ["embed", *["layer"] * period_of(forward.model), "logits"]
+    place = np.arange(length, dtype=np.int32)[None]
+
+    def attend_alone(q, k, v, rule, *learned, sinks=None, drop=None):
+        """Lets each position see itself alone, and the learned weights, which a sequence has once."""
+        of_sequence = [jnp.sum(x, axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves((learned, sinks))]
+        shared = sum(of_sequence, jnp.zeros(len(q)))[:, None, None, None, None]
+        return (q + k[..., None, :] + v[..., None, :] + shared).astype(q.dtype)
+
+    @typed_shard_map
+    def per_device(w: model.Weights) -> f32["N"]:
+        w, axes, t = forward.copies(w), tuple(mesh_axes()), shardops.axis_size("t")
+        own_place = shardops.axis_index("t") * (length // t) + jnp.arange(length // t)[None]
+        in_first = jnp.array([True, False])[:, None]
+        of_both = lambda x: varying(jnp.broadcast_to(x, (2, length)), ("r", "d"))
+        tokens_of = lambda ids: Tokens(of_both(ids), of_both(place), of_both(0 * place)).prepared(model)
+
+        def layer(turn: int, x: jax.Array, ids: jax.Array) -> jax.Array:
+            w_layer, tokens = jax.tree.map(lambda stack: stack[turn], w.layers), tokens_of(ids)
+            tokens = tokens.in_layer(jnp.int32(turn), turn)
+            return split_extras(model.layer(x, w_layer, tokens, attend_alone, forward.einsum))[0]
+
+        embed = lambda x, ids: model.embed(w, tokens_of(ids))
+        layers = [functools.partial(layer, turn) for turn in range(period_of(model))]
+        logits = lambda x, ids: model.logits(w, x)
+
+        ids = jax.random.randint(jax.random.key(0), (2, length), 0, model.c.vocab).astype(jnp.uint32)
+        x = embed(None, ids)
+        given = [(x, ids)]
+        for end in (0, length - 1):
+            other_ids = jnp.where(in_first & (place == end), (ids + 1) % jnp.uint32(model.c.vocab), ids)
+            given += [
+                (jnp.where((in_first & (own_place == end))[..., None], y, x), other_ids) for y in (jnp.nan, -3 * x)
+            ]
+        given = jax.tree.map(lambda *alternatives: jnp.stack(alternatives), *given)
+        changed = jnp.array([0, 0, length - 1, length - 1])[:, None, None]
+
+        found = []
+        for part in (embed, *layers, logits):
+            # One after the other, by the same compiled code, so that equal arguments give equal bits.
+            plain, *after = lax.map(lambda given, part=part: part(*given), given)
+            after = jnp.stack(after)
+            moved = ~((plain == after) | (jnp.isnan(plain) & jnp.isnan(after)))
+            moved = jnp.any(moved, axis=tuple(range(3, moved.ndim)))
+            at = place if plain.shape[1] == length else own_place
+            first, second = moved[:, :1], moved[:, 1:]
+            found += [jnp.any(first & (at > changed)), jnp.any(first & (at < changed)), jnp.any(second)]
+        return lax.pmax(varying(jnp.float32(jnp.stack(found)), axes), axes)
+
+    with compute_scope(forward.training.compute_dtype):
+        moved = np.asarray(jax.jit(per_device)(weights)).reshape(len(names), 3) > 0
+    return [", ".join(dict.fromkeys(np.array(names)[column])) for column in moved.T]
+
+
+def _check_cached_attention(forward: Any, call: Call, context: int) -> None:
+    """Raises ValueError where cached attention and train.attention differ, at some positions of one text.
+
+    Both read the same rule. They can differ in the places, head numbers and weights that they give it, which shows at
+    any length. So the text may be shorter than a window, and is no longer than PAIRS allows.
+    """
+    dense, axes = with_path(forward, "einsum"), tuple(mesh_axes())
+    length = min(context, max(64, int((PAIRS / math.prod(call.q.shape[2:4])) ** 0.5)))
+    at = np.unique(np.linspace(0, length - 1, QUERIES).astype(np.int32))
+
+    @typed_shard_map
+    def per_device() -> f32[""]:
+        operands = jax.tree.map(lambda x: varying(x, axes), random_operands(call, length))
+        q, k, v, learned, sinks = operands
+        place = varying(jnp.arange(length, dtype=jnp.int32)[None], ("r", "d"))
+        tokens, rule = Tokens(place.astype(jnp.uint32), place, jnp.zeros_like(place)), forward.rule(call.rule)
+        expected = dense.attend(tokens)(None, q, k, v, call.rule, *learned, sinks=sinks)[0][:, at]
+        past = lambda x: jnp.broadcast_to(x[:, None], (1, len(at), *x.shape[1:]))
+        found = cached_attention(q[:, at], k[:, at], v[:, at], past(k), past(v), place[:, at], rule, learned, sinks)
+        return lax.pmax(distance(found, expected), axes)
+
+    with compute_scope(forward.training.compute_dtype):
+        far = float(jax.jit(per_device)())
+    if not far <= TOLERANCE[forward.training.compute_dtype]:
+        raise ValueError(
+            f"attention with a cache is not what train.attention computes for the rule `{call.rule}`: they differ by "
+            f"{far:.2g} of the largest entry. State who attends to whom in the model's Rule, which both follow."
+        )

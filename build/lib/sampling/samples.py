@@ -1,0 +1,74 @@
+"""Texts that a run samples during training: noise becomes sentences."""
+
+import json
+from typing import Any
+
+import jax
+
+from cluster.watch import pause
+from input_loader.codec import codec_of_data
+from sampling.drawing import Settings, check_ids
+from sampling.sampler import Sampler
+from training_io.config import Config
+from training_io.metrics import remove_later_lines
+from training_io.run import Run
+from training_io.stages import folded_mesh, without_stages
+
+SHOWN = 100
+"""Number of characters of a sample on the terminal."""
+
+
+class TrainingSamples:
+    """Continues training.sample_prompts with the weights of a run during training.
+
+    Each sample is a line in `<directory>/samples.jsonl`: step (number of steps done), prompt, text (what was added),
+    and ended (whether by the token that ends the documents of the data). The noise is the same each time, so that texts
+    differ only by what was learned. All processes make the same calls; process 0 writes.
+
+    Args:
+        c: configuration of the run.
+        forward: train.Forward of its model.
+        run: the run. If it resumes, lines of later steps are removed.
+
+    Raises:
+        ValueError: a prompt that the data's tokenizer cannot encode, or a setting out of its range.
+    """
+
+    def __init__(self, c: Config, forward: Any, run: Run):
+        t, self._run = c.training, run
+        self._codec = codec_of_data(c.data)
+        self._texts = list(t.sample_prompts)
+        try:
+            self._prompts = [self._codec.encode(text) for text in self._texts]
+            for text, ids in zip(self._texts, self._prompts, strict=True):
+                check_ids(f"training.sample_prompts: {text!r}", ids, c.model.vocab)
+        except ValueError as e:
+            raise ValueError(f"training.sample_prompts: {e}") from e
+        self._stop = () if self._codec.end is None else (self._codec.end,)
+        settings = Settings(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
+        self._mesh, self._placement = folded_mesh(c), run.placement
+        with jax.set_mesh(self._mesh):
+            self._sampler = Sampler(forward, settings, context=t.seq_len, source=run.provenance["source"])
+        self._path = run.directory / "samples.jsonl"
+        if jax.process_index() == 0:
+            remove_later_lines(self._path, run.start + 1 if run.start else 0)
+
+    def write(self, weights: Any) -> None:
+        """Samples with these weights, after the steps that are done."""
+        done = self._run.done
+        weights = without_stages(weights, self._placement, self._mesh)
+        with pause("sampling texts"), jax.set_mesh(self._mesh):
+            first = self._sampler.why_no_cache is None
+            drawn = self._sampler.generate(weights, self._prompts)
+        if first and self._sampler.why_no_cache:
+            self._run.print(f"sampling   without a cache, which is slower: {self._sampler.why_no_cache}")
+        lines = []
+        for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
+            ended = ids[-1] in self._stop
+            added = self._codec.continuation(prompt, ids[:-1] if ended else ids)
+            lines.append(json.dumps({"step": done, "prompt": text, "text": added, "ended": ended}) + "\n")
+            shown = " ".join((text + added).split())
+            self._run.log_event("sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)})
+        if jax.process_index() == 0:
+            with open(self._path, "a") as file:
+                file.writelines(lines)

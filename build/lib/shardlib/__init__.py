@@ -1,0 +1,1 @@
+"""Sharding types and the typed per-device operations on them; see docs/sharding-types.md."""

@@ -1,0 +1,361 @@
+"""Array types `f32['B/d M']`, types made of them, and their shardings and partition specs."""
+
+import collections.abc
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.checks import current_scope
+from shardlib.parsing import ShapeSpec, ShardError, parse_shape, spec_text
+from shardlib.values import SHORT_DTYPES, describe, devices_along, on_mesh
+
+# ---- types ------------------------------------------------------------------------------------------------------
+
+
+class _Type:
+    """A type that is not a class; `X | None` works as for a class."""
+
+    def __or__(self, other):
+        return typing.Union[self, other]  # noqa: UP007 (this is the operator)
+
+    def __ror__(self, other):
+        return typing.Union[other, self]  # noqa: UP007
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ArrayType(_Type):
+    """The type `f32['B/d M']`: the short name of a dtype, and a spec."""
+
+    dtype: str
+    spec: ShapeSpec
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}['{self.spec}']"
+
+
+_LONG_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
+
+
+class DType:
+    """The dtype `f32`. Indexed with a spec it gives an array type."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getitem__(self, spec: str | bytes) -> ArrayType:
+        parsed = parse_shape(spec)
+        if parsed.index is not None or parsed.open:
+            raise ShardError(f"`{parsed}` is not the type of an array", "[dim] and ... belong to the specs of ops")
+        return ArrayType(self.name, parsed)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of this name. Raises ShardError for a `dtype_name` that no current scope binds."""
+        if self.name in _LONG_DTYPES:
+            return jnp.dtype(_LONG_DTYPES[self.name])
+        if self.name not in current_scope().dtypes:
+            raise ShardError(
+                f"dtype name {self.name} is bound to no dtype here", f"run under `with Scope({self.name}=…):`"
+            )
+        return current_scope().dtypes[self.name]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+f32, f64, f16, bf16 = DType("f32"), DType("f64"), DType("f16"), DType("bf16")
+i8, i16, i32, i64 = DType("i8"), DType("i16"), DType("i32"), DType("i64")
+u8, u16, u32, u64 = DType("u8"), DType("u16"), DType("u32"), DType("u64")
+bool_ = DType("bool_")
+
+
+def dtype_name(name: str) -> DType:
+    """A dtype that each trace chooses.
+
+    After `act = dtype_name('act')`, `act['B/d M']` is a type; `with Scope(act=jnp.bfloat16):` chooses its dtype.
+    """
+    if name in _LONG_DTYPES:
+        raise ShardError(f"{name!r} is a dtype already", "choose another name")
+    return DType(name)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class StackedType(_Type):
+    """The type `Array['layers', Layer]`: each array in Layer, with `dims` before its own dims."""
+
+    dims: str
+    inner: typing.Any
+
+    def __repr__(self) -> str:
+        return f"Array['{self.dims}', {self.inner!r}]"
+
+
+class Array:
+    """`Array['layers', X]`: the type X (an array type or a dataclass of them) with one or more dims before its own."""
+
+    def __class_getitem__(cls, args) -> StackedType:
+        dims, inner = args
+        parse_shape(dims)
+        return StackedType(spec_text(dims), inner)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SubsetType(_Type):
+    """The type `Subset[Weights]`: the type `inner`, in which any array may be None."""
+
+    inner: typing.Any
+
+    def __repr__(self) -> str:
+        return f"Subset[{self.inner!r}]"
+
+
+class Subset:
+    """`Subset[X]`: a dataclass of arrays like X, in which any array may be None."""
+
+    def __class_getitem__(cls, inner) -> SubsetType:
+        return SubsetType(inner)
+
+
+def pytree_dataclass(cls=None, **kwargs):
+    """Decorator: a dataclass that is a JAX pytree. Fields with `metadata={'static': True}` belong to its structure."""
+    if cls is None:
+        return functools.partial(pytree_dataclass, **kwargs)
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(cls, **kwargs))
+
+
+# ---- walking types ----------------------------------------------------------------------------------------------
+
+ABSENT = object()
+"""Value that `arrays_of` yields for an array of an optional part that is None."""
+
+
+def _class_of(t):
+    """State of `State[Transformer]`; any other annotation as it is."""
+    return typing.get_origin(t) if dataclasses.is_dataclass(typing.get_origin(t)) else t
+
+
+def _fields(t) -> list[tuple[str, typing.Any]]:
+    """Name and type of each field that is data."""
+    cls = _class_of(t)
+    hints = typing.get_type_hints(cls)
+    chosen = dict(zip(getattr(cls, "__parameters__", ()), typing.get_args(t), strict=False))
+    return [(f.name, _choose(hints[f.name], chosen)) for f in dataclasses.fields(cls) if not f.metadata.get("static")]
+
+
+def _choose(t, chosen: dict):
+    """`t` with the types chosen for its TypeVars."""
+    if isinstance(t, typing.TypeVar):
+        return chosen.get(t, t)
+    if isinstance(t, SubsetType):
+        return SubsetType(_choose(t.inner, chosen))
+    if isinstance(t, StackedType):
+        return StackedType(t.dims, _choose(t.inner, chosen))
+    variables = getattr(t, "__parameters__", ()) if typing.get_origin(t) else ()
+    return t[tuple(chosen.get(v, v) for v in variables)] if variables else t
+
+
+def _class_for(variable: typing.TypeVar, value, path: str):
+    """The class bound to a TypeVar: that of the value, and the same throughout a call."""
+    if value is ABSENT:
+        raise ShardError(f"{path or 'value'}: {variable} is bound to no class here", "choose one: State[Transformer]")
+    found = type(value)
+    if not (dataclasses.is_dataclass(found) and is_typed(found)):
+        raise ShardError(
+            f"{path or 'value'} is {describe(value)}, where {variable} must be a dataclass of arrays", "pass one"
+        )
+    known = current_scope().classes.setdefault(variable, found)
+    if known is not found:
+        raise ShardError(
+            f"{path or 'value'} is a {found.__name__}, but {variable} is {known.__name__} in this call",
+            f"pass a {known.__name__}",
+        )
+    return found
+
+
+def _optional(t):
+    """X of the type `X | None`; None for other types."""
+    if typing.get_origin(t) in (typing.Union, types.UnionType):
+        args = [a for a in typing.get_args(t) if a is not type(None)]
+        if len(args) == 1:
+            return args[0]
+    return None
+
+
+def is_typed(t) -> bool:
+    """Whether the annotation holds array types. Raises ShardError if it holds some that cannot be checked."""
+    if isinstance(t, ArrayType | StackedType | SubsetType | typing.TypeVar):
+        return True
+    if _optional(t) is not None:
+        return is_typed(_optional(t))
+    if dataclasses.is_dataclass(_class_of(t)):
+        return any(is_typed(inner) for _, inner in _fields(t))
+    arguments = [a for a in typing.get_args(t) if a is not Ellipsis and not isinstance(a, list)]
+    if typing.get_origin(t) is collections.abc.Callable or not any(map(is_typed, arguments)):
+        return False
+    if typing.get_origin(t) is not tuple or Ellipsis in typing.get_args(t):
+        raise ShardError(
+            f"the arrays in {t!r} cannot be checked",
+            "annotate with array types, X | None, tuple[X, Y], Array['dims', X] or pytree dataclasses of them",
+        )
+    return True
+
+
+def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
+    """(path, type, part) of each part of a tuple or dataclass. Raises ShardError for a value of another kind."""
+    if typing.get_origin(t) is tuple:
+        args = typing.get_args(t)
+        if value is ABSENT:
+            value = (ABSENT,) * len(args)
+        if not isinstance(value, tuple) or len(value) != len(args):
+            found = f"{len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+            raise ShardError(f"{path or 'value'}: {t} needs a tuple of {len(args)}, not {found}", "give one part each")
+        return [(f"{path}[{i}]", a, v) for i, (a, v) in enumerate(zip(args, value, strict=True))]
+    cls = _class_of(t)
+    if value is not ABSENT and not isinstance(value, cls):
+        raise ShardError(f"{path or 'value'} is {describe(value)}, not a {cls.__name__}", f"pass a {cls.__name__}")
+    return [(f"{path}.{name}" if path else name, inner, getattr(value, name, ABSENT)) for name, inner in _fields(t)]
+
+
+def _with_dims(dims: str, t: ArrayType) -> ArrayType:
+    """The array type with `dims` before its own."""
+    return ArrayType(t.dtype, parse_shape(f"{dims} {t.spec}"))
+
+
+def arrays_of(
+    t, value, path: str = "", *, dims: str = "", only_arrays: bool = False
+) -> Iterator[tuple[str, ArrayType, typing.Any]]:
+    """(path, array type, array) of each array type in `t`, in the order of a value's leaves.
+
+    The type is as the current mesh has it. The array is ABSENT where `value` has None for an optional part, and
+    everywhere if `value` is ABSENT. `path` and the stacked `dims` are those of the value itself. With `only_arrays` a
+    part without array types is refused, otherwise it is left out.
+
+    Raises:
+        ShardError: the value is not of the classes and tuples that `t` says.
+    """
+    options = {"dims": dims, "only_arrays": only_arrays}
+    if isinstance(t, ArrayType):
+        array = _with_dims(dims, t)
+        yield path, ArrayType(array.dtype, on_mesh(array.spec)), value
+    elif isinstance(t, StackedType):
+        yield from arrays_of(t.inner, value, path, dims=f"{dims} {t.dims}", only_arrays=only_arrays)
+    elif isinstance(t, SubsetType):
+        for name, array, part in arrays_of(t.inner, value, path, **options):
+            yield name, array, ABSENT if part is None else part
+    elif isinstance(t, typing.TypeVar):
+        yield from arrays_of(_class_for(t, value, path), value, path, **options)
+    elif _optional(t) is not None:
+        yield from arrays_of(_optional(t), ABSENT if value is None else value, path, **options)
+    elif is_typed(t):
+        for name, inner, part in _children(t, value, path):
+            yield from arrays_of(inner, part, name, **options)
+    elif only_arrays:
+        raise ShardError(
+            f"{path} has no array type",
+            "annotate it, e.g. f32['B/d M']; if it is not data, make it a field with metadata={'static': True}",
+        )
+
+
+# ---- shardings --------------------------------------------------------------------------------------------------
+
+
+def _map_type(t, leaf, dims: str = ""):
+    """A pytree like a value of type `t` without None, with `leaf(array_type)` for each array."""
+    if isinstance(t, ArrayType):
+        return leaf(_with_dims(dims, t))
+    if isinstance(t, SubsetType):
+        return _map_type(t.inner, leaf, dims)
+    if isinstance(t, StackedType):
+        return _map_type(t.inner, leaf, f"{dims} {t.dims}")
+    if _optional(t) is not None:
+        return _map_type(_optional(t), leaf, dims)
+    if typing.get_origin(t) is tuple:
+        return tuple(_map_type(a, leaf, dims) for a in typing.get_args(t))
+    cls = _class_of(t)
+    if dataclasses.is_dataclass(cls):
+        for f in dataclasses.fields(cls):
+            if f.metadata.get("static") and f.default is f.default_factory is dataclasses.MISSING:
+                raise ShardError(
+                    f"{cls.__name__}.{f.name} is static and has no default", "pass a value of the type as `like`"
+                )
+        return cls(**{name: _map_type(inner, leaf, dims) for name, inner in _fields(t)})
+    raise ShardError(
+        f"{t!r} holds no array types", "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
+    )
+
+
+def _map_like(t, leaf, like):
+    """A pytree like `like`, with `leaf(array_type)` for each array of type `t`; `_map_type` if `like` is None."""
+    if like is None:
+        return _map_type(t, leaf)
+    leaves = [leaf(array) for _, array, part in arrays_of(t, like) if part is not ABSENT]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def partition_spec(t: ArrayType) -> PartitionSpec:
+    """The `PartitionSpec` of an array of type `t`. Raises ShardError if it has a + or * mark."""
+    if t.spec.partial or t.spec.copies:
+        raise ShardError(
+            f"{t!r} has a + or * mark: it exists inside shard_map only",
+            "reduce a partial sum before it leaves; a copy cannot leave",
+        )
+    dims = on_mesh(t.spec).dims
+    entries = (None if not dim.axes else dim.axes[0] if len(dim.axes) == 1 else dim.axes for dim in dims)
+    return PartitionSpec(*entries)
+
+
+def make_partition_specs(t, like=None):
+    """The `jax.sharding.PartitionSpec` of each array of type `t`, in a pytree like a value of it.
+
+    `like` is a value of type `t`: the result has None and static fields where it has them. Without it the result has a
+    spec for each array of an optional part, which is a pytree prefix of a value that has None there.
+
+    Raises:
+        ShardError: a + or * mark, or a field that holds no array type.
+    """
+    return _map_like(t, partition_spec, like)
+
+
+def make_shardings(t, like=None):
+    """The `NamedSharding` of each array of type `t` on the current mesh, in a pytree like a value of it.
+
+    Arguments and errors are those of `make_partition_specs`. An axis that the mesh lacks is a ShardError too.
+    """
+    mesh = _current_mesh()
+
+    def sharding(array: ArrayType) -> NamedSharding:
+        devices_along(sorted(on_mesh(array.spec).sharded))
+        return NamedSharding(mesh, partition_spec(array))
+
+    return _map_like(t, sharding, like)
+
+
+def _current_mesh():
+    """The current mesh with its devices; inside jit and under an AbstractMesh, the abstract one."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        raise ShardError("no mesh is set", "run this under `with jax.set_mesh(mesh):`")
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside jit, where JAX knows only the abstract mesh
+        return abstract
+    return abstract if mesh.empty else mesh
+
+
+def is_fully_sharded(t) -> bool:
+    """Whether each array of type `t` is sharded over all of d, t and p that the mesh has.
+
+    Then devices that differ on those axes hold different entries, and a sum over devices counts each entry once.
+    Raises ShardError if no mesh is set or `t` holds no array types.
+    """
+    wanted = {axis for axis in _current_mesh().axis_names if axis in ("d", "t", "p")}
+    found = [wanted <= array.spec.sharded for _, array, _ in arrays_of(t, ABSENT)]
+    if not found:
+        raise ShardError(f"{t!r} holds no array types", "pass an array type, or a dataclass or tuple of them")
+    return all(found)

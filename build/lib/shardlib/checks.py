@@ -1,0 +1,293 @@
+"""Checks of values against specs, and the scopes that bind sizes of dims.
+
+All of this runs while JAX traces and adds nothing to the compiled program.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections import ChainMap
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes
+from shardlib.values import (
+    Copy,
+    Partial,
+    describe,
+    devices_along,
+    inside_shard_map,
+    mesh_axes,
+    on_mesh,
+    sharding_of,
+    sharding_text,
+    stage_axes,
+    unwrap,
+    without_trivial,
+)
+
+Sizes = dict[str, int]
+"""Size of each dim over all devices, by its name."""
+
+# ---- scopes -----------------------------------------------------------------------------------------------------
+
+
+class Scope:
+    """Bindings of the checks: the size of each dim, the class of each TypeVar, the dtype of each dtype name.
+
+    `with Scope():` starts without sizes, and what is bound inside is forgotten at its end. Functions under `typed` and
+    `typed_shard_map` open a scope for each call, so that calls do not affect each other. Outside of any scope an op
+    checks its operands only against each other.
+
+    `with Scope(act=jnp.bfloat16):` binds the dtype name `act`. Dtypes, unlike sizes, also hold in scopes opened inside.
+    """
+
+    def __init__(self, parent: "Scope | None" = None, **dtypes):
+        outer = _SCOPE.get()
+        self.sizes: Sizes = dict(parent.sizes) if parent else {}
+        self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
+        # For messages, by id: a value and its dims, of this scope first.
+        self.types: ChainMap[int, tuple[Any, str]] = ChainMap({}, *(outer.types.maps if outer else ()))
+        self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
+
+    def __enter__(self) -> "Scope":
+        self._token = _SCOPE.set(self)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        _SCOPE.reset(self._token)
+
+
+_SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib_scope", default=None)
+
+
+def current_scope() -> Scope:
+    """The innermost scope; a new, empty one outside of all scopes."""
+    return _SCOPE.get() or Scope()
+
+
+def note_type(value: Any, dims: str) -> Any:
+    """Notes for messages that `value`, inside shard_map, has the type `dims`, such as `B/d L +t`; returns it."""
+    if inside_shard_map() and dims:
+        current_scope().types[id(value)] = value, dims  # the value too, so that no other gets its id
+    return value
+
+
+def noted_type(value: Any) -> tuple[ShapeSpec | None, bool]:
+    """The type that an annotation or an op has given `value` in the current scope, and whether it is that of `value`.
+
+    An array that has none, such as what `.astype` returns, gets the type of all noted values of its shape and axes.
+    """
+    types = current_scope().types
+    here = types.maps[0].values()
+    if id(value) in types or isinstance(value, Partial | Copy):
+        return (parse_shape(types[id(value)][1]) if id(value) in types else None), True
+    without_dtype = lambda value: describe(value).partition("[")[2]
+    alike = {dims for other, dims in here if without_dtype(other) == without_dtype(value)}
+    return (parse_shape(alike.pop()) if len(alike) == 1 else None), False
+
+
+def scope(fn):
+    """Decorator: each call of `fn` has a `Scope` of its own."""
+
+    @functools.wraps(fn)
+    def scoped(*args, **kwargs):
+        with Scope():
+            return fn(*args, **kwargs)
+
+    return scoped
+
+
+@contextlib.contextmanager
+def checking(where: str, **values: Any) -> Iterator[Sizes]:
+    """Context of one check. Gives the sizes of the current scope; what is added to them is bound if the check passes.
+
+    A ShardError raised inside is completed with `where`, the description of each of `values`, the sizes and the mesh.
+    """
+    current = current_scope()
+    sizes = dict(current.sizes)
+    try:
+        yield sizes
+    except ShardError as error:
+        if error.context:
+            raise
+        raise error.located(where, error_context(sizes, **values)) from None
+    current.sizes.update(sizes)
+
+
+def error_context(sizes: Sizes, /, **values: Any) -> str:
+    """The lines of an error message that show values, sizes and mesh."""
+    lines = [f"  {name}: {_typed_text(value)}" for name, value in values.items()]
+    text = lambda sizes: ", ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
+    return "\n".join([*lines, f"  sizes so far: {text(sizes)}; mesh: {text(mesh_axes())}"])
+
+
+def _typed_text(value: Any) -> str:
+    """A value as JAX knows it, after its type if that is noted: "`B/d L/t`, f32[2,3] {varying over t, d}"."""
+    spec, its_own = noted_type(value)
+    return describe(value) if spec is None else f"{'' if its_own else 'like '}`{spec}`, {describe(value)}"
+
+
+# ---- checks -----------------------------------------------------------------------------------------------------
+
+
+def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bool = False) -> jax.Array:
+    """Checks an array, a partial sum or a copy against `spec` and returns the array in it. Adds new sizes to `sizes`.
+
+    Inside shard_map the value must be a partial sum over exactly the axes that the spec marks with +, and a copy over
+    at least those that it marks with *: only shardops can use a copy. It must have the rank and the sizes of the spec,
+    and vary over no axis that the spec does not mention. Outside, its rank, its sizes, and its sharding where JAX knows
+    it must be those of the spec.
+
+    With `gathered_ahead`, a copy over d may hold the whole of a dim that has `/d` in the spec. An op that allows this
+    must expect the whole dim. Annotations allow it, since only ops can use a copy.
+
+    Raises:
+        ShardError: the value is not as the spec says, or the mesh lacks an axis of the spec.
+    """
+    spec = on_mesh(spec)
+    devices_along((*spec.sharded, *spec.partial, *spec.copies))
+    if isinstance(value, Partial):
+        if value.axes != spec.partial:
+            marks = [" ".join("+" + axis for axis in axes) for axes in (value.axes, spec.partial)]
+            raise ShardError(
+                f"the value is a partial sum over {', '.join(value.axes)}, "
+                + (f"`{spec}` says {marks[1]}" if spec.partial else f"`{spec}` has no + mark"),
+                f"write `{marks[0]}`: a partial sum names all its axes" if spec.partial else value.remedy(),
+            )
+        _check_pending(value)
+        value = unwrap(value)
+    elif spec.partial:
+        raise ShardError(
+            f"`{spec}` says a partial sum over {', '.join(spec.partial)}, but the value is not one: "
+            "it is reduced already, or was never summed",
+            "drop the + mark, or the second reduction; einsum_unreduced makes partial sums",
+        )
+    copies = ()
+    if isinstance(value, Copy):
+        copies = value.axes
+        if not set(spec.copies) <= set(copies):
+            raise ShardError(
+                f"the value is a copy over {', '.join(copies)}, `{spec}` says a copy over {', '.join(spec.copies)}",
+                "make the copy over the axes that the spec names, with replicate or all_gather",
+            )
+        if gathered_ahead:
+            dims = (Dim(dim.name, tuple(axis for axis in dim.axes if axis not in copies)) for dim in spec.dims)
+            spec = dataclasses.replace(spec, dims=tuple(dims))
+        if set(copies) & spec.sharded:
+            raise ShardError(
+                f"the value is a copy over {', '.join(copies)}, but `{spec}` says it is sharded over one of them",
+                "drop that axis from the spec",
+            )
+        value = unwrap(value)
+    elif spec.copies:
+        raise ShardError(
+            f"`{spec}` says a copy on each device of {', '.join(spec.copies)}, but the value is an ordinary array",
+            "make the copy with replicate, or all_gather into `*axis`",
+        )
+    if not hasattr(value, "shape"):
+        raise ShardError(f"a {type(value).__name__} is not an array", "pass an array")
+    if spec.open:
+        return value
+    if inside_shard_map():
+        # Axes before sizes: a forgotten gather shows in both, and the axes say what to do about it.
+        _check_rank(spec, value.shape)
+        _check_varying(spec, value, copies)
+        check_sizes(spec, value.shape, sizes)
+    else:
+        check_sizes(spec, value.shape, sizes)
+        check_sharding(spec, value)
+    return value
+
+
+def check_sizes(spec: ShapeSpec, shape: tuple[int, ...], sizes: Sizes) -> None:
+    """Checks rank and sizes: of this device's block inside shard_map, of the whole array outside.
+
+    Raises:
+        ShardError: also for a dim of a whole array that its axes do not divide.
+    """
+    _check_rank(spec, shape)
+    for dim, size in zip(spec.dims, shape, strict=True):
+        whole = size * devices_along(dim.axes) if inside_shard_map() else size
+        known = dim.literal_size if dim.literal_size is not None else sizes.setdefault(dim.name, whole)
+        if known != whole:
+            raise ShardError(
+                f"size mismatch: dim {dim.name} is {known}, but here it is {whole}",
+                "give the two dims different names, or correct the shape; "
+                "a dim that is in fact sharded must say so in its spec, e.g. `M/d`",
+            )
+        check_divisible(dim, whole)
+
+
+def _check_rank(spec: ShapeSpec, shape: tuple[int, ...]) -> None:
+    if len(spec.dims) != len(shape):
+        shown = f"`{spec}`" if spec.dims else "a scalar"
+        raise ShardError(
+            f"rank mismatch: {shown} has {len(spec.dims)} dims, the array has {len(shape)}: {list(shape)}",
+            "name each dim of the array once",
+        )
+
+
+def check_divisible(dim: Dim, size: int) -> None:
+    """Checks that the devices along the axes of `dim` divide its size. Raises ShardError."""
+    devices = devices_along(dim.axes)
+    if size % devices:
+        raise ShardError(
+            f"dim {dim.name} of size {size} is not divisible by its axes {'/'.join(dim.axes)}, {devices} devices",
+            f"make {dim.name} a multiple of {devices}, or shard it over fewer devices",
+        )
+
+
+def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -> None:
+    kind = jax.typeof(value).manual_axis_type
+    extra = sort_axes(kind.varying - spec.sharded - set(spec.partial) - set(copies) - set(stage_axes()))
+    if extra:
+        names = ", ".join(extra)
+        raise ShardError(
+            f"the value differs between devices of {names}, which "
+            + (f"`{spec}` does not mention" if str(spec) else "its spec, a scalar without marks, does not mention"),
+            f"a gather or a reduction over {names} is missing before this point (all_gather, psum_scatter, psum), "
+            f"or the spec lacks `/{extra[0]}` on the dim sharded over it, or `+{extra[0]}` for a partial sum",
+        )
+    if whole := sort_axes(kind.reduced & spec.sharded):
+        raise ShardError(
+            f"the value was gathered over {', '.join(whole)}, but `{spec}` says it is sharded over it",
+            "drop the gather, or the axis from the spec",
+        )
+    if kind.unreduced - set(spec.partial):
+        raise ShardError(
+            f"the value is unreduced over {', '.join(sort_axes(kind.unreduced))} in JAX's own types: "
+            "the array in a partial sum, taken out of it",
+            "pass the partial sum itself to psum_scatter or psum",
+        )
+
+
+def _check_pending(value: Partial) -> None:
+    (array,) = jax.tree.leaves(value)
+    kind, names = jax.typeof(array).manual_axis_type, ", ".join(value.axes)
+    if set(value.axes) <= kind.unreduced:
+        return
+    if set(value.axes) <= kind.reduced:
+        raise ShardError(
+            f"this is the gradient of a partial sum over {names}, an array that is the same on every device of {names}",
+            "take the array out, which is as if it was gathered: (g,) = jax.tree.leaves(g)",
+        )
+    raise ShardError(
+        f"the array in this partial sum over {names} was replaced by {describe(array)}, which is not a partial sum",
+        f"do not change a partial sum from inside, e.g. by jax.tree.map: {value.remedy()}; what is linear is written "
+        "with the partial sum itself: p + q, p - q, c * p",
+    )
+
+
+def check_sharding(spec: ShapeSpec, value: Any) -> None:
+    """Checks that a whole array is sharded as `spec` says, where JAX knows its sharding. Raises ShardError."""
+    found, wanted = sharding_of(value), tuple(dim.axes for dim in spec.dims)
+    if found is not None and without_trivial(found) != without_trivial(wanted):
+        raise ShardError(
+            f"the array is sharded as ({sharding_text(found)}), but `{spec}` says ({sharding_text(wanted)})",
+            "place it with jax.device_put(x, make_shardings(type)), or inside jit with jax.reshard",
+        )

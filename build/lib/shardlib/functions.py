@@ -1,0 +1,330 @@
+"""Decorators for functions whose annotations are checked at each call, while JAX traces: `typed`, `typed_shard_map`."""
+
+import ast
+import functools
+import inspect
+import types
+import typing
+import warnings
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from shardlib import jax_errors
+from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, is_typed, partition_spec
+from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope, note_type
+from shardlib.parsing import ShardError, sort_axes
+from shardlib.places import place
+from shardlib.values import (
+    SHORT_DTYPES,
+    Copy,
+    describe,
+    devices_along,
+    inside_shard_map,
+    is_opaque,
+    mesh_axes,
+    note_arguments,
+    sharding_of,
+    without_trivial,
+)
+
+# ---- checking annotated functions -------------------------------------------------------------------------------
+
+
+def _check_dtype(t: ArrayType, value) -> None:
+    if not hasattr(value, "dtype"):
+        raise ShardError(f"a {type(value).__name__} is not an array", "pass an array")
+    found, wanted = (SHORT_DTYPES.get(dtype.name, dtype.name) for dtype in (value.dtype, DType(t.dtype).dtype))
+    if found != wanted:
+        bound_by = f" ({t.dtype} here)" if wanted != t.dtype else ""
+        raise ShardError(
+            f"dtype mismatch: {found}, where {wanted}{bound_by} is declared", f"cast with .astype, or declare {found}"
+        )
+
+
+def _location(*parts: str) -> str:
+    """Place of an error: the parts that are not empty, from the outermost in."""
+    return ": ".join(filter(None, parts))
+
+
+def _check(t, value, where: str):
+    """Checks `value` against the annotation `t` and returns it."""
+    with checking(where):
+        for path, array, part in arrays_of(t, value):
+            if part is ABSENT:
+                continue
+            with checking(_location(where, path, repr(array)), value=part) as sizes:
+                check_value(array.spec, part, sizes, gathered_ahead=True)
+                if not (isinstance(part, Copy) and set(part.axes) & array.spec.sharded):
+                    # A weight gathered ahead may have the compute dtype: ops compare it with their other operands.
+                    _check_dtype(array, part)
+            note_type(part, str(array.spec))
+    return value
+
+
+class _CheckLocals(ast.NodeTransformer):
+    """Turns `x: T = v` into `x: T = __check_local__(T, v, 'x')`, also in nested functions."""
+
+    def visit_ClassDef(self, node: ast.ClassDef):
+        return node  # annotations there declare fields
+
+    def visit_AnnAssign(self, node: ast.AnnAssign):
+        if node.value is not None and isinstance(node.target, ast.Name):
+            call = ast.Call(
+                func=ast.Name("__check_local__", ast.Load()),
+                args=[node.annotation, node.value, ast.Constant(node.target.id)],
+                keywords=[],
+            )
+            node.value = ast.copy_location(call, node.value)
+        return node
+
+
+def _source(fn) -> ast.FunctionDef | None:
+    """The definition of `fn`, with the line numbers of its file; None if Python finds no source."""
+    try:
+        lines, first_line = inspect.getsourcelines(fn)
+        indented = lines[0][:1].isspace()
+        # Under an `if`, code keeps the indentation it has in its file; dedenting would change multi-line strings.
+        module = ast.parse("".join(["if True:\n", *lines] if indented else lines))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    node = module.body[0].body[0] if indented else module.body[0]
+    return ast.increment_lineno(node, first_line - 1 - indented) if isinstance(node, ast.FunctionDef) else None
+
+
+def _place_of_result(fn) -> str:
+    """Place of the `return` of `fn`; of its `def` if it has several or none."""
+    code, node = inspect.unwrap(fn).__code__, _source(inspect.unwrap(fn))
+    lines, inside = [], list(node.body) if node else []
+    while inside:
+        part = inside.pop()
+        if isinstance(part, ast.Return):
+            lines.append(part.lineno)
+        if not isinstance(part, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            inside += ast.iter_child_nodes(part)
+    return place(code.co_filename, lines[0] if len(lines) == 1 else node.lineno if node else code.co_firstlineno)
+
+
+def _with_checked_locals(fn):
+    """`fn` recompiled with a check at each annotated assignment; `fn` itself if it has none, or no source."""
+    if hasattr(fn, "_checks_locals"):  # typed already, perhaps below other decorators: functools.wraps copies the mark
+        return fn
+    node = _source(fn)
+    if node is None:
+        warnings.warn(
+            f"typed({fn.__qualname__}): Python finds no source for it, so its annotated locals go unchecked",
+            stacklevel=3,
+        )
+        return fn
+    if not any(isinstance(n, ast.AnnAssign) for n in ast.walk(node)):
+        return fn
+    if inspect.unwrap(fn) is not fn:
+        raise ShardError(
+            f"{fn.__qualname__} is decorated below its shardlib decorator, which cannot check annotated locals then",
+            "put @typed directly above its def; other decorators, also typed_shard_map, go above @typed",
+        )
+    node = _CheckLocals().visit(node)
+    # A function around it has the variables of its closure. Only the code of `fn` itself is used: nothing is run, so
+    # that decorators, defaults and annotations are not evaluated again.
+    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    cells["__check_local__"] = types.CellType(
+        lambda t, value, name: _check(t, value, f"{fn.__name__}, local {name}") if is_typed(t) else value
+    )
+    outer = ast.FunctionDef(
+        name="__outer__",
+        args=ast.arguments([], [ast.arg(name) for name in cells], None, [], [], None, []),
+        body=[node],
+        decorator_list=[],
+        type_params=[],
+    )
+    node.name = "__checked__"  # or else a call of `fn` in itself would find this definition, not what the user sees
+    code = compile(ast.fix_missing_locations(ast.Module([outer], [])), fn.__code__.co_filename, "exec")
+    for name in ("__outer__", "__checked__"):
+        code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+    code = code.replace(co_name=fn.__code__.co_name, co_qualname=fn.__code__.co_qualname)
+    closure = tuple(cells[name] for name in code.co_freevars)
+    new = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
+    new.__kwdefaults__ = fn.__kwdefaults__
+    return functools.update_wrapper(new, fn)
+
+
+def typed(fn):
+    """Decorator: checks the array types of arguments, result and annotated locals at each call, while JAX traces.
+
+    Each call has a `Scope` of its own, so dims of different functions are unrelated. A function defined inside a typed
+    one starts with the sizes bound there. Annotations without array types are ignored.
+
+    The decorator goes directly above the `def`. A local is checked where it is assigned with an annotation, not where
+    it is assigned again without one. If Python finds no source (`python -c`, `exec`), a warning says that locals are
+    not checked.
+
+    Raises:
+        ShardError: a value that is not of its type; an annotation that cannot be checked.
+    """
+    annotations = {k: t for k, t in inspect.get_annotations(fn, eval_str=True).items() if is_typed(t)}
+    result = annotations.pop("return", None)
+    signature = inspect.signature(fn)
+    annotations = {name: annotations[name] for name in signature.parameters if name in annotations}
+    for name in annotations:
+        if signature.parameters[name].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise ShardError(f"{fn.__qualname__}: array types on *{name}", "name each argument that holds arrays")
+    enclosing = current_scope() if "<locals>" in fn.__qualname__ else None
+    body = _with_checked_locals(fn)
+
+    @functools.wraps(fn)
+    def checked(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        with Scope(enclosing):
+            for name, t in annotations.items():
+                _check(t, bound.arguments[name], f"{fn.__name__}, argument {name}")
+            try:
+                value = body(*args, **kwargs)
+            except Exception as error:
+                if told := jax_errors.told(error):
+                    raise told from error
+                raise
+            try:
+                value = value if result is None else _check(result, value, f"{fn.__name__}, result")
+            except ShardError as error:
+                error.place = _place_of_result(fn)
+                raise
+        return note_type(value, str(result.spec)) if isinstance(result, ArrayType) else value
+
+    checked._checks_locals = True
+    return checked
+
+
+# ---- shard_map --------------------------------------------------------------------------------------------------
+
+
+def _place(array: ArrayType, value, where: str):
+    """`value` sharded as its type says: replicated and host arrays are placed, other shardings are refused."""
+    with checking(f"{where}: {array!r}", value=value) as sizes:
+        devices_along(sorted(array.spec.sharded))
+        if is_opaque(value):
+            raise ShardError("a partial sum or copy exists inside shard_map only", "pass an array")
+        if not hasattr(value, "shape"):
+            value = np.asarray(value, dtype=DType(array.dtype).dtype)
+        if isinstance(value, np.ndarray | np.generic) and value.shape == ():
+            value = jax.dtypes.canonicalize_dtype(value.dtype).type(value)
+        _check_dtype(array, value)
+        check_sizes(array.spec, value.shape, sizes)
+        sharding = sharding_of(value)
+        if sharding is not None and any(without_trivial(sharding)):
+            check_sharding(array.spec, value)
+    if sharding == tuple(dim.axes for dim in array.spec.dims):
+        return value
+    if not isinstance(value, jax.core.Tracer):
+        return jax.device_put(value, partition_spec(array))
+    # On a mesh of Auto axes JAX knows no shardings while it traces: shard_map itself places the value.
+    explicit = all(kind == AxisType.Explicit for kind in jax.sharding.get_abstract_mesh().axis_types)
+    return jax.reshard(value, partition_spec(array)) if explicit else value
+
+
+def typed_shard_map(fn):
+    """Decorator: `jax.shard_map` over all axes of the current mesh, with specs from the annotations, all checked.
+
+    Every argument and the result are annotated with array types, pytree_dataclasses or tuples of them. The decorated
+    function takes whole arrays. Those sharded as annotated go in as they are, replicated and host arrays are placed,
+    and any other sharding is a ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
+    """
+    annotations = dict(inspect.get_annotations(fn, eval_str=True))
+    signature = inspect.signature(fn)
+    for name in (*signature.parameters, "return"):
+        what = f"typed_shard_map({fn.__name__}): " + ("the result" if name == "return" else f"argument {name}")
+        t = annotations.get(name)
+        if not is_typed(t):
+            raise ShardError(
+                f"{what} has no array type",
+                "annotate it, e.g. f32['B/d M']; constants and options come in through the enclosing function",
+            )
+        try:
+            for _, array, _ in arrays_of(t, ABSENT, only_arrays=True):
+                partition_spec(array)  # refuses + and * marks
+        except ShardError as error:
+            raise error.located(what) from None
+    result = annotations.pop("return")
+    checked = typed(fn)
+
+    @functools.wraps(fn)
+    def mapped(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if not mesh_axes():
+            raise ShardError(f"{fn.__name__}: no mesh is set", "call it under `with jax.set_mesh(mesh):`")
+        if inside_shard_map():
+            raise ShardError(f"{fn.__name__}: called inside shard_map", "decorate functions called there with typed")
+        arrays, specs, types = [], [], []
+        with Scope():
+            for name, value in bound.arguments.items():
+                where = f"{fn.__name__}, argument {name}"
+                with checking(where):
+                    parts = [entry for entry in arrays_of(annotations[name], value) if entry[2] is not ABSENT]
+                arrays += [_place(array, part, _location(where, path)) for path, array, part in parts]
+                specs += [partition_spec(array) for _, array, _ in parts]
+                types += [array.spec for _, array, _ in parts]
+        note_arguments(types)
+        structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
+
+        def per_device(arrays):
+            nonlocal result_structure
+            values = dict(zip(bound.arguments, structure.unflatten(arrays), strict=True))
+            call = inspect.BoundArguments(signature, values)
+            value = checked(*call.args, **call.kwargs)
+            result_structure = jax.tree.structure(value, is_leaf=is_opaque)
+            return [_leaving(array, part, fn, path) for path, array, part in arrays_of(result, value)]
+
+        # One entry for each array of the type: which parts are absent is known only after fn has run.
+        out_specs = [partition_spec(array) for _, array, _ in arrays_of(result, ABSENT)]
+        out = jax.shard_map(per_device, in_specs=(specs,), out_specs=out_specs)(arrays)
+        return jax.tree.unflatten(result_structure, [part for part in out if part is not None])
+
+    return mapped
+
+
+def _leaving(array: ArrayType, part, fn, path: str):
+    """One array of the result; None if absent. Raises ShardError for what cannot leave shard_map."""
+    if part is ABSENT:
+        return None
+    gathered = () if is_opaque(part) else sort_axes(jax.typeof(part).manual_axis_type.reduced)
+    if is_opaque(part) or gathered:
+        error = ShardError(
+            "a copy cannot leave shard_map" if is_opaque(part) else "a gathered array cannot leave shard_map",
+            f"return it as it was before, sharded over {', '.join(gathered)}" if gathered else "return what was copied",
+        )
+        error = error.located(_location(f"{fn.__name__}, result", path, repr(array)), f"  value: {describe(part)}")
+        error.place = _place_of_result(fn)
+        raise error
+    return part
+
+
+# ---- typeguard --------------------------------------------------------------------------------------------------
+
+
+def register_with_typeguard() -> None:
+    """Makes typeguard's `@typechecked` check array types too, of arguments, results and annotated locals.
+
+    typeguard evaluates string annotations, so specs of functions under it must be `bytes`: `f32[b'B/d M']`. Sizes are
+    bound in the current `Scope`: decorate with `scope` as well to give each call its own. The errors are both
+    ShardError and typeguard.TypeCheckError.
+    """
+    import typeguard
+
+    class ArgumentError(ShardError, typeguard.TypeCheckError):
+        def append_path_element(self, element: str) -> None:  # typeguard calls it with the argument, local or result
+            self.problem = f"{element}: {self.problem}"
+
+    def check(value, origin_type, args, memo) -> None:
+        try:
+            _check(origin_type, value, "")
+        except ShardError as error:
+            raise ArgumentError(error.problem, error.remedy, error.context) from None
+
+    def lookup_array_type(origin_type, args, extras):
+        return check if is_typed(origin_type) and not isinstance(origin_type, typing.TypeVar) else None
+
+    lookups = typeguard.checker_lookup_functions
+    if not any(getattr(known, "__qualname__", "") == lookup_array_type.__qualname__ for known in lookups):
+        lookups.append(lookup_array_type)

@@ -1,0 +1,192 @@
+"""The loop over a stack of layers, for any model: scan, checkpointing, unrolling, padding, caches."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_extra import explicit_activation_checkpointing
+from shardlib.array_types import f32, pytree_dataclass
+from shardlib.op_checks import zeros_like_traced
+from shardlib.parsing import ShardError
+from shardlib.values import describe, is_opaque, stage_axes
+
+
+@pytree_dataclass
+class LayerNumbers:
+    """The number of the layer in each row of a stack of layers."""
+
+    index: jax.Array
+    """i32[rows], or a scalar for one row in the loop over layers. -1: padding, which makes all stages the same size."""
+    padded: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether there are rows of padding."""
+
+
+@pytree_dataclass
+class Extras:
+    """Further results of a layer, besides x: scalars, the same on all devices of r, d and t."""
+
+    loss: jax.Array | None = None
+    """Added to the training loss as it is, so it includes any factor."""
+    metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    """Metrics of the layer, which the log shows, by name."""
+
+    def check(self) -> None:
+        """Raises ShardError for values that are not scalars, or that differ between devices."""
+        for name, x in {"loss": self.loss, **self.metrics}.items():
+            if x is None:
+                continue
+            differs = is_opaque(x) or set(jax.typeof(x).manual_axis_type.varying) - set(stage_axes())
+            if differs or jnp.shape(x):
+                raise ShardError(
+                    f"a layer gives {name} in its Extras: {describe(x)}; it must be a scalar, the same on every device",
+                    "reduce it, over positions and over the axes that shard them, e.g. psum('+r +d +t ->', …)",
+                )
+
+
+def split_extras(result: Any) -> tuple[Any, Extras]:
+    """The parts x and Extras of a layer's result."""
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Extras)
+    return result if is_pair else (result, Extras())
+
+
+@pytree_dataclass
+class LayerMetrics:
+    """The metrics in the Extras of a model's layers, in the order of the layers."""
+
+    values: f32["N depth"]
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    """Names of the N metrics."""
+
+    @classmethod
+    def of_rows(cls, metrics: dict[str, jax.Array], rows: jax.Array, layers: int) -> Any:
+        """Metrics of the layers in one device's rows, 0 for other layers; None without metrics.
+
+        `metrics` has a value for each row, and `rows` the number of its layer, -1 for padding.
+        """
+        if not metrics:
+            return None
+        names = tuple(sorted(metrics))
+        of_rows = jnp.stack([metrics[name].astype(jnp.float32) for name in names])
+        values = jnp.zeros((len(names), layers), jnp.float32)
+        return cls(values.at[:, jnp.where(rows < 0, layers, rows)].add(of_rows, mode="drop"), names)
+
+    def by_name(self) -> dict[str, jax.Array]:
+        """Each metric, a vector over the layers."""
+        return dict(zip(self.names, self.values, strict=True))
+
+
+def run_layers(
+    layer: Callable,
+    w: Any,
+    x: Any,
+    numbers: LayerNumbers | None,
+    attend: Callable,
+    caches: Any = None,
+    *,
+    period: int = 1,
+    save: str = "marked",
+    unroll: int | None = 1,
+    scan: Callable = lax.scan,
+) -> tuple[Any, Any, Extras]:
+    """`x` after all layers of a stack, the new caches of the layers, and their Extras, stacked. Per-device code.
+
+    Args:
+        layer: (weights, x, index, turn, attend) -> x of one layer, or a tuple of x and its Extras. x keeps its type.
+            `turn` is the place of the layer in its period, an int. `attend` is described below.
+        w: weights of the layers, each array with one leading dim of rows.
+        x: the residual stream.
+        numbers: number of the layer in each row. Rows of padding leave x as it is. None: the rows are the layers in
+            order.
+        attend: (cache, q, k, v, …) -> the output of attention, and the new cache of the layer. A layer calls it without
+            the cache, exactly once if there are caches.
+        caches: caches of the layers, each array with one leading dim of rows; or None.
+        period: number of layers after which the model's pattern of layers repeats. It divides the rows.
+        save: what the forward pass of a layer keeps for its backward pass, one of jax_extra.KEPT.
+        unroll: number of layers in one iteration of the loop, at least 1; None: all.
+        scan: `lax.scan`, or a replacement for it in a tool that looks into the loop.
+
+    Raises:
+        ShardError: a layer that does not return x and Extras as described, or does not call `attend` once.
+    """
+    if numbers is None:
+        numbers = LayerNumbers(jnp.arange(len(jax.tree.leaves(w)[0])))
+    periods = len(numbers.index) // period
+    at_once = periods if unroll is None else min(max(1, unroll // period), periods)
+    # XLA must not replace a recomputed value by that of the forward pass. If both passes are loops, it cannot, and
+    # prevent_cse would only make the gathers of each layer wait for the gradient that arrives there.
+    prevent_cse = at_once == periods or periods % at_once != 0  # no loop, or layers left over after it
+
+    def run(turn, x, of_layer):
+        weights, number, cache = of_layer
+
+        given, calls = cache, 0
+
+        def attend_in_layer(*args, **options):
+            nonlocal cache, calls
+            calls += 1
+            read, cache = attend(given, *args, **options)
+            return read
+
+        y = layer(weights, x, number.index, turn, attend_in_layer)
+        y, extras = split_extras(y)
+        extras.check()
+        if (getattr(y, "shape", None), getattr(y, "dtype", None)) != (x.shape, x.dtype):
+            raise ShardError(
+                f"a layer is given {describe(x)}, and gives {describe(y)}",
+                "return the residual stream, in the shape and the dtype of x, and nothing else",
+            )
+        if jax.tree.leaves(cache) and calls != 1:
+            raise ShardError(
+                f"a layer calls attend {calls} times, and its cache holds the keys and values of one call",
+                "call attend once in each layer to sample with a cache",
+            )
+        return y, (cache, extras)
+
+    def run_if_layer(turn, x, of_layer):
+        _, number, cache = of_layer
+        if not number.padded:
+            return run(turn, x, of_layer)
+        _, (_, extras) = jax.make_jaxpr(functools.partial(run, turn), return_shape=True)(x, of_layer)[1]
+        skip = lambda x, _: (x, (cache, jax.tree.map(zeros_like_traced, extras)))
+        return lax.cond(number.index >= 0, functools.partial(run, turn), skip, x, of_layer)
+
+    checkpointed = functools.partial(explicit_activation_checkpointing, save=save, prevent_cse=prevent_cse)
+    in_turn = [checkpointed(functools.partial(run_if_layer, turn)) for turn in range(period)]
+    stack = w, numbers, caches
+    if period == 1:
+        x, found = scan(in_turn[0], x, stack, unroll=at_once)
+        return x, *found
+
+    def run_period(x, of_period):
+        found = []
+        for turn in range(period):
+            x, row = in_turn[turn](x, jax.tree.map(lambda stack, turn=turn: stack[turn], of_period))
+            found.append(row)
+        return x, jax.tree.map(lambda *rows: jnp.stack(rows), *_of_one_structure(found))
+
+    x, found = scan(run_period, x, jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack), unroll=at_once)
+    return x, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+
+
+def _of_one_structure(rows: list[tuple[Any, Extras]]) -> list[tuple[Any, Extras]]:
+    """Caches and Extras of the layers of a period, with a loss of 0 for layers that have none if others have one.
+
+    Raises ShardError for layers with other metrics than the first.
+    """
+    names = [sorted(extras.metrics) for _, extras in rows]
+    if different := [turn for turn, found in enumerate(names) if found != names[0]]:
+        raise ShardError(
+            f"layer {different[0]} of a period gives the metrics {', '.join(names[different[0]]) or 'none'}, and layer "
+            f"0 gives {', '.join(names[0]) or 'none'}",
+            "return the same metrics from each layer, 0 where a layer has no value",
+        )
+    if all(extras.loss is None for _, extras in rows):
+        return rows
+    loss = next(extras.loss for _, extras in rows if extras.loss is not None)
+    zero = zeros_like_traced(jax.typeof(loss))
+    return [(cache, dataclasses.replace(e, loss=zero if e.loss is None else e.loss)) for cache, e in rows]

@@ -1,0 +1,307 @@
+"""Parts that the ops in shardops.py share: reading specs, checking operands, casts, the rules of einsum."""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.checks import Sizes, check_divisible, check_value, checking, error_context, note_type
+from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes, spec_text
+from shardlib.values import Copy, Origin, Partial, inside_shard_map, on_mesh, stage_axes, unwrap, varying
+
+# ---- specs and operands -----------------------------------------------------------------------------------------
+
+
+def checked_op(name: str, spec: str | bytes, *operands: Any) -> contextlib.AbstractContextManager[Sizes]:
+    """The context `checking` for a call of an op: its errors show the op, its spec and its operands."""
+    return checking(f"{name}({spec_text(spec)!r})", **_numbered(operands))
+
+
+def _numbered(operands: Iterable[Any]) -> dict[str, Any]:
+    return {f"operand {i}": x for i, x in enumerate(operands, 1)}
+
+
+@contextlib.contextmanager
+def checked_collective(
+    name: str, spec: str | bytes, x: Any, *, copies: bool = False
+) -> Iterator[tuple[OpSpec, jax.Array, Sizes]]:
+    """`checked_op` for a collective of one operand. Gives its spec, the array in `x`, and the sizes.
+
+    `copies` says whether the spec may have * marks, and the operand may be a copy that was gathered ahead.
+    """
+    with checked_op(name, spec, x) as sizes:
+        op = parse(spec, 1, copies=copies)
+        require_shard_map()
+        yield op, check_operand(1, op.lhs[0], x, sizes, gathered_ahead=copies), sizes
+
+
+def parse(
+    spec: str | bytes,
+    operands: int,
+    *,
+    index: bool = False,
+    any_dims: bool = False,
+    copies: bool = False,
+    groups: bool = False,
+) -> OpSpec:
+    """The spec of an op of so many operands, as the current mesh has it.
+
+    `index`, `any_dims`, `copies` and `groups` say whether the op allows `[dim]`, `...`, `*axis` and `(K Q)`. Raises
+    ShardError.
+    """
+    op = parse_op(spec, groups)
+    op = OpSpec(tuple(map(on_mesh, op.lhs)), on_mesh(op.rhs))
+    if len(op.lhs) != operands:
+        raise ShardError(
+            f"the spec has {len(op.lhs)} operands, the call {operands}", "write one operand spec for each operand"
+        )
+    for shape in (*op.lhs, op.rhs):
+        if shape.index is not None and (not index or shape is op.rhs):
+            raise ShardError(f"`{shape}` has a [dim]", "only the first operand of index_unreduced has one")
+        if shape.open and not any_dims:
+            raise ShardError(f"`{shape}` has '...'", "only replicate takes any dims: name them")
+        if shape.copies and not copies:
+            raise ShardError(
+                f"`{shape}` has a * mark",
+                "only all_gather, replicate, broadcast, rearrange, einsum_unreduced and index_unreduced know copies",
+            )
+    return op
+
+
+def does_nothing(spec: str | bytes, op: OpSpec) -> bool:
+    """Whether the op is only about axes that this mesh lacks; `op` is `spec` on this mesh."""
+    return op.lhs == (op.rhs,) and op != parse_op(spec)
+
+
+def check_operand(position: int, spec: ShapeSpec, value: Any, sizes: Sizes, **allowed: bool) -> jax.Array:
+    """`check_value`, whose errors show the position of the operand."""
+    try:
+        return check_value(spec, value, sizes, **allowed)
+    except ShardError as error:
+        raise error.located(f"operand {position} `{spec}`") from None
+
+
+def require_shard_map() -> None:
+    """Raises ShardError outside of shard_map."""
+    if not inside_shard_map():
+        raise ShardError("called outside of shard_map, where no device is on its own", "call it under typed_shard_map")
+
+
+def refuse_copy(position: int, value: Any) -> None:
+    """Raises ShardError for a copy."""
+    if isinstance(value, Copy):
+        raise ShardError(f"operand {position} is a copy over {', '.join(value.axes)}", value.remedy())
+
+
+def refuse_in_stage(axes: Iterable[str]) -> None:
+    """Raises ShardError for a collective over an axis whose devices run different tasks."""
+    if inside := sort_axes(set(axes) & set(stage_axes())):
+        raise ShardError(
+            f"a collective over {', '.join(inside)} inside a pipeline stage: the stages run different tasks at a "
+            "time, so that it would wait forever",
+            "do it before or after the schedule; weights outside of the layers are gathered over p ahead of it",
+        )
+
+
+def check_same_dims(lhs: ShapeSpec, rhs: ShapeSpec) -> None:
+    """Raises ShardError if the dims differ in more than their axes."""
+    if lhs.names != rhs.names:
+        raise ShardError(
+            f"the dims change from `{lhs}` to `{rhs}`", "keep the names and the order of the dims on both sides"
+        )
+
+
+def last_axes(longer: Dim, shorter: Dim) -> tuple[str, ...]:
+    """The axes that `shorter` lacks.
+
+    Raises ShardError if they are not the last axes of `longer`, along which its blocks are contiguous in those of
+    `shorter`.
+    """
+    if longer.axes[: len(shorter.axes)] != shorter.axes:
+        raise ShardError(
+            f"{longer} and {shorter} differ in more than their last axes: the blocks would be in another order",
+            f"remove or add {longer.name}'s axes from the right, one op after the other",
+        )
+    return longer.axes[len(shorter.axes) :]
+
+
+def check_result_divisible(spec: ShapeSpec, sizes: Sizes) -> None:
+    """Raises ShardError for a dim of the result that its axes do not divide."""
+    for dim in spec.dims:
+        check_divisible(dim, dim.literal_size if dim.literal_size is not None else sizes[dim.name])
+
+
+# ---- values of ops ----------------------------------------------------------------------------------------------
+
+
+def one_like(x: jax.Array) -> jax.Array:
+    """The cotangent of a scalar, or of a partial sum of one, that is added to the loss."""
+    kind = jax.typeof(x).manual_axis_type
+    return lax.pcast(varying(jnp.ones((), x.dtype), kind.varying), sort_axes(kind.unreduced), to="reduced")
+
+
+def zeros_like_traced(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
+    """Zeros with the dtype, the shape after dims `leading`, and the axes of a traced value, varying or unreduced."""
+    kind = like.manual_axis_type
+    zeros = varying(jnp.zeros((*leading, *like.shape), like.dtype), kind.varying | kind.unreduced)
+    return lax.pcast(zeros, sort_axes(kind.unreduced), to="unreduced")
+
+
+def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str], axes: Iterable[str]) -> jax.Array:
+    """An operand, cast to vary over `axes`. Raises ShardError if that hides a reduction of its gradient."""
+    kind = jax.typeof(value).manual_axis_type
+    same = sort_axes(set(axes) - kind.varying - kind.reduced - set(copies))
+    if same and jnp.issubdtype(value.dtype, jnp.inexact):
+        names = ", ".join(same)
+        if set(same) & spec.sharded:
+            remedy = f"drop the axis from its spec; or, if it is a constant, jax.lax.pcast(x, {same!r}, to='varying')"
+        else:
+            marks = " ".join(f"*{axis}" for axis in same)
+            remedy = f"say so once, where operand {position} is made: x = replicate('... -> ... {marks}', x)"
+        raise ShardError(
+            f"operand {position} `{spec}` is the same on every device of {names}, over which the result varies: "
+            f"its gradient would be all-reduced over {names} unseen",
+            remedy,
+        )
+    return varying(value, axes)
+
+
+def cast_to_result(
+    op: OpSpec, values: Iterable[jax.Array], operands: Iterable[Any]
+) -> tuple[list[jax.Array], set[str], set[str]]:
+    """Operands of a product, cast to vary over the axes of its result, these axes, and the axes of which it is a copy.
+
+    `values` are the arrays in `operands`. Raises ShardError for a copy in the result that no operand is, and for a cast
+    that hides a reduction of a gradient.
+    """
+    axes = op.rhs.sharded | set(op.rhs.partial) | set(stage_axes())
+    copies = {axis for x in operands for axis in copy_axes(x)} - axes
+    if extra := sort_axes(set(op.rhs.copies) - copies):
+        raise ShardError(
+            f"the result says *{extra[0]}, but no operand is a copy over it", "drop the *, or replicate an operand"
+        )
+    triples = zip(op.lhs, values, operands, strict=True)
+    values = [cast(i, spec, value, copy_axes(x), axes | copies) for i, (spec, value, x) in enumerate(triples, 1)]
+    return values, axes, copies
+
+
+def wrap(value: jax.Array, partial: Iterable[str], copies: Iterable[str], origin: str) -> Any:
+    """`value` as a partial sum over `partial` of a copy over `copies`; the array itself if both are empty.
+
+    `value` varies over the axes `partial`, or is unreduced over them.
+    """
+    if copies:
+        value = varying(value, copies)
+    if pending := sort_axes(set(partial) - jax.typeof(value).manual_axis_type.unreduced):
+        try:
+            value = lax.pcast(value, pending, to="unreduced")
+        except NotImplementedError:  # without a word from JAX
+            raise ShardError(
+                f"{origin} makes a partial sum under jax.vmap, for which JAX has no rule",
+                "name the mapped dim in the spec instead, or map with jax.lax.map",
+            ) from None
+    if copies:
+        value = Copy(value, sort_axes(copies), Origin(origin))
+    value = Partial(value, sort_axes(partial), Origin(origin)) if partial else value
+    result = origin.rpartition("->")[2].strip(" )")
+    return value if "..." in result else note_type(value, result)
+
+
+def copy_axes(value: Any) -> tuple[str, ...]:
+    """Axes over which a value, or what a partial sum adds up, is a copy."""
+    if isinstance(value, Partial):
+        value = unwrap(value)
+    return value.axes if isinstance(value, Copy) else ()
+
+
+def refuse_repeated_gradient(
+    position: int, x: jax.Array, name: str, spec: str | bytes, operands: Iterable[Any], sizes: Sizes
+) -> jax.Array:
+    """`x` unchanged. Its derivative is a ShardError if all devices would compute the same gradient.
+
+    They would if `x` was gathered over an axis over which the result does not vary. JAX refuses that too, but its error
+    shows neither the op nor the axis.
+    """
+    repeated = sort_axes(jax.typeof(x).manual_axis_type.reduced)
+    if not repeated:
+        return x
+    names = ", ".join(repeated)
+    error = ShardError(
+        f"operand {position} was gathered over {names}, but the result is neither sharded nor partial over {names}: "
+        "each of its devices would compute the whole gradient, and the gather's backward pass would add them up",
+        f"shard another operand over {names}, so that its devices share the work; without a gradient this is right",
+    )
+    error = error.located(f"{name}({spec_text(spec)!r})", error_context(sizes, **_numbered(operands)))
+
+    @jax.custom_jvp
+    def identity(x):
+        return x
+
+    @identity.defjvp
+    def refuse(primals, tangents):
+        raise error
+
+    return identity(x)
+
+
+# ---- einsum -----------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def einsum_formula(op: OpSpec) -> str:
+    """The formula for jnp.einsum of a spec whose dims and axes agree. Raises ShardError if they do not."""
+    dims: dict[str, Dim] = {}
+    sharded_by: dict[str, str] = {}
+    for i, operand in enumerate(op.lhs, 1):
+        if operand.partial:
+            raise ShardError(
+                f"operand {i} `{operand}` is a partial sum: products of partial sums are not sums of products",
+                "reduce it first, with psum_scatter or psum",
+            )
+        if len(set(operand.names)) < len(operand.dims):
+            raise ShardError(f"operand {i} `{operand}` names a dim twice", "use two names")
+        for dim in operand.dims:
+            known = dims.setdefault(dim.name, dim)
+            if known.axes != dim.axes:
+                raise ShardError(
+                    f"operands disagree on the sharding of {dim.name}: {known} in one, {dim} in another: "
+                    "they hold different blocks of it",
+                    f"all_gather the operand that is sharded, or shard both the same way ({known} or {dim})",
+                )
+            for axis in dim.axes:
+                if sharded_by.setdefault(axis, dim.name) != dim.name:
+                    raise ShardError(
+                        f"axis {axis} shards both {sharded_by[axis]} and {dim.name}: each device would see only "
+                        "the matching pairs of blocks, not all of them",
+                        f"all_gather {sharded_by[axis]} or {dim.name} over {axis} first",
+                    )
+    if len(set(op.rhs.names)) < len(op.rhs.dims):
+        raise ShardError(f"the result `{op.rhs}` names a dim twice", "use two names")
+    for dim in op.rhs.dims:
+        if dim.name not in dims:
+            raise ShardError(f"dim {dim.name} of the result is in no operand", "name a dim of an operand")
+        if dims[dim.name].axes != dim.axes:
+            raise ShardError(
+                f"{dims[dim.name]} in an operand becomes {dim} in the result: einsum_unreduced does not communicate",
+                "all_gather before it, or psum_scatter its result",
+            )
+    summed = {axis: dim for name, dim in dims.items() if name not in op.rhs.names for axis in dim.axes}
+    if missing := sort_axes(summed.keys() - set(op.rhs.partial)):
+        axis, dim = missing[0], summed[missing[0]]
+        raise ShardError(
+            f"contracting {dim} sums only this device's block: the result is a partial sum over {axis}",
+            f"write `+{axis}` in the result, then reduce it with psum_scatter or psum; or all_gather {dim} first",
+        )
+    if extra := sort_axes(set(op.rhs.partial) - summed.keys()):
+        example = next((name for name in dims if name not in op.rhs.names), "F")
+        raise ShardError(
+            f"the result says +{extra[0]}, but no contracted dim is sharded over it",
+            f"drop the +; a contracted dim sharded over it would be written {example}/{extra[0]}",
+        )
+    letters = {name: chr(ord("a") + i) if i < 26 else chr(ord("A") + i - 26) for i, name in enumerate(dims)}
+    words = ["".join(letters[name] for name in shape.names) for shape in (*op.lhs, op.rhs)]
+    return f"{','.join(words[:-1])}->{words[-1]}"

@@ -1,0 +1,226 @@
+"""Parser of spec strings: `B/r/d L M +t` and `M/d F/t -> M F/t`. It knows neither arrays nor JAX.
+
+The grammar, in words separated by spaces:
+
+    dim       `B`  `B/r/d`  `3`     a dim of an array, then the mesh axes that shard it, major to minor
+    group     `(K/t Q)`             dims that are one dim of the array, outermost first (rearrange only)
+    index     `[V/t]`               the dim that is looked up (first operand of index_unreduced only)
+    any dims  `...`                 any dims, sharded in any way (replicate only)
+    partial   `+t`                  a partial sum over mesh axis t, still to be reduced
+    copy      `*d`                  a copy on each device of d, whose gradient is a partial sum over d
+
+A spec names a mesh axis at most once: a device has one coordinate on the axis, which selects one block of one dim.
+Within a dim the axes follow `AXIS_ORDER`, and then the alphabet. `M/t/d` and `M/d/t` would place different data on a
+device, so there is one order for the whole project.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Collection, Iterable
+
+from shardlib.places import place_of_caller
+
+AXIS_ORDER = ("r", "t", "d", "p")
+"""Axes that a mesh may lack, which is as if it had one device along them. Specs are read without them there."""
+PIPELINE_AXIS = "p"
+
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_DIM = re.compile(rf"({_NAME}|[0-9]+)((?:/{_NAME})*)")
+_WORD = re.compile(r"\([^()]*\)|[^\s()]+|[()]")  # a group is one word
+_MARK = re.compile(rf"([+*])({_NAME})")
+
+
+class ShardError(ValueError):
+    """A shape, dtype, sharding or collective that contradicts its spec. The only kind of error that shardlib raises.
+
+    Attributes:
+        problem: what is wrong, in one sentence.
+        remedy: what to write instead.
+        context: the operands, the sizes bound so far and the mesh, one to a line.
+        place: `path/file.py:line` of the user's code that it is about; empty if there is none, or if `problem` has it.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", context: str = "", place: str | None = None):
+        self.problem, self.remedy, self.context = problem, remedy, context
+        self.place = place_of_caller() if place is None else place
+        super().__init__(problem, remedy, context)
+
+    def __str__(self) -> str:
+        problem = f"{self.place}: {self.problem}" if self.place else self.problem
+        return "\n".join(filter(None, [problem, self.context, self.remedy and f"  remedy: {self.remedy}"]))
+
+    def located(self, where: str, context: str = "") -> "ShardError":
+        """This error with `where` before its problem, and with `context` if it has none yet."""
+        problem = f"{where}: {self.problem}" if where else self.problem
+        return ShardError(problem, self.remedy, self.context or context)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """A dim: its name, or a literal size such as `3`, and the axes that shard it, major to minor.
+
+    A group `(K/t Q)` of dims has the name `(K Q)` and the axes of K, its outermost dim: a block of it is contiguous.
+    """
+
+    name: str
+    axes: tuple[str, ...] = ()
+    group: tuple = ()  # of Dims: a type that names itself would lead `typed` in a circle
+
+    @property
+    def literal_size(self) -> int | None:
+        """The size of a dim such as `3`; None for a name."""
+        return int(self.name) if self.name.isdigit() else None
+
+    @property
+    def members(self) -> tuple["Dim", ...]:
+        """The dims of a group; itself if it is no group."""
+        return self.group or (self,)
+
+    def without(self, axes: Collection[str]) -> "Dim":
+        """The dim on a mesh without `axes`."""
+        kept = tuple(axis for axis in self.axes if axis not in axes)
+        return Dim(self.name, kept, tuple(dim.without(axes) for dim in self.group))
+
+    def __str__(self) -> str:
+        return f"({' '.join(map(str, self.group))})" if self.group else "/".join((self.name, *self.axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeSpec:
+    """The type of an array without its dtype.
+
+    Attributes:
+        dims: its dims, in order.
+        partial: axes over which it is a partial sum.
+        copies: axes over which it is a copy.
+        index: position of the `[dim]`, None if there is none.
+        open: whether the dims are `...`.
+    """
+
+    dims: tuple[Dim, ...] = ()
+    partial: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
+    index: int | None = None
+    open: bool = False
+
+    @property
+    def sharded(self) -> frozenset[str]:
+        """Axes that shard a dim."""
+        return frozenset(axis for dim in self.dims for axis in dim.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the dims."""
+        return tuple(dim.name for dim in self.dims)
+
+    def without(self, axes: Collection[str]) -> "ShapeSpec":
+        """The type on a mesh without `axes`."""
+        kept = lambda named: tuple(axis for axis in named if axis not in axes)
+        dims = tuple(dim.without(axes) for dim in self.dims)
+        return ShapeSpec(dims, kept(self.partial), kept(self.copies), self.index, self.open)
+
+    def __str__(self) -> str:
+        dims = [f"[{dim}]" if i == self.index else str(dim) for i, dim in enumerate(self.dims)]
+        return " ".join(
+            dims + ["..."] * self.open + [f"+{axis}" for axis in self.partial] + [f"*{axis}" for axis in self.copies]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSpec:
+    """The type of an op: `lhs[0], lhs[1], … -> rhs`."""
+
+    lhs: tuple[ShapeSpec, ...]
+    rhs: ShapeSpec
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.lhs))} -> {self.rhs}".rstrip()
+
+
+def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes without repeats, in AXIS_ORDER, and then alphabetically."""
+    rank = lambda axis: AXIS_ORDER.index(axis) if axis in AXIS_ORDER else len(AXIS_ORDER)
+    return tuple(sorted(set(axes), key=lambda axis: (rank(axis), axis)))
+
+
+def spec_text(spec: str | bytes) -> str:
+    """The spec as a str, without spaces around it."""
+    return (spec.decode("ascii") if isinstance(spec, bytes) else spec).strip()
+
+
+def _parse_dim(word: str) -> Dim:
+    match = _DIM.fullmatch(word)
+    if match is None:
+        raise ShardError(
+            f"{word!r} is not a dim of a spec", "write a name or a size, then axes: `B`, `B/d`, `M/t/d`, `3`"
+        )
+    dim = Dim(match[1], tuple(match[2].split("/")[1:]))
+    ordered = sort_axes(dim.axes)
+    if len(ordered) == len(dim.axes) and dim.axes != ordered:
+        raise ShardError(
+            f"dim {dim} has its axes in the wrong order: another order would silently permute the data",
+            f"order the axes of a dim as {', '.join(AXIS_ORDER)}, then alphabetically: write {Dim(dim.name, ordered)}",
+        )
+    return dim
+
+
+def _parse_group(word: str) -> Dim:
+    dims = tuple(_parse_dim(inner) for inner in word[1:-1].split() if inner != "1")
+    if len(dims) < 2:
+        return dims[0] if dims else Dim("1")
+    for dim in dims[1:]:
+        if dim.axes:
+            raise ShardError(
+                f"in {word} the inner dim {dim} is sharded: each device has a part for every {dims[0].name}, so that "
+                "the blocks of the group would interleave",
+                f"shard only the outermost dim of a group: write {dim} first, or all_gather it before",
+            )
+    return Dim(f"({' '.join(dim.name for dim in dims)})", dims[0].axes, dims)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
+    """Parses `B/d L M +t`, with `groups` also `(K/t Q)`. Raises ShardError for what is not in the grammar."""
+    text = spec_text(spec)
+    dims, marks, index, open_ = [], {"+": [], "*": []}, None, False
+    for word in _WORD.findall(text) if groups else text.split():
+        mark = _MARK.fullmatch(word)
+        if mark:
+            marks[mark[1]].append(mark[2])
+            continue
+        if marks["+"] or marks["*"]:
+            raise ShardError(f"in spec {text!r}, {word!r} comes after a + or * mark", "write all dims first")
+        if word == "...":
+            open_ = True
+            continue
+        if word.startswith("[") and word.endswith("]"):
+            if index is not None:
+                raise ShardError(f"spec {text!r} has two [dims]", "one dim is looked up at a time")
+            index, word = len(dims), word[1:-1]
+        if groups and word in ("(", ")"):
+            raise ShardError(f"spec {text!r} has a parenthesis without its pair, or inside of others", "write `(K Q)`")
+        dims.append(_parse_group(word) if groups and word[0] == "(" else _parse_dim(word))
+    if open_ and dims:
+        raise ShardError(f"spec {text!r} has dims beside '...'", "'...' means all dims: name each dim instead")
+    axes = [axis for dim in dims for axis in dim.axes] + marks["+"] + marks["*"]
+    for axis in axes:
+        if axes.count(axis) > 1:
+            raise ShardError(
+                f"spec {text!r} names axis {axis} more than once",
+                f"a device has one coordinate on {axis}: gather or reduce over {axis} first, or use another axis",
+            )
+    return ShapeSpec(tuple(dims), sort_axes(marks["+"]), sort_axes(marks["*"]), index, open_)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_op(spec: str | bytes, groups: bool = False) -> OpSpec:
+    """Parses `B/d L F/t, M F/t -> B/d L M +t`, with `groups` also `(K/t Q)`.
+
+    Raises ShardError for what is not in the grammar.
+    """
+    text = spec_text(spec)
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise ShardError(f"spec {text!r} has no single '->'", "write `operand, operand -> result`")
+    return OpSpec(tuple(parse_shape(operand, groups) for operand in sides[0].split(",")), parse_shape(sides[1], groups))

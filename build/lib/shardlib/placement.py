@@ -1,0 +1,140 @@
+"""Placement of layers on pipeline stages, and the order of the rows of a stack of layers at rest.
+
+Only this module knows that order. Checkpoints have every stack in the order of the layers.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackOrder:
+    """Order of the rows of a stack of layers at rest, if it is not that of the layers.
+
+    Attributes:
+        layer_of_row: i32, the layer of each row; -1 for padding, a row of zeros.
+    """
+
+    layer_of_row: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, padding included."""
+        return len(self.layer_of_row)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return int(self.layer_of_row.max()) + 1
+
+    @functools.cached_property
+    def row_of_layer(self) -> np.ndarray:
+        """The row of each layer."""
+        return np.argsort(self.layer_of_row)[-self.layers :]  # padding, -1, is sorted to the front
+
+    @property
+    def padding(self) -> np.ndarray:
+        """Whether each row is padding."""
+        return self.layer_of_row < 0
+
+    def to_rows(self, x: Any, **options: Any) -> Any:
+        """x[layers, …] as rows at rest: a NumPy array, or a jax.Array with `options` of its `.at[…].get`."""
+        found = np.where(self.padding, len(x), self.layer_of_row)
+        if isinstance(x, np.ndarray):
+            return np.concatenate([x, np.zeros_like(x[:1])])[found]
+        return x.at[jnp.asarray(found)].get(mode="fill", fill_value=0, **options)
+
+    def to_layers(self, x: Any, **options: Any) -> Any:
+        """x[rows, …] in the order of the layers, without padding. `x` and `options` are as for `to_rows`."""
+        return x[self.row_of_layer] if isinstance(x, np.ndarray) else x.at[self.row_of_layer].get(**options)
+
+    def consecutive(self, rows: slice) -> list[tuple[slice, slice]]:
+        """Groups of consecutive layers in `rows`: the layers of each, and its rows counted from the first of `rows`."""
+        start, stop, _ = rows.indices(self.rows)
+        own = self.layer_of_row[start:stop]
+        ends = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
+        groups = zip([0, *ends], [*ends, len(own)], strict=True)
+        return [(slice(int(own[a]), int(own[a]) + b - a), slice(a, b)) for a, b in groups if own[a] >= 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The layers of each stage, and the rows that hold them at rest.
+
+    At rest, a stack `layers/p` has the rows of device 0 of p, then those of device 1, and so on. The rows of a device
+    are those of its chunks in order. The rows of a chunk are its layers, and then padding up to the longest chunk.
+
+    Attributes:
+        p: number of devices along p; 1 on a mesh without p.
+        v: number of chunks per device. Stage s is chunk s // p of device s % p.
+        counts: number of layers of each of the p·v stages, at least 1 each.
+    """
+
+    p: int
+    v: int
+    counts: tuple[int, ...]
+
+    @property
+    def chunk_rows(self) -> int:
+        """Number of rows of a chunk: the layers of the longest stage."""
+        return max(self.counts)
+
+    @property
+    def padded(self) -> bool:
+        """Whether there are rows of padding."""
+        return len(set(self.counts)) > 1
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """The layer of each row of each device, i32[p, v·chunk_rows]; -1 for padding."""
+        first = np.concatenate([[0], np.cumsum(self.counts)])
+        rows = np.full((self.p, self.v, self.chunk_rows), -1, np.int32)
+        for stage, count in enumerate(self.counts):
+            rows[stage % self.p, stage // self.p, :count] = first[stage] + np.arange(count)
+        return rows.reshape(self.p, -1)
+
+    @property
+    def order(self) -> StackOrder | None:
+        """Order of the rows of a stack at rest; None if it is that of the layers."""
+        rows = self.rows.reshape(-1)
+        return None if np.array_equal(rows, np.arange(len(rows))) else StackOrder(rows)
+
+
+def place_layers(layers: int, p: int, v: int, counts: Sequence[int] | None = None, period: int = 1) -> Placement:
+    """The placement of `layers` layers on p·v stages: `counts` on each, or the same number on all.
+
+    All these numbers must be multiples of `period`, after which the pattern of the model's layers repeats.
+
+    Raises:
+        ValueError: the layers cannot be placed so.
+    """
+    stages = p * v
+    if layers % period:
+        raise ValueError(
+            f"model.layers is {layers}; the pattern of the model's layers repeats after {period}, so it must be a "
+            f"multiple of {period}."
+        )
+    if counts is None:
+        if layers % stages:
+            raise ValueError(
+                f"{layers} layers do not divide into {stages} stages (p={p}, virtual_stages={v}). Give "
+                "pipeline.layers_per_stage, a list with the layers of each stage, or balanced."
+            )
+        counts = [layers // stages] * stages
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+        raise ValueError(
+            f"pipeline.layers_per_stage is {list(counts)}; it must have {stages} numbers (p={p} times virtual_stages="
+            f"{v}), each at least 1, that add up to the {layers} layers."
+        )
+    if uneven := [n for n in counts if n % period]:
+        raise ValueError(
+            f"a pipeline stage has {uneven[0]} of the {layers} layers (p={p}, virtual_stages={v}); the pattern of the "
+            f"model's layers repeats after {period}, and each stage must have whole periods. Give "
+            f"pipeline.layers_per_stage multiples of {period}, or make p or virtual_stages smaller."
+        )
+    return Placement(p, v, tuple(int(n) for n in counts))

@@ -1,0 +1,36 @@
+"""The line of the user's code that an error is about. This module does not import JAX."""
+
+import inspect
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from configuration.frames import is_installed, shown_path
+
+_LIBRARY = str(Path(__file__).parent)
+_HELPERS = str(Path(__file__).parents[1] / "jax_extra.py")
+
+
+def is_users(file: str) -> bool:
+    """Tests for a file that users edit: not of shardlib, not jax_extra.py, not of an installed package."""
+    return not (Path(file).is_relative_to(_LIBRARY) or file == _HELPERS or is_installed(file))
+
+
+def place(file: str, line: int) -> str:
+    """`path/file.py:line`."""
+    return f"{shown_path(file)}:{line}"
+
+
+def place_of_caller() -> str:
+    """Place of the innermost call in the user's code; empty if there is none."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def users_call(error: BaseException) -> TracebackType | None:
+    """The innermost entry of the traceback of `error` that is in the user's code; None if there is none."""
+    found, entry = None, error.__traceback__
+    while entry is not None:
+        found, entry = entry if is_users(entry.tb_frame.f_code.co_filename) else found, entry.tb_next
+    return found

@@ -1,0 +1,166 @@
+"""Simulation of a pipeline schedule at given costs, without devices: start and end of each task, bubble, memory.
+
+There are two models. **Asynchronous** devices run their tasks in order, each as soon as its inputs have arrived: a
+runtime with one program for each device can reach that. **Ticks** are how the executor runs: all devices begin each
+tick together, run a forward, then a backward. This module does not import JAX.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlib.schedules import Orders, Task, TickTable, check_schedule, needs
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of tasks and transfers, in any one unit, each at least 0."""
+
+    forward: Sequence[float]
+    """Time of the forward of one microbatch through each stage."""
+    backward: Sequence[float]
+    """Time of the backward of one microbatch through each stage, without a recomputed forward."""
+    transfer: float = 0.0
+    """Time of a transfer to the next device, which no task hides: between two tasks, or once in each tick."""
+    recompute: bool = False
+    """Whether each backward begins with the forward of its stage."""
+    fuse_last: bool = False
+    """Whether the forward of the last stage is part of its backward. It runs once then, even with `recompute`."""
+
+    def __post_init__(self):
+        for name, values in (("forward", self.forward), ("backward", self.backward), ("transfer", [self.transfer])):
+            for value in values:
+                if not 0 <= value < float("inf"):
+                    raise ValueError(f"a {name} costs {value}; a time is a number, at least 0.")
+        if len(self.forward) != len(self.backward):
+            raise ValueError(f"{len(self.forward)} forward costs and {len(self.backward)} backward costs: one a stage.")
+
+    def fused(self, task: Task) -> bool:
+        """Whether `task` is a backward that its forward is part of."""
+        return self.fuse_last and task.kind == "backward" and task.stage == len(self.forward) - 1
+
+    def of(self, task: Task) -> float:
+        """Time of `task`; 0 for a forward that is part of its backward."""
+        kind, stage, _ = task
+        if kind == "forward":
+            return 0.0 if self.fuse_last and stage == len(self.forward) - 1 else self.forward[stage]
+        return self.backward[stage] + (self.forward[stage] if self.recompute or self.fused(task) else 0.0)
+
+
+class Span(NamedTuple):
+    """A task with its start and end."""
+
+    task: Task
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The tasks of every device in time."""
+
+    spans: list[list[Span]]
+    """Tasks of each device, in the order of time. A forward that is part of its backward has no span."""
+    total: float
+    """End of the last task, or of the last tick."""
+    ticks: list[float] | None
+    """Start of each tick; None for asynchronous devices."""
+    costs: Costs
+    """The costs that were simulated."""
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time in which devices are idle, in [0, 1]."""
+        busy = sum(span.end - span.start for device in self.spans for span in device)
+        return 1 - busy / (len(self.spans) * self.total) if self.total else 0.0
+
+    def peak_of_devices(self) -> list[int]:
+        """Largest number of activations alive at once on each device."""
+        return [_peak(device, self.costs) for device in self.spans]
+
+    def peak_of_stages(self) -> list[int]:
+        """Largest number of activations of each stage alive at once."""
+        p = len(self.spans)
+        of_stage = lambda stage: [span for span in self.spans[stage % p] if span.task.stage == stage]
+        return [_peak(of_stage(stage), self.costs) for stage in range(len(self.costs.forward))]
+
+    def peak_bytes_of_devices(self, bytes_of_stages: Sequence[float]) -> list[float]:
+        """Largest number of bytes alive at once on each device; an activation of stage s has `bytes_of_stages[s]`."""
+        return [_peak(device, self.costs, lambda task: bytes_of_stages[task.stage]) for device in self.spans]
+
+
+def _peak(spans: Iterable[Span], costs: Costs, weight: Callable[[Task], float] = lambda task: 1) -> float:
+    """Largest sum of the weights of activations alive at once.
+
+    An activation is alive from the start of its forward (or of its backward, if the forward is part of that) to the end
+    of its backward, or to the end of the schedule if there is none.
+    """
+    changes = []
+    for task, start, end in spans:
+        if task.kind == "forward" or costs.fused(task):
+            changes.append((start, 1, weight(task)))
+        if task.kind == "backward":
+            changes.append((end, 0, -weight(task)))
+    alive = peak = 0
+    for _, _, change in sorted(changes):  # an end comes before a start at the same time
+        alive += change
+        peak = max(peak, alive)
+    return peak
+
+
+def simulate(orders: Orders, p: int, m: int, v: int, costs: Costs) -> Timeline:
+    """Timeline of asynchronous devices: a task starts when its device is idle and its inputs have arrived.
+
+    Raises:
+        ValueError: as `check_schedule` does, or for costs of another number of stages.
+    """
+    orders = check_schedule(orders, p, m, v)
+    if len(costs.forward) != p * v:
+        raise ValueError(f"costs of {len(costs.forward)} stages for a schedule of {p * v}: give one a stage.")
+    end: dict[Task, float] = {}
+    spans: list[list[Span]] = [[] for _ in range(p)]
+    place, free_at = [0] * p, [0.0] * p
+    while any(place[device] < len(order) for device, order in enumerate(orders)):
+        for device, order in enumerate(orders):
+            while place[device] < len(order):
+                task = order[place[device]]
+                before = needs(task, p * v)
+                if not all(q in end for q in before):
+                    break
+                arrivals = [end[q] + (costs.transfer if q.stage % p != device else 0.0) for q in before]
+                start = max([free_at[device], *arrivals])
+                end[task] = free_at[device] = start + costs.of(task)
+                place[device] += 1
+                if not (costs.fuse_last and task.kind == "forward" and task.stage == p * v - 1):
+                    spans[device].append(Span(task, start, end[task]))
+    return Timeline(spans, max(end.values()), None, costs)
+
+
+def simulate_ticks(table: TickTable, costs: Costs, *, wait_between_slots: bool = True) -> Timeline:
+    """Timeline of ticks, as the executor runs them: devices wait for each other, and pay a transfer, after each tick.
+
+    Args:
+        table: made by `tick_table` with the `recompute` and `fuse_last` of `costs`.
+        costs: times of the tasks of each stage.
+        wait_between_slots: whether devices also wait for the slowest forward before the first backward, as they do
+            where sending the result of a forward blocks (CPUs). It matters only if the costs of stages differ.
+    """
+    columns = table.columns
+    ticks, p = columns["forward"].shape
+    spans: list[list[Span]] = [[] for _ in range(p)]
+    starts, now = [], 0.0
+    for t in range(ticks):
+        starts.append(now)
+        free_at = [now] * p
+        for kind in ("forward", "backward"):
+            if wait_between_slots:
+                free_at = [max(free_at)] * p
+            for device in np.flatnonzero(columns[kind][t]).tolist():
+                stage = int(columns[f"{kind}_chunk"][t, device]) * p + device
+                task = Task(kind, stage, int(columns[f"{kind}_microbatch"][t, device]))
+                start, free_at[device] = free_at[device], free_at[device] + costs.of(task)
+                spans[device].append(Span(task, start, free_at[device]))
+        now = max(free_at) + costs.transfer
+    return Timeline(spans, now, starts, costs)

@@ -1,0 +1,449 @@
+"""Per-device ops under `typed_shard_map`: every collective, and the products that make partial sums.
+
+Each op checks its operands against a spec string while JAX traces. It compiles to the `jax.lax` collective or product
+of the same name, and to transpositions if its dim is not the first. This is what each does to a type:
+
+    all_gather         'M/d F/t -> M F/t'                   removes /d; into `M F/t *d`, a Copy
+    psum_scatter       'B L M +t -> B L/t M'                turns +t into /t
+    psum               'B L +t -> B L'                      removes +t
+    pmax               'B L V/t -> B L'                     maximum over the dropped dims, on all their devices
+    einsum_unreduced   'B L F/t, M F/t -> B L M +t'         a contracted sharded dim becomes a +
+    index_unreduced    '[V/t] M, B L -> B L M +t'           a lookup in a sharded dim becomes a +
+    broadcast          'M -> B/d L M'                       repeats along new dims
+    rearrange          'L (K/t Q) D -> K/t Q L D'           transposes, splits and merges dims, by name
+    all_to_all         'L/t K -> L K/t'                     moves an axis from one dim to another
+    ppermute           'B L/t M'                            shifts the blocks of a dim around the ring of its axis
+    replicate          'M/d F/t -> M/d F/t *r'              marks independent use on each device of r, a Copy
+
+The backward pass communicates where the forward pass does, by the transposed collective, and nowhere else: a gather
+becomes a reduce-scatter and the other way round, and the gradient of a Copy is reduced where the Copy was made.
+All ops raise ShardError, with the op, the spec, the operands, the sizes bound so far, the mesh, and a remedy.
+"""
+
+import collections
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.checks import current_scope
+from shardlib.escapes import per_device  # noqa: F401 (one of the ops)
+from shardlib.op_checks import (
+    cast,
+    cast_to_result,
+    check_operand,
+    check_result_divisible,
+    check_same_dims,
+    checked_collective,
+    checked_op,
+    copy_axes,
+    does_nothing,
+    einsum_formula,
+    last_axes,
+    parse,
+    refuse_copy,
+    refuse_in_stage,
+    refuse_repeated_gradient,
+    require_shard_map,
+    varying,
+    wrap,
+)
+from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
+from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
+from shardlib.values import Noted, describe, devices_along, is_opaque, planned_devices, target_device, unwrap
+
+
+def axis_size(axes: str) -> int:
+    """Number of devices along one axis, or along several together: `'t'`, `'r d'`."""
+    return devices_along(axes.split())
+
+
+def axis_index(axis: str) -> jax.Array:
+    """Coordinate of this device on `axis`, an i32 scalar that counts from 0 and differs over that axis."""
+    with checked_op("axis_index", axis):
+        devices_along((axis,))
+        require_shard_map()
+    return lax.axis_index(axis) if axis in jax.sharding.get_abstract_mesh().shape else jnp.int32(0)
+
+
+def size(dim: str) -> int:
+    """Number of entries of a dim on all devices together: `'L'`. An annotation in this function must have bound it."""
+    sizes = current_scope().sizes
+    if dim not in sizes:
+        raise ShardError(
+            f"size({dim!r}): the size of {dim} is not known here; known are {', '.join(sizes) or 'none'}",
+            "annotate an argument or a local that has this dim",
+        )
+    return sizes[dim]
+
+
+def positions(spec: str) -> jax.Array:
+    """Positions of this device's block in a dim, i32: `positions('L/t')` counts from 0 over all devices of t."""
+    with checked_op("positions", spec):
+        (dim,) = parse_shape(spec_text(spec)).dims
+        block = (dim.literal_size or size(dim.name)) // devices_along(dim.axes)
+        require_shard_map()
+    offset = sum(axis_index(axis) * block * _minor_devices(dim, axis) for axis in dim.axes)
+    return jnp.arange(block, dtype=jnp.int32) + offset
+
+
+# ---- collectives ------------------------------------------------------------------------------------------------
+
+
+def all_gather(spec, x):
+    """Gathers blocks: `M/d F/t -> M F/t` gives every device of d the whole of M.
+
+    The result is the same on every device of d. Only einsum_unreduced, index_unreduced and broadcast take it: its
+    gradient there is a partial sum over d, which the backward pass reduce-scatters once.
+
+    `M/d F/t -> M F/t *d` gives a Copy, which can also be carried into a `lax.scan`. There, `M/d F/t -> M F/t` of that
+    Copy does nothing.
+    """
+    with checked_collective("all_gather", spec, x, copies=True) as (op, value, _):
+        lhs, rhs = op.lhs[0], op.rhs
+        check_same_dims(lhs, rhs)
+        removed = [last_axes(a, b) for a, b in zip(lhs.dims, rhs.dims, strict=True)]
+        gathered = {axis for axes in removed for axis in axes}
+        ahead = set(copy_axes(x)) & lhs.sharded
+        if ahead and ahead != gathered:
+            raise ShardError(
+                f"the operand was gathered over {', '.join(sort_axes(ahead))} before, this gathers over "
+                f"{', '.join(sort_axes(gathered)) or 'nothing'}",
+                "gather ahead over the axes that are gathered here, all of them",
+            )
+        if lhs.partial or rhs.partial:
+            raise ShardError("a partial sum cannot be gathered", "reduce it first, with psum_scatter or psum")
+        if does_nothing(spec, op):
+            return x
+        if not gathered:
+            raise ShardError(f"`{lhs}` to `{rhs}` gathers nothing", "drop an axis from a dim on the right side")
+        new_copies = set(rhs.copies) - set(copy_axes(x))
+        if new_copies and new_copies != gathered:
+            raise ShardError(
+                f"the result is to be a copy over {', '.join(sort_axes(new_copies))}, "
+                f"but {', '.join(sort_axes(gathered))} is gathered",
+                "mark all axes removed from dims with *, or none: gather the others in a call of their own; "
+                "for an axis that shards no dim use replicate",
+            )
+        if ahead:
+            return x
+        if isinstance(x, Noted):
+            x.note(lhs, rhs, x.dtype)
+            new_copies = gathered  # as it will be once it is gathered ahead
+        else:
+            refuse_in_stage(gathered)
+        value = cast(1, lhs, value, (), lhs.sharded)
+    for i, axes in enumerate(removed):
+        if axes:
+            gather = functools.partial(lax.all_gather, to="varying" if new_copies else "reduced")
+            value = _along_first_dim(gather, value, axes, i, axis=0)
+    return wrap(value, (), {*copy_axes(x), *new_copies}, f"all_gather({op})")
+
+
+def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax.Array:
+    """collective(x, axes, tiled=True) along `dim`, with that dim moved to the front and back.
+
+    The blocks have to be contiguous in any case. For another dim, XLA on a CPU chooses layouts around the collective
+    that cost its neighbours more time than the collective itself takes.
+    """
+    return jnp.moveaxis(collective(jnp.moveaxis(x, dim, 0), axes, tiled=True, **options), 0, dim)
+
+
+def psum_scatter(spec, x):
+    """Reduces a partial sum and leaves each device a block of the result: `B L M +t -> B L/t M`."""
+    with checked_collective("psum_scatter", spec, x) as (op, value, sizes):
+        lhs, rhs = op.lhs[0], op.rhs
+        check_same_dims(lhs, rhs)
+        added = [last_axes(b, a) for a, b in zip(lhs.dims, rhs.dims, strict=True)]
+        scattered = {axis for axes in added for axis in axes}
+        if scattered != set(lhs.partial) - set(rhs.partial) or not set(rhs.partial) <= set(lhs.partial):
+            raise ShardError(
+                f"`{lhs}` to `{rhs}` does not turn each + axis into a / axis",
+                "each axis that loses its + must be added to one dim: `B L M +t -> B L/t M`; psum drops it instead",
+            )
+        if does_nothing(spec, op):
+            return x
+        if not scattered:
+            raise ShardError(f"`{lhs}` to `{rhs}` reduces nothing", "add a + axis of the left side to a dim")
+        refuse_in_stage(scattered)
+        check_result_divisible(rhs, sizes)
+    for i, axes in enumerate(added):
+        if axes:
+            value = _along_first_dim(lax.psum_scatter, value, axes, i, scatter_dimension=0)
+    return wrap(value, rhs.partial, copy_axes(x), f"psum_scatter({op})")
+
+
+def psum(spec, x):
+    """Reduces a partial sum and leaves the whole result on every device: `B L +t -> B L`, `+d +t ->`."""
+    with checked_collective("psum", spec, x) as (op, value, _):
+        lhs, rhs = op.lhs[0], op.rhs
+        if does_nothing(spec, op):
+            return x
+        if not lhs.partial:
+            raise ShardError("the operand's spec has no +", "only a partial sum can be reduced: `B L +t -> B L`")
+        if lhs.dims != rhs.dims:
+            raise ShardError(
+                f"the dims change from `{lhs}` to `{rhs}`", "psum only drops + marks; psum_scatter also shards a dim"
+            )
+        if not set(rhs.partial) < set(lhs.partial):
+            raise ShardError(f"`{lhs}` to `{rhs}` reduces nothing", "drop a + mark on the right side")
+        reduced = set(lhs.partial) - set(rhs.partial)
+        refuse_in_stage(reduced)
+    return wrap(lax.psum(value, sort_axes(reduced)), rhs.partial, copy_axes(x), f"psum({op})")
+
+
+def pmax(spec, x):
+    """Maximum over dims and over the devices that share them: `B L V/t -> B L`. Not differentiable, as `lax.pmax`."""
+    with checked_collective("pmax", spec, x) as (op, value, _):
+        lhs, rhs = op.lhs[0], op.rhs
+        if lhs.partial:
+            raise ShardError("the maximum of a partial sum is not the maximum of the sum", "reduce it first, with psum")
+        refuse_copy(1, x)
+        if rhs.dims != tuple(dim for dim in lhs.dims if dim in rhs.dims) or rhs.dims == lhs.dims or rhs.partial:
+            raise ShardError(
+                f"`{rhs}` is not `{lhs}` with some dims dropped", "keep the other dims and their axes as they are"
+            )
+        axes = sort_axes(lhs.sharded - rhs.sharded)
+        refuse_in_stage(axes)
+    value = jnp.max(value, axis=tuple(i for i, dim in enumerate(lhs.dims) if dim not in rhs.dims))
+    return lax.pmax(varying(value, axes), axes) if axes else value
+
+
+def all_to_all(spec, x):
+    """Moves an axis from one dim to another: `L/t K -> L K/t`."""
+    with checked_collective("all_to_all", spec, x) as (op, value, sizes):
+        lhs, rhs = op.lhs[0], op.rhs
+        check_same_dims(lhs, rhs)
+        pairs = list(zip(lhs.dims, rhs.dims, strict=True))
+        losing = [i for i, (a, b) in enumerate(pairs) if len(b.axes) < len(a.axes)]
+        gaining = [i for i, (a, b) in enumerate(pairs) if len(b.axes) > len(a.axes)]
+        others = [i for i, (a, b) in enumerate(pairs) if len(a.axes) == len(b.axes) and a != b]
+        lost = [last_axes(*pairs[i]) for i in losing]
+        gained = [last_axes(*pairs[i][::-1]) for i in gaining]
+        if len(lost) != 1 or lost != gained or others or lhs.partial or rhs.partial:
+            raise ShardError(
+                f"`{lhs}` to `{rhs}` does not move one axis from one dim to another", "write `L/t K -> L K/t`"
+            )
+        refuse_copy(1, x)
+        refuse_in_stage(lost[0])
+        check_result_divisible(rhs, sizes)
+        value = cast(1, lhs, value, (), lhs.sharded)
+    return lax.all_to_all(value, lost[0], split_axis=gaining[0], concat_axis=losing[0], tiled=True)
+
+
+def ppermute(spec, x, *, axis: str, shift: int):
+    """Each device of `axis` sends its block to the device `shift` further on, around the ring. The type stays.
+
+    After `ppermute('B L/t M', x, axis='t', shift=1)`, device i holds what device i-1 held.
+    """
+    with checked_op("ppermute", spec, x) as sizes:
+        shape = parse(f"{spec_text(spec)} ->", 1).lhs[0]
+        require_shard_map()
+        value = check_operand(1, shape, x, sizes)
+        size = devices_along((axis,))
+        if axis not in shape.sharded or shape.partial:
+            raise ShardError(
+                f"the blocks do not differ over {axis}: `{shape}` is not sharded over it, or is a partial sum",
+                f"shift only along an axis that shards a dim, e.g. `L/{axis}`",
+            )
+        refuse_copy(1, x)
+        refuse_in_stage((axis,))
+        value = cast(1, shape, value, (), (axis,))
+    return lax.ppermute(value, axis, [(i, (i + shift) % size) for i in range(size)])
+
+
+def replicate(spec, x):
+    """Marks a value that is the same on every device of r for independent use there: `M/d F/t -> M/d F/t *r`.
+
+    The result is a Copy. Forward there is no operation. Backward there is one all-reduce over r of the gradient, here
+    and not at each use. `... -> ... *r` takes any array, or a whole pytree of arrays.
+    """
+    with checked_op("replicate", spec, *([x] if hasattr(x, "shape") else [])) as sizes:
+        op = parse(spec, 1, any_dims=True, copies=True)
+        lhs, rhs = op.lhs[0], op.rhs
+        require_shard_map()
+        new = sort_axes(set(rhs.copies) - set(lhs.copies))
+        if does_nothing(spec, op):
+            return x
+        refuse_in_stage(new)
+        if lhs.dims != rhs.dims or lhs.open != rhs.open or lhs.partial or rhs.partial or not new:
+            raise ShardError(f"`{lhs}` to `{rhs}` does more or less than add a *", "write `M/d F -> M/d F *r`")
+        devices_along(new)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_opaque):
+            value = check_operand(1, lhs, leaf, sizes)
+            if differing := sort_axes(set(new) & jax.typeof(value).manual_axis_type.varying):
+                raise ShardError(
+                    f"operand 1{jax.tree_util.keystr(path)}, {describe(leaf)}, differs between devices of "
+                    f"{', '.join(differing)} already",
+                    "gather or reduce it first: a copy holds the same value on each device",
+                )
+
+    def mark(leaf):
+        copies = copy_axes(leaf)
+        return wrap(unwrap(leaf) if copies else leaf, (), {*copies, *new}, f"replicate({op})")
+
+    return jax.tree.map(mark, x, is_leaf=is_opaque)
+
+
+# ---- products ---------------------------------------------------------------------------------------------------
+
+
+def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None):
+    """The einsum of this device's blocks: `B/d L F/t, M F/t -> B/d L M +t`. It does not communicate.
+
+    It takes one operand or more, all of one dtype. A dim keeps its sharding from operand to result. Contracting a
+    sharded dim makes the result a partial sum, written `+`, for psum_scatter or psum to reduce.
+
+    Args:
+        spec: the dims of each operand and of the result.
+        *operands: arrays, gathered arrays or Copies.
+        preferred_element_type: dtype of the sums; None: that of the operands.
+        product: a function (formula, x, y) that is called instead of jnp.einsum, e.g. for another precision.
+    """
+    with checked_op("einsum_unreduced", spec, *operands) as sizes:
+        op = parse(spec, len(operands), copies=True)
+        values = [check_operand(i, s, x, sizes) for i, (s, x) in enumerate(zip(op.lhs, operands, strict=True), 1)]
+        formula = einsum_formula(op)
+        if len({value.dtype for value in values}) > 1:
+            raise ShardError(
+                f"dtype mismatch: operands are {', '.join(str(value.dtype) for value in values)}",
+                "cast them to one dtype with .astype",
+            )
+        values, axes, copies = cast_to_result(op, values, operands)
+        if len(values) > 1:
+            values = [
+                refuse_repeated_gradient(i, v, "einsum_unreduced", spec, operands, sizes)
+                for i, v in enumerate(values, 1)
+            ]
+        # simple: every dim is in two of the three arrays at least, so each gradient is a product of the other two.
+        places = collections.Counter(name for shape in (*op.lhs, op.rhs) for name in shape.names)
+        simple = len(values) == 2 and min(places.values()) > 1 and jnp.issubdtype(values[0].dtype, jnp.inexact)
+        if product and not simple:
+            raise ShardError(
+                "`product` is for two operands of floats, each dim of which is in the other or in the result",
+                "leave it out",
+            )
+    if product:
+        value = product(formula, *values)
+    elif simple:
+        blocks = [
+            math.prod((sizes.get(d.name) or d.literal_size) // planned_devices(d.axes) for d in shape.dims)
+            for shape in (op.lhs[0], op.rhs)
+        ]
+        value = _with_gradients(formula, preferred_element_type, blocks[0] <= blocks[1], *values)
+    else:
+        value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
+    return wrap(varying(value, axes), op.rhs.partial, copies, f"einsum_unreduced({op})")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _with_gradients(formula: str, dtype, x_is_smaller: bool, x: jax.Array, y: jax.Array) -> jax.Array:
+    """jnp.einsum, whose gradients are einsums with the dims of the operands in their order, in the operands' dtype.
+
+    JAX's own rule contracts the gradient with x and transposes the result. XLA turns that into a transposition of the
+    gradient, which for a layer's up-projection takes a CPU longer than the product. Also, where the dtype of the result
+    is wider than that of the operands, as for logits, JAX multiplies in the wider one, which is many times slower on an
+    accelerator.
+    """
+    return jnp.einsum(formula, x, y, preferred_element_type=dtype)
+
+
+def _product_forward(formula, dtype, x_is_smaller, x, y):
+    # Not a call of _with_gradients, in which the policies of jax.checkpoint would not see the product.
+    return jnp.einsum(formula, x, y, preferred_element_type=dtype), (x, y)
+
+
+def _product_backward(formula, dtype, x_is_smaller, operands, g):
+    x, y = operands
+    operand_dims, result = formula.split("->")
+    x_dims, y_dims = operand_dims.split(",")
+    g = g.astype(x.dtype)
+    product = lambda a, b, to: jnp.einsum(f"{a[0]},{b[0]}->{to}", a[1], b[1])
+    of_g, of_x, of_y = (result, g), (x_dims, x), (y_dims, y)
+    dx = product(of_g, of_y, x_dims)
+    if target_device().platform != "cpu" or x_is_smaller:
+        return dx, product(of_x, of_g, y_dims)
+    # A CPU transposes the first operand, so the smaller one comes first. XLA would follow the order of the result.
+    swapped = "".join(sorted(y_dims, key=lambda dim: dim not in result))
+    dy = lax.optimization_barrier(product(of_g, of_x, swapped))
+    return dx, jnp.einsum(f"{swapped}->{y_dims}", dy)
+
+
+_with_gradients.defvjp(_product_forward, _product_backward)
+
+
+def broadcast(spec, x):
+    """Repeats `x` along new dims, e.g. a bias at each position: `M -> B/d L/t M`. It does not communicate.
+
+    The new dims have the sizes that the current scope has bound. The gradient is a sum over them, so it is a partial
+    sum over their axes. As with einsum_unreduced, `x` must be gathered over these, or a Copy.
+    """
+    with checked_op("broadcast", spec, x) as sizes:
+        op = parse(spec, 1, copies=True)
+        lhs, rhs = op.lhs[0], op.rhs
+        value = check_operand(1, lhs, x, sizes)
+        new = [dim for dim in rhs.dims if dim not in lhs.dims]
+        if tuple(dim for dim in rhs.dims if dim not in new) != lhs.dims or not new or lhs.partial or rhs.partial:
+            raise ShardError(
+                f"`{rhs}` is not `{lhs}` with some dims added", "keep the dims, their order and axes: `M -> B/d L M`"
+            )
+        for dim in new:
+            if dim.literal_size is None and dim.name not in sizes:
+                raise ShardError(f"the size of {dim.name} is not known here", "annotate an array that has this dim")
+        check_result_divisible(rhs, sizes)
+        (value,), _, copies = cast_to_result(op, [value], [x])
+        value = refuse_repeated_gradient(1, value, "broadcast", spec, (x,), sizes)
+        blocks = [(dim.literal_size or sizes[dim.name]) // devices_along(dim.axes) for dim in rhs.dims]
+    value = lax.broadcast_in_dim(value, blocks, [i for i, dim in enumerate(rhs.dims) if dim not in new])
+    return wrap(value, (), copies, f"broadcast({op})")
+
+
+def index_unreduced(spec, table, ids):
+    """Looks `ids` up in the [dim] of `table`: `[V/t] M, B/d L -> B/d L M +t`. It does not communicate.
+
+    A lookup in a sharded dim finds only the entries in this device's block and is 0 elsewhere: a partial sum. With dims
+    in common, `B/d L [V/t], B/d L -> B/d L +t`, it picks one entry for each of them. `ids` are integers in [0, V).
+    """
+    with checked_op("index_unreduced", spec, table, ids) as sizes:
+        op = parse(spec, 2, index=True, copies=True)
+        table_spec, ids_spec = op.lhs
+        if table_spec.index is None or ids_spec.index is not None:
+            raise ShardError("the spec does not say which dim of the first operand to look up", "write it as [V/t]")
+        values = check_operand(1, table_spec, table, sizes)
+        indices = check_operand(2, ids_spec, ids, sizes)
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise ShardError(f"dtype mismatch: ids are {indices.dtype}", "ids are integers")
+        looked_up = table_spec.dims[table_spec.index]
+        rest = tuple(dim for dim in table_spec.dims if dim is not looked_up)
+        batched = bool(rest) and rest == ids_spec.dims
+        result = ids_spec.dims if batched else (*ids_spec.dims, *rest)
+        expected = parse_shape(" ".join([*map(str, result), *(f"+{axis}" for axis in looked_up.axes)]))
+        if table_spec.partial or ids_spec.partial:
+            raise ShardError("a partial sum cannot be looked up", "reduce it first, with psum_scatter or psum")
+        if (expected.dims, expected.partial) != (op.rhs.dims, op.rhs.partial):
+            raise ShardError(f"the result of this lookup is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
+        (values, indices), axes, copies = cast_to_result(op, [values, indices], [table, ids])
+        indices = indices.astype(jnp.int32)
+    block = values.shape[table_spec.index]
+    for axis in looked_up.axes:
+        indices = indices - lax.axis_index(axis) * block * _minor_devices(looked_up, axis)
+    if batched:
+        # Compare and sum rather than gather: it fuses in both directions, while the transpose of a gather is a scatter.
+        positions = jnp.arange(block, dtype=jnp.int32)
+        positions = positions.reshape([-1 if i == table_spec.index else 1 for i in range(values.ndim)])
+        hit = positions == jnp.expand_dims(indices, table_spec.index)
+        value = jnp.sum(jnp.where(hit, values, jnp.zeros((), values.dtype)), axis=table_spec.index)
+    else:
+        values = jnp.moveaxis(values, table_spec.index, 0)
+        found = (indices >= 0) & (indices < block)
+        value = jnp.take(values, indices, axis=0, mode="clip")
+        if looked_up.axes:
+            value = jnp.where(found.reshape(found.shape + (1,) * len(rest)), value, jnp.zeros((), value.dtype))
+    return wrap(varying(value, axes), op.rhs.partial, copies, f"index_unreduced({op})")
+
+
+def _minor_devices(dim: Dim, axis: str) -> int:
+    """Number of blocks of `dim` that one step along `axis` passes."""
+    return devices_along(dim.axes[dim.axes.index(axis) + 1 :])

@@ -1,0 +1,422 @@
+"""The current mesh, and values that are not arrays: partial sums and copies, which jax.numpy must not touch."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS, ShapeSpec, ShardError, sort_axes
+
+SHORT_DTYPES = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float64": "f64",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "uint64": "u64",
+    "bool": "bool_",
+}
+
+
+# ---- the mesh ---------------------------------------------------------------------------------------------------
+
+
+def mesh_axes() -> Mapping[str, int]:
+    """Size of each axis of the current mesh; empty if no mesh is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {} if mesh.empty else dict(mesh.shape)
+
+
+def target_device():
+    """A device that the traced program is for: JAX's first one.
+
+    A program can also be compiled for a machine elsewhere, on an abstract mesh of another platform. Then it is the
+    mesh's abstract device, which has a platform and a kind.
+    """
+    device = jax.devices()[0]
+    mesh = jax.sharding.get_abstract_mesh()
+    target = None if mesh.empty else mesh.abstract_device
+    return target if target is not None and target.platform != device.platform else device
+
+
+def on_mesh(spec: ShapeSpec) -> ShapeSpec:
+    """`spec` on the current mesh: without the axes of AXIS_ORDER that the mesh lacks."""
+    sizes = mesh_axes()
+    absent = [axis for axis in AXIS_ORDER if axis not in sizes]
+    return spec.without(absent) if sizes and absent else spec
+
+
+_STAGE: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("shardlib_stage", default=())
+
+
+@contextlib.contextmanager
+def pipeline_stage() -> Iterator[None]:
+    """Context in which a task of one pipeline stage is traced: every value may differ over the pipeline axis.
+
+    Specs do not mention the axis there. Collectives over it are a ShardError: its devices run different tasks at the
+    same time, and would wait for each other forever. On a mesh without the axis nothing changes.
+    """
+    token = _STAGE.set((PIPELINE_AXIS,) if PIPELINE_AXIS in mesh_axes() else ())
+    try:
+        yield
+    finally:
+        _STAGE.reset(token)
+
+
+def stage_axes() -> tuple[str, ...]:
+    """Axes over which any value may differ without its spec saying so: the pipeline axis within a stage."""
+    return _STAGE.get()
+
+
+def inside_shard_map() -> bool:
+    """Whether per-device code is being traced."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def devices_along(axes: Iterable[str]) -> int:
+    """Number of devices along `axes` together, one along those of AXIS_ORDER that the mesh lacks.
+
+    Raises:
+        ShardError: another axis that the mesh does not have, or no mesh.
+    """
+    sizes = mesh_axes()
+    if sizes:
+        sizes = dict.fromkeys(AXIS_ORDER, 1) | sizes
+    for axis in axes:
+        if axis not in sizes:
+            has = f"the mesh has {', '.join(mesh_axes())}" if sizes else "no mesh is set"
+            raise ShardError(
+                f"axis {axis} is not an axis of the mesh ({has})",
+                f"name one of the mesh's axes, or give the mesh an axis {axis} of one device"
+                if sizes
+                else "run this under `with jax.set_mesh(mesh):`",
+            )
+    return math.prod(sizes[axis] for axis in axes)
+
+
+_ARGUMENTS: contextvars.ContextVar[list | None] = contextvars.ContextVar("shardlib_arguments", default=None)
+
+
+@contextlib.contextmanager
+def noting_arguments() -> Iterator[list]:
+    """Context that notes the types of the arguments of each typed_shard_map that is traced in it, as lists of specs."""
+    noted: list = []
+    token = _ARGUMENTS.set(noted)
+    try:
+        yield noted
+    finally:
+        _ARGUMENTS.reset(token)
+
+
+def note_arguments(specs: list) -> None:
+    """Notes the types of the arguments of a typed_shard_map, where somebody asked for them."""
+    if (noted := _ARGUMENTS.get()) is not None:
+        noted.append(specs)
+
+
+_PLANNED: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("shardlib_planned", default=None)
+
+
+@contextlib.contextmanager
+def planned_for(mesh: Mapping[str, int]) -> Iterator[None]:
+    """Context in which choices of speed are those for a mesh of these sizes, whatever mesh is traced on."""
+    token = _PLANNED.set(mesh)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+def planned_devices(axes: Iterable[str]) -> int:
+    """Number of devices along `axes`, for choices of speed: two traces that are compared choose alike."""
+    sizes = _PLANNED.get() or mesh_axes()
+    return math.prod(sizes[axis] for axis in axes)
+
+
+# ---- opaque values ----------------------------------------------------------------------------------------------
+
+
+def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x`, marked in JAX's types as varying over `axes`. No operation forward; the gradient stays correct.
+
+    The gradient of a gathered value becomes a partial sum, as it should. If JAX knows that the value is the same on
+    every device, its gradient is all-reduced here. `op_checks.cast` refuses that, as no spec shows it.
+    """
+    kind = jax.typeof(x).manual_axis_type
+    missing = sort_axes(set(axes) - kind.varying)
+    gathered = tuple(axis for axis in missing if axis in kind.reduced)
+    constant = tuple(axis for axis in missing if axis not in kind.reduced)
+    if gathered:
+        x = lax.pcast(x, gathered, to="varying")
+    if constant:
+        x = lax.pcast(x, constant, to="varying")
+    return x
+
+
+class Origin(str):
+    """The op that made an opaque value, for messages. All origins are equal, so that types do not depend on them."""
+
+    def __eq__(self, other):
+        return isinstance(other, Origin)
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __hash__(self):
+        return 0
+
+
+class _NoAttribute(ShardError, AttributeError):
+    """A ShardError for which `hasattr` answers False."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Opaque:
+    """A per-device value that only shardops may touch."""
+
+    _value: jax.Array
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    origin: Origin = dataclasses.field(default=Origin(), metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape on one device."""
+        return self._value.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return self._value.ndim
+
+    @property
+    def dtype(self):
+        """Dtype of the value."""
+        return self._value.dtype
+
+    def astype(self, dtype):
+        """The same value in another dtype."""
+        return dataclasses.replace(self, _value=self._value.astype(dtype))
+
+    def __getattr__(self, name: str):
+        # For `x.sum()`, `x.T` and the like. Python itself (copy, pickle) must get an AttributeError.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NoAttribute(f".{name} was read from {describe(self)}{self._made_by()}", self.remedy())
+
+    def _made_by(self) -> str:
+        origin = str.__str__(self.origin)
+        return f", made by {origin}" if origin else ""
+
+    def _reject(self, what: str):
+        raise ShardError(f"{what} was given {describe(self)}{self._made_by()}", self.remedy())
+
+    def remedy(self) -> str:
+        """Advice in error messages: what to do with the value instead."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({describe(self)})"
+
+    @property
+    def __jax_array__(self):
+        # JAX looks up this attribute on every argument of a jax.numpy or jax.lax function.
+        self._reject("a jax.numpy or jax.lax function")
+
+    def __array__(self, *args, **kwargs):
+        self._reject("a numpy function")
+
+
+def _reject_operator(name: str):
+    def operator(self, *_):
+        self._reject(f"the operator {name}")
+
+    return operator
+
+
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg abs "
+    "lt le gt ge eq ne getitem iter bool float int len"
+)
+for _name in _OPERATORS.split():
+    setattr(_Opaque, f"__{_name}__", _reject_operator(f"__{_name}__"))
+_Opaque.__hash__ = object.__hash__
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Partial(_Opaque):
+    """A partial sum: the true value is the sum of what the devices of `axes` hold. Its mark in specs is `+axis`.
+
+    It is not an array: jax.numpy and jax.lax reject it, and JAX's own type of the array in it is *unreduced*. psum and
+    psum_scatter reduce it. Before that it allows what is linear: `p + q`, `p - q`, `sum([p, q])` of partial sums over
+    the same axes, and `-p`, `c * p`, `p * c`, `p / c` with a number c, or `p * x`, `p / x` with an array x that is the
+    same on every device of `axes`. The gradient of x is all-reduced over `axes` there.
+    """
+
+    def remedy(self) -> str:
+        """How to reduce it."""
+        return f"reduce it over {', '.join(self.axes)} first, with psum_scatter or psum"
+
+    def astype(self, dtype):
+        """The same partial sum in another dtype. Raises ShardError for integers and bool, which would round it."""
+        if not jnp.issubdtype(dtype, self.dtype if self.dtype == dtype else jnp.inexact):
+            self._reject(f".astype({jnp.dtype(dtype).name}), which would round each part of the sum,")
+        return super().astype(dtype)
+
+    def __add__(self, other):
+        if type(other) is int and other == 0:  # where Python's sum() starts
+            return self
+        self._check_term("+", other)
+        return jax.tree.map(lambda x, y: x + y, self, other)
+
+    __radd__ = __add__
+
+    def __neg__(self):
+        return self * -1
+
+    def __sub__(self, other):
+        self._check_term("-", other)
+        return self + -other
+
+    def _check_term(self, operator: str, other) -> None:
+        if jax.tree.structure(self) != jax.tree.structure(other) or other.shape != self.shape:
+            rule = "only partial sums over the same axes and of one shape can be added"
+            self._reject_with(operator, other, rule)
+
+    def __mul__(self, factor):
+        self._check_factor("*", factor)
+
+        # What the backward pass keeps of it is c, and not the result of the cast, which a scan could not stack.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def scaled(x, c):
+            # JAX 0.10.2 has a rule for this product only: for no quotient, no difference, no factor of another type.
+            constant = set(self.axes) - jax.typeof(c).manual_axis_type.reduced
+            return x * lax.pcast(c, sort_axes(constant), to="reduced")
+
+        def product(x):
+            c = jnp.broadcast_to(jnp.asarray(factor, jnp.result_type(x, factor)), x.shape)
+            return scaled(x.astype(c.dtype), varying(c, jax.typeof(x).manual_axis_type.varying))
+
+        return jax.tree.map(product, self)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor):
+        self._check_factor("/", divisor)
+        return self * (1 / divisor)
+
+    def _check_factor(self, operator: str, factor) -> None:
+        if isinstance(factor, int | float | complex | np.ndarray | np.generic | jax.Array):
+            kind, shape = jax.typeof(factor).manual_axis_type, np.shape(factor)
+            fits = all(n in (1, own) for n, own in zip(shape[::-1], self.shape[::-1], strict=False))
+            if len(shape) <= self.ndim and fits and not set(self.axes) & (kind.varying | kind.unreduced):
+                return
+        rule = "it is scaled only by a number, or by an array that has its dims and is the same on every device of"
+        self._reject_with(operator, factor, f"{rule} {', '.join(self.axes)}")
+
+    def _reject_with(self, operator: str, other, rule: str):
+        values = f"{describe(self)}{self._made_by()}, and {describe(other)}"
+        raise ShardError(f"{operator} was given {values}", f"{rule}: {self.remedy()}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Copy(_Opaque):
+    """A copy on every device of `axes`, each used independently. Its gradient is a partial sum. Its mark is `*axis`.
+
+    It is not an array: only all_gather, broadcast, einsum_unreduced and index_unreduced take it, and check its use.
+    """
+
+    def remedy(self) -> str:
+        """Which ops take it."""
+        return (
+            f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over {', '.join(self.axes)}"
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Noted(Copy):
+    """A weight whose gathers are noted while a function that uses it is traced (gathers.py); otherwise a copy."""
+
+    note: Callable | None = dataclasses.field(default=None, metadata={"static": True})
+    """Called by all_gather with the spec before and after the gather, and the dtype."""
+
+
+def is_opaque(value) -> bool:
+    """Whether `value` is a partial sum or a copy."""
+    return isinstance(value, Partial | Copy)
+
+
+def unwrap(value: Partial | Copy) -> Any:
+    """The array in a copy; the array, or the copy of one, in a partial sum. For shardlib itself."""
+    return value._value
+
+
+def describe(value) -> str:
+    """Dtype, shape and axes of a value, for error messages: `f32[4,8] {varying over d, t}`."""
+    if isinstance(value, Partial):
+        return f"{_array_text(value)}, a partial sum over {', '.join(value.axes)}"
+    if isinstance(value, Copy):
+        return f"{_array_text(value)}, a copy on each device of {', '.join(value.axes)}"
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return f"{type(value).__name__} {value!r}"
+    text = _array_text(value)
+    if inside_shard_map():
+        kind = jax.typeof(value).manual_axis_type
+        states = [
+            f"{word} over {', '.join(sort_axes(axes))}"
+            for word, axes in (("varying", kind.varying), ("gathered", kind.reduced), ("unreduced", kind.unreduced))
+            if axes
+        ]
+        return f"{text} {{{'; '.join(states) or 'the same on every device'}}}"
+    sharding = sharding_of(value)
+    return text if sharding is None else f"{text} sharded as ({sharding_text(sharding)})"
+
+
+def _array_text(value) -> str:
+    name = jnp.dtype(value.dtype).name
+    return f"{SHORT_DTYPES.get(name, name)}[{','.join(map(str, value.shape))}]"
+
+
+# ---- shardings of whole arrays, outside of shard_map ------------------------------------------------------------
+
+Sharding = tuple[tuple[str, ...], ...]
+"""Axes that shard each dim."""
+
+
+def sharding_of(value) -> Sharding | None:
+    """Axes that shard each dim of a whole array; None where JAX does not know them (no mesh, or Auto axes)."""
+    is_traced = isinstance(value, jax.core.Tracer)
+    sharding = getattr(jax.typeof(value) if is_traced else value, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    if is_traced and any(kind != jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types):
+        return None
+    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in sharding.spec]
+    return tuple(axes + [()] * (len(value.shape) - len(axes)))
+
+
+def without_trivial(sharding: Sharding) -> Sharding:
+    """`sharding` without axes of one device, over which sharded and replicated are the same."""
+    sizes = mesh_axes()
+    return tuple(tuple(axis for axis in axes if sizes.get(axis, 0) != 1) for axes in sharding)
+
+
+def sharding_text(sharding: Sharding) -> str:
+    """Text of a sharding, for error messages: `d, -, t/d`."""
+    return ", ".join("/".join(axes) or "-" for axes in sharding)

@@ -1,0 +1,194 @@
+"""Rules of loops and conditionals: by their bodies, and by what decides them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from soundness.domain import UNIFORM, Value, Wild, whole
+from soundness.equation import Equation, Refused
+from soundness.rules import COLLECTIVES
+
+
+def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
+    """Axes over which JAX says that a value differs; all, where it does not say."""
+    kind = getattr(aval, "manual_axis_type", None)
+    axes = getattr(kind, "varying", getattr(aval, "vma", None))
+    unreduced = getattr(kind, "unreduced", frozenset())
+    return frozenset(a for a in (sizes if axes is None else axes | unreduced) if sizes[a] > 1)
+
+
+def ndim(var: Any) -> int:
+    """Number of dims of a variable."""
+    return len(getattr(var.aval, "shape", ()))
+
+
+def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
+    """What holds of a value that is one or the other."""
+    if a.wild or b.wild:
+        return a if a.wild else b
+    if a == b:
+        return _anonymous(a)
+    try:
+        values = [eq.block(a), eq.block(b)]
+        return Value(
+            eq.joined_dims(values),
+            eq.joined_partial(values),
+            _joined_extreme(eq, values),
+            eq.joined_ratio(values),
+            a.scaled or b.scaled,
+            known=a.known if a.known == b.known else None,
+        )
+    except Refused as refusal:
+        return Value(a.dims, wild=interpreter.explain(eq, refusal))
+
+
+def _joined_extreme(eq: Equation, values: list[Value]) -> Any:
+    """Extremes of one kind; a finished value is one whose extreme was taken already, so it may join as well."""
+    found = {value.extreme for value in values if value.extreme}
+    if len(found) > 1:
+        for value in values:
+            eq.finished(value)
+    return found.pop() if found else None
+
+
+def _anonymous(value: Value) -> Value:
+    """`value` without what it was computed of: that may be of another pass of a loop, or of another branch."""
+    return dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
+
+
+def _fixed_point(interpreter: Any, eq: Equation, carry: list[Value], body: Any) -> list[Value]:
+    """The facts about carried values that a pass of a loop's body keeps."""
+    carry = [_anonymous(value) for value in carry]
+    for _ in range(4 * len(carry) + 8):
+        outs = body(carry)
+        new = [_join(eq, a, b, interpreter) for a, b in zip(carry, outs, strict=True)]
+        if new == carry:
+            return carry
+        carry = new
+    raise AssertionError(f"{eq.place()}: the facts about the carried values do not settle")
+
+
+def _scan(interpreter: Any, eq: Equation) -> list[Value]:
+    body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
+    # What a loop runs over has one dim more outside of it. (The parameters that say so differ by JAX's version.)
+    is_carry = lambda pair: ndim(pair[0]) == ndim(pair[1])
+    carried = len(list(filter(is_carry, zip(eq.eqn.outvars, body.outvars, strict=True))))
+    consts = len(list(filter(is_carry, zip(eq.eqn.invars, body.invars, strict=True)))) - carried
+    first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
+    twin = eq.twin and eq.twin.params["jaxpr"]
+    items = []
+    for x in xs:
+        try:
+            if not x.wild:
+                eq.uncut(eq.block(x), 0, "a loop runs")
+            gone = dataclasses.replace(x, dims=x.dims[1:], count=(), components=(), known=None if x.count else x.known)
+            gone = _anonymous(gone)
+        except Refused as refusal:
+            gone = Value(x.dims[1:], wild=interpreter.explain(eq, refusal))
+        items.append(gone)
+    if eq.twin is not None and eq.twin.params["length"] != eq.params["length"]:
+        reason = Refused(
+            f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
+            "loop over a whole size; a ring over devices is shardops.per_device(...) with the reason",
+        )
+        outs = interpreter.wild(eq, interpreter.explain(eq, reason))
+        args = [*first, *(Value(c.dims, wild=outs[0].wild) for c in carry), *items]
+        interpreter.run(eq.params["jaxpr"], twin, args)
+        return outs
+    run = lambda carry: interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items])
+    carry = _fixed_point(interpreter, eq, carry, lambda carry: run(carry)[:carried])
+    outs = run(carry)
+    results = list(carry)
+    for out in outs[carried:]:
+        n = eq.params["length"]
+        dims = (whole(n) if n > 1 else UNIFORM, *out.dims)
+        try:
+            out = out if out.wild else eq.block(out)
+            known = None if out.count else out.known
+            results.append(dataclasses.replace(_anonymous(out), dims=dims, count=(), known=known))
+        except Refused as refusal:
+            results.append(Value(dims, wild=interpreter.explain(eq, refusal)))
+    return results
+
+
+def _is_certain(eq: Equation, predicate: Value) -> bool:
+    """Whether a predicate is the same on all devices, and as on one device."""
+    try:
+        return not predicate.wild and bool(eq.unscaled(eq.finished(predicate)))
+    except Refused:
+        return False
+
+
+def _collectives(jaxpr: Any, axes: frozenset[str]) -> Any:
+    """The first collective over one of the axes in a jaxpr; None if there is none."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name in COLLECTIVES:
+            names = eqn.params.get("axis_name", eqn.params.get("axes"))
+            if axes & set(names if isinstance(names, tuple | list) else (names,)):
+                return eqn
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                is_jaxpr = hasattr(part, "eqns") or hasattr(part, "jaxpr")
+                if is_jaxpr and (found := _collectives(part, axes)):
+                    return found
+    return None
+
+
+def _under_predicate(interpreter: Any, eq: Equation, predicate: Value, var: Any, bodies: Any) -> Wild | None:
+    """Why results that depend on a predicate are not known. Notes a collective that not all devices reach."""
+    if _is_certain(eq, predicate):
+        return None
+    axes = frozenset(eq.sizes) if interpreter.is_unchecked else varying(var.aval, eq.sizes)
+    over = ", ".join(sorted(axes)) or "the mesh"
+    reason = predicate.wild or interpreter.explain(
+        eq,
+        Refused(
+            f"the condition differs between devices of {over}: they take different branches",
+            "reduce the condition over these axes first, e.g. with psum or pmax",
+        ),
+    )
+    if id(eq.eqn) not in interpreter.seen:
+        for body in bodies:
+            found = _collectives(body, axes) if axes else None
+            if found is not None:
+                interpreter.seen.add(id(eq.eqn))
+                name = found.primitive.name
+                problem = f"{eq.name}: devices of {over} decide for themselves, and {name} within waits for all of them"
+                interpreter.problems.append(
+                    Wild(eq.place(), problem, "reduce the condition first, or communicate outside", eq.operand_texts())
+                )
+                break
+    return reason
+
+
+def _while(interpreter: Any, eq: Equation) -> list[Value]:
+    consts, body_consts = eq.params["cond_nconsts"], eq.params["body_nconsts"]
+    of_cond, of_body = eq.ins[:consts], eq.ins[consts : consts + body_consts]
+    carry = eq.ins[consts + body_consts :]
+    test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
+    twin_test, twin_body = (eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]) if eq.twin else (None, None)
+    step = lambda carry: interpreter.run(body, twin_body, [*of_body, *carry])
+    carry = _fixed_point(interpreter, eq, carry, step)
+    (go,) = interpreter.run(test, twin_test, [*of_cond, *carry])
+    if reason := _under_predicate(interpreter, eq, go, test.jaxpr.outvars[0], [test, body]):
+        return interpreter.wild(eq, reason)
+    return carry
+
+
+def _cond(interpreter: Any, eq: Equation) -> list[Value]:
+    which, *args = eq.ins
+    branches = eq.params["branches"]
+    twins = eq.twin.params["branches"] if eq.twin else [None] * len(branches)
+    if len(twins) != len(branches):
+        raise Refused("the number of branches depends on the mesh", "let no choice in the code depend on sizes")
+    outs = [interpreter.run(branch, twin, args) for branch, twin in zip(branches, twins, strict=True)]
+    if reason := _under_predicate(interpreter, eq, which, eq.eqn.invars[0], branches):
+        return interpreter.wild(eq, reason)
+    result = outs[0]
+    for other in outs[1:]:
+        result = [_join(eq, a, b, interpreter) for a, b in zip(result, other, strict=True)]
+    return result
+
+
+CONTROL = {"scan": _scan, "while": _while, "cond": _cond}
+"""Rules of primitives that run a body, by name. They take the Interpreter, which runs it."""

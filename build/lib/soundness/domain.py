@@ -1,0 +1,269 @@
+"""Facts about a value of a per-device program: the block of which whole value each device holds.
+
+The whole value is the one that the same program computes on one device. A device's value is one of:
+
+- its block of the whole value, each dim cut over the axes of its `Dim`;
+- one term of a sum over the devices of `partial`, or of a maximum or minimum over those of `extreme`;
+- the block times a number that depends on the mesh, as a mean over its own entries is: `ratio`;
+- a position that counts from the start of its block, or an offset of the block: `count`, `offset`;
+- an index less an offset, or what was looked up by it, or whether it is in this device's block: `origin`, `looked_up`,
+  `mask`;
+- anything else: `wild`, which must not reach a result.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Number = int | float | bool
+Offset = tuple[tuple[str, int], ...]
+"""A number that depends on the device: the sum of coefficient · index of the device, over axes."""
+
+
+class Part(NamedTuple):
+    """A factor of the size of a dim: `size` entries on a device, cut over `axes`, the first the slowest."""
+
+    size: int
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """How a dim is cut: its factors, major to minor. All but the first are cut: a merged dim has more than one."""
+
+    parts: tuple[Part, ...]
+    name: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes that cut the dim."""
+        return tuple(axis for part in self.parts for axis in part.axes)
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the blocks are not contiguous."""
+        return len(self.parts) > 1
+
+
+UNIFORM = None
+"""In place of a Dim: all entries along it are equal, so that it fits any sharding and any size."""
+
+
+def whole(size: int, name: str = "") -> Dim:
+    """A dim that every device holds whole."""
+    return Dim((Part(size, ()),), name)
+
+
+def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
+    """A dim of which a device holds a contiguous block of `size` entries."""
+    return Dim((Part(size, axes),), name)
+
+
+class Origin(NamedTuple):
+    """Which index an offset was subtracted from, and for each dim of a value the dim of that index."""
+
+    token: object
+    dims: tuple[int | None, ...]
+
+
+class Source(NamedTuple):
+    """What an extreme, or its index, was taken of: along dim `along` of the value with this token."""
+
+    token: object
+    kind: str
+    along: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+class Mask(NamedTuple):
+    """Truth of a comparison of an offset index with the bounds of the block: `test` is in, out, or one bound of it.
+
+    `size` is that of the block, here and on one device. With the test "best", truth of: this device's extreme of
+    `source` is that of all devices.
+    """
+
+    test: str
+    offset: Offset = ()
+    size: tuple[int, int] | None = None
+    source: Source | None = None
+
+
+class Range(NamedTuple):
+    """From `low` to `high`, each on this mesh and on one device."""
+
+    low: tuple[float, float] = (-math.inf, -math.inf)
+    high: tuple[float, float] = (math.inf, math.inf)
+
+    def __and__(self, other: "Range | None") -> "Range":
+        if other is None:
+            return self
+        return Range(tuple(map(max, self.low, other.low)), tuple(map(min, self.high, other.high)))
+
+    def covers(self, here: int, there: int) -> bool:
+        """Whether it has all indices into a block of the size `here`, and `there` on one device."""
+        return max(self.low) <= 0 and self.high[0] >= here - 1 and self.high[1] >= there - 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wild:
+    """The first place where a value stopped being explained."""
+
+    place: str
+    problem: str
+    remedy: str
+    operands: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.place}: {self.problem}", *(f"  {operand}" for operand in self.operands)]
+        return "\n".join([*lines, *([f"  remedy: {self.remedy}"] if self.remedy else [])])
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """Facts about one value.
+
+    Attributes:
+        dims: how each dim is cut; UNIFORM for a broadcast one.
+        partial: axes over which it is a partial sum.
+        extreme: ("max" or "min", axes over which it is still to be taken).
+        ratio: what the whole value on one device is, divided by what the blocks add up to.
+        scaled: the equation that gave it a ratio.
+        known: the number that it is, on this mesh and on one device; of a count, its first entry.
+        offset: what this device adds to it.
+        count: dims along which it counts 0, 1, … in row-major order.
+        is_local: whether a count stops at the end of this device's block.
+        valid: of an offset index that was clipped, the indices that it still has; None: all.
+        drops: whether the others are past the end of the block, where a scatter drops them.
+        looked_up: the offset of the index that it was looked up by; None if all entries are right.
+        mask: what it says about an offset index; None if it is no mask.
+        masked: the offset of the index whose mask made it a partial sum; None if none did.
+        origin: of an offset index, of what was looked up by it, of a mask and of what was masked: the index.
+        source: of an extreme, and of an argmax over a block, what it was taken of.
+        is_taken: whether it is the extreme of `source` over all devices.
+        is_index: whether it is the index of the first extreme of `source` in this device's block.
+        components: of index vectors, the facts about each component along the last dim.
+        wild: why nothing of this is known.
+        token: the same for two values that are certainly equal.
+    """
+
+    dims: tuple[Dim | None, ...]
+    partial: frozenset[str] = frozenset()
+    extreme: tuple[str, frozenset[str]] | None = None
+    ratio: float = 1.0
+    scaled: Any = dataclasses.field(default=None, compare=False)
+    known: tuple[Number, Number] | None = None
+    offset: Offset = ()
+    count: tuple[int, ...] = ()
+    is_local: bool = False
+    valid: Range | None = None
+    drops: bool = False
+    looked_up: Offset | None = None
+    mask: Mask | None = None
+    masked: Offset | None = None
+    origin: Origin | None = dataclasses.field(default=None, compare=False)
+    source: Source | None = dataclasses.field(default=None, compare=False)
+    is_taken: bool = False
+    is_index: bool = False
+    components: tuple["Value", ...] = ()
+    wild: Wild | None = None
+    token: object = dataclasses.field(default_factory=object, compare=False, repr=False)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is one known number."""
+        return self.known is not None and not (self.count or self.offset or self.is_index)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a block of a whole value, or a term of a sum or of an extreme."""
+        odd = self.offset or self.valid or self.is_index or self.mask or self.is_local
+        return not odd and self.looked_up is None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is a block of a whole value."""
+        return self.is_block and not self.partial and not self.extreme
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is zero everywhere."""
+        return self.is_constant and not any(self.known)
+
+    @property
+    def sharded(self) -> frozenset[str]:
+        """Axes that cut its dims."""
+        return frozenset(axis for dim in self.dims if dim for axis in dim.axes)
+
+
+def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
+    """A number, repeated along `ndim` dims."""
+    same = on_mesh == on_one or (on_mesh != on_mesh and on_one != on_one)
+    # Of one sign, so that a value times it has its largest entry where the value has it.
+    ratio = 1.0 if same else on_one / on_mesh if 0 < on_mesh * on_one < math.inf else math.nan
+    return Value((UNIFORM,) * ndim, ratio=float(ratio), known=(on_mesh, on_one))
+
+
+def moved(value: Value, source: Sequence[int | None]) -> Value:
+    """`value` with dim source[j] as dim j, and with equal entries along j where that is None."""
+    place = lambda i: source.index(i) if i in source else None
+    count = tuple(place(i) for i in value.count if place(i) is not None)
+    pick = lambda items, missing: tuple(missing if i is None else items[i] for i in source)
+    origin = value.origin and Origin(value.origin.token, pick(value.origin.dims, None))
+    kept = count if list(count) == sorted(count) else ()
+    return dataclasses.replace(value, dims=pick(value.dims, UNIFORM), count=kept, origin=origin, components=())
+
+
+def devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Number of devices along `axes`."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def axes_of_offset(offset: Offset, size: int, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Axes, the slowest first, that cut a dim into blocks of `size` with this offset; None if none do."""
+    order = tuple(axis for axis, _ in sorted(offset, key=lambda pair: -pair[1]))
+    expected = {axis: size * devices(sizes, order[i + 1 :]) for i, axis in enumerate(order)}
+    return order if order and expected == dict(offset) else None
+
+
+def add_offsets(a: Offset, b: Offset, factor: int = 1) -> Offset:
+    """A + factor · b."""
+    total = dict(a)
+    for axis, coefficient in b:
+        total[axis] = total.get(axis, 0) + factor * coefficient
+    return tuple(sorted((axis, c) for axis, c in total.items() if c))
+
+
+def describe(value: Value, shape: tuple[int, ...], dtype: Any, sizes: Mapping[str, int]) -> str:
+    """The type of a value in shardtypes' notation, with whole sizes for dims without a name: `f32[B/r/d 64/t] +t`."""
+
+    def text(dim: Dim | None, size: int) -> str:
+        if dim is None:
+            return str(size)
+        if dim.name and not dim.is_merged:
+            return "/".join([dim.name, *dim.axes])
+        parts = ["/".join([str(part.size * devices(sizes, part.axes)), *part.axes]) for part in dim.parts]
+        return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
+
+    name = getattr(dtype, "name", str(dtype))
+    short = name.replace("float", "f").replace("uint", "u").replace("int", "i").replace("bool", "bool_")
+    if value.wild:
+        return f"{short}[{' '.join(map(str, shape))}], different on each device for the reason given first"
+    words = [*map(text, value.dims, shape), *(f"+{axis}" for axis in sorted(value.partial))]
+    found = f"{short}[{' '.join(words)}]"
+    if value.extreme:
+        found += f", the {value.extreme[0]}imum of this device's block over {', '.join(sorted(value.extreme[1]))}"
+    if value.offset:
+        found += f", different on each device of {', '.join(axis for axis, _ in value.offset)}"
+    elif value.is_local:
+        found += ", positions within this device's block"
+    if value.looked_up is not None:
+        found += ", looked up by an offset index and not masked"
+    if value.ratio != 1:
+        found += ", multiplied by a number that depends on the mesh"
+    return found
+
+
+def near(ratio: float) -> float:
+    """`ratio`, or 1 where it differs by rounding."""
+    return 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-5) else ratio

@@ -1,0 +1,273 @@
+"""Interpretation of a per-device program over facts about its values, beside the same program on one device."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from shardlib.marks import Mark, is_region, mark_of
+from shardlib.parsing import parse_shape
+from soundness import collectives, elementwise, kernels, lookups, rules, shapes, sums
+from soundness.control import CONTROL, ndim, varying
+from soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
+from soundness.equation import Equation, Refused
+from soundness.rules import KEEPING, OF_SIZES
+
+RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES
+CALLS = {
+    name: "call_jaxpr" if name in ("custom_jvp_call", "custom_vjp_call", "core_call", "closed_call") else "jaxpr"
+    for name in (
+        "jit",
+        "pjit",
+        "remat2",
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+    )
+}
+"""Primitives that call a function, with the parameter that holds it."""
+PLACING = (
+    KEEPING
+    | elementwise.ELEMENTWISE
+    | RULES.keys() & rules.RULES.keys()
+    | frozenset(
+        """
+    scatter scatter-add scatter-max scatter-min scatter-mul dynamic_slice dynamic_update_slice random_fold_in
+    """.split()  # noqa: SIM905
+    )
+)
+"""Primitives that take such operands."""
+
+
+class Interpreter:
+    """Facts about the results of a program, and what is wrong with it whatever becomes of its results.
+
+    Attributes:
+        sizes: number of devices along each axis of the mesh.
+        twin_sizes: those of the mesh on which the twin was traced: 1, but for axes that both have.
+        is_unchecked: whether JAX does not say over which axes a value differs: check_vma=False.
+        problems: collectives that not all devices reach, as they stand below a condition that differs.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
+        self.sizes, self.twin_sizes, self.is_unchecked = dict(sizes), dict(twin_sizes), is_unchecked
+        self.problems: list[Wild] = []
+        self.seen: set[int] = set()
+        self._entered: dict[str, Value] = {}
+        self._callers: list[Equation | None] = [None]
+
+    def run(self, jaxpr: Any, twin: Any, args: list[Value]) -> list[Value]:
+        """Facts about the results of a jaxpr, closed or open, from those about its arguments."""
+        closed, twin_closed = isinstance(jaxpr, core.ClosedJaxpr), isinstance(twin, core.ClosedJaxpr)
+        consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
+        jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
+        signature = lambda j: (len(j.constvars), len(j.invars), [e.primitive.name for e in j.eqns])
+        if twin is not None and signature(jaxpr) != signature(twin):
+            raise Different(jaxpr, twin)
+        known = [
+            read_array(c, None if twin_consts is None else t)
+            for c, t in zip(consts, twin_consts or consts, strict=True)
+        ]
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*known, *args], strict=True))
+        twins = twin.eqns if twin is not None else [None] * len(jaxpr.eqns)
+        pairs = dict(zip(env, [*twin.constvars, *twin.invars], strict=True)) if twin is not None else None
+        for eqn, other in zip(jaxpr.eqns, twins, strict=True):
+            equation = Equation(eqn, other, [], self.sizes, self.twin_sizes, self._callers[-1])
+            others = other.invars if other is not None else [None] * len(eqn.invars)
+            equation.ins = [self.read(env, pairs, v, t, equation) for v, t in zip(eqn.invars, others, strict=True)]
+            env.update(zip(eqn.outvars, self.apply(equation), strict=True))
+            if pairs is not None:
+                pairs.update(zip(eqn.outvars, other.outvars, strict=True))
+        outs = twin.outvars if twin is not None else [None] * len(jaxpr.outvars)
+        last = self._callers[-1]
+        return [self.read(env, pairs, v, t, last) for v, t in zip(jaxpr.outvars, outs, strict=True)]
+
+    def read(self, env: Mapping, pairs: Mapping | None, var: Any, twin: Any, eq: Equation | None) -> Value:
+        """Facts about a variable or a literal, which must be the same one on one device."""
+        is_literal = isinstance(var, core.Literal)
+        if pairs is not None and (
+            is_literal != isinstance(twin, core.Literal) or (not is_literal and pairs[var] is not twin)
+        ):
+            problem = "another value is used here than on one device"
+            reason = Wild(eq.place() if eq else "?", problem, "let no choice in the code depend on sizes", ())
+            return Value((UNIFORM,) * ndim(var), wild=reason)
+        return read_array(var.val, twin and twin.val) if is_literal else env[var]
+
+    def apply(self, eq: Equation) -> list[Value]:
+        """Facts about the results of one equation."""
+        self._callers.append(eq)
+        try:
+            return self._applied(eq)
+        finally:
+            self._callers.pop()
+
+    def _applied(self, eq: Equation) -> list[Value]:
+        mark = mark_of(eq.eqn)
+        try:
+            if mark is not None:
+                return [self._marked(eq, mark)]
+            if is_region(eq.eqn):
+                return self.wild(eq, Wild(eq.place(), "a value of per-device code is used outside of it", "", ()))
+            if control := CONTROL.get(eq.name):
+                eq.same("reverse", "cond_nconsts", "body_nconsts")
+                return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
+            if inner := CALLS.get(eq.name):
+                return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins)
+            if wild := next((v.wild for v in eq.ins if v.wild), None):
+                return self.wild(eq, wild)
+            eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
+            if eq.name not in PLACING:
+                for value in eq.ins:
+                    eq.block(value)
+            if eq.name in elementwise.ELEMENTWISE:
+                found = elementwise.elementwise(eq)
+            else:
+                found = RULES.get(eq.name, rules.everything_whole)(eq)
+            found = found if isinstance(found, list) else [found]
+            return [self._checked(eq, i, value) for i, value in enumerate(found)]
+        except Refused as refusal:
+            return self.wild(eq, self.explain(eq, refusal))
+
+    def explain(self, eq: Equation, refusal: Refused) -> Wild:
+        """The refusal with its place and the types of the operands."""
+        eq = refusal.at or eq
+        return Wild(eq.place(), f"{eq.name}: {refusal.problem}", refusal.remedy, eq.operand_texts())
+
+    def wild(self, eq: Equation, reason: Wild) -> list[Value]:
+        """Results of which nothing is known."""
+        return [Value((UNIFORM,) * ndim(var), wild=reason) for var in eq.eqn.outvars]
+
+    def _checked(self, eq: Equation, i: int, value: Value) -> Value:
+        """`value`, if it is one of the result's shape that can be: also of the shape that it has on one device."""
+        aval = eq.eqn.outvars[i].aval
+        shape = getattr(aval, "shape", ())
+        if value.wild:
+            return value
+        assert len(value.dims) == len(shape), (eq.name, value, shape)
+        if any(value is x for x in eq.ins):
+            return value  # the same value, not one more with the same facts
+        if eq.name not in KEEPING and eq.name not in elementwise.ELEMENTWISE:
+            eq.block(value)
+        if eq.twin is not None and aval.dtype != eq.twin.outvars[i].aval.dtype:
+            raise Refused(f"the result is {aval.dtype} here and {eq.twin.outvars[i].aval.dtype} on one device", "")
+        axes = [axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
+        if len(set(axes)) < len(axes):
+            again = next(axis for axis in axes if axes.count(axis) > 1)
+            raise Refused(
+                f"axis {again} would shard two dims of the result: each device sees only the matching pairs of blocks",
+                f"gather one of the two over {again} first",
+            )
+        if both := value.partial & set(axes):
+            raise Refused(
+                f"the result is sharded over {', '.join(sorted(both))}, over which it is also a partial sum",
+                "reduce the partial sum first, with psum or psum_scatter",
+            )
+        if math.isnan(value.ratio):
+            raise Refused("a number is zero, or of another sign, on some meshes alone", "compute it from whole sizes")
+        if eq.twin is not None:
+            for k, (dim, here, there) in enumerate(zip(value.dims, shape, eq.twin.outvars[i].aval.shape, strict=True)):
+                if dim is UNIFORM or (k in value.count and value.is_local):
+                    continue
+                if eq.whole_size(dim, here) != there:
+                    raise Refused(
+                        f"dim {k} of the result has {eq.whole_size(dim, here)} entries here and {there} on one device",
+                        "a device's own size was taken for the whole size (x.shape[0], jnp.arange, bits from one key): "
+                        "shardops.size and shardops.positions give the whole; fold positions into a key",
+                    )
+        if any(d is not UNIFORM and d.parts == ((1, ()),) for d in value.dims):
+            dims = tuple(UNIFORM if d is not UNIFORM and d.parts == ((1, ()),) else d for d in value.dims)
+            value = dataclasses.replace(value, dims=dims)
+        if value.is_constant and not value.partial and not value.extreme:
+            return constant(len(shape), *value.known)
+        if value.ratio != 1:
+            scaled = value.scaled or next((v.scaled for v in eq.ins if v.scaled), eq)
+            value = dataclasses.replace(value, scaled=scaled)
+        return dataclasses.replace(value, token=object())
+
+    def _marked(self, eq: Equation, mark: Mark) -> Value:
+        """A value that enters or leaves code that is per-device on purpose."""
+        (x,) = eq.ins
+        shape, aval = eq.result_shape, eq.eqn.outvars[0].aval
+        if mark.kind == "enters":
+            known = self._entered.setdefault(mark.label, x)
+            if known.dims != x.dims and not x.wild:
+                self._entered[mark.label] = dataclasses.replace(x, wild=self._ambiguous(eq, mark))
+            try:
+                # Nothing looks into the code, so that it would hide what is wrong with its arguments.
+                problem = x.wild or (eq.unscaled(eq.block(x)) and None)
+            except Refused as refusal:
+                problem = self.explain(eq, refusal)
+            self.problems += [problem] if problem else []
+            return dataclasses.replace(x, wild=Wild(eq.place(), f"within per_device: {mark.label}", "", ()))
+        if mark.kind == "leaves":
+            spec = parse_shape(mark.spec)
+            axes = [tuple(a for a in dim.axes if a in self.sizes) for dim in spec.dims]
+            return block_of(axes, shape, self.sizes, spec.partial, [dim.name for dim in spec.dims])
+        entered = self._entered[mark.label]
+        # Of a copy that each device uses by itself the gradient is a partial sum: it varies, and is not cut.
+        over = (varying(aval, self.sizes) if not self.is_unchecked else frozenset()) - entered.sharded
+        return Value(entered.dims, over, wild=entered.wild)
+
+    def _ambiguous(self, eq: Equation, mark: Mark) -> Wild:
+        return Wild(
+            eq.place(), f"two uses of per_device have the reason {mark.label!r}", "give each its own reason", ()
+        )
+
+
+class Different(Exception):
+    """The program is another one on one device."""
+
+    def __init__(self, jaxpr: Any, twin: Any):
+        pairs = zip(jaxpr.eqns, twin.eqns, strict=False)
+        eqn = next((a for a, b in pairs if a.primitive.name != b.primitive.name), None)
+        here = eqn if eqn is not None else (jaxpr.eqns or [None])[-1]
+        self.place = "?" if here is None else Equation(here, None, [], {}, {}).place()
+        there = next((b for a, b in zip(jaxpr.eqns, twin.eqns, strict=False) if a is eqn), None)
+        names = [e.primitive.name if e is not None else "nothing more" for e in (here, there)]
+        super().__init__(
+            f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"
+        )
+
+
+def block_of(
+    axes: Any, shape: tuple[int, ...], sizes: Mapping[str, int], partial: Any = (), names: Any = None
+) -> Value:
+    """A device's block of an array, of which each dim is sharded over `axes`."""
+    live = [tuple(axis for axis in a if sizes[axis] > 1) for a in axes]
+    names = names or [""] * len(shape)
+    dims = tuple(
+        UNIFORM if n == 1 and not a else cut(n, a, name) for n, a, name in zip(shape, live, names, strict=True)
+    )
+    return Value(dims, frozenset(axis for axis in partial if sizes[axis] > 1))
+
+
+def read_array(here: Any, there: Any) -> Value:
+    """Facts about a constant array: a number, a count, or an array that is the same on both meshes."""
+    array = (
+        np.asarray(here)
+        if not isinstance(here, jax.Array) or not jax.dtypes.issubdtype(here.dtype, jax.dtypes.extended)
+        else None
+    )
+    if array is None or array.dtype == jax.dtypes.float0 or array.dtype == object:
+        return Value(tuple(whole(n) for n in np.shape(here)))
+    other = array if there is None else np.asarray(there)
+    if array.size and other.size and (array == array.flat[0]).all() and (other == other.flat[0]).all():
+        return constant(array.ndim, array.flat[0].item(), other.flat[0].item())
+    if array.shape == other.shape and np.array_equal(array, other, equal_nan=array.dtype.kind in "fc"):
+        return Value(tuple(whole(n) if n > 1 else UNIFORM for n in array.shape))
+    if array.ndim == 1 and _counts(array) and _counts(other):
+        return Value((whole(len(array)),), known=(0, 0), count=(0,), is_local=True)
+    return Value(
+        (UNIFORM,) * array.ndim,
+        wild=Wild("?", f"a constant array, {array.dtype}{list(array.shape)}, depends on the mesh", "", ()),
+    )
+
+
+def _counts(array: np.ndarray) -> bool:
+    return array.dtype.kind in "iu" and np.array_equal(array, np.arange(len(array)))

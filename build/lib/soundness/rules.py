@@ -1,0 +1,78 @@
+"""Rules of primitives: how the facts about the results follow from those about the operands.
+
+Each rule states what the primitive does to whole values, and under which conditions doing it to the blocks gives the
+blocks of that. It refuses (raises Refused) where they are not met. The modules beside this one have the rules.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from soundness.domain import Value, whole
+from soundness.equation import Equation, Refused
+
+
+class Rules(dict[str, Callable[[Equation], Any]]):
+    """Rules by the name of the primitive. A rule returns the facts about the result, or a list of them."""
+
+    def of(self, *names: str) -> Callable:
+        """Decorator: the function is the rule of the primitives of these names."""
+
+        def register(fn: Callable) -> Callable:
+            self.update(dict.fromkeys(names, fn))
+            return fn
+
+        return register
+
+
+RULES = Rules()
+rule = RULES.of
+
+COLLECTIVES = frozenset(
+    """
+    psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced
+    reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ppermute pbroadcast ragged_all_to_all
+    """.split()  # noqa: SIM905
+)
+OF_SIZES = frozenset(
+    """
+    shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
+    out_sharding mesh feature_group_count result_avals update_jaxpr
+    """.split()  # noqa: SIM905
+)
+"""Parameters that may depend on the mesh: the rules compare the sizes that they make."""
+KEEPING = frozenset(
+    """
+    iota axis_index argmax argmin broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather
+    scan while cond
+    """.split()  # noqa: SIM905
+)
+"""Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
+
+
+@rule("name", "stop_gradient", "pvary", "pcast", "copy_to_host", "sharding_constraint", "layout_constraint")
+@rule("reduced_vary_cast", "reduced_vary_cast_p", "vary_reduced_cast", "preduced", "preduced_p", "mul_by_one")
+def _identity(eq: Equation) -> Value:
+    return eq.ins[0]
+
+
+@rule("optimization_barrier")
+def _barrier(eq: Equation) -> list[Value]:
+    return eq.ins
+
+
+IMPURE = frozenset(("io_callback", "ordered_io_callback", "rng_uniform", "infeed", "run_state"))
+"""Primitives whose results are not a function of their operands."""
+
+
+def everything_whole(eq: Equation) -> list[Value]:
+    """The results of a primitive without a rule: whole, if each device has all of each operand."""
+    if eq.name in IMPURE:
+        raise Refused(f"{eq.name} may give another result on each device", "say so with shardops.per_device")
+    for value in eq.ins:
+        eq.unscaled(eq.finished(value))
+        for i in range(len(value.dims)):
+            eq.uncut(value, i, eq.name)
+    for i, _ in enumerate(eq.ins):
+        if eq.shape(i) != eq.twin_shape(i):
+            raise Refused(f"the sizes of the operands of {eq.name} depend on the mesh", "compute them from whole sizes")
+    return [Value(tuple(whole(n) for n in getattr(var.aval, "shape", ()))) for var in eq.eqn.outvars]

@@ -1,0 +1,1 @@
+"""Text and tokenizers: files, the hub, token ids and back."""

@@ -1,0 +1,106 @@
+"""Text to token ids and back, with the tokenizer that made a run's data."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fsspec
+
+from flat_tokens.stores import open_reader
+from text.tokenizers import Tokenizer, open_for_decoding, open_tokenizer
+
+REMEDY = (
+    "data=<directory> says where the dataset is now, tokenizer=<name> which tokenizer made it, and prompt_ids=[…] does "
+    "without one."
+)
+
+
+class TextCodec:
+    """Encodes plain text without tokens around it, and decodes.
+
+    Args:
+        tokenizer: one without an end token; None if no tokenizer is known. Then nothing can be encoded, and ids are
+            decoded as numbers.
+        end_token: the last token of each document of the data, None for nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None = None, end_token: str | None = None):
+        self._tokenizer = tokenizer
+        self.end = None if end_token is None or tokenizer is None else self.id_of(end_token)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text. Raises ValueError if no tokenizer is known and the text is not empty."""
+        if not text:
+            return []
+        if self._tokenizer is None:
+            raise ValueError(f"no tokenizer is known to encode {text!r}, because the data names none: {REMEDY}")
+        return self._tokenizer.encode([text]).ids.tolist()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens by their names. Ids that the tokenizer does not have are left out."""
+        return " ".join(map(str, ids)) if self._tokenizer is None else self._tokenizer.decode(ids)
+
+    def continuation(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """The text that `ids` add to the text of `prompt`."""
+        before, whole = self.decode(prompt), self.decode([*prompt, *ids])
+        # A character may be cut between the two.
+        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
+
+    def id_of(self, token: str) -> int:
+        """The id of one token, given by its name or its text. Raises ValueError if there is none."""
+        if self._tokenizer is None:
+            raise ValueError(f"no tokenizer is known that has {token!r}, because the data names none: {REMEDY}")
+        named = self._tokenizer.token_to_id(token)
+        ids = [named] if named is not None else self.encode(token)
+        if len(ids) != 1:
+            raise ValueError(
+                f"{token!r} is {len(ids)} tokens of this tokenizer, {ids}; one token is wanted. Give the text of one "
+                "token."
+            )
+        return ids[0]
+
+
+def codec_of_dataset(filespec: str) -> TextCodec:
+    """The codec of a flat-tokens dataset. Raises ValueError if the dataset or its tokenizer.json is missing."""
+    try:
+        attributes = open_reader(filespec, "train").attributes
+    except ValueError as e:
+        raise ValueError(f"the tokenizer is that of the dataset {filespec}, but: {e} {REMEDY}") from e
+    try:
+        return codec_of_attributes(filespec, attributes)
+    except FileNotFoundError as e:
+        raise ValueError(f"the dataset {filespec} has lost its tokenizer.json: {REMEDY}") from e
+
+
+def codec_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> TextCodec:
+    """The codec of a flat-tokens dataset whose splits have these attributes.
+
+    Raises:
+        FileNotFoundError: its tokenizer.json is missing.
+    """
+    about = attributes.get("tokenizer")
+    if not about:
+        return TextCodec()
+    definition = None if about["kind"] == "bytes" else read_definition(filespec)
+    return TextCodec(open_for_decoding(definition, about | {"end_token": None}), about.get("end_token"))
+
+
+def read_definition(filespec: str) -> bytes:
+    """The tokenizer.json of a dataset. Raises FileNotFoundError if it is missing."""
+    with fsspec.open(f"{filespec.rstrip('/')}/tokenizer.json", "rb") as file:
+        return file.read()
+
+
+def codec_by_name(name: str) -> TextCodec:
+    """The codec of a tokenizer.
+
+    Args:
+        name: `bytes`; `tiktoken:<encoding>`; `mistral:<file>`; or a Hugging Face tokenizer, given by its name on the
+            hub, a tokenizer.json, or a directory that holds one.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    kind, _, rest = name.partition(":")
+    return TextCodec(
+        open_tokenizer(kind, rest) if kind in ("bytes", "tiktoken", "mistral") else open_tokenizer("huggingface", name)
+    )

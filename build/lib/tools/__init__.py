@@ -1,0 +1,1 @@
+"""Programs beside training. A program larger than a file is a folder with __main__.py."""

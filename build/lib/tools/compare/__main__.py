@@ -1,0 +1,131 @@
+"""Compares runs side by side: a table on the terminal, and a page with loss curves, speed, MFU and peak memory.
+
+    python -m tools.compare runs=runs/<sweep>
+    python -m tools.compare runs=[runs/a,runs/b] sort=tokens/s
+    python -m tools.compare runs='runs/local_*' output=curves.svg
+
+Runs that are still training, or that broke off, are compared up to their last step. A line says so.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from configuration.checks import at_least_1, check_ranges
+from configuration.program import run_program
+from tools.compare.page import write
+from tools.compare.runs import Comparison, Run, compare, find_runs, name_of, read_run, remarks
+
+
+@dataclass
+class Config:
+    """Settings of the program."""
+
+    runs: Any = None
+    """Directories of runs, directories of sweeps, or patterns such as runs/local_*; one, or a list."""
+    sort: str = "loss"
+    """The column to sort by, best first: loss, val, bits/byte, tokens/s, ms/step, MFU, memory, steps, time, min,
+    tokens, run, or a setting that differs, such as optimizer.learning_rate or learning_rate."""
+    output: str | None = None
+    """The file to write: .html with table and plots; .svg, .png or .pdf with the plots alone. Null: compare.html in the
+    directory that all the runs are in. An existing file is replaced."""
+    smooth: int = at_least_1(50)
+    """Steps over which losses are averaged, at least 1; in a run shorter than ten times this, a tenth of its steps."""
+
+
+# ---- terminal -----------------------------------------------------------------------------------------------------
+
+
+class _Column(NamedTuple):
+    header: str
+    cells: list[str]
+    style: str = ""
+
+    @property
+    def header_lines(self) -> list[str]:
+        """A long header in two lines, broken after an underscore or after the section."""
+        for sign in (".", "_"):
+            if len(self.header) > 8 and sign in self.header:
+                places = (i for i, s in enumerate(self.header) if s == sign)
+                middle = min(places, key=lambda i: abs(i - len(self.header) / 2))
+                return [self.header[: middle + 1], self.header[middle + 1 :]]
+        return [self.header]
+
+    @property
+    def width(self) -> int:
+        return max(map(len, [*self.header_lines, *self.cells]))
+
+
+def show(c: Comparison, console: Console) -> None:
+    """Prints the table, as many of its columns as fit, and notes on single runs."""
+    number = _Column("#", [str(i + 1) for i in range(len(c.runs))])
+    settings = [_Column(c.header(name), [c.setting(run, name) for run in c.runs], "cyan") for name in c.differing]
+    metrics = [_Column(name, [c.metric(run, name) for run in c.runs]) for name in c.metrics]
+    shown, left_out, used = [], [], 0
+    # Losses and speeds are more important than the fifth setting and those after it.
+    for column in [number, *settings[:4], *metrics, *settings[4:]]:
+        if used + column.width <= console.width:
+            shown.append(column)
+            used += column.width + 2
+        else:
+            left_out.append(column.header)
+    shown = [column for column in [number, *settings, *metrics] if column in shown]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for column in shown:
+        header = "\n".join(column.header_lines)
+        table.add_column(header, justify="right", style=column.style, no_wrap=True, vertical="bottom")
+    best = {name: c.best(name) for name in c.metrics}
+    for i, run in enumerate(c.runs):
+        is_best = lambda column, run=run: column in metrics and str(run.directory) in best[column.header]
+        table.add_row(*(Text(column.cells[i], style="bold green" if is_best(column) else "") for column in shown))
+    console.print(table)
+    write_line = lambda text, **style: console.print(Text(text, **style), soft_wrap=True)
+    if left_out:
+        write_line(f"Too narrow for: {', '.join(left_out)}; they are in the file.", style="dim")
+    for text in remarks(c):
+        write_line(text, style="dim")
+    console.print()
+    write_line(f"Runs in {c.parent}:")
+    for i, run in enumerate(c.runs):
+        console.print(Text.assemble(f"{i + 1:>3}  {name_of(c, run)}", (_notes(run), "yellow")), soft_wrap=True)
+    for run in c.left_out:
+        console.print(Text.assemble(f"  –  {run.directory}", (_notes(run), "yellow")), soft_wrap=True)
+
+
+def _notes(run: Run) -> str:
+    return f"   {'; '.join(run.notes)}" if run.notes else ""
+
+
+# ---- main ---------------------------------------------------------------------------------------------------------
+
+
+def run(config: Config, console: Console | None = None) -> None:
+    """Prints the table and writes the file.
+
+    Raises:
+        ValueError: a setting out of range, or nothing to compare.
+    """
+    console = console or Console()
+    check_ranges("", config)
+    patterns = [config.runs] if isinstance(config.runs, str) else config.runs
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(
+            f"runs is {config.runs}; give directories or patterns: runs=runs/<sweep>, runs=[runs/a,runs/b]."
+        )
+    kinds = (".html", ".svg", ".png", ".pdf")
+    if config.output is not None and Path(config.output).suffix not in kinds:
+        raise ValueError(f"output is {config.output}; its name must end in one of {', '.join(kinds)}.")
+    c = compare([read_run(directory, config.smooth) for directory in find_runs(patterns)], config.sort)
+    show(c, console)
+    output = Path(config.output) if config.output is not None else c.parent / "compare.html"
+    write(c, output, config.smooth)
+    console.print()
+    console.print(Text(f"Plots and table: {output}"), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_program("compare", Config, run)

@@ -1,0 +1,292 @@
+"""Samples text from a checkpoint.
+
+    python -m tools.generate run=runs/<name> prompt="Once upon a time" max_tokens=200 temperature=0.8 top_k=50
+    python -m tools.generate run=runs/<name> prompts_file=prompts.txt samples=4 output=texts.jsonl
+    python -m tools.generate run=runs/<name> step=500 prompt_ids=[5,8,13] mesh.t=2 check=true
+
+The weights are sharded as in training, on any mesh. docs/sampling.md explains how it works.
+"""
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from omegaconf import MISSING
+from rich.console import Console
+from rich.text import Text
+
+import train
+from cluster.devices import make_mesh
+from configuration.checks import at_least_1, check_ranges
+from configuration.program import run_program
+from input_loader.codec import codec_of_data
+from modeling.model import LanguageModel, load_model
+from modeling.weights import shapes_of
+from sampling.drawing import Settings, check_ids
+from sampling.sampler import Sampler
+from shardlib.shardtypes import make_shardings
+from text.codec import TextCodec, codec_by_name, codec_of_dataset
+from training_io import config as run_config
+from training_io.checkpoint import Checkpointer
+from training_io.initial_weights import find_checkpoint
+from training_io.provenance import compare_source, provenance_of
+from training_io.resuming import config_of
+
+
+@dataclass
+class MeshChoice:
+    """Devices along each axis; None: not chosen."""
+
+    r: int | None = None
+    d: int | None = None
+    t: int | None = None
+
+
+@dataclass
+class Config:
+    """Settings of the program."""
+
+    run: str = MISSING
+    """Directory of a run, or of one of its checkpoints."""
+    step: int | None = None
+    """Step of the checkpoint; null: the last one."""
+    weights: str = "weights"
+    """weights: the trained ones; ema: their moving average (training.ema_decay)."""
+    other_source: bool = False
+    """Allows source that computes something else than the source that made the checkpoint."""
+    prompt: str | None = None
+    """Text to continue, exactly as it is after `prompt=`; empty: a document from its beginning."""
+    prompts: list[str] = field(default_factory=list)
+    """Several prompts."""
+    prompts_file: str | None = None
+    """A file with a prompt on each line."""
+    prompt_ids: list[int] | None = None
+    """A prompt as token ids."""
+    samples: int = at_least_1(1)
+    """Number of texts for each prompt, at least 1."""
+    max_tokens: int = 200
+    """Largest number of tokens to add to a prompt, at least 1."""
+    temperature: float = 1.0
+    """Divisor of the logits, at least 0; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Draw only from the likeliest this many tokens, at least 1; null: all."""
+    top_p: float = 1.0
+    """Draw only from the likeliest tokens that together have this probability, in (0, 1]."""
+    seed: int = 0
+    """In [0, 2**63). A text depends on it and on the number of the text; on batch or mesh only by rounding."""
+    stop: list[str] | None = None
+    """Tokens that end a text. Null: the end token of the run's data, if any; []: none."""
+    context: int | None = None
+    """Number of tokens that the next one can see, bos included; at least 2. Null: training.seq_len. A text that
+    outgrows it keeps the last half of it as context."""
+    batch: int = at_least_1(64)
+    """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
+    mesh: MeshChoice = field(default_factory=MeshChoice)
+    """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d."""
+    gather_weights: str | None = None
+    """layer: for each token, the weights of each layer are gathered where they are used. step: all weights stay
+    gathered, which is faster if they fit on a device. Null: as in training."""
+    check: bool = False
+    """Draws all tokens again from training's forward pass, without a cache, and compares. Not if tokens see later
+    ones."""
+    output: str | None = None
+    """A file for the texts, one JSON object on each line."""
+    data: str | None = None
+    """The run's dataset, if it has moved: its tokenizer is used."""
+    tokenizer: str | None = None
+    """The tokenizer, if the data names none: `bytes`, `tiktoken:<encoding>`, `mistral:<file>`, or a name on the
+    Hugging Face hub, a tokenizer.json, or a directory that holds one."""
+
+
+# ---- settings -----------------------------------------------------------------------------------------------------
+
+
+def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
+    """Makes the mesh. Raises ValueError if it does not fit the devices, or the model does not fit it."""
+    devices, chosen = jax.devices(), dataclasses.asdict(choice)
+    if any(size is not None for size in chosen.values()):
+        sizes = {"r": 1, "t": 1} | {axis: size for axis, size in chosen.items() if size is not None}
+        mesh = make_mesh(sizes["r"], sizes.get("d", -1), sizes["t"], devices)
+    else:
+        try:
+            mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, devices)
+        except ValueError:
+            mesh = make_mesh(1, -1, 1, devices)
+    run_config.check_divides(c, mesh.shape, of_batch=False)
+    return mesh
+
+
+def open_codec(config: Config, c: run_config.Config) -> TextCodec:
+    """Opens the tokenizer of the settings, or else of the run's data."""
+    if config.tokenizer is not None:
+        return codec_by_name(config.tokenizer)
+    if config.data is not None:
+        return codec_of_dataset(config.data)
+    return codec_of_data(c.data)
+
+
+def read_prompts(config: Config) -> list[str]:
+    """The prompts as texts; none with prompt_ids. Raises ValueError unless they are given in exactly one way."""
+    given = [
+        name for name in ("prompt", "prompts", "prompts_file", "prompt_ids") if getattr(config, name) not in (None, [])
+    ]
+    if len(given) != 1 and not (config.prompt_ids == [] and not given):
+        found = " and ".join(given) or "none of them"
+        raise ValueError(f"give one of prompt, prompts, prompts_file and prompt_ids; {found} is given.")
+    if config.prompts_file is not None:
+        if not Path(config.prompts_file).is_file():
+            raise ValueError(f"prompts_file: there is no file {config.prompts_file}. Correct the path.")
+        return Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
+    return config.prompts if config.prompts else [] if config.prompt is None else [config.prompt]
+
+
+def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
+    """The ids of the tokens that end a text."""
+    if config.stop is None:
+        return () if codec.end is None else (codec.end,)
+    return tuple(codec.id_of(token) for token in config.stop)
+
+
+def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel, which: str) -> Any:
+    """Reads `weights` or `ema` of a checkpoint, sharded as in training on the current mesh."""
+    shapes = shapes_of(model.table)
+    like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, make_shardings(model.Weights, like=shapes))
+    return checkpoints.restore(step, {which: like}, part=f"{which}/")[which]
+
+
+# ---- texts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Generated:
+    """One text: a line of `output`."""
+
+    prompt: str
+    sample: int
+    """Number of the text among those of its prompt, from 0."""
+    text: str
+    """The text that was added to the prompt, without the stop token."""
+    ended: bool
+    """A stop token ended it."""
+    prompt_ids: list[int]
+    ids: list[int]
+    """The tokens added, the stop token included."""
+
+
+def show(console: Console, result: Generated) -> None:
+    """Prints the text. Its prompt is bold and ends with ▸."""
+    how = "ended" if result.ended else "cut"
+    console.rule(f"sample {result.sample}: {len(result.ids)} tokens, {how}", align="left", style="dim")
+    console.print(Text.assemble((result.prompt, "bold"), ("▸", "dim"), result.text), soft_wrap=True)
+
+
+def generate(config: Config, console: Console | None = None) -> list[Generated]:
+    """Samples texts and prints them.
+
+    Raises:
+        ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint or tokenizer.
+    """
+    console = console or Console()
+    check_ranges("", config)
+    texts = read_prompts(config)
+    if not Path(config.run).is_dir():
+        raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
+    checkpoints, step = find_checkpoint(config.run, config.step)
+    with checkpoints:
+        metadata = checkpoints.metadata(step)
+        c = config_of(metadata["config"])
+        run_config.check_weights("weights", config.weights, c.training.ema_decay)
+        if config.gather_weights is not None:
+            c.training.gather_weights = config.gather_weights
+            run_config.check_config(c)
+        # Ids need no tokenizer: without one, ids are printed.
+        named = config.tokenizer or config.data
+        codec = TextCodec() if config.prompt_ids is not None and not named else open_codec(config, c)
+        prompts = [codec.encode(text) for text in texts]
+        if config.prompt_ids is not None:
+            check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
+            prompts, texts = [config.prompt_ids], [codec.decode(config.prompt_ids)]
+        settings = Settings(
+            config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed, stop_ids(config, codec)
+        )
+        with jax.set_mesh(mesh_for(config.mesh, c)):
+            context = c.training.seq_len if config.context is None else config.context
+            model = load_model(c.model)
+            allow = None if config.other_source else "other_source=true"
+            now = provenance_of(train.programs, c, model)
+            if differs := compare_source(metadata.get("provenance"), now, ("evaluation",), allow):
+                console.print(f"source: {differs}", style="dim", highlight=False, soft_wrap=True)
+            sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, now["source"])
+            weights = restore_weights(checkpoints, step, model, config.weights)
+            repeated = [prompt for prompt in prompts for _ in range(config.samples)]
+            drawn = sampler.generate(weights, repeated)
+            results = [
+                _result(codec, texts[i // config.samples], repeated[i], i % config.samples, ids, settings.stop)
+                for i, ids in enumerate(drawn)
+            ]
+            for result in results:
+                show(console, result)
+            mesh = dict(jax.sharding.get_mesh().shape)
+            write_line = lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True)
+            speed = sampler.speed
+            write_line(
+                f"{speed.tokens:,} tokens of {len(drawn)} texts in {speed.seconds:.2f} s: "
+                f"{speed.tokens / speed.seconds:,.0f} tokens/s, after {speed.compile_seconds:.1f} s of compilation; "
+                f"step {step}, mesh {mesh}, {c.training.compute_dtype}"
+            )
+            if sampler.why_no_cache:
+                write_line(f"drawn without a cache, which is slower: {sampler.why_no_cache}")
+            if config.output is not None:
+                _write(config.output, results)
+            if config.check and sampler.sees_later:
+                write_line("not checked: training's forward pass shows each token later ones, which were not drawn yet")
+            elif config.check:
+                found = sampler.check(weights, repeated, drawn)
+                write_line(
+                    f"checked: by training's forward pass, {found.tokens:,} tokens are the same, but for {found.ties} "
+                    f"near ties (at most {found.largest:.2f} of what rounding explains)"
+                )
+    return results
+
+
+def _result(
+    codec: TextCodec, text: str, prompt: Sequence[int], sample: int, ids: list[int], stop: Sequence[int]
+) -> Generated:
+    ended = ids[-1] in stop
+    added = codec.continuation(prompt, ids[:-1] if ended else ids)
+    return Generated(text, sample, added, ended, list(prompt), ids)
+
+
+def _write(path: str, results: list[Generated]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(dataclasses.asdict(result), ensure_ascii=False) + "\n" for result in results)
+
+
+# ---- main ---------------------------------------------------------------------------------------------------------
+
+
+def quote_text(argument: str) -> str:
+    """Quotes a `prompt` or `stop` of the command line for Hydra: `prompt=Hello, "you"` is exactly that text.
+
+    Values in quotes, and lists and null for `stop`, are left to Hydra.
+    """
+    name, equals, value = argument.partition("=")
+    is_hydras = re.fullmatch(r"""(?s)(['"])(\\.|(?!\1|\\).)*\1""", value) is not None
+    is_hydras |= name == "stop" and (value.startswith("[") or value == "null")
+    if name not in ("prompt", "stop") or not equals or is_hydras:
+        return argument
+    # To Hydra, a backslash is special before a quote or at the end only.
+    value = re.sub(r"""(\\*)("|\Z)""", lambda m: m[1] * 2 + (rf"\{m[2]}" if m[2] else ""), value).replace("${", r"\${")
+    return f'{name}=["{value}"]' if name == "stop" else f'{name}="{value}"'
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = map(quote_text, sys.argv[1:])
+    run_program("generate", Config, generate)

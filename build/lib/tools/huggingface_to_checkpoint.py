@@ -1,0 +1,191 @@
+"""Writes a model of `transformers` as a checkpoint, from which a run can continue training.
+
+    python -m tools.huggingface_to_checkpoint model=<directory, or name on the hub> output=runs/<name>
+
+Llama, models with its math (TinyLlama, SmolLM, Mistral without a sliding window …) and Qwen3 become models of train.py.
+Another model_type is converted by `from_huggingface` of the module of that name, or of the one that `module` names;
+docs/huggingface.md describes that function. Settings that change the math and are not supported are refused by name.
+Then the logits of a text are computed twice, from the model's files and as a run does. If they differ, the error names
+the layer, and there is no checkpoint. Runs on the CPU, in memory for four times the embedding table, and twice 8 GiB of
+layers, or twice the model if it is smaller. It writes into `output`
+
+    checkpoints/0000000000/    the weights, in f32; complete or missing
+    model/imported.yaml        the model section, as a config group
+    tokenizer.json             if the model has one, to make datasets with
+
+so that training.init_from=<output> with --config-dir=<output> model=imported starts from it.
+"""
+
+import dataclasses
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from omegaconf import MISSING, OmegaConf
+
+from configuration.program import run_program
+from modeling.model import load_model
+from modeling.weights import shapes_of
+from models.huggingface import mapping_of
+from models.huggingface_check import check_rules, compare
+from models.huggingface_tensors import Tensors
+from models.llama_huggingface import ARCHITECTURES
+from training_io.checkpoint import Checkpointer
+from training_io.checkpoint_arrays import named_leaves
+from training_io.host_checkpoint import StoredArray, write_checkpoint
+
+FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
+"""Files to download of a model on the hub; some models have their weights again, in other formats."""
+
+
+@dataclass
+class Config:
+    """Settings of the program."""
+
+    model: str = MISSING
+    """A directory with config.json and safetensors, or a name on the Hugging Face hub."""
+    output: str = MISSING
+    """The directory to write, runs/<name> for example; it must not have checkpoints yet."""
+    module: str | None = None
+    """Value of model.module. Null: train for Llama, Mistral and Qwen3, else the module named like the model_type."""
+    bos_id: int | None = None
+    """The id before the first token of each document. Null: the config's bos_token_id."""
+    ignore: list[str] = field(default_factory=list)
+    """Fields of config.json to ignore, because they do not change the logits."""
+
+
+def find_model(name: str) -> Path:
+    """The directory of a model: `name` itself, or, for a name on the hub, a download.
+
+    Raises:
+        ValueError: there is no such model, or it has no config.json.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=FILES))
+        # Without a connection it raises one of several errors of the system.
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            raise ValueError(
+                f"model is {name!r}, which is not a directory, and cannot be downloaded from the Hugging Face hub: "
+                f"{error} Check the name, the connection, and that you are logged in if access is restricted."
+            ) from error
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json: it is not a model of transformers.")
+    return directory
+
+
+def parts_of(weights: Any, table: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """Yields name, index and values of the weights of `from_huggingface`, array by array or layer by layer.
+
+    Raises:
+        ValueError: a shape is not that of `table`.
+    """
+    values = jax.tree.structure(table).flatten_up_to(weights)
+    for (name, weight), value in zip(named_leaves({"weights": table}).items(), values, strict=True):
+        layers = value if isinstance(value, list) else [value]
+        shape = weight.shape[1:] if isinstance(value, list) else weight.shape
+        if isinstance(value, list) and len(value) != weight.shape[0]:
+            raise ValueError(f"{name} has {len(value)} layers; the model has {weight.shape[0]}.")
+        for i, part in enumerate(layers):
+            array = np.asarray(part() if callable(part) else part)
+            if array.shape != shape:
+                raise ValueError(f"{name} is {list(array.shape)} in the model's files; it must be {list(shape)}.")
+            yield name, i if isinstance(value, list) else ..., array.astype(np.float32, copy=False)
+
+
+def _end_token(tokenizer: Path, ids: Any) -> str:
+    """The setting, quoted for a shell, that makes the model's eos token the end of documents."""
+    ids = ids if isinstance(ids, list) else [ids]
+    added = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens", [])
+    ends = [token["content"] for token in added if token["id"] in ids]
+    return shlex.quote(f'tokenizer.end_token="{ends[0]}"') if ends else "tokenizer.end_token=null"
+
+
+def _untrained(length: int) -> dict:
+    """The other sections of a run's configuration, for programs that read them."""
+    return {
+        "optimizer": {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"},
+        "training": {"batch_size": 1, "seq_len": length, "steps": 1},
+    }
+
+
+def run(config: Config, log: Callable[[str], None] = print) -> None:
+    """Writes the checkpoint.
+
+    Raises:
+        ValueError: a setting out of range, no such model, math that the module does not have, or other logits.
+        OSError: the checkpoint could not be written.
+    """
+    directory, output = find_model(config.model), Path(config.output)
+    if Checkpointer(output / "checkpoints").steps():
+        raise ValueError(f"output is {config.output}, which has checkpoints already. Give another directory.")
+    whole = json.loads((directory / "config.json").read_text())
+    content = {key: value for key, value in whole.items() if key not in config.ignore}
+    bos = content.get("bos_token_id") if config.bos_id is None else config.bos_id
+    if not isinstance(bos, int):
+        raise ValueError(f"config.json: bos_token_id is {bos!r}; give bos_id=<the id that begins each document>.")
+    kind = content.get("model_type")
+    name = config.module or ("train" if kind in ARCHITECTURES else str(kind))
+    if not config.module and name != "train" and not (Path(__file__).parents[1] / "models" / f"{name}.py").exists():
+        raise ValueError(
+            f"config.json: model_type is {kind!r}, and models/ has no module of that name; give module=<its module>."
+        )
+    tensors = Tensors(directory)
+    c, weights = mapping_of(name).from_huggingface(content | {"bos_token_id": bos}, tensors)
+    c.module = name
+    if not 0 <= c.bos_id < c.vocab:
+        raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
+    check_rules(c, kind)
+
+    table = load_model(c).table
+    model = dataclasses.asdict(c)
+    (output / "model").mkdir(parents=True, exist_ok=True)
+    header = f"# {config.model}, as tools/huggingface_to_checkpoint read it.\n"
+    (output / "model" / "imported.yaml").write_text(header + OmegaConf.to_yaml(OmegaConf.create(model)))
+    has_tokenizer = (directory / "tokenizer.json").is_file()
+    if has_tokenizer:
+        shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
+    arrays = named_leaves({"weights": shapes_of(table)})
+    length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
+    metadata = {"config": {"model": model} | _untrained(length), "loader": {}}
+
+    def check(stored: dict[str, StoredArray]) -> None:
+        nonlocal compared
+        leaves = [stored[name] for name in arrays]
+        compared = compare(c, jax.tree.unflatten(jax.tree.structure(table), leaves), whole, directory)
+
+    compared = ""
+    checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
+
+    parameters = sum(array.size for array in arrays.values())
+    log(f"model      {kind}: {parameters:,} parameters, as model.module={name}")
+    log(f"compared   {compared}")
+    log(f"checkpoint {checkpoint}")
+    if has_tokenizer:
+        log(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")
+        end = _end_token(output / "tokenizer.json", content.get("eos_token_id"))
+        log("A dataset with its tokenizer, for example:")
+        log(
+            "  python -m tools.huggingface_to_flat_tokens --config-name=austen_bytes out=data/<name>.zarr "
+            f"tokenizer.kind=huggingface tokenizer.name={output / 'tokenizer.json'} {end}"
+        )
+    log("To continue training, with the settings of a run in configs/:")
+    log(
+        f"  python -m train --config-name=<run> --config-dir={config.output} model=imported "
+        f"training.init_from={config.output} data.filespec=data/<name>.zarr"
+    )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # other devices would be started, and their memory taken, for nothing
+    run_program("huggingface_to_checkpoint", Config, run)

@@ -1,0 +1,1 @@
+"""Tokenizes text into a flat-tokens dataset."""

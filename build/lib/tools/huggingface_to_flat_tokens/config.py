@@ -1,0 +1,103 @@
+"""The settings of the program."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omegaconf import MISSING
+
+from configuration.checks import at_least_1, within
+
+SPLITS = ("train", "validation")
+
+
+class TokenizerKind(Enum):
+    """The values of `tokenizer.kind`."""
+
+    bytes = "bytes"
+    huggingface = "huggingface"
+    tiktoken = "tiktoken"
+    mistral = "mistral"
+    train_bpe = "train_bpe"
+
+
+class Backend(Enum):
+    """The values of `tokenizer.backend`."""
+
+    auto = "auto"
+    gigatoken = "gigatoken"
+    reference = "reference"
+
+
+@dataclass
+class TokenizerConfig:
+    """The tokenizer."""
+
+    kind: TokenizerKind = TokenizerKind.bytes
+    """`bytes`: the UTF-8 bytes, with ids as in ByT5: byte + 3, after 0 padding, 1 end (`</s>`) and 2 unused.
+    `huggingface`: a tokenizer of the `tokenizers` library. `tiktoken`: an encoding of tiktoken. `mistral`: a
+    tekken.json or a SentencePiece model of Mistral's. `train_bpe`: a byte-level BPE trained on the training split, with
+    id 0 for `<|begin|>` and 1 for `<|end|>`."""
+    name: str | None = None
+    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. For
+    `tiktoken`: a name that tiktoken knows, as cl100k_base. For `mistral`: a path, a name on the hub, or the name of a
+    file in the package mistral-common, as tekken_240911.json."""
+    end_token: str | None = None
+    """Token added at the end of each document; null: none. Beginnings need none: the format marks them."""
+    backend: Backend = Backend.auto
+    """The library that encodes. `reference`: the one that defines the tokenizer. `gigatoken`: an error where its ids
+    differ. `auto`: gigatoken where it gives the same ids, else the reference."""
+    vocab_size: int = 4096
+    """For `train_bpe`: bound on the size of the vocabulary, at least 258."""
+    train_documents: int = at_least_1(100_000)
+    """For `train_bpe`: number of documents to train on, from the beginning of the training split, at least 1."""
+
+
+@dataclass
+class SplitConfig:
+    """The documents of a split."""
+
+    source: str | None = None
+    """The split of the Hugging Face dataset to read."""
+    files: list[str] = field(default_factory=list)
+    """Local files or globs to read, in this order, the matches of a glob sorted. A document is a line of .jsonl and
+    .json, a record of .parquet, and a file of .txt unless `text_separator` is set. All but .parquet may be compressed:
+    .gz, .bz2, .xz, .zst."""
+    skip_documents: int = within(0, 2**63, 0)
+    """Number of documents to leave out at the beginning of the source, at least 0."""
+    max_documents: int | None = at_least_1(None)
+    """Number of documents to read after these, at least 1; null for all."""
+    max_tokens: int | None = at_least_1(None)
+    """Number of tokens to write, at least 1; null for all. The last document is cut to give exactly this number."""
+
+
+@dataclass
+class Config:
+    """All settings."""
+
+    out: str = MISSING
+    """Directory of the dataset: a local path, or a URL that tensorstore knows."""
+    overwrite: bool = False
+    """Replace splits that are there, and what was begun with other settings."""
+    dataset: str | None = None
+    """Name of a Hugging Face dataset; null to read local files."""
+    dataset_config: str | None = None
+    """The dataset's configuration (subset), where it has several."""
+    dataset_revision: str | None = None
+    """A commit or tag of the dataset, so that it stays the same from run to run; null for the newest."""
+    streaming: bool = True
+    """Read the dataset while it downloads, or download it first."""
+    text_field: str = "text"
+    """The column or JSON key that holds the document."""
+    text_separator: str | None = None
+    """A separator between the documents of a .txt file, for example `<|endoftext|>`, to which the line breaks around it
+    belong. Null if each such file is one document."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train: SplitConfig | None = field(default_factory=SplitConfig)
+    """Null to leave the training split out."""
+    validation: SplitConfig | None = field(default_factory=SplitConfig)
+    """Null to leave the validation split out."""
+    num_workers: int | None = at_least_1(None)
+    """Number of processes that tokenize, at least 1. Null for one for each core, or 1 for 2 cores and a tokenizer that
+    is very fast or has threads. With 1, this process tokenizes. The result does not depend on it."""
+    shard: str | None = None
+    """`i/n`: write only share i of n, 0 ≤ i < n, to be joined by tools.merge_flat_tokens; null for all."""

@@ -1,0 +1,422 @@
+"""Shows what is in a flat-tokens dataset, and which documents are in a batch of a run.
+
+    python -m tools.inspect_data filespec=data/austen_bpe.zarr
+    python -m tools.inspect_data filespec=data/austen_bpe.zarr document=3
+    python -m tools.inspect_data filespec=data/austen_bpe.zarr check=true
+    python -m tools.inspect_data run=runs/<name> step=123
+
+The third reads the whole dataset and compares its parts. The last shows the batch of a step, for example one at which
+the loss jumped. Text is decoded with the dataset's own tokenizer. Without one, token ids are shown.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+import flat_tokens
+from configuration.checks import at_least_1, check_ranges, within
+from configuration.program import run_program
+from flat_tokens.stores import open_reader
+from input_loader import DataConfig, FlatTokensLoader, Loader, MixtureLoader, make_loader
+from text.codec import TextCodec, codec_of_attributes
+
+Places = Int64[np.ndarray, "places"]
+
+
+@dataclass
+class Config:
+    """The settings of the program."""
+
+    filespec: str | None = None
+    """The dataset: a local path or a URL. With `run`: where its dataset is now; null for where it was."""
+    split: str = "train"
+    """`train` or `validation`."""
+    run: str | None = None
+    """Directory of a run, whose config.yaml names its data."""
+    source: str | None = None
+    """The source of the run's mixture to show, where no step is given."""
+    step: int | None = None
+    """Show the batch of this step of `run`, at least 0."""
+    rows: int = at_least_1(4)
+    """Largest number of sequences of the batch to show, at least 1."""
+    first_row: int = 0
+    """The first of them, in [0, batch_size)."""
+    document: int | None = None
+    """Show this document, whole, in [0, num_documents)."""
+    documents: int = within(0, 2**63, 5)
+    """Number of documents to show otherwise, evenly spaced over the split, at least 0."""
+    characters: int = at_least_1(200)
+    """Most characters of a document to show, at least 1; `document` is not cut."""
+    sample: int = at_least_1(2**22)
+    """Number of tokens and of documents for the statistics, at least 1: the first ones of the split."""
+    top: int = within(0, 2**63, 15)
+    """Number of the most frequent tokens to list, at least 0."""
+    check: bool = False
+    """Read everything, and compare the parts of the dataset."""
+
+
+# ---- text ---------------------------------------------------------------------------------------------------------
+
+
+def open_codec(filespec: str, attributes: Mapping[str, Any]) -> TextCodec:
+    """The codec of a dataset; it shows token ids if the dataset names no tokenizer, or has lost it."""
+    try:
+        return codec_of_attributes(filespec, attributes)
+    except FileNotFoundError:
+        return TextCodec()
+
+
+def one_line(text: str, characters: int | None = None) -> str:
+    """The first characters of a text, or all, with signs for line ends and for unprintable characters."""
+    cut = text if characters is None or len(text) <= characters else text[:characters] + "…"
+    return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "�") for c in cut)
+
+
+# ---- a batch ------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """The part of a document in a sequence."""
+
+    document: int
+    """Index of the document in the split."""
+    position: int
+    """First position of the part in the sequence."""
+    start: int
+    """Place of the first token of the part in the document."""
+    length: int
+    """Number of tokens."""
+    document_length: int
+    """Number of tokens of the whole document."""
+
+
+def find_documents(reader: flat_tokens.Reader, places: Places) -> Places:
+    """The index of the document that each token belongs to. Tokens are given by their places in the split."""
+    low, high = np.zeros_like(places), np.full_like(places, reader.num_documents)
+    # All places at once, so that a remote dataset gets some thirty requests at most.
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        starts, _ = reader.document_spans(middle)
+        low, high = np.where(starts <= places, middle, low), np.where(starts <= places, high, middle)
+    return low
+
+
+class Sequence(NamedTuple):
+    """One sequence of a batch."""
+
+    number: int
+    """Index of the sequence in the batch."""
+    source: str | None
+    """The name of its source in the mixture."""
+    epoch: int
+    reader: flat_tokens.Reader
+    start: int
+    """The place of its first token in the split."""
+    length: int
+    document: int
+    """The index of the document of its first token."""
+
+
+def pieces_of(sequence: Sequence) -> list[Piece]:
+    """The parts of documents in a sequence."""
+    pieces, place, document = [], sequence.start, sequence.document
+    while place < sequence.start + sequence.length:
+        (begin,), (size,) = sequence.reader.document_spans(np.array([document]))
+        stop = min(int(begin + size), sequence.start + sequence.length)
+        pieces.append(Piece(document, place - sequence.start, int(place - begin), int(stop - place), int(size)))
+        place, document = stop, document + 1
+    return pieces
+
+
+def sequences_of_batch(loader: Loader, step: int, indices: np.ndarray) -> list[Sequence]:
+    """The origin of some sequences of a batch.
+
+    Raises:
+        ValueError: the loader reads a stream, whose batches are known only once they are read.
+    """
+    numbers = step * loader.batch_size + indices
+    if isinstance(loader, FlatTokensLoader):
+        found = [(None, loader, indices, numbers)]
+    elif isinstance(loader, MixtureLoader):
+        which, numbers = loader.quotas.locate(numbers)
+        found = [
+            (name, source, indices[which == i], numbers[which == i])
+            for i, (name, source) in enumerate(loader.sources.items())
+            if (which == i).any()
+        ]
+    else:
+        raise ValueError(
+            "The run reads a stream, whose batches are not known without reading it from the start. Write a dataset "
+            "with tools/huggingface_to_flat_tokens to be able to look at any step."
+        )
+    result = []
+    for name, source, places, numbers in found:
+        starts, lengths = source.spans(numbers)
+        documents = find_documents(source.dataset, starts)
+        for index, number, *span in zip(places, numbers, starts, lengths, documents, strict=True):
+            epoch = int(number) // source.sequences_per_epoch
+            result.append(Sequence(int(index), name, epoch, source.dataset, *map(int, span)))
+    return sorted(result, key=lambda sequence: sequence.number)
+
+
+def show_batch(console: Console, config: Config, run: Any) -> None:
+    """Prints a table for each sequence of a batch: the documents in it.
+
+    Raises:
+        ValueError: the step or first_row is out of range, or the run reads a stream.
+    """
+    data, training = _data_config(config, run), run.training
+    loader = make_loader(data, config.split, training.batch_size, training.seq_len)
+    if not 0 <= config.first_row < loader.batch_size:
+        raise ValueError(f"first_row is {config.first_row}; the batch has sequences 0 to {loader.batch_size - 1}.")
+    if config.step < 0:
+        raise ValueError(f"step is {config.step}; steps count from 0.")
+    indices = np.arange(config.first_row, min(config.first_row + config.rows, loader.batch_size))
+    console.print(
+        f"[bold]Step {config.step:,}[/] of {config.run}: {loader.batch_size} sequences of {loader.seq_len} tokens"
+    )
+    if counts := loader.source_tokens(config.step):
+        console.print("Tokens by source: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
+    filespecs = {name: source.filespec for name, source in data.mixture.items()} | {None: data.filespec}
+    codecs: dict[str | None, TextCodec] = {}
+    for sequence in sequences_of_batch(loader, config.step, indices):
+        reader, first = sequence.reader, sequence.start
+        if sequence.source not in codecs:
+            codecs[sequence.source] = open_codec(filespecs[sequence.source], reader.attributes)
+        title = f"sequence {sequence.number}" + (f", {sequence.source}" if sequence.source else "")
+        table = Table(title=f"{title}, epoch {sequence.epoch}, tokens {first:,} to {first + sequence.length - 1:,}")
+        table.title_justify = "left"
+        for name in ("at", "document", "its tokens", "of"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("text", ratio=1, overflow="fold")
+        for piece in pieces_of(sequence):
+            text = _read_text(reader, codecs[sequence.source], first + piece.position, piece.length)
+            table.add_row(
+                str(piece.position),
+                f"{piece.document:,}",
+                f"{piece.start:,} – {piece.start + piece.length - 1:,}",
+                f"{piece.document_length:,}",
+                Text(one_line(text, config.characters)),
+            )
+        console.print(table)
+    left = loader.batch_size - indices.size
+    if left:
+        console.print(f"{left} more sequences: rows={loader.batch_size} first_row=0 shows all.", style="dim")
+
+
+def _read_text(reader: flat_tokens.Reader, codec: TextCodec, start: int, length: int) -> str:
+    (encoded,) = reader.read(np.array([start]), np.array([length]))
+    return codec.decode(flat_tokens.decode(encoded)[0].tolist())
+
+
+# ---- a dataset ----------------------------------------------------------------------------------------------------
+
+
+def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
+    """Prints the sizes of a split, and how it was made."""
+    attributes, tokens, documents = reader.attributes, reader.num_tokens, reader.num_documents
+    about = attributes.get("tokenizer")
+    tokenizer = f"{about.get('kind')} {about.get('name') or ''}".strip() if about else "none known: token ids are shown"
+    table = Table(show_header=False, box=None, title=f"{reader.path}", title_justify="left", title_style="bold")
+    table.add_row("tokens", f"{tokens:,}")
+    table.add_row("documents", f"{documents:,}, {tokens / max(documents, 1):,.1f} tokens on average")
+    table.add_row("largest token id", f"{reader.max_token_id:,}")
+    table.add_row("tokenizer", tokenizer)
+    if size := attributes.get("utf8_bytes"):
+        table.add_row("text", f"{size:,} bytes, {size / max(tokens, 1):.2f} a token")
+    if source := attributes.get("source"):
+        table.add_row("source", Text(", ".join(str(part) for part in source if part)))
+    table.add_row("stored as", f"zarr v{reader.zarr_format}, {reader.file_tokens:,} tokens a file")
+    console.print(table)
+
+
+def show_lengths(console: Console, reader: flat_tokens.Reader, sample: int) -> None:
+    """Prints a histogram of the lengths of the first `sample` documents."""
+    count = min(sample, reader.num_documents)
+    lengths = np.diff(reader.read_starts(0, count + 1))
+    of = "" if count == reader.num_documents else f" (the first {count:,})"
+    quartiles = np.percentile(lengths, [0, 5, 50, 95, 100]).astype(int)
+    table = Table(title=f"Document lengths{of}", title_justify="left", caption_justify="left")
+    table.caption = "shortest {:,}, 5% {:,}, median {:,}, 95% {:,}, longest {:,}".format(*quartiles)
+    for name, justify in (("tokens", "right"), ("documents", "right"), ("", "left"), ("of all tokens", "right")):
+        table.add_column(name, justify=justify)
+    bins = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
+    counts = np.bincount(bins)
+    weights = np.bincount(bins, lengths) / max(lengths.sum(), 1)
+    for i in range(bins.min(), counts.size):
+        table.add_row(
+            f"{2**i:,} – {2 ** (i + 1) - 1:,}", f"{counts[i]:,}", _bar(counts[i] / counts.max()), f"{weights[i]:.1%}"
+        )
+    console.print(table)
+
+
+def _bar(fraction: float) -> str:
+    return "█" * round(30 * fraction)
+
+
+def show_tokens(console: Console, reader: flat_tokens.Reader, codec: TextCodec, sample: int, top: int) -> None:
+    """Prints the `top` most frequent of the first `sample` tokens."""
+    encoded = np.concatenate(list(reader.blocks(sample)))
+    ids, counts = np.unique_counts(flat_tokens.decode(encoded)[0])
+    of = "" if encoded.size == reader.num_tokens else f" (the first {encoded.size:,})"
+    p = counts / counts.sum()
+    table = Table(title=f"Most frequent tokens{of}", title_justify="left", caption_justify="left")
+    table.caption = (
+        f"{ids.size:,} of {reader.max_token_id + 1:,} ids occur; entropy of single tokens "
+        f"{flat_tokens.entropy(counts):.3f} nats"
+    )
+    for name, justify in (("id", "right"), ("text", "left"), ("count", "right"), ("share", "right"), ("", "left")):
+        table.add_column(name, justify=justify)
+    for i in np.argsort(-counts, kind="stable")[:top]:
+        text = Text(repr(codec.decode([int(ids[i])])))
+        table.add_row(f"{ids[i]:,}", text, f"{counts[i]:,}", f"{p[i]:.2%}", _bar(counts[i] / counts.max()))
+    console.print(table)
+
+
+def show_documents(console: Console, reader: flat_tokens.Reader, codec: TextCodec, count: int, characters: int) -> None:
+    """Prints the beginnings of `count` documents, evenly spaced over the split."""
+    which = np.unique(np.linspace(0, reader.num_documents - 1, min(count, reader.num_documents)).astype(np.int64))
+    if not which.size:
+        return
+    table = Table(title="Documents", title_justify="left")
+    table.add_column("document", justify="right")
+    table.add_column("tokens", justify="right")
+    table.add_column("text", ratio=1, overflow="fold")
+    for i, start, length in zip(which, *reader.document_spans(which), strict=True):
+        # A token stands for one character or more, nearly always.
+        text = _read_text(reader, codec, int(start), min(int(length), characters + 8))
+        table.add_row(f"{i:,}", f"{length:,}", Text(one_line(text, characters)))
+    console.print(table)
+
+
+def show_document(console: Console, reader: flat_tokens.Reader, codec: TextCodec, document: int) -> None:
+    """Prints a document, whole. Raises ValueError if there is none of that index."""
+    if not 0 <= document < reader.num_documents:
+        raise ValueError(f"document is {document}; {reader.path} has documents 0 to {reader.num_documents - 1}.")
+    (start,), (length,) = reader.document_spans(np.array([document]))
+    console.print(f"[bold]Document {document:,}[/]: tokens {start:,} to {start + length - 1:,}")
+    console.print(Text(_read_text(reader, codec, int(start), int(length))))
+
+
+def find_faults(reader: flat_tokens.Reader, blocks: Iterable[np.ndarray]) -> list[str]:
+    """Compares all parts of a split. Returns a sentence for each kind of fault.
+
+    Args:
+        reader: of the split.
+        blocks: all stored tokens, in order.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    place = document = largest = 0
+    faults: dict[str, str] = {}
+    for encoded in blocks:
+        ids, is_start = flat_tokens.decode(encoded)
+        largest = max(largest, int(ids.max()))
+        marked = place + np.flatnonzero(is_start)
+        end = min(document + marked.size, reader.num_documents)
+        stated = reader.read_starts(document, end + 1).astype(np.int64)
+        in_block = stated[stated < place + encoded.size]
+        if not np.array_equal(in_block, marked):
+            both = min(in_block.size, marked.size)
+            at = document + np.append(np.flatnonzero(in_block[:both] != marked[:both]), both)[0]
+            faults.setdefault("marks", f"the marks in encoded_tokens and seq_starts differ from document {at:,} on")
+        if (empty := np.flatnonzero(np.diff(stated) <= 0)).size:
+            faults.setdefault("empty", f"document {document + empty[0]:,} is empty, or seq_starts decreases there")
+        document += marked.size
+        place += encoded.size
+    result = list(faults.values())
+    if document != reader.num_documents:
+        result.append(f"{document:,} documents are marked in encoded_tokens, seq_starts has {reader.num_documents:,}")
+    if largest != reader.max_token_id:
+        result.append(f"the largest token id is {largest:,}, the attribute max_token_id says {reader.max_token_id:,}")
+    return result
+
+
+def check(console: Console, reader: flat_tokens.Reader) -> None:
+    """Reads a split whole. Raises ValueError if parts of it contradict each other."""
+    total = -(-reader.num_tokens // 2**20)
+    blocks = track(reader.blocks(), description="reading", total=total, console=console, transient=True)
+    if faults := find_faults(reader, blocks):
+        raise ValueError(f"{reader.path} is damaged: {'; '.join(faults)}. Write or copy the dataset again.")
+    console.print(
+        f"{reader.path}: all {reader.num_tokens:,} tokens read; marks, starts and attributes agree.", soft_wrap=True
+    )
+
+
+# ---- main ---------------------------------------------------------------------------------------------------------
+
+
+def _data_config(config: Config, run: Any) -> DataConfig:
+    data: DataConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), run.data))
+    if config.filespec is not None:
+        if data.filespec is None:
+            raise ValueError("Give either run or filespec: both go together only if the run reads a single dataset.")
+        data.filespec = config.filespec
+    return data
+
+
+def _read_run(directory: str) -> Any:
+    path = os.path.join(directory, "config.yaml")
+    if not os.path.exists(path):
+        raise ValueError(f"There is no {path}: `run` is a run's directory, for example runs/<name>.")
+    return OmegaConf.load(path)
+
+
+def _filespec(config: Config, run: Any) -> str:
+    if run is None:
+        if config.filespec is None:
+            raise ValueError("Give filespec=<dataset>, or run=<directory of a run>.")
+        return config.filespec
+    data = _data_config(config, run)
+    if data.stream is not None:
+        raise ValueError("The run reads a stream, not a dataset: there is nothing to open.")
+    if not data.mixture:
+        return data.filespec
+    if config.source not in data.mixture:
+        raise ValueError(f"source is {config.source!r}; choose one of the run's mixture: {', '.join(data.mixture)}.")
+    return data.mixture[config.source].filespec
+
+
+def run(config: Config, console: Console | None = None) -> None:
+    """Shows a batch, a document or a dataset, as the settings say.
+
+    Raises:
+        ValueError: a setting is out of range or contradicts another, or a dataset is missing or damaged.
+    """
+    console = console or Console()
+    check_ranges("", config)
+    settings = None if config.run is None else _read_run(config.run)
+    if config.step is not None:
+        if settings is None:
+            raise ValueError(f"step is {config.step}, but batches belong to a run: give run=<directory of a run>.")
+        show_batch(console, config, settings)
+        return
+    filespec = _filespec(config, settings)
+    reader = open_reader(filespec, config.split)
+    codec = open_codec(filespec, reader.attributes)
+    if config.check:
+        check(console, reader)
+    elif config.document is not None:
+        show_document(console, reader, codec, config.document)
+    else:
+        show_overview(console, reader)
+        console.print()
+        show_lengths(console, reader, config.sample)
+        console.print()
+        show_tokens(console, reader, codec, config.sample, config.top)
+        console.print()
+        show_documents(console, reader, codec, config.documents, config.characters)
+
+
+if __name__ == "__main__":
+    run_program("inspect_data", Config, run)

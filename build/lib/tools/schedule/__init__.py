@@ -1,0 +1,1 @@
+"""Draws and simulates pipeline schedules."""

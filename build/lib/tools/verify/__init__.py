@@ -1,0 +1,1 @@
+"""Compares a training step on every mesh with one device."""

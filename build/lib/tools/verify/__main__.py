@@ -1,0 +1,162 @@
+"""Checks that training is the same on every mesh: compares each tensor of a step on simulated devices with one device.
+
+    python -m tools.verify --config-name=local_test_synthetic verify.small=true
+    python -m tools.verify --config-name=local_gpt2 verify.devices=4 model.d_model=64 training.batch_size=8
+    python -m tools.verify --config-name=gpt2_124m verify.only_types=true verify.devices=2048 training.batch_size=8192
+
+Takes the configuration of a run, as `python -m train` does. The program, train.py and the model's module, is read from
+disk. docs/parallelism.md explains the tables. Exit status 1: the meshes differ.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict
+
+from configuration.checks import check_choice, check_ranges, within
+from configuration.program import refusals_shown
+from modeling.model import module_name
+from tools.verify.program import find_sources, write_copy
+from training_io.config import Config, register_schema, to_config
+
+
+@dataclass
+class VerifyConfig:
+    """The section `verify`."""
+
+    devices: int = within(2, 4097, 8)
+    """Number of simulated devices, at least 2. Every mesh of that many runs."""
+    meshes: list[str] | None = None
+    """Meshes to run, each as devices along r, d and t, or p, r, d and t: [1x4x2,2x2x1x2]. Null: all."""
+    small: bool = False
+    """Makes the model and the batch small, at sizes that every mesh divides. Layers and microbatches are then for
+    mesh.p stages, or, if mesh.p is 1, for 2 and 4."""
+    only_types: bool = False
+    """Only traces the step on each mesh, which checks its types: in seconds, for any number of devices, without having
+    them. Nothing is computed or compared."""
+    precisions: list[str] = field(default_factory=lambda: ["f64", "configured"])
+    """f64: the program with f64 in place of each f32 and of the compute dtype, compared to rounding. configured: with
+    its own dtypes, compared within a band."""
+    tolerance: float = within(1e-300, 1, 1e-10)
+    """Limit in f64: largest difference over the largest entry of a tensor, in (0, 1)."""
+    band: float = within(1, 1e6, 8.0)
+    """Limit in the configured dtypes, a multiple of the difference that summing in another order makes; at least 1."""
+
+
+def small(c: Config, devices: int) -> None:
+    """Makes `c` small: sizes that all meshes of `devices` divide, all different, so that no dim passes for another.
+
+    Layers and microbatches are for the stages of the configuration, or, if it has none, for up to 4. Other sizes of a
+    model than those below stay.
+    """
+    n, t = devices, c.training
+    p = c.mesh.p if c.mesh.p > 1 else next(p for p in (4, 3, 2, 1) if n % p == 0)
+    counts = c.pipeline.layers_per_stage
+    sizes = {
+        "layers": sum(counts) if isinstance(counts, list) else max(2, p * c.pipeline.virtual_stages),
+        "d_model": 6 * n,
+        "d_ff": 10 * n,
+        "vocab": 14 * n,
+        "n_kv": n,
+        "n_q_per_kv": 2,
+        "d_head": 2 * n,
+    }
+    sizes |= {"heads": n, "positions": 4 * n, "bos_id": 0}
+    if hasattr(c.model, "heads") and "heads" in {f.name for f in dataclasses.fields(c.model)}:
+        sizes["d_model"] = 2 * n * n  # their width is d_model / heads
+    for f in dataclasses.fields(c.model):
+        if f.name in sizes:
+            setattr(c.model, f.name, sizes[f.name])
+    t.microbatches = p if p > 1 else min(t.microbatches, 2)
+    t.batch_size, t.seq_len = n * t.microbatches, 4 * n
+    t.loss_chunk = None if t.loss_chunk is None else n
+
+
+def run(c: Config, settings: VerifyConfig, title: str) -> int:
+    """Verifies `c`: 0 if all meshes agree, 1 if one differs, 2 if tracing or a setting is refused."""
+    sources = find_sources("train", module_name(c.model.module))
+    status = 0
+    for precision in ["configured"] if settings.only_types else settings.precisions:
+        double = precision == "f64"
+        config = dataclasses.asdict(c)
+        if double:
+            config["training"]["compute_dtype"] = "f32"
+        job = {"config": config, "settings": dataclasses.asdict(settings), "double": double, "title": title}
+        with tempfile.TemporaryDirectory(prefix="verify_") as directory:
+            write_copy(sources, Path(directory) / "program", double)
+            (Path(directory) / "job.json").write_text(json.dumps(job))
+            simulated = 1 if settings.only_types else settings.devices
+            status = max(status, run_job(Path(directory), simulated, double))
+        if status > 1:  # refused: the next precision would be refused too
+            break
+    return status
+
+
+def run_job(directory: Path, devices: int, double: bool) -> int:
+    """Runs tools.verify.run with the program's copy in `directory`, on simulated devices."""
+    # After the copy, the search path is that of this process, with the working directory and its shardlib, if any.
+    path = [str(directory / "program"), *filter(None, sys.path), str(Path(__file__).parents[2])]
+    flags = (
+        f"--xla_force_host_platform_device_count={devices} "
+        "--xla_allow_excess_precision=false "  # or else what is rounded to bf16 would depend on what is fused
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # most of the time is compilation
+    )
+    environment = os.environ | {
+        # PYTHONSAFEPATH: or else a train.py in the working directory would come before the copy.
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONSAFEPATH": "1",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "1" if double else "0",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+    }
+    command = [sys.executable, "-m", "tools.verify.run", str(directory / "job.json")]
+    return subprocess.run(command, env=environment).returncode
+
+
+def register() -> None:
+    """Adds the section `verify` to the configuration of a run."""
+    register_schema()
+    store = ConfigStore.instance()
+    schema = store.load("config_schema.yaml").node
+    with open_dict(schema):
+        schema.verify = OmegaConf.structured(VerifyConfig)
+    store.store(name="config_schema", node=schema)
+
+
+def check(settings: VerifyConfig) -> None:
+    """Raises ValueError for a setting out of its range."""
+    check_ranges("verify", settings)
+    for precision in settings.precisions:
+        check_choice("verify.precisions", precision, ("f64", "configured"))
+
+
+def job(config: Any) -> None:
+    """Verifies the composed configuration. What is refused is one line, as in other programs."""
+    with refusals_shown():
+        if not config:
+            raise ValueError("name a run: --config-name=<file in configs/>")
+        settings: VerifyConfig = OmegaConf.to_object(config.verify)
+        check(settings)
+        with open_dict(config):
+            del config["verify"]
+        c = to_config(config)
+        if settings.small:
+            small(c, settings.devices)
+        status = run(c, settings, HydraConfig.get().job.config_name)
+    if status:
+        sys.exit(status)
+
+
+if __name__ == "__main__":
+    register()
+    hydra.main(version_base="1.3", config_path="../../configs")(job)()

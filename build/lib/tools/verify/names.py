@@ -1,0 +1,45 @@
+"""The name and the line of the source that a report gives a tensor."""
+
+import ast
+import functools
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from tools.verify.record import Site
+
+
+@functools.cache
+def name_of_site(site: Site) -> str:
+    """The function around a `save_for_backward` and what its result is assigned to, if anything: `layer.v`."""
+    nodes = ast.walk(ast.parse(Path(site.file).read_text()))
+    around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= site.line <= node.end_lineno]
+    functions = [node.name for node in around if isinstance(node, ast.FunctionDef)]
+    targets = []
+    for node in around:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            first = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            targets.append(ast.unparse(first))
+    return ".".join([*functions[-1:], *targets[-1:]]) or "saved"
+
+
+def line_of_field(weights: Any, path: str) -> tuple[str, int]:
+    """File and line of the field that `path`, for example `layers.w_q`, names in the dataclass `weights`."""
+    *outer, name = path.split(".")
+    return _line_in_class(type(functools.reduce(getattr, outer, weights)), name)
+
+
+@functools.cache
+def _line_in_class(owner: type, name: str) -> tuple[str, int]:
+    """File and line of a field of `owner`; those of the class for a field that it inherits."""
+    lines, first = inspect.getsourcelines(owner)
+    (cls,) = ast.parse(textwrap.dedent("".join(lines))).body
+    fields = [n.lineno - 1 for n in cls.body if isinstance(n, ast.AnnAssign) and n.target.id == name]
+    return inspect.getsourcefile(owner), first + (fields or [0])[0]
+
+
+def line_of_function(fn) -> tuple[str, int]:
+    """File and line of the `def` of `fn`."""
+    fn = inspect.unwrap(fn)
+    return fn.__code__.co_filename, fn.__code__.co_firstlineno

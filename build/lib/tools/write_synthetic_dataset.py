@@ -1,0 +1,124 @@
+"""Writes a small dataset of synthetic tasks: `python -m tools.write_synthetic_dataset out=synthetic_dataset.zarr`.
+
+Each document is a task id, then the task's data, of random length. `n` digits stand for n random ones:
+
+    copy                      COPY digits SEPARATOR digits
+    reverse                   REVERSE digits SEPARATOR digits-in-reverse
+    copy at a given distance  COPY_AT distance digits; from the distance on, each digit is the one `distance` before it
+    … at an unknown distance  COPY_AT_UNKNOWN digits; the same, but the distance is not given
+    Gaussian mixture          GAUSSIANS bins; samples from a mixture drawn for this document, rounded to bins
+
+Copy and reverse are the algorithmic tasks of Section 4 of arXiv 2002.09402: up to 40 integers from 0 to 9.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
+from omegaconf import MISSING
+
+import flat_tokens
+from configuration.checks import at_least_1, check_ranges, within
+from configuration.program import run_program
+
+COPY, REVERSE, COPY_AT, COPY_AT_UNKNOWN, GAUSSIANS, SEPARATOR = range(1, 7)
+"""Token ids. 0 begins documents, and pads."""
+FIRST_DIGIT = 8
+FIRST_DISTANCE = 32
+"""The token of distance n is FIRST_DISTANCE + n."""
+FIRST_BIN = 256
+"""The bins of the Gaussian mixtures follow, `num_bins` of them."""
+
+
+@dataclass
+class Config:
+    """The settings of the program."""
+
+    out: str = MISSING
+    """Directory of the dataset."""
+    overwrite: bool = False
+    """Replace a dataset that is there."""
+    seed: int = within(0, 2**32, 0)
+    """In [0, 2**32). The same seed writes the same bytes."""
+    train_tokens: int = at_least_1(2**18)
+    """Size of the training split in tokens, at least 1; it ends with the first document that reaches it."""
+    validation_tokens: int = at_least_1(2**16)
+    """Size of the validation split in tokens, at least 1."""
+    max_digits: int = at_least_1(40)
+    """Most digits to copy or to reverse, at least 1."""
+    max_distance: int = within(1, FIRST_BIN - FIRST_DISTANCE, 16)
+    """Largest distance to copy over, in [1, 223]."""
+    max_length: int = at_least_1(64)
+    """Most digits or samples in a document of the other tasks, at least 1."""
+    num_bins: int = within(1, flat_tokens.MAX_TOKEN_ID - FIRST_BIN + 1, 768)
+    """Tokens that the samples of the Gaussian mixtures fall into, at least 1."""
+    max_components: int = at_least_1(3)
+    """Most components of a Gaussian mixture, at least 1."""
+    max_sigma: float = at_least_1(8.0)
+    """Largest standard deviation of a component in bins, above 1."""
+
+
+Document = Int64[np.ndarray, "tokens"]
+
+
+def _digits(rng: np.random.RandomState, n: int) -> Document:
+    return FIRST_DIGIT + rng.randint(0, 10, n)
+
+
+def _copy(rng: np.random.RandomState, config: Config) -> Document:
+    digits = _digits(rng, rng.randint(1, config.max_digits + 1))
+    return np.concatenate([[COPY], digits, [SEPARATOR], digits])
+
+
+def _reverse(rng: np.random.RandomState, config: Config) -> Document:
+    digits = _digits(rng, rng.randint(1, config.max_digits + 1))
+    return np.concatenate([[REVERSE], digits, [SEPARATOR], digits[::-1]])
+
+
+def _periodic(rng: np.random.RandomState, config: Config) -> tuple[int, Document]:
+    distance = rng.randint(1, config.max_distance + 1)
+    return distance, np.resize(_digits(rng, distance), rng.randint(1, config.max_length + 1))
+
+
+def _copy_at(rng: np.random.RandomState, config: Config) -> Document:
+    distance, digits = _periodic(rng, config)
+    return np.concatenate([[COPY_AT, FIRST_DISTANCE + distance], digits])
+
+
+def _copy_at_unknown(rng: np.random.RandomState, config: Config) -> Document:
+    _, digits = _periodic(rng, config)
+    return np.concatenate([[COPY_AT_UNKNOWN], digits])
+
+
+def _gaussians(rng: np.random.RandomState, config: Config) -> Document:
+    components = rng.randint(1, config.max_components + 1)
+    means = rng.uniform(0, config.num_bins, components)
+    sigmas = rng.uniform(1, config.max_sigma, components)
+    which = rng.randint(0, components, rng.randint(1, config.max_length + 1))
+    samples = np.rint(rng.normal(means[which], sigmas[which])).astype(np.int64)
+    return np.concatenate([[GAUSSIANS], FIRST_BIN + np.clip(samples, 0, config.num_bins - 1)])
+
+
+TASKS = (_copy, _reverse, _copy_at, _copy_at_unknown, _gaussians)
+
+
+def write(config: Config) -> None:
+    """Writes both splits.
+
+    Raises:
+        ValueError: a setting out of range, or a dataset that is already there.
+    """
+    check_ranges("", config)
+    sizes = {"train": config.train_tokens, "validation": config.validation_tokens}
+    for index, (split, num_tokens) in enumerate(sizes.items()):
+        # Unlike numpy's newer generators, RandomState promises the same values in every version of numpy.
+        rng = np.random.RandomState([config.seed, index])
+        with flat_tokens.Writer(config.out, split, overwrite=config.overwrite) as writer:
+            while writer.num_tokens < num_tokens:
+                document = TASKS[rng.randint(len(TASKS))](rng, config)
+                writer.append(document, np.array([document.size]))
+        print(f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} documents")
+
+
+if __name__ == "__main__":
+    run_program("write_synthetic_dataset", Config, write)

@@ -1,0 +1,559 @@
+"""shardwright: pretraining of a decoder-only transformer, with every shard and every collective written out.
+
+    python -m train --config-name=local_test_synthetic
+
+Read it from the top. The settings are in training_io/config.py. The loop over layers is in shardlib/layers.py.
+
+Dims                                                   Axes of the device mesh
+  m  microbatches         L  positions, as queries       r  replicas: plain data parallel
+  B  sequences of each    S  positions, as keys          d  data parallel, weights sharded at rest (FSDP)
+  K  key/value heads      Q  query heads for each of K   t  tensor parallel
+  M  d_model              D  entries of a head           p  pipeline: each device has its own layers
+  V  vocabulary           F  d_ff
+
+`f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum over t, which still
+has to be reduced. Devices along an axis that a type does not name hold the same values. docs/sharding-types.md teaches
+the types. Between layers the residual stream is `act['B/r/d L/t M']`: each device of t holds its own positions. `act`
+is the compute dtype, which training.compute_dtype sets.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from input_loader import TokenBatch
+from jax_extra import explicit_activation_checkpointing, save_for_backward
+from modeling import attention as attention_paths
+from modeling import fp8, rope, rules
+from modeling.gathers import gather_ahead
+from modeling.loss_chunks import sum_in_chunks
+from modeling.model import LanguageModel, Tokens, act, compute_scope
+from modeling.settings import ModelConfig
+from modeling.weights import Weight, matrix, vector
+from optimizers import rates
+from optimizers.config import OptimizerConfig
+from optimizers.muon import muon
+from sampling.samples import TrainingSamples
+from shardlib import shardops
+from shardlib.layers import Extras, LayerMetrics, run_layers
+from shardlib.pipeline import Parts
+from shardlib.shardtypes import Array, Subset, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from training_io import stages
+from training_io.config import Config, TrainingConfig
+from training_io.launch import launched, program
+from training_io.run import Run
+
+# ---- weights ----------------------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class TransformerLayer:
+    """Weights of one layer."""
+
+    attention_norm: f32["M/t/d"]
+    w_q: f32["M/d K/t Q D"]
+    w_k: f32["M/d K/t D"]
+    w_v: f32["M/d K/t D"]
+    q_norm: f32["D/t/d"] | None  # None without qk_norm
+    k_norm: f32["D/t/d"] | None
+    w_o: f32["K/t Q D M/d"]
+    mlp_norm: f32["M/t/d"]
+    w_gate: f32["M/d F/t"]
+    w_up: f32["M/d F/t"]
+    w_down: f32["F/t M/d"]
+
+
+@pytree_dataclass
+class Transformer:
+    """Weights of the model."""
+
+    embed: f32["V/t M/d/p"]
+    layers: Array["layers/p", TransformerLayer]
+    final_norm: f32["M/t/d/p"]
+    unembed: f32["V/t M/d/p"] | None  # None with tied_embeddings
+
+
+def weight_table(c: ModelConfig) -> Transformer:
+    """Shape and initial values of each weight: matrices have variance 1/fan-in, norms are 1."""
+    n, scale = c.layers, c.weight_init_scale
+    model, heads, hidden = (c.d_model,), (c.n_kv, c.n_q_per_kv, c.d_head), (c.d_ff,)
+    embed_std = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
+    return Transformer(
+        embed=Weight((c.vocab, c.d_model), "unembedding" if c.tied_embeddings else "embedding", embed_std),
+        layers=TransformerLayer(
+            attention_norm=vector(n, c.d_model, value=1),
+            w_q=matrix(n, model, heads, scale),
+            w_k=matrix(n, model, (c.n_kv, c.d_head), scale),
+            w_v=matrix(n, model, (c.n_kv, c.d_head), scale),
+            q_norm=vector(n, c.d_head, value=1) if c.qk_norm else None,
+            k_norm=vector(n, c.d_head, value=1) if c.qk_norm else None,
+            w_o=matrix(n, heads, model, scale),
+            mlp_norm=vector(n, c.d_model, value=1),
+            w_gate=matrix(n, model, hidden, scale),
+            w_up=matrix(n, model, hidden, scale),
+            w_down=matrix(n, hidden, model, scale),
+        ),
+        final_norm=vector(c.d_model, value=1),
+        unembed=None if c.tied_embeddings else Weight((c.vocab, c.d_model), "unembedding", scale * c.d_model**-0.5),
+    )
+
+
+# ---- the model --------------------------------------------------------------------------------------------------
+
+
+class Llama:
+    """Decoder with RMSNorm, grouped-query attention, RoPE and SwiGLU. The setting `model.module: train` chooses it."""
+
+    Weights = Transformer
+    rule = rules.Rule(visible=(rules.causal, rules.same_document))
+
+    def __init__(self, c: ModelConfig):
+        self.c, self.table = c, weight_table(c)
+
+    def prepare(self, tokens: Tokens) -> Tokens:
+        """Adds the cosines and sines of RoPE to the tokens, once for all layers."""
+        return dataclasses.replace(tokens, shared=rope.tables(self.c, tokens.positions))
+
+    @typed
+    def embed(self, w: Transformer, tokens: Tokens) -> act["B/r/d L/t M"]:
+        """Residual stream before the first layer."""
+        table = shardops.all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
+        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
+        x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", table.astype(jnp.float32), tokens.ids)
+        return shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(act.dtype))
+
+    @typed
+    def layer(
+        self, x: act["B/r/d L/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/r/d L/t M"]:
+        """One transformer layer. Weights arrive sharded; each is cast and gathered over d where it is used."""
+        gather, dtype, epsilon, angles = shardops.all_gather, x.dtype, self.c.norm_epsilon, tokens.shared
+
+        nx = rms_norm(x, gather("M/t/d -> M", w.attention_norm), epsilon)
+        nx = gather("B/r/d L/t M -> B/r/d L M", nx)
+        w_q = gather("M/d K/t Q D -> M K/t Q D", w.w_q.astype(dtype))
+        w_k = gather("M/d K/t D -> M K/t D", w.w_k.astype(dtype))
+        w_v = gather("M/d K/t D -> M K/t D", w.w_v.astype(dtype))
+        q = einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w_q)
+        k = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_k)
+        v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_v))
+        q = save_for_backward(rope.rotate(head_norm("B/r/d L K/t Q D", q, w.q_norm, epsilon), angles))
+        k = save_for_backward(rope.rotate(head_norm("B/r/d L K/t D", k, w.k_norm, epsilon), angles))
+        attended = save_for_backward(attend(q, k, v, self.rule))
+        w_o = gather("K/t Q D M/d -> K/t Q D M", w.w_o.astype(dtype))
+        out = einsum("B/r/d L K/t Q D, K/t Q D M -> B/r/d L M +t", attended, w_o)
+        x = save_for_backward(x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out))
+
+        nx = rms_norm(x, gather("M/t/d -> M", w.mlp_norm), epsilon)
+        nx = gather("B/r/d L/t M -> B/r/d L M", nx)
+        w_gate = gather("M/d F/t -> M F/t", w.w_gate.astype(dtype))
+        w_up = gather("M/d F/t -> M F/t", w.w_up.astype(dtype))
+        gate = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_gate))
+        up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_up))
+        hidden: act["B/r/d L F/t"] = jax.nn.silu(gate) * up
+        w_down = gather("F/t M/d -> F/t M", w.w_down.astype(dtype))
+        out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w_down)
+        return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
+
+    @typed
+    def logits(self, w: Transformer, x: act["B/r/d L/t M"]) -> f32["B/r/d L V/t"]:
+        """Logits of the token after each position; `x` is the residual stream after the last layer."""
+        gather, softcap = shardops.all_gather, self.c.logit_softcap
+        nx = rms_norm(x, gather("M/t/d/p -> M", w.final_norm), self.c.norm_epsilon)
+        nx = gather("B/r/d L/t M -> B/r/d L M", nx)
+        unembed = w.embed if w.unembed is None else w.unembed
+        unembed = gather("V/t M/d/p -> V/t M", unembed.astype(act.dtype))
+        spec = "B/r/d L M, V/t M -> B/r/d L V/t"
+        logits = shardops.einsum_unreduced(spec, nx, unembed, preferred_element_type=jnp.float32)
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+Model = Llama
+
+
+@typed
+def rms_norm(x: act["B/r/d L/t M"], weight: f32["M"], epsilon: float) -> act["B/r/d L/t M"]:
+    """RMSNorm of each position, in f32. Each device of t norms its own positions."""
+    return shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", unit_rms(x, epsilon), weight).astype(x.dtype)
+
+
+def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
+    """Divides x[…, N] by its root mean square along N (arXiv 1910.07467), in f32."""
+    x32 = jnp.float32(x)
+    return x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+
+
+def head_norm(heads: str, x: jax.Array, weight: Any, epsilon: float) -> jax.Array:
+    """RMSNorm of each head of x, which has the type `heads`. Without a weight (no qk_norm), x stays as it is."""
+    if weight is None:
+        return x
+    weight = shardops.all_gather("D/t/d -> D", weight)
+    return shardops.einsum_unreduced(f"{heads}, D -> {heads}", unit_rms(x, epsilon), weight).astype(x.dtype)
+
+
+@typed
+def attention(
+    q: act["B/r/d L K/t Q D"],
+    k: act["B/r/d S K/t D"],
+    v: act["B/r/d S K/t D"],
+    places: rules.Places,
+    rule: rules.Rule,
+    learned: tuple = (),
+    sinks: f32["B/r/d K/t Q"] | None = None,
+    drop: Callable | None = None,
+) -> act["B/r/d L K/t Q D"]:
+    """Softmax attention by `rule`, in f32, with heads sharded over t. `drop` is dropout of attention weights."""
+    scores = shardops.einsum_unreduced(
+        "B/r/d L K/t Q D, B/r/d S K/t D -> B/r/d K/t Q L S", q, k, preferred_element_type=jnp.float32
+    )
+    heads = rules.head_numbers(*q.shape[2:4])
+    scores = rule.scores(scores, q.shape[-1], places.as_queries(), places.as_keys(), heads, learned)
+    weights = rules.softmax(scores, sinks).astype(v.dtype)
+    weights = drop(weights) if drop else weights
+    return shardops.einsum_unreduced("B/r/d K/t Q L S, B/r/d S K/t D -> B/r/d L K/t Q D", weights, v)
+
+
+# ---- forward pass of any model ----------------------------------------------------------------------------------
+
+W = TypeVar("W")  # class of a model's weights, such as Transformer
+Batch = Array["m", TokenBatch]  # the batch of a step
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """Forward pass of a model, the same in training, evaluation and sampling.
+
+    `training` has the settings that matter here: attention, document_mask, save, unroll and fp8. `scan` runs the loop
+    over layers.
+    """
+
+    model: LanguageModel
+    training: TrainingConfig
+    scan: Callable = lax.scan
+
+    def __call__(
+        self, w: W, tokens: Tokens, head: Callable, attend: Callable | None = None, caches: Any = None
+    ) -> tuple[Any, Any, Extras]:
+        """Result of head(w, x) on the output x of the last layer, the caches of the layers, and their Extras.
+
+        `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to the output of attention and the new cache. None:
+        attention within `tokens`, without caches.
+        """
+        w = gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=False)
+        x, caches, extras = self.layers(w.layers, self.model.embed(w, tokens), tokens, attend=attend, caches=caches)
+        return head(w, x), caches, extras
+
+    def layers(
+        self, w: Any, x: Any, tokens: Tokens, numbers: Any = None, attend: Callable | None = None, caches: Any = None
+    ) -> tuple[Any, Any, Extras]:
+        """Residual stream `x` after the layers, their caches, and their Extras.
+
+        `numbers` are the LayerNumbers of a pipeline stage; None: all layers.
+        """
+        t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
+
+        def layer(w, x, index, turn, attend):
+            return self.model.layer(x, w, tokens.in_layer(index, turn), attend, self.einsum)
+
+        options = {"period": getattr(self.model, "period", 1), "save": t.save, "unroll": t.unroll, "scan": self.scan}
+        return run_layers(layer, w, x, numbers, attend, caches, **options)
+
+    @property
+    def einsum(self) -> Callable:
+        """Product with the weights of a layer."""
+        return fp8.einsum if self.training.fp8 else shardops.einsum_unreduced
+
+    def attend(self, tokens: Tokens) -> Callable:
+        """Attention within `tokens`, by the path that training.attention names. It leaves caches as they are."""
+
+        def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
+            rule = self.rule(rule)
+            path, _ = attention_paths.choose(self.training.attention, rule, q, drop is not None, sinks is not None)
+            if path != "einsum":
+                return attention_paths.run(path, q, k, v, tokens.places, rule, learned, sinks), cache
+            return attention(q, k, v, tokens.places, rule, learned, sinks, drop), cache
+
+        return attend
+
+    def rule(self, rule: rules.Rule) -> rules.Rule:
+        """Rule of a layer. Without training.document_mask, each sequence is one document."""
+        return rule if self.training.document_mask else rule.without(rules.same_document)
+
+    def tokens(self, batch: TokenBatch, seeds: jax.Array | None = None) -> Tokens:
+        """Tokens that the model reads to predict the batch. `seeds` is a random number for each sequence, or None."""
+        mask, bos_id = self.training.document_mask, self.model.c.bos_id
+        return Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
+
+    def copies(self, w: W, gather: bool = False) -> W:
+        """Weights for all microbatches: a copy on each replica, so that gradients are reduced over r once, here.
+
+        With `gather`, all weights are gathered over d too. With pipeline stages, those outside the layers always are.
+        """
+        w = shardops.replicate("... -> ... *r", w)
+        if not (gather or stages.has_stages()):
+            return w
+        return gather_ahead(self.model, w, self.einsum, self.training.seq_len, gather)
+
+
+# ---- loss and gradients -----------------------------------------------------------------------------------------
+
+
+@typed
+def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
+    """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². The backward pass keeps the logits only."""
+    peak = save_for_backward(shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits)))
+    terms = shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None]))
+    log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t -> B/r/d L", terms))) + peak
+    at_target = shardops.index_unreduced("B/r/d L [V/t], B/r/d L -> B/r/d L +t", logits, targets)
+    at_target = shardops.psum("B/r/d L +t -> B/r/d L", at_target)
+    return log_normalizer - at_target + z_loss * jnp.square(log_normalizer)
+
+
+@typed
+def training_loss(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], c: OptimizerConfig) -> f32["B/r/d L"]:
+    """Loss of each target that training minimizes. Validation takes cross_entropy alone."""
+    return cross_entropy(logits, targets, c.z_loss)
+
+
+@typed
+def count_targets(batch: Batch) -> f32[""]:
+    """Number of targets in the whole batch that loss_mask selects."""
+    return shardops.psum("+r +d ->", shardops.einsum_unreduced("m B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))
+
+
+@typed
+def summed_loss(
+    w: W, x: act["B/r/d L/t M"], targets: u32["B/r/d L"], mask: bool_["B/r/d L"], forward: Forward, loss: Callable
+) -> f32["+r +d"]:
+    """Sum of loss(logits, targets) over the targets that `mask` selects; `x` is the output of the last layer."""
+    loss = explicit_activation_checkpointing(loss, save=forward.training.save)
+    losses = loss(forward.model.logits(w, x), targets)
+    # Each device of t holds the same losses: the sum is over r and d alone.
+    return shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)
+
+
+def staged_loss(forward: Forward, loss: Callable = cross_entropy, targets: Any = 1.0) -> Parts:
+    """Loss of a (TokenBatch, seeds), as a whole and split for pipeline stages: summed_loss divided by `targets`."""
+    tokens, summed = forward.tokens, functools.partial(summed_loss, forward=forward, loss=loss)
+
+    def last(w, x, batch, _):
+        loss = sum_in_chunks(summed, forward.training.loss_chunk, w, x, batch.targets, batch.loss_mask)
+        return shardops.psum("+r +d ->", loss) / targets
+
+    return Parts(
+        whole=lambda w, *part: forward(w, tokens(*part), lambda w, x: last(w, x, *part))[::2],
+        first=lambda w, *part: forward.model.embed(w, tokens(*part)),
+        layers=lambda w, x, numbers, *part: forward.layers(w, x, tokens(*part), numbers)[::2],
+        last=last,
+    )
+
+
+@typed
+def loss_and_gradients(
+    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d"] | None = None, see: Callable | None = None
+) -> tuple[f32[""], W, LayerMetrics | None, Any]:
+    """Mean loss in nats a token, its gradients, and the metrics of the layers, by the schedule of c.pipeline.
+
+    The last result stacks see(g) over microbatches, where g is the part of each in the gradients. None without `see`.
+    """
+    copies, vjp = jax.vjp(lambda w: forward.copies(w, gather=c.training.gather_weights == "step"), w)
+    reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
+    loss = staged_loss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
+    see = see and (lambda g, see=see: see(reduced(g)))
+    loss, g, layers, seen = stages.run_training(c, forward.model, loss, copies, (batch, seeds), see)
+    return shardops.psum("+p ->", loss), reduced(g), layers, seen
+
+
+# ---- optimizer --------------------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class State(Generic[W]):
+    """Contents of a checkpoint: f32 arrays, each sharded over t, d and p."""
+
+    weights: W
+    adam_mu: Subset[W]  # momentum of matrices under Muon; None for frozen weights
+    adam_nu: Subset[W]  # None for matrices under Muon and for frozen weights
+    ema: Subset[W]  # moving average of the weights; None without training.ema_decay
+
+
+@typed
+def squared_norm(x: f32["N/t/d/p"]) -> f32["+t +d +p"]:
+    """Sum of the squares of a flattened array."""
+    return shardops.einsum_unreduced("N/t/d/p -> +t +d +p", jnp.square(x))
+
+
+@typed
+def global_norm(g: W) -> f32[""]:
+    """Root of the sum of the squares of all entries."""
+    # Every array is sharded over t, d and p, so that the flattened blocks of all devices hold each entry once.
+    squares = [squared_norm(leaf.reshape(-1)) for leaf in jax.tree.leaves(g)]
+    return jnp.sqrt(shardops.psum("+t +d +p ->", functools.reduce(lambda a, b: a + b, squares)))
+
+
+@typed
+def clip_by_global_norm(g: W, limit: float) -> tuple[W, f32[""]]:
+    """Gradients scaled down to a global norm of at most `limit`, and their norm before that."""
+    norm = global_norm(g)
+    scale = limit / jnp.maximum(norm, limit)
+    return jax.tree.map(lambda leaf: leaf * scale, g), norm
+
+
+@typed
+def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: Any) -> State[W]:
+    """One AdamW update (arXiv 1711.05101, algorithm 2) of the weights that `updates` assigns to adamw.
+
+    Steps count from 0. Each device updates its own blocks.
+    """
+    count = jnp.float32(step + 1)
+
+    def updated(update: rates.Update, w, g, mu, nu):
+        if update.algorithm != "adamw":
+            return w, mu, nu
+        mu = c.adam_b1 * mu + (1 - c.adam_b1) * g
+        nu = c.adam_b2 * nu + (1 - c.adam_b2) * jnp.square(g)
+        unbiased_mu, unbiased_nu = mu / (1 - c.adam_b1**count), nu / (1 - c.adam_b2**count)
+        change = unbiased_mu / (jnp.sqrt(unbiased_nu) + c.adam_epsilon) + update.decay * w
+        return w - rate * update.rate * change, mu, nu
+
+    new = jax.tree.map(updated, updates, state.weights, g, state.adam_mu, state.adam_nu)
+    weights, mu, nu = (jax.tree.map(lambda _, triple, i=i: triple[i], g, new) for i in range(3))
+    return dataclasses.replace(state, weights=weights, adam_mu=mu, adam_nu=nu)
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
+"""Optimizers by name, as in optimizer.algorithm. Each updates its own weights and returns the State."""
+
+
+@typed
+def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: Any) -> tuple[State[W], f32[""], f32[""]]:
+    """State after an update with the gradients `g`, their norm before clipping, and the learning rate."""
+    g = jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == rates.FROZEN else g, updates, g)
+    g, norm = clip_by_global_norm(g, c.optimizer.clip_norm)
+    rate = rates.learning_rate(step, c.optimizer)
+    for optimizer in OPTIMIZERS.values():
+        state = optimizer(state, g, step, rate, c.optimizer, updates)
+    if c.training.ema_decay is not None:
+        average = lambda old, w: c.training.ema_decay * old + (1 - c.training.ema_decay) * w
+        state = dataclasses.replace(state, ema=jax.tree.map(average, state.ema, state.weights))
+    return state, norm, rate
+
+
+# ---- training step ----------------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class Metrics:
+    """Metrics of a step, logged under these names."""
+
+    loss: f32[""]
+    grad_norm: f32[""]
+    learning_rate: f32[""]
+    layers: LayerMetrics | None
+
+
+def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
+    """Fresh weights, and zeros for the optimizer. Runs under jit. The values do not depend on the mesh."""
+    weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
+    mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
+    nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
+    ema = jax.tree.map(lambda w: None if c.training.ema_decay is None else jnp.copy(w), weights)
+    return State(weights, mu, nu, ema)
+
+
+def make_training_step(c: Config, model: LanguageModel):
+    """The jitted training step: (state, batch, step) -> (state, metrics). It reuses the memory of the old state."""
+    forward, Weights = Forward(model, c.training), model.Weights
+    updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
+
+    @typed_shard_map
+    def per_device(
+        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d"] | None
+    ) -> tuple[State[Weights], Metrics]:
+        loss, g, layers, _ = loss_and_gradients(state.weights, batch, c, forward, seeds)
+        state, grad_norm, rate = update_state(state, g, step, c, updates)
+        return state, Metrics(loss, grad_norm, rate, layers)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def training_step(state: State, batch: Batch, step: jax.Array) -> tuple[State, Metrics]:
+        key = jax.random.fold_in(jax.random.key(c.training.seed), step)
+        seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
+        with compute_scope(c.training.compute_dtype):
+            return per_device(state, batch, step, seeds)
+
+    return training_step
+
+
+def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any] | None = None):
+    """The jitted evaluation step: (weights, batch) -> (sum of losses in nats, number of targets)."""
+    forward, Weights = Forward(model, c.training), model.Weights
+
+    @typed_shard_map
+    def per_device(w: Weights, batch: Batch) -> tuple[f32[""], f32[""]]:
+        copies, loss = forward.copies(w), staged_loss(forward)
+        total = stages.run_evaluation(c, model, loss, copies, (batch, None))
+        return shardops.psum("+p ->", total), count_targets(batch)
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def evaluation_step(w: Any, batch: Batch):
+        with compute_scope(c.training.compute_dtype):
+            return per_device(w, batch)
+
+    return evaluation_step
+
+
+def programs(c: Config, model: LanguageModel, batch: Batch) -> dict[str, jax.stages.Traced]:
+    """The training and evaluation steps, traced for `batch` on the current mesh. A checkpoint keeps their hashes."""
+    state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
+    training, evaluation = make_training_step(c, model), make_evaluation_step(c, model)
+    return {"training": training.trace(state, batch, np.int32(0)), "evaluation": evaluation.trace(state.weights, batch)}
+
+
+# ---- main -------------------------------------------------------------------------------------------------------
+
+
+def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
+    """A whole run on the current mesh, with its files in `directory`. Returns the signal that stopped it, if any."""
+    t, forward = c.training, Forward(model, c.training)
+    evaluated = lambda state: getattr(state, t.eval_weights)
+    with Run(c, forward, directory, programs) as run:
+        state = run.begin(functools.partial(init_state, c=c, model=model), State)
+        evaluation_step = make_evaluation_step(c, model, run.options)
+        if run.is_over:  # resumed after its last step
+            if not run.has_validation():
+                run.validate(evaluation_step, evaluated(state))
+            return run.end()
+        samples = TrainingSamples(c, forward, run) if t.sample_interval else None
+        training_step = run.compile(make_training_step(c, model), state)
+        if samples and run.start == 0:
+            samples.write(evaluated(state))
+        for step, batch in run.steps():
+            state, metrics = training_step(state, batch, np.int32(step))
+            run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
+            if samples and run.due(t.sample_interval):
+                samples.write(evaluated(state))
+            if run.due(t.checkpoint_interval) or run.stopped_by:
+                run.save(state)
+            if run.due(t.eval_interval):
+                run.validate(evaluation_step, evaluated(state))
+        return run.end()
+
+
+@program
+def main(config) -> str | None:
+    """Runs the configuration that Hydra composed. Returns the signal that stopped the run, if any."""
+    with launched(config) as (c, model, directory):
+        return train(c, model, directory)
+
+
+if __name__ == "__main__":
+    from train import main  # as the module `train`, the name by which other modules import this file
+
+    main()

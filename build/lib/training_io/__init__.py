@@ -1,0 +1,1 @@
+"""A run: its configuration, start, checkpoints, metrics, profile and stages."""

@@ -1,0 +1,236 @@
+"""All settings of a run with their types, against which configs/*.yaml and the command line are checked.
+
+The configuration of a run has to set each field that has no default. The other sections are in modeling/settings.py,
+optimizers/config.py, input_loader/config.py, cluster/config.py, training_io/pipeline_config.py.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
+from configuration.checks import at_least_0, at_least_1, check_choice, check_range, check_ranges, within
+from input_loader import DataConfig
+from jax_extra import KEPT
+from modeling.attention import PATHS
+from modeling.model import COMPUTE_DTYPES, module_of
+from optimizers.config import OptimizerConfig, check_optimizer
+from training_io.pipeline_config import PipelineConfig, check_pipeline
+
+WEIGHTS = ("weights", "ema")
+"""Weights of a state that can be evaluated, sampled or exported: fields of train.State."""
+
+
+@dataclasses.dataclass
+class TrainingConfig:
+    """Settings of the training loop, its step, and what it does between steps."""
+
+    batch_size: int = at_least_1()
+    """Sequences in a step, over all devices. A multiple of the r·d devices."""
+    seq_len: int = at_least_1()
+    """Tokens in a sequence. A multiple of the t devices."""
+    steps: int | None = at_least_1(None)
+    """Length of the run in steps. Give one of steps, tokens and epochs."""
+    tokens: int | None = at_least_1(None)
+    """Length of the run in tokens, padding included; a last batch that would exceed it is left out."""
+    epochs: float | None = at_least_0(None)
+    """Length of the run in passes over the dataset."""
+    seed: int = within(0, 2**63, 0)
+    """Random seed of the initial weights, in [0, 2**63)."""
+    init_from: str | None = None
+    """Directory of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its model
+    must be the same. A resumed run reads its own checkpoint instead."""
+    other_source: bool = False
+    """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
+    microbatches: int = at_least_1(1)
+    """Parts of the batch that go through the model one after the other, each with the same consecutive sequences on
+    every mesh. batch_size must be a multiple of r·d times this number. For interleaved_1f1b the number must be a
+    multiple of p."""
+    gather_weights: str = "layer"
+    """layer: weights are gathered over d where they are used, in each microbatch. step: they are gathered once a step,
+    before the microbatches, and their gradients are scattered once after them; each device of d then holds all weights
+    and gradients."""
+    compute_dtype: str = "bf16"
+    """bf16, or f32 for exact work. Weights and optimizer state are f32 with both."""
+    attention: str = "auto"
+    """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
+    scores at a time. cudnn: NVIDIA's fused kernel. auto: the path that suits device and seq_len, which the run prints
+    when it starts (modeling/attention.py)."""
+    document_mask: bool = True
+    """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document. That makes
+    cudnn faster, which otherwise needs a mask of seq_len² entries for each sequence."""
+    fp8: bool = False
+    """Whether the products of a layer with its weights have operands rounded to FP8: faster on NVIDIA GPUs from Hopper
+    on, slower elsewhere, and less exact (modeling/fp8.py)."""
+    loss_chunk: int | None = at_least_1(None)
+    """Positions of each sequence whose logits are in memory at a time: a multiple of t that divides seq_len. Null: all,
+    which is faster while they fit."""
+    save: str = "marked"
+    """Values that the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: those
+    that the model marks with save_for_backward. nothing: the layer's input only. dots: products with weights.
+    everything: all that it needs."""
+    unroll: int | None = at_least_1(1)
+    """Layers in one iteration of the loop over layers, at least 1. Null: all, so that there is no loop. That takes
+    longer to compile, and a GPU copies less of what is kept for the backward pass."""
+    eval_batches: int = within(0, 2**63, 8)
+    """Largest number of batches of the validation split in an evaluation; 0 for no evaluations."""
+    eval_interval: int | None = at_least_1(None)
+    """Steps between evaluations. There is one after the last step too. Null: only that one."""
+    sample_interval: int | None = at_least_1(None)
+    """Steps between samples, texts that the model writes into samples.jsonl. There are some before the first step and
+    after the last too. Null: none."""
+    sample_prompts: list[str] = dataclasses.field(default_factory=lambda: [""])
+    """Beginnings of the samples. An empty one is the beginning of a document."""
+    sample_tokens: int = at_least_1(64)
+    """Tokens to add to each prompt, at least 1; fewer where a document ends."""
+    sample_temperature: float = at_least_0(0.8)
+    """Number that logits are divided by, at least 0; 0 always takes the likeliest token."""
+    sample_top_k: int | None = at_least_1(None)
+    """Number of the likeliest tokens to draw from, at least 1; null: all."""
+    ema_decay: float | None = within(0, 1, None)
+    """Factor on the moving average of the weights at each step, in [0, 1). The new weights have the factor 1 minus
+    this. The average begins with the first weights, or with those of a checkpoint that has no average. Null: there is
+    no average."""
+    eval_weights: str = "weights"
+    """Weights for the validation and the samples. weights: those that are trained; ema: their average."""
+    log_interval: int = at_least_1(10)
+    """Steps between progress lines where the output is not a terminal."""
+    checkpoint_interval: int = at_least_1(1000)
+    """Steps between checkpoints. There is one after the last step too."""
+    keep_checkpoints: int | None = at_least_1(3)
+    """Number of the latest checkpoints that are kept, at least 1; null: all."""
+
+
+@dataclasses.dataclass
+class PathsConfig:
+    """Settings of the directory of a run."""
+
+    root_working_dir: str = "runs"
+    model_name: str | None = None
+    """The run's directory in root_working_dir. If it has a run, that is resumed. Null: name of the configuration, and
+    the time."""
+
+
+@dataclasses.dataclass
+class Config:
+    """All settings of a run, by section."""
+
+    model: Any
+    """The ModelConfig of the module that model.module names."""
+    optimizer: OptimizerConfig
+    mesh: MeshConfig
+    data: DataConfig
+    training: TrainingConfig
+    hardware: HardwareConfig
+    paths: PathsConfig
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+
+
+def register_schema() -> None:
+    """Registers the types of all fields with Hydra. Required fields have no value, but overrides can set them."""
+    schema = OmegaConf.structured(Config)
+    for section in dataclasses.fields(Config):
+        if section.name != "model":
+            schema[section.name] = OmegaConf.structured(section.type)
+    # Only the model's module knows its fields, and Hydra's composition chooses that module: see to_config.
+    schema.model = OmegaConf.create({"module": "train"}, flags={"struct": False})
+    ConfigStore.instance().store(name="config_schema", node=schema)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """The configuration that Hydra composed, with types: for the model those of its own ModelConfig.
+
+    Raises ValueError for a setting that is missing, unknown, or out of its range.
+    """
+    config = composed.copy()
+    module = module_of(config.model.module)
+    try:
+        config.model = OmegaConf.merge(OmegaConf.structured(module.ModelConfig), config.model)
+    except OmegaConfBaseException as error:
+        known = ", ".join(field.name for field in dataclasses.fields(module.ModelConfig))
+        remedy = f" There are {known}." if isinstance(error, ConfigKeyError) else ""
+        raise ValueError(f"model.{error.full_key}: {str(error).splitlines()[0]}.{remedy}") from None
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>, or a group that sets it.")
+    c: Config = OmegaConf.to_object(config)
+    check_config(c)
+    return c
+
+
+def check_config(c: Config) -> None:
+    """Raises ValueError for a setting out of its range."""
+    for section in dataclasses.fields(c):
+        check_ranges(section.name, getattr(c, section.name))
+    check_range("model.vocab", c.model.vocab)
+    check_range("model.layers", c.model.layers)
+    check_range("model.bos_id", c.model.bos_id, 0, c.model.vocab)
+    c.model.check(c.training.seq_len)
+    check_optimizer(c.optimizer)
+    check_pipeline(c.pipeline)
+    check_distributed(c.distributed)
+    fraction = c.hardware.memory_fraction
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"hardware.memory_fraction is {fraction}; it must be above 0 and at most 1.")
+    check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
+    check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
+    check_choice("training.attention", c.training.attention, PATHS)
+    check_choice("training.save", c.training.save, tuple(KEPT))
+    check_weights("training.eval_weights", c.training.eval_weights, c.training.ema_decay)
+    if getattr(c.model, "dropout", 0) and c.training.attention not in ("auto", "einsum"):
+        raise ValueError(
+            f"training.attention is {c.training.attention}, which has no dropout, and model.dropout {c.model.dropout}; "
+            "choose einsum or auto, or set model.dropout=0."
+        )
+    if c.training.loss_chunk is not None and c.training.seq_len % c.training.loss_chunk:
+        raise ValueError(
+            f"training.loss_chunk is {c.training.loss_chunk}; it must divide training.seq_len = {c.training.seq_len}."
+        )
+    if not c.distributed.is_single and c.paths.model_name is None:
+        raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
+    if c.paths.model_name == "":
+        raise ValueError("paths.model_name is empty; give the run a name.")
+
+
+def check_weights(name: str, which: str, ema_decay: float | None) -> None:
+    """Raises ValueError for a setting `name` that is not one of WEIGHTS, or is the average in a run without one."""
+    check_choice(name, which, WEIGHTS)
+    if which == "ema" and ema_decay is None:
+        raise ValueError(f"{name} is ema, but training.ema_decay is null: the run keeps no average of its weights.")
+
+
+def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:
+    """Raises ValueError for a size that the axes of the mesh do not divide, and for a `sharded` with unknown names.
+
+    `of_batch`: whether to check sizes of the batch too, not only of weights.
+    """
+    for name, axes in c.model.sharded.items():
+        if not hasattr(c.model, name) or not set(axes.split("·")) <= {"p", *mesh}:
+            raise ValueError(
+                f"the sharded of {c.model.module}.ModelConfig has {name!r}: {axes!r}; it maps names of settings to "
+                "axes of the mesh, with · between them: t, d, t·d or t·d·p."
+            )
+    model = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
+    if getattr(c.model, "qk_norm", False):
+        model["model.d_head"] = "t·d"
+    training = {"training.seq_len": "t", "training.batch_size": "r·d·training.microbatches"}
+    if c.training.loss_chunk is not None:
+        training["training.loss_chunk"] = "t"
+    mesh = {"p": 1, **mesh}
+    shown = {axis: size for axis, size in mesh.items() if axis != "p" or size > 1}
+    factors = {**mesh, "training.microbatches": c.training.microbatches}
+    for name, axes in {**model, **(training if of_batch else {})}.items():
+        section, field = name.split(".")
+        axes = "·".join(axis for axis in axes.split("·") if axis in shown or axis not in mesh)
+        value, devices = getattr(getattr(c, section), field), math.prod(factors[axis] for axis in axes.split("·"))
+        if value % devices:
+            raise ValueError(
+                f"{name} is {value}; on the mesh {' '.join(f'{axis}={size}' for axis, size in shown.items())} it must "
+                f"be a multiple of {axes} = {devices}."
+            )

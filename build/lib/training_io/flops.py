@@ -1,0 +1,142 @@
+"""Model FLOPs a token and peak FLOP/s of the devices, for model FLOPs utilization (MFU)."""
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class ModelFlops(NamedTuple):
+    """FLOPs a token of one forward and backward pass. Recomputation is never counted.
+
+    `causal` counts the half of attention that a causal mask leaves. `full` counts all L keys for every query, as PaLM
+    (arXiv 2204.02311, appendix B) and most published figures do.
+    """
+
+    causal: float
+    full: float
+    causal_formula: str
+    full_formula: str
+
+
+class PeakFlops(NamedTuple):
+    """`total`: FLOP/s of all devices together. `source`: origin of the figure, for the user."""
+
+    total: float
+    source: str
+
+
+class Speed(NamedTuple):
+    """Facts from which the time of a step gives tokens a second and MFU."""
+
+    tokens_per_step: int
+    """Tokens in the global batch."""
+    flops: ModelFlops
+    peak: PeakFlops
+
+    def of_step(self, seconds: float) -> dict[str, float]:
+        """The metrics of a step that took so long."""
+        rate = self.tokens_per_step / seconds
+        mfu, full = (rate * flops / self.peak.total for flops in self.flops[:2])
+        return {"tokens_per_second": rate, "mfu": mfu, "mfu_full_attention": full}
+
+
+def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
+    """FLOPs a token of a training step of the model with this table and ModelConfig, by both conventions.
+
+    Of N parameters, those of the input embedding multiply nothing. A tied table is not such an embedding.
+    """
+    weights = jax.tree.leaves(table)
+    multiplied = sum(math.prod(weight.shape) for weight in weights if weight.kind != "embedding")
+    n = "(N - input embedding)" if any(weight.kind == "embedding" for weight in weights) else "N"
+    attention = c.layers * c.heads * c.d_head * sequence_length
+    formula = f"6*{n} + {{}}*layers*heads*head_dim*L"
+    causal, full = 6 * multiplied + 6 * attention, 6 * multiplied + 12 * attention
+    return ModelFlops(causal, full, formula.format(6), formula.format(12))
+
+
+# Dense peaks in TFLOP/s by jax.Device.device_kind: (bf16, f32 as XLA multiplies it by default: TF32 on these GPUs).
+# Only names that mean one product are here: MIG slices and other variants are measured instead.
+# NVIDIA's data sheets give the figures for sparse matrices, twice these.
+#   A100: NVIDIA A100 datasheet (nvidia-a100-datasheet-us-nvidia-1758950)
+#   H100: NVIDIA H100 datasheet (SXM 1979/989, PCIe 1513/756, NVL 1671/835 sparse bf16/TF32)
+#   H200: NVIDIA H200 datasheet (SXM 1979/989, NVL 1671/835 sparse); GH200: its datasheet (1979/989 sparse)
+#   B200: NVIDIA HGX datasheet, 8 GPUs 36 PFLOP/s bf16 and 18 PFLOP/s TF32 sparse
+#   TPU: cloud.google.com/tpu/docs, "peak compute per chip (bf16)" of v4, v5e, v5p, v6e; no f32 figure is published
+_A100, _H100_SXM, _H100_PCIE, _H100_NVL, _B200 = (312, 156), (989.5, 494.7), (756, 378), (835.5, 417.5), (2250, 1125)
+_PEAK_TFLOPS: dict[str, tuple[float, float | None]] = {
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA H100 80GB HBM3": _H100_SXM,
+    "NVIDIA H100 PCIe": _H100_PCIE,
+    "NVIDIA H100 NVL": _H100_NVL,
+    "NVIDIA H200": _H100_SXM,
+    "NVIDIA H200 NVL": _H100_NVL,
+    "NVIDIA GH200 480GB": _H100_SXM,
+    "NVIDIA B200": _B200,
+    "TPU v4": (275, None),
+    "TPU v5 lite": (197, None),
+    "TPU v5e": (197, None),
+    "TPU v5": (459, None),
+    "TPU v5p": (459, None),
+    "TPU v6 lite": (918, None),
+    "TPU v6e": (918, None),
+}
+
+
+def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
+    """Peak FLOP/s of all `devices` together for matrix products in `dtype`.
+
+    For known chips it is the maker's dense figure. Others are measured by matrix products on one device of this
+    process, once, which takes about a second. The simulated devices of a CPU share its cores, so that one device
+    measures the total of a process.
+
+    Args:
+        devices: all of one kind, some of them of this process.
+        dtype: type of the operands: bfloat16, float16, float32, or float64.
+    """
+    kinds = {device.device_kind for device in devices}
+    if len(kinds) != 1:
+        raise ValueError(f"the peak of a mixture of devices is not defined: {sorted(kinds)}. Use devices of one kind.")
+    (kind,) = kinds
+    dtype = jnp.dtype(dtype)
+    half, single = _PEAK_TFLOPS.get(kind, (None, None))
+    known = {"bfloat16": half, "float16": half, "float32": single}.get(dtype.name)
+    if known is not None:
+        total = known * 1e12 * len(devices)
+        return PeakFlops(total, f"{len(devices)} x {known:g} TFLOP/s, the maker's dense {dtype.name} figure for {kind}")
+    own = next(device for device in devices if device.process_index == jax.process_index())
+    size = 2048 if own.platform == "cpu" else 8192
+    measured = _matmul_flops(own, dtype, size)
+    units = len({device.process_index for device in devices}) if own.platform == "cpu" else len(devices)
+    shared = " (shared by its devices)" if own.platform == "cpu" else ""
+    count = "" if units == 1 else f"{units} x {measured / 1e12:.4g} TFLOP/s, "
+    return PeakFlops(
+        measured * units,
+        f"{count}measured here: the best of several {size} x {size} {dtype.name} products on this {kind}{shared}",
+    )
+
+
+@functools.cache  # once a process: the runs of a sweep have the same peak
+def _matmul_flops(device: jax.Device, dtype: jnp.dtype, size: int) -> float:
+    # On a mesh of this device alone: the caller may have set another, which one device cannot run.
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=[device])):
+        matmul = jax.jit(lambda x: x @ x)
+        x = jnp.full((size, size), 1 / size, dtype)
+        matmul(x).block_until_ready()
+        best = float("inf")
+        begin = time.perf_counter()
+        for _ in range(20):
+            start = time.perf_counter()
+            matmul(x).block_until_ready()
+            now = time.perf_counter()
+            best = min(best, now - start)
+            if now - begin > 1.0:
+                break
+    return 2 * size**3 / best

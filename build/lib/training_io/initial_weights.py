@@ -1,0 +1,90 @@
+"""Weights of another run, from which a new run starts."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from configuration.differences import config_differences
+from training_io.checkpoint import Checkpointer
+from training_io.checkpoint_arrays import NO_ORDERS, Orders
+from training_io.resuming import fixed_by_weights, with_defaults
+
+REMEDY = (
+    "training.init_from takes all weights of a model, and no others. Set it to a run whose model has these weights, or "
+    "give this model those of the checkpoint."
+)
+
+
+def find_checkpoint(
+    path: str | os.PathLike,
+    step: int | None = None,
+    latest: Callable[[Checkpointer], int | None] = Checkpointer.latest_step,
+) -> tuple[Checkpointer, int]:
+    """Checkpoints of a run, which the caller closes, and the step of one of them.
+
+    Args:
+        path: directory of a run, or of one checkpoint.
+        step: step of the checkpoint; None for the last.
+        latest: returns the last step. The default returns the same step in all processes.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    path = Path(path)
+    if re.fullmatch(r"\d{10}", path.name) and not (path / "checkpoints").is_dir():
+        if step not in (None, int(path.name)):
+            raise ValueError(
+                f"{path} is the checkpoint of step {int(path.name)}, but step is {step}; give one of the two."
+            )
+        return Checkpointer(path.parent), int(path.name)
+    checkpoints = Checkpointer(path / "checkpoints")
+    found = latest(checkpoints) if step is None else step
+    if found is None:
+        checkpoints.close()
+        raise ValueError(
+            f"no complete checkpoint in {checkpoints.directory}: give a run's directory, such as runs/<name>, or "
+            "that of one checkpoint, such as runs/<name>/checkpoints/0000000500."
+        )
+    return checkpoints, found
+
+
+def read_weights(
+    path: str | os.PathLike,
+    like: Any,
+    config: dict,
+    orders: Orders = NO_ORDERS,
+) -> Any:
+    """The weights of another run, with the shardings of `like`. Each process reads its own part.
+
+    Prints the differences of the models that are allowed.
+
+    Args:
+        path: directory of a run, for its last checkpoint, or of one checkpoint.
+        like: weights of the new run.
+        config: configuration of the new run.
+        orders: orders of the arrays `weights/…`, as for `Checkpointer.restore`.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is of another model or has other arrays.
+        OSError: it is damaged.
+    """
+    checkpoints, step = find_checkpoint(path)
+    with checkpoints:
+        saved = with_defaults(checkpoints.metadata(step)["config"])
+        if differences := config_differences(saved, config, fixed_by_weights(config)):
+            raise ValueError(
+                f"training.init_from is {path}, which has the weights of another model:\n  "
+                + "\n  ".join(differences)
+                + "\nChange these to what the checkpoint has, or start from another one."
+            )
+        options = {"part": "weights/", "orders": orders, "remedy": REMEDY}
+        weights = checkpoints.restore(step, {"weights": like}, **options)["weights"]
+    if jax.process_index() == 0:
+        print(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
+        for line in config_differences(saved, config, ("model",)):
+            print(f"           {line}")
+    return weights

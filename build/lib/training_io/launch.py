@@ -1,0 +1,58 @@
+"""Start of a run: Hydra, the configuration, the devices, the model."""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import jax
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from cluster.devices import make_mesh, start_devices
+from cluster.watch import watched
+from configuration.checks import check_booleans
+from modeling.model import LanguageModel, load_model
+from training_io.config import Config, check_divides, register_schema, to_config
+from training_io.sweeps import PickledByName
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line."""
+    compose = hydra.main(version_base="1.3", config_path=str(CONFIGS))(PickledByName(run))
+
+    @functools.wraps(run)
+    def main() -> Any:
+        register_schema()
+        return compose()
+
+    return main
+
+
+@contextlib.contextmanager
+def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
+    """The configuration, model and directory of a run. Inside the context its mesh is set and the run is watched.
+
+    Raises ValueError for a setting that is missing, unknown or out of its range, before anything is computed.
+    """
+    if not composed:
+        raise ValueError("name a run: --config-name=<file in configs/>")
+    c = to_config(composed)
+    check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
+    start_devices(c.distributed, c.hardware)
+    if c.paths.model_name is None:
+        name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
+        c.paths = dataclasses.replace(c.paths, model_name=name)
+    directory = Path(c.paths.root_working_dir) / c.paths.model_name
+    sizes = c.mesh.r, c.mesh.d, c.mesh.t
+    with watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
+        check_divides(c, jax.sharding.get_mesh().shape)
+        model = load_model(c.model)
+        directory.mkdir(parents=True, exist_ok=True)
+        yield c, model, directory

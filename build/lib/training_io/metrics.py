@@ -1,0 +1,325 @@
+"""The metrics of a run: lines of JSON in metrics.jsonl, and progress on the terminal."""
+
+import collections
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from cluster.watch import now_at
+from shardlib.layers import LayerMetrics
+from training_io.flops import Speed
+
+_SPEED_WINDOW = 20
+"""Steps over which the speed on the terminal is averaged."""
+OF_A_STEP = ("step", "event", "tokens", "source_tokens", "seconds", "tokens_per_second", "mfu", "mfu_full_attention")
+"""Names that RunLog adds to the metrics of a step."""
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+class RunLog:
+    """Writes `<directory>/metrics.jsonl` and shows progress: a live bar on a terminal, plain lines elsewhere.
+
+    Steps count from 0. The line of a step holds the metrics given to `log`, as floats, and
+
+        step               index of the step
+        tokens             tokens that the run has trained on after the step, those before it was resumed included
+        seconds            from the end of the step before to the end of this one, with whatever ran between them
+        tokens_per_second
+        mfu                with causal attention counted half (ModelFlops.causal)
+        mfu_full_attention with attention counted in full (ModelFlops.full)
+
+    The last four are not in the first line of a run, which has no step before it. NaN and the infinities, which JSON
+    does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event",
+    which no step's line has.
+
+    With several processes all make the same calls, and process 0 writes and prints.
+
+    Args:
+        directory: of the run; created if missing.
+        total_steps: steps of the whole run, those before it was resumed included.
+        start_step: the first step to be run. Lines of it and of later steps, left by an earlier run, are removed.
+        speed: gives the metrics of a step from its time.
+        print_every: steps from one plain line to the next, at least 1. The first and the last step always have one.
+        console: where to show progress; stdout by default.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        total_steps: int,
+        start_step: int,
+        speed: Speed,
+        print_every: int = 10,
+        console: Console | None = None,
+    ):
+        self.directory, self.total_steps, self.start_step, self.speed = Path(directory), total_steps, start_step, speed
+        self._print_every = print_every
+        self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
+        self.events: list[tuple[int, str]] = []
+        """Step and name of each event that was logged."""
+        self._last_end: float | None = None
+        self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
+        self._validation: float | str | None = None
+        self._not_finite: set[tuple[str, str]] = set()
+        self._path = self._file = self._progress = None
+        self._console = console or Console()
+        if jax.process_index() != 0:
+            return
+        self._path = path = self.directory / "metrics.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if start_step == 0 and path.exists() and path.stat().st_size:
+            self._print(f"{path}: of a run without a checkpoint, kept as {path.name}.old")
+            path.rename(path.with_name(path.name + ".old"))
+        dropped = remove_later_lines(path, start_step)
+        if dropped:
+            self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
+        self._file = open(path, "a")  # noqa: SIM115 (close closes it)
+        if self._console.is_terminal:
+            self._progress = Progress(
+                "step",
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}", markup=False),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            self._task = self._progress.add_task("", total=total_steps, completed=start_step)
+            self._progress.start()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def log(self, step: int, metrics: Mapping[str, jax.Array], source_tokens: Mapping[str, int] | None = None) -> None:
+        """Takes the metrics of a step that was just dispatched, and writes those of the step before.
+
+        Reading the metrics of a step waits for it. By then the next one is queued, so that the devices do not wait. The
+        last step of the run has no next one, and is written at once.
+
+        Args:
+            step: index of the step.
+            metrics: by name: scalars, the same on all devices; vectors and LayerMetrics, of which the terminal shows
+                the mean; or None. The terminal shows "loss" first.
+            source_tokens: by name, tokens of each source of the data in the step's batch. They are in the file if there
+                are any.
+        """
+        for value in jax.tree.leaves(dict(metrics)):
+            value.copy_to_host_async()
+        self.flush()
+        self._pending = (step, metrics, source_tokens)
+        if step == self.total_steps - 1:
+            self.flush()  # no step follows that would have to be dispatched first
+
+    def flush(self) -> None:
+        """Writes the metrics of the last step, and so waits for the devices. The time of that step ends here."""
+        if self._pending is None:
+            return
+        (step, metrics, source_tokens), self._pending = self._pending, None
+        values = _fetch(metrics)
+        now = time.perf_counter()
+        seconds = None if self._last_end is None else now - self._last_end
+        self._last_end = now
+        record = {"step": step, **values, "tokens": (step + 1) * self.speed.tokens_per_step}
+        if source_tokens:
+            record["source_tokens"] = dict(source_tokens)
+        if seconds is not None:
+            self._durations.append(seconds)
+            record |= {"seconds": seconds} | self.speed.of_step(seconds)
+        self._write_line(record)
+        self._warn_if_not_finite(step, values)
+        self._show(step, values)
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        """Writes and prints an event after step `step`, such as a validation. Waits for the devices.
+
+        Args:
+            step: index of the step.
+            event: its name, such as "validation".
+            values: scalars, strings, or anything JSON can hold, by name; or a function that computes them, whose time
+                is counted for no step.
+        """
+        self.flush()
+        self.events.append((step, event))
+        values = _fetch(values() if callable(values) else values)
+        self._write_line({"step": step, "event": event} | values)
+        self._print(f"step {step + 1}  {event}  " + "  ".join(_text(name, value) for name, value in values.items()))
+        if event == "validation":
+            self._validation = values.get("loss")
+        self._warn_if_not_finite(step, values, event)
+        if self._last_end is not None:
+            self._last_end = time.perf_counter()  # the time that the event took is not the next step's
+
+    def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
+        """Writes an event of an earlier step that became known later. Waits for nothing, and prints nothing.
+
+        May come from any thread, and after `close`.
+
+        Args:
+            step: index of the step.
+            event: its name.
+            values: as for `log_event`, but no arrays.
+        """
+        if self._path is not None:
+            with open(self._path, "a") as file:
+                file.write(_line({"step": step, "event": event} | {name: _plain(x) for name, x in values.items()}))
+
+    def close(self) -> None:
+        """Writes the metrics of the last step and ends the bar. Further calls do nothing."""
+        now_at("ending", paused=True)
+        try:
+            self.flush()
+        finally:
+            if self._progress is not None:
+                self._progress.stop()
+                self._progress = None
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _write_line(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(_line(record))
+            self._file.flush()
+
+    def _warn_if_not_finite(self, step: int, values: Mapping[str, Any], event: str = "training") -> None:
+        for name, value in values.items():
+            if not any(x in _NOT_FINITE for x in (value if isinstance(value, list) else [value])):
+                self._not_finite.discard((event, name))
+            elif (event, name) not in self._not_finite:
+                self._not_finite.add((event, name))
+                self._print(f"WARNING: the {event} {name} is {value} at step {step}")
+
+    def _show(self, step: int, values: Mapping[str, Any]) -> None:
+        shown = [f"{name} {_short(values[name])}" for name in sorted(values, key=lambda name: name != "loss")]
+        if self._validation is not None:
+            shown.insert(1, f"validation {_short(self._validation)}")
+        if self._durations:
+            seconds = sum(self._durations) / len(self._durations)
+            speed = self.speed.of_step(seconds)
+            shown += [f"{_si(speed['tokens_per_second'])} tokens/s", f"MFU {100 * speed['mfu']:.1f}%"]
+            shown += [f"ETA {duration((self.total_steps - step - 1) * seconds)}"]
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step + 1, description="  ".join(shown))
+        elif step in (self.start_step, self.total_steps - 1) or (step + 1) % self._print_every == 0:
+            self._print(f"step {step + 1}/{self.total_steps}  " + "  ".join(shown))
+
+    def _print(self, text: str) -> None:
+        if jax.process_index() == 0:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def has_event(directory: str | os.PathLike, step: int, event: str) -> bool:
+    """Whether metrics.jsonl has a line of this event at this step."""
+    path = Path(directory) / "metrics.jsonl"
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return any(f'"event": "{event}"' in line and f'"step": {step},' in line for line in lines)
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def remove_later_lines(path: Path, step: int) -> int:
+    """Removes the lines of `step` and later from a file of JSON lines, and those that are not JSON.
+
+    Returns the number of the latter.
+    """
+    if not path.exists():
+        return 0
+    kept, unreadable = [], 0
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            earlier = json.loads(line)["step"] < step
+        except (ValueError, KeyError, TypeError):
+            unreadable += 1
+            continue
+        if earlier:
+            kept.append(line + "\n")
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return unreadable
+
+
+def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
+    # A list, because device_get sorts the keys of a dict.
+    fetched = jax.device_get(list(values.values()))
+    found = {}
+    for name, value in zip(values, fetched, strict=True):
+        if isinstance(value, LayerMetrics):
+            found |= {name: [_plain(x) for x in of_layers] for name, of_layers in value.by_name().items()}
+        elif value is not None:
+            found[name] = _plain(value)
+    return found
+
+
+def check_metrics(metrics: Any) -> None:
+    """Raises ValueError for metrics of a step that RunLog cannot write. Their shapes are enough."""
+    for name, value in vars(metrics).items():
+        if name in OF_A_STEP:
+            raise ValueError(
+                f"the step's Metrics have a field {name!r}, which the log has itself; choose another name."
+            )
+        if isinstance(value, LayerMetrics):
+            taken = {*OF_A_STEP, *vars(metrics)} & set(value.names)
+            if taken:
+                raise ValueError(
+                    f"a layer gives a metric {sorted(taken)[0]!r} in its Extras, a name that the step has already; "
+                    "choose another."
+                )
+        elif value is not None and len(value.shape) > 1:
+            raise ValueError(
+                f"the step's Metrics have {name} of shape {value.shape}; the log takes scalars and vectors. Reduce it, "
+                "or make it several fields."
+            )
+
+
+def _plain(value: Any) -> Any:
+    """The value for JSON: Python numbers at full precision, strings for what is not finite, lists for vectors."""
+    if getattr(value, "ndim", 0) == 1:
+        return [_plain(x) for x in value]
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)  # one of _NOT_FINITE
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    """Name and value for people to read; bytes in MiB."""
+    if name.endswith("_bytes"):
+        return f"{name.removesuffix('_bytes')} {value / 2**20:,.1f} MiB"
+    return f"{name} {_short(value)}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):  # of the layers
+        finite = [x for x in value if x not in _NOT_FINITE]
+        return f"{sum(finite) / len(finite):.4g}" if len(finite) == len(value) else "NaN"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _si(value: float) -> str:
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.1f}{suffix}"
+    return f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """The time as h:mm:ss: `0:01:05` for 65 seconds."""
+    seconds = round(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -1,0 +1,192 @@
+"""A few profiled training steps: their time, MFU, a trace for Perfetto, and how long devices wait between them."""
+
+import concurrent.futures
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cluster.watch import pause
+from training_io import bubble, perfetto
+from training_io.metrics import RunLog
+
+MODULE = "jit_training_step"
+"""Name of the training step's program."""
+_READ_TIMEOUT_S = 300.0
+_FAILURES = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
+_MORE_TRACED_STEPS = 2
+"""Steps that are traced after the two that are timed. The gaps before the last ones follow steps whose metrics were
+read, as all later gaps do."""
+
+
+class StepProfiler:
+    """Times the third and fourth step of a run, or the last two of a shorter one, and traces them and two more.
+
+    In the main loop, with i counting from 0 at the first step of this process:
+
+        profiler.before_step(i)      # before the batch of the step is fetched
+        ...
+        profiler.after_step(i, metrics)
+
+    The main loop waits for the devices once, before the first profiled step. A background thread waits for the ends,
+    and writes and reads the trace, which is complete when `close` returns, at
+    `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Process 0 alone times and traces.
+
+    Args:
+        log: log of the run. It gets the event "step_bubble", of the last traced step, when the trace has been read; see
+            bubble.py.
+    """
+
+    def __init__(self, log: RunLog):
+        self._log, steps = log, log.total_steps - log.start_step
+        self._first, self._last = max(0, min(2, steps - 2)), min(3, steps - 1)
+        self._last_traced = min(self._last + _MORE_TRACED_STEPS, steps - 1)
+        self._before: Any = None
+        self._start: float | None = None
+        self._newest: tuple[int, Any] | None = None
+        self._tracing: concurrent.futures.Future[Path] | None = None
+
+    def before_step(self, i: int) -> None:
+        """Begins the measurement if step `i` is the first profiled one."""
+        if i != self._first or jax.process_index() != 0:
+            return
+        with pause("starting the profiler"):
+            self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="profile")
+            self._executor.submit(int).result()  # starts its thread here, not between the steps
+            jax.block_until_ready(self._before)
+            self._before = None
+            jax.profiler.start_trace(self._log.directory, profiler_options=_options())
+            self._start = time.perf_counter()
+
+    def after_step(self, i: int, outputs: Any) -> None:
+        """Notes that step `i` has been dispatched. Waits for nothing.
+
+        Args:
+            i: the step.
+            outputs: arrays that the step computed and that no later step donates, such as its metrics.
+        """
+        if i == self._first - 1:
+            self._before = outputs
+        if self._start is None or i < self._last:
+            return
+        if i == self._last:
+            self._timing = self._executor.submit(self._print_time, self._start, outputs)
+        self._newest = (i, outputs)
+        if i == self._last_traced:
+            self._end_trace()
+
+    def close(self) -> Path | None:
+        """Waits for the trace to be written and returns its path; None if there is none, after printing why."""
+        if self._newest is not None:
+            self._end_trace()  # the run was stopped among the steps that are only traced
+        if self._start is not None:
+            self._start = None
+            self._executor.shutdown()
+            jax.profiler.stop_trace()
+            print("profile: the run ended within the profiled steps, so there is no measurement")
+        if self._tracing is None:
+            return None
+        tracing, self._tracing = self._tracing, None
+        try:
+            self._timing.result()
+            return tracing.result()
+        except _FAILURES as error:
+            print(f"profile: the trace could not be written: {error}")
+            return None
+
+    def _end_trace(self) -> None:
+        last, outputs = self._newest
+        self._newest = self._start = None
+        self._tracing = self._executor.submit(self._trace_and_bubble, last, outputs)
+        self._executor.shutdown(wait=False)
+
+    # ---- on the background thread
+
+    def _print_time(self, start: float, outputs: Any) -> None:
+        jax.block_until_ready(outputs)
+        seconds, count = time.perf_counter() - start, self._last - self._first + 1
+        speed, flops, peak = self._log.speed.of_step(seconds / count), self._log.speed.flops, self._log.speed.peak
+        which = f"steps {self._first + 1} and {self._last + 1}" if count == 2 else f"step {self._last + 1}"
+        lines = [f"profile of {which} of this run, data fetching included"]
+        rate = speed["tokens_per_second"]
+        lines.append(f"  time   {seconds:.4f} s: {seconds / count:.4f} s a step, {rate:,.0f} tokens/s")
+        for mfu, per_token, formula, label in (
+            (speed["mfu"], flops.causal, flops.causal_formula, "attention half"),
+            (speed["mfu_full_attention"], flops.full, flops.full_formula, "attention full"),
+        ):
+            lines.append(f"  MFU    {100 * mfu:.1f}%  {label}: {per_token / 1e6:,.2f} MFLOP/token = {formula}")
+        lines.append(f"  peak   {peak.total / 1e12:,.4g} TFLOP/s: {peak.source}")
+        if self._first < 2:
+            lines.append("  a run of fewer than 4 steps: its first steps may still be warming up")
+        print("\n".join(lines), flush=True)
+
+    def _trace_and_bubble(self, last: int, outputs: Any) -> Path:
+        trace = _finish_trace(self._log.directory, outputs)
+        try:
+            found = _read_bubble(trace, MODULE, last - self._first + 1)
+        except _FAILURES as error:
+            found = {"because": f"the trace could not be read: {error}"}
+        begin, end = self._log.start_step + self._first, self._log.start_step + last
+        stops = {event for step, event in self._log.events if begin <= step < end}
+        if stops:
+            found = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
+        print(_bubble_line(found, self._first, last), flush=True)
+        if "step_bubble" in found:
+            self._log.add_event(end, "step_bubble", found)
+        return trace
+
+
+def _options() -> jax.profiler.ProfileOptions:
+    options = jax.profiler.ProfileOptions()
+    # No frames of Python. Their tracer replaces the interpreter's current thread for a moment. A thread that requests
+    # the lock in that moment believes that it holds it, and the process ends with a segmentation fault. The tracer also
+    # slows the timed steps.
+    options.python_tracer_level = 0
+    return options
+
+
+def _finish_trace(directory: Path, outputs: Any) -> Path:
+    jax.block_until_ready(outputs)
+    jax.profiler.stop_trace()
+    traces = list((directory / "plugins" / "profile").glob("*/*.trace.json.gz"))
+    if not traces:
+        raise OSError(f"jax.profiler wrote no trace into {directory}")
+    trace = max(traces, key=lambda path: path.stat().st_mtime)
+    converted = trace.with_name("perfetto_trace.json.gz")
+    _run(perfetto.__file__, trace, converted)
+    return converted
+
+
+def _read_bubble(trace: Path, module: str, steps: int) -> dict[str, Any]:
+    profiles = list(trace.parent.glob("*.xplane.pb"))
+    if len(profiles) != 1:
+        raise OSError(f"{len(profiles)} files *.xplane.pb in {trace.parent}")
+    return json.loads(_run(bubble.__file__, profiles[0], module, steps))
+
+
+def _run(program: str, *arguments: Any) -> str:
+    """Runs one of our programs and returns what it prints. Raises RuntimeError with the last line of its errors.
+
+    In a process of its own, as reading a trace must not hold the interpreter lock of the process that trains.
+    """
+    command = [sys.executable, "-I", program, *map(str, arguments)]
+    done = subprocess.run(command, timeout=_READ_TIMEOUT_S, stdin=subprocess.DEVNULL, capture_output=True)
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"{Path(program).name} ended with exit code {done.returncode}")
+    return done.stdout.decode()
+
+
+def _bubble_line(found: dict[str, Any], first: int, last: int) -> str:
+    if "because" in found:
+        return f"step_bubble: not measured, because {found['because']}"
+    worst = f" (worst: {100 * found['worst']:.2f}%, {found['worst_device']})" if found["devices"] > 1 else ""
+    gap, step = 1e3 * found["gap_seconds"], 1e3 * found["step_seconds"]
+    return (
+        f"step_bubble  {100 * found['step_bubble']:.2f}% of the time a device executes nothing between steps{worst}: "
+        f"{gap:.2f} ms of {step:.1f} ms, mean of steps {first + 1} to {last + 1} of this run"
+    )

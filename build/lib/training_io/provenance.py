@@ -1,0 +1,164 @@
+"""The source that made a run, kept in its directory and its checkpoints, and compared when the run is used again.
+
+    <run>/source/<step>/    for each start of the run, named by the number of steps done before
+        train.py, <module>.py   as they ran, and modules that are not of this project
+        changes.patch           differences from the commit in files that git tracks
+        untracked/              Python files of this project that git does not track
+        provenance.json         commit, versions of all packages, command line, environment, hashes
+
+The training step and the evaluation step are compared. They are traced on one device and hashed as graphs of values, so
+that names, comments and the order of lines do not count.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cluster.devices import make_mesh
+from input_loader import batch_shapes
+from modeling.model import inputs_of
+from shardlib.program_hash import hash_of
+from training_io.config import Config
+from training_io.pipeline_config import PipelineConfig
+
+ROOT = Path(__file__).parent.parent
+PROJECT = ("train.py", "jax_extra.py", "modeling", "models", "optimizers", "shardlib", "input_loader", "training_io")
+PROJECT += ("soundness", "sampling", "flat_tokens", "text", "cluster", "configuration")
+"""The project's source, without the programs beside train.py."""
+ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
+"""Beginnings of the names of variables that are kept. Others may be secrets."""
+
+
+def own_modules() -> list[Path]:
+    """Files of the loaded modules that are not of Python, of packages, or of this project."""
+    installed = [Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages(), ROOT)]
+    files = {Path(module.__file__) for module in [*sys.modules.values()] if getattr(module, "__file__", None)}
+    return sorted(file for file in files if file.is_file() and not set(installed) & set(file.parents))
+
+
+def source_of() -> dict[str, str]:
+    """Hash of each part of the source, by name."""
+    files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in PROJECT}
+    files |= {path.name: [path] for path in own_modules()}
+    digest = lambda paths: hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:20]
+    return {name: digest(paths) for name, paths in files.items()}
+
+
+def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
+    """Hash of each program that train.programs traces, on one device and with plain settings.
+
+    The settings that may change when a run is resumed, such as the mesh, the number of microbatches or the path of
+    attention, do not change the hash: there are always two microbatches and an average of the weights.
+    """
+    plain = {"batch_size": 2, "microbatches": 2, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
+    plain |= {"save": "marked", "unroll": 1, "ema_decay": 0.5, "eval_weights": "weights"}
+    c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
+    with jax.set_mesh(make_mesh(1, 1, 1, [_device()])):
+        t = c.training
+        batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
+        return {name: hash_of(traced) for name, traced in programs(c, model, batch).items()}
+
+
+def _device() -> jax.Device:
+    """The device that programs are traced for: a CPU if JAX has one, as a run may be resumed on other devices."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return jax.local_devices()[0]
+
+
+def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
+    """Provenance for a checkpoint: hashes of the source and of the programs, and what traced the programs.
+
+    Programs that cannot be traced on one device have no hashes, and `untraced` is the reason.
+    """
+    found = {"source": source_of(), "traced_by": f"jax {jax.__version__} for {_device().platform}"}
+    try:
+        return {"programs": programs_of(programs, c, model), **found}
+    except Exception as error:  # of a model that needs more devices, sequences or microbatches than these
+        why = str(error).splitlines()
+        return {"programs": {}, "untraced": f"{type(error).__name__}: {why[0] if why else ''}", **found}
+
+
+def compare_source(
+    saved: dict[str, Any] | None, now: dict[str, Any], which: tuple[str, ...], allow: str | None
+) -> str | None:
+    """A line on how the source differs from the source of a checkpoint; None where it does not, or is not known.
+
+    Args:
+        saved: provenance_of the checkpoint; None in older checkpoints.
+        now: provenance_of this run.
+        which: the programs that have to be the same.
+        allow: the setting that allows other programs; None where it is set.
+
+    Raises:
+        ValueError: the source computes something else.
+    """
+    if saved is None:
+        return None
+    names = sorted({name for name, _ in set(saved["source"].items()) ^ set(now["source"].items())})
+    differs = f"{', '.join(names)}: other source than the checkpoint was made with"
+    known = saved["traced_by"] == now["traced_by"] and {*which} <= {*saved["programs"]} & {*now["programs"]}
+    if not known:
+        why = now.get("untraced") or saved.get("untraced") or f"that was traced by {saved['traced_by']}"
+        return f"{differs}; whether it computes the same is not known: {why}" if names else None
+    others = [name for name in which if saved["programs"][name] != now["programs"][name]]
+    if not others:
+        return f"{differs}; it computes the same in {' and '.join(which)}" if names else None
+    differs = differs if names else "by settings, packages or modules that are not compared, this is another program"
+    found = f"{differs}, and it computes something else in {' and '.join(others)}"
+    if allow is not None:
+        raise ValueError(
+            f"{found}. Take the source that the run's directory keeps in source/, or give {allow} to continue with "
+            "this one."
+        )
+    return found
+
+
+def keep_source(directory: Path, step: int, model: Any, provenance: dict[str, Any]) -> None:
+    """Writes <directory>/source/<step>, on process 0 alone."""
+    if jax.process_index():
+        return
+    kept = directory / "source" / f"{step:010}"
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()}:
+        shutil.copyfile(path, kept / path.name)
+    commit = _git("rev-parse", "HEAD")
+    if changes := _git("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv"):
+        (kept / "changes.patch").write_text(changes)
+    for name in (_git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py") or "").split("\0")[:-1]:
+        (kept / "untracked" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, kept / "untracked" / name)
+    versions = {found.name: found.version for found in importlib.metadata.distributions()}
+    about = {
+        "commit": commit and commit.strip(),
+        "command": sys.orig_argv,
+        "python": platform.python_version(),
+        "packages": dict(sorted(versions.items())),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
+        **provenance,
+    }
+    (kept / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git about the source; None where there is no git, or no repository."""
+    try:
+        found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout if found.returncode == 0 else None

@@ -1,0 +1,58 @@
+"""Lines that a run prints when it starts and when it ends."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from omegaconf import OmegaConf
+
+
+def print_start(
+    directory: Path, start: int, mesh: jax.sharding.Mesh, model: str, data: Any, loader: Any, steps: int
+) -> None:
+    """Prints the directory, devices, model and data of a run, on process 0 alone.
+
+    Args:
+        directory: of the run.
+        start: number of steps done before.
+        mesh: mesh of all devices of the run.
+        model: line about the model.
+        data: the DataConfig.
+        loader: loader of the training split.
+        steps: number of steps of the whole run.
+    """
+    if jax.process_index():
+        return
+    name = data.filespec or " + ".join(data.mixture) or "stream"
+    length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
+    print(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
+    print(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
+    print(f"model      {model}")
+    print(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
+    entropy = loader.unigram_entropy()
+    if entropy is not None:
+        print(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
+
+
+def save_config(directory: Path, config: Any) -> None:
+    """Writes the settings of a run, a dataclass, into config.yaml, on process 0 alone."""
+    if jax.process_index() == 0:
+        OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
+
+
+def print_end(directory: Path, steps: int, loss: float, loader: Any, trace: Path | None, rendering: Any) -> None:
+    """Prints the last loss in nats a token and the files of a run, on process 0 alone.
+
+    `rendering`: the future that start_rendering gives, which this waits for, or None.
+    """
+    if jax.process_index():
+        return
+    entropy = loader.unigram_entropy()
+    known = f"; unigram entropy {entropy:.3f}" if entropy is not None else ""
+    print(f"loss {loss:.3f} nats a token at the last step{known}")
+    print(f"metrics    {directory / 'metrics.jsonl'}")
+    print(f"checkpoint {directory / 'checkpoints' / f'{steps:010}'}")
+    if trace:
+        print(f"trace      {trace}  (open it at ui.perfetto.dev)")
+    if rendering:
+        print(rendering.result())

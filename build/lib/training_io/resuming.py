@@ -1,0 +1,71 @@
+"""Settings that a run and the checkpoint that it starts from must agree on."""
+
+import dataclasses
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from configuration.differences import config_differences
+from input_loader import fixed_settings as fixed_data_settings
+from modeling.model import module_of
+from training_io.config import Config, register_schema, to_config
+
+RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host")}
+"""Settings of older checkpoints that no run has. None of them changes what a run computes."""
+
+
+def with_defaults(saved: dict) -> dict:
+    """A checkpoint's configuration, with defaults for the settings that it does not have."""
+    filled = {}
+    for section in dataclasses.fields(Config):
+        given = saved.get(section.name, {})
+        kind = module_of(given.get("module", "train")).ModelConfig if section.name == "model" else section.type
+        defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+        made = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
+        kept = {name: value for name, value in given.items() if name not in RETIRED.get(section.name, ())}
+        filled[section.name] = defaults | made | kept
+    return saved | filled
+
+
+def config_of(saved: dict) -> Config:
+    """A checkpoint's configuration, typed and checked."""
+    register_schema()
+    schema = ConfigStore.instance().load("config_schema.yaml").node
+    return to_config(OmegaConf.merge(schema, with_defaults(saved)))
+
+
+def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
+    """Dotted names of the settings that a checkpoint and the run that resumes from it must agree on.
+
+    Mesh, processes, logging, microbatches, and the length of the run may differ.
+    """
+    data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
+    training = tuple(
+        f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype", "document_mask", "fp8")
+    )
+    # A resumed run does not read init_from, whose directory may be gone. So it may be left out, but not changed.
+    training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
+    return ("model", "optimizer", *data, *training)
+
+
+def check_resumes(saved: dict, c: Config, directory: Path) -> None:
+    """Raises ValueError if `c` cannot resume the run in `directory`, made with `saved`: with the differences."""
+    saved, current = with_defaults(saved), dataclasses.asdict(c)
+    differences = config_differences(saved, current, fixed_settings(saved, current))
+    if differences:
+        raise ValueError(
+            f"the run in {directory} was made with another configuration:\n  "
+            + "\n  ".join(differences)
+            + "\nChange these back to resume it, or start another run with a new paths.model_name."
+        )
+
+
+def fixed_by_weights(config: dict) -> tuple[str, ...]:
+    """Dotted names of the settings that a run must have in common with the run of training.init_from.
+
+    They are the model's settings, without those of its initial weights, and without those that further training may
+    change: RoPE scaling, for longer sequences, and dropout.
+    """
+    free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
+    return tuple(f"model.{name}" for name in config["model"] if name not in free)

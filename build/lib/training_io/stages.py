@@ -1,0 +1,189 @@
+"""Pipeline of a run: the layers of each stage, the schedule, and the order of the weights at rest.
+
+At rest a stack of layers is `layers/p`, in the order of shardlib/placement.py. That is the order of the layers if each
+device of p has one chunk and all have the same number of layers.
+"""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from cluster.devices import make_mesh
+from modeling.model import LanguageModel, period_of
+from modeling.weights import are_stacks, initialize, is_stack
+from shardlib import pipeline, shardops
+from shardlib.array_types import ABSENT, arrays_of
+from shardlib.parsing import PIPELINE_AXIS
+from shardlib.pipeline import Parts, Plan, plan_evaluation, plan_training
+from shardlib.placement import Placement, StackOrder, place_layers
+from shardlib.shardtypes import make_shardings
+from shardlib.values import mesh_axes
+from training_io.config import Config, check_divides
+
+
+def has_stages() -> bool:
+    """Whether the current mesh has an axis p."""
+    return PIPELINE_AXIS in mesh_axes()
+
+
+def placement_of(c: Config, model: LanguageModel) -> Placement:
+    """Placement of the layers of a run on the current mesh. Raises ValueError if they cannot be placed so."""
+    p, v, counts = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages, c.pipeline.layers_per_stage
+    if p == 1:
+        v, counts = 1, None
+    period = period_of(model)
+    if counts == "balanced":
+        counts = balanced(c.model.layers // period, p * v, head_cost(c, model.table) / period)
+        counts = [period * count for count in counts]
+    return place_layers(c.model.layers, p, v, counts, period)
+
+
+def training_plan(c: Config, model: LanguageModel) -> Plan:
+    """Plan of a training step. Raises ValueError if the schedule does not allow so many microbatches."""
+    schedule = c.pipeline.schedule if has_stages() else "gpipe"
+    return plan_training(placement_of(c, model), schedule, c.training.microbatches, c.pipeline.recompute)
+
+
+def run_training(
+    c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any, see: Callable | None = None
+) -> tuple[Any, Any, Any, Any]:
+    """The loss, its gradients, and the metrics of the layers, by the schedule of c.pipeline. Per-device code.
+
+    Args:
+        c: the configuration.
+        model: the model.
+        parts: the loss of a microbatch.
+        w: copies of the weights.
+        batch: a tuple of pytrees of arrays, each with one leading dim of microbatches.
+        see: called with the gradients of each microbatch.
+
+    Returns:
+        As shardlib.pipeline.run_training: the loss is a partial sum over p. The metrics are reduced.
+
+    Raises:
+        ValueError: `see` where there are stages, or a batch of another number of microbatches than the configuration's.
+    """
+    if see and has_stages():
+        raise ValueError(
+            f"loss_and_gradients has `see` for the gradients of each microbatch, but mesh.p is "
+            f"{mesh_axes()[PIPELINE_AXIS]}: its stages are at different microbatches at a time. Set mesh.p=1, or leave "
+            "`see` out."
+        )
+    _check_count(c, batch)
+    loss, g, metrics, seen = pipeline.run_training(parts, training_plan(c, model), w, batch, see)
+    if metrics is not None:
+        metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
+    return loss, g, metrics, seen
+
+
+def run_evaluation(c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any) -> Any:
+    """The loss of `run_training`, without gradients."""
+    _check_count(c, batch)
+    return pipeline.run_evaluation(parts, plan_evaluation(placement_of(c, model), c.training.microbatches), w, batch)
+
+
+def _check_count(c: Config, batch: Any) -> None:
+    """Raises ValueError unless the batch has the microbatches that the schedule is for."""
+    found = len(jax.tree.leaves(batch)[0])
+    if found != c.training.microbatches:
+        raise ValueError(
+            f"the batch has {found} microbatches, but training.microbatches is {c.training.microbatches}. Give the "
+            "loader, or batch_shapes, the number of the configuration."
+        )
+
+
+def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
+    """Initial weights, in their order at rest on the current mesh. Under jit, as modeling.weights.initialize."""
+    return initialize(model.table, key, placement_of(c, model).order)
+
+
+def head_cost(c: Config, table: Any) -> float:
+    """FLOPs of the unembedding over those of a layer, in the forward pass. Attention counts half, as it is causal."""
+    m = c.model
+    size = lambda tree, kinds: sum(math.prod(w.shape) for w in jax.tree.leaves(tree) if w.kind in kinds)
+    layer = 2 * size(table.layers, ("matrix",)) / m.layers + 2 * m.heads * m.d_head * c.training.seq_len
+    return 2 * size(table, ("unembedding",)) / layer
+
+
+def balanced(layers: int, stages: int, head: float) -> list[int]:
+    """Numbers of layers that make the slowest stage fastest, if the head of the last stage costs `head` layers.
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    if layers < stages:
+        raise ValueError(f"{layers} layers are too few for {stages} stages: each has at least 1. Make p smaller.")
+    counts = [1] * stages
+    load = [(1.0, stage) for stage in range(stages - 1)] + [(1.0 + head, stages - 1)]
+    heapq.heapify(load)
+    # All layers cost the same, so each next one goes to the stage with the least work.
+    for _ in range(layers - stages):
+        cost, stage = heapq.heappop(load)
+        counts[stage] += 1
+        heapq.heappush(load, (cost + 1, stage))
+    return counts
+
+
+def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, StackOrder]:
+    """Orders of the stacks in `like`, of type `kind`, by name in a checkpoint. Empty where it is that of the layers."""
+    if placement.order is None:
+        return {}
+    found = [(path, array) for path, array, part in arrays_of(kind, like) if part is not ABSENT]
+    return {path.replace(".", "/"): placement.order for path, array in found if is_stack(array)}
+
+
+def folded_mesh(c: Config) -> jax.sharding.Mesh:
+    """The current mesh without stages: d takes the devices of p and r, or r those of p if sizes do not allow that."""
+    mesh = jax.sharding.get_mesh()
+    if PIPELINE_AXIS not in mesh.shape:
+        return mesh
+    # In the same order, as JAX moves arrays only between meshes with the same order of devices.
+    p, r, d, t = (mesh.shape[axis] for axis in ("p", "r", "d", "t"))
+    try:
+        check_divides(c, {"r": 1, "d": p * r * d, "t": t}, of_batch=False)
+        sizes = 1, p * r * d, t
+    except ValueError:
+        sizes = p * r, d, t
+    return make_mesh(*sizes, devices=mesh.devices.reshape(-1))
+
+
+def without_stages(weights: Any, placement: Placement, mesh: jax.sharding.Mesh) -> Any:
+    """The weights on a `folded_mesh`, with layers in their order. Moves one array after the other."""
+    if PIPELINE_AXIS not in jax.sharding.get_mesh().shape:
+        return weights
+    order, stacked = placement.order, are_stacks(weights)
+
+    @jax.jit
+    def in_order(x):
+        return order.to_layers(x, out_sharding=PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))
+
+    with jax.set_mesh(mesh):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+        shardings = make_shardings(type(weights), like=shapes)
+    place = lambda x, sharding, stack: jax.device_put(in_order(x) if stack and order is not None else x, sharding)
+    return jax.tree.map(place, weights, shardings, stacked)
+
+
+def describe_stages(c: Config, model: LanguageModel) -> list[str]:
+    """Lines on the schedule and on each stage: its device of p, its layers, and the size of their weights in f32."""
+    if not has_stages():
+        return []
+    placement, m, table = placement_of(c, model), c.model, model.table
+    size = lambda tree: 4 * sum(math.prod(w.shape) for w in jax.tree.leaves(tree))
+    of_layer, others = size(table.layers) // m.layers, size(table) - size(table.layers)
+    ticks = len(training_plan(c, model).table.columns["forward"])
+    keeps = "recompute" if c.pipeline.recompute else "what is marked is saved"
+    lines, first = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks, {keeps}"], 0
+    for stage, count in enumerate(placement.counts):
+        extra = {0: ", embedding", len(placement.counts) - 1: ", final norm, unembedding"}.get(stage, "")
+        which = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
+        where = f"p={stage % placement.p}" + f" chunk {stage // placement.p}" * (placement.v > 1)
+        lines.append(f"stage {stage}: {where}: {which}{extra}; {count * of_layer / 2**20:,.4g} MiB of layers")
+        first += count
+    lines.append(f"weights outside of the layers, {others / 2**20:,.4g} MiB, are sharded over p too at rest")
+    return lines
