@@ -28,9 +28,10 @@ from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
 from shardlib.pipeline import Parts
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_partition_specs, make_shardings, u32
-from shardlib.values import pipeline_stage
+from shardlib.values import pipeline_stage, planned_for
 from tools.verify.names import line_of_field, line_of_function, name_of_site
 from tools.verify.record import Recorder, Site, recording, scan, summed_in_blocks
+from tools.verify.replay import Traced
 from training_io.config import Config
 from training_io.stages import has_stages, placement_of
 
@@ -225,8 +226,8 @@ class Probe:
         A saved value is that of all devices, [p, r, d, t, *block]; on a mesh without p, [r, d, t, *block].
         """
         c = self._config
-        # Plain attention, saved values and loop: only these can be recorded.
-        training = dataclasses.replace(c.training, attention="einsum", save="marked", unroll=1, fp8=False)
+        # Only marked values, and a plain loop, can be recorded.
+        training = dataclasses.replace(c.training, save="marked", unroll=1)
         forward = train.Forward(self.model, training)
         # A value that is recorded inside jax.checkpoint could not leave it.
         plain = train.Forward(self.model, dataclasses.replace(training, save=None, loss_chunk=None), scan)
@@ -365,6 +366,24 @@ def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozense
 # ---- all of a step ------------------------------------------------------------------------------------------------
 
 
+def _placed(tree: Any, kind: Any) -> Any:
+    return jax.device_put(tree, make_shardings(kind, like=tree))
+
+
+def placed_state(c: Config, inputs: Inputs) -> Any:
+    """The state of `inputs` on the current mesh."""
+    old = inputs.state.weights
+    return _placed(at_rest(c, inputs.state, old), train.State[type(old)])
+
+
+def traced_step(c: Config, inputs: Inputs, sizes: Mapping[str, int], planned: Mapping[str, int]) -> Traced:
+    """The training step on a mesh of these sizes, with choices of speed as on a mesh of the sizes `planned`."""
+    with mesh_of(sizes) as mesh, planned_for(planned):
+        arguments = placed_state(c, inputs), _placed((inputs.batch, None), OfStep)[0], jnp.int32(inputs.step)
+        program = train.make_training_step(c, load_model(c.model)).trace(*arguments).jaxpr
+    return Traced(functools.partial(mesh_of, sizes), program, jax.tree.leaves(arguments), dict(mesh.shape))
+
+
 def measure(
     c: Config, inputs: Inputs, layout: list[dict[str, int]] | None = None, blocks: Mapping[str, int] | None = None
 ) -> tuple[dict[Tensor, np.ndarray | NotTheSame], set[str]]:
@@ -372,11 +391,9 @@ def measure(
 
     `layout`: from `layouts`; None on one device. `blocks`: as for `summed_in_blocks`.
     """
-    place = lambda tree, kind: jax.device_put(tree, make_shardings(kind, like=tree))
-    old = inputs.state.weights
-    Weights = type(old)
-    state, of_step = place(at_rest(c, inputs.state, old), train.State[Weights]), (inputs.batch, inputs.seeds)
-    arguments = state.weights, place(whole(of_step), Whole), place(of_step, OfStep)
+    old, of_step = inputs.state.weights, (inputs.batch, inputs.seeds)
+    state = placed_state(c, inputs)
+    arguments = state.weights, _placed(whole(of_step), Whole), _placed(of_step, OfStep)
     batch, probe = arguments[2][0], Probe(c)
     with summed_in_blocks(**(blocks or {})):
         forward = jax.jit(probe.forward_and_gradients).trace(*arguments)
