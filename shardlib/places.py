@@ -11,7 +11,7 @@ _HELPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("jax_extra.p
 
 
 def is_users(file: str) -> bool:
-    """Tests for a file that users edit: not of shardlib, not a helper that a step calls, not of an installed package."""
+    """Tests for a file that users edit: not of shardlib, no helper that a step calls, not of an installed package."""
     return not (Path(file).is_relative_to(_LIBRARY) or file in _HELPERS or is_installed(file))
 
 

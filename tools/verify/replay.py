@@ -7,7 +7,7 @@ both programs run once more, equation by equation, and give back what each equat
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from shardlib.marks import is_region
 from shardlib.op_checks import varying
 from soundness.check import findings_and_facts
 from soundness.control import scan_counts
-from soundness.domain import UNIFORM, Value
+from soundness.domain import UNIFORM, Value, devices
 from soundness.interpreter import CALLS
 
 Path = tuple[int, ...]
@@ -121,31 +121,33 @@ def is_compared(value: Value, aval: Any) -> bool:
     return is_number and value.wild is None and value.is_block
 
 
-def assembled(blocks: np.ndarray, value: Value, axes: tuple[str, ...], loops: int, alone: Mapping[str, int]):
+def assembled(
+    blocks: np.ndarray, value: Value, loops: int, here: Mapping[str, int], sizes: Mapping[str, int]
+) -> np.ndarray:
     """The whole value of which the devices hold `blocks`[*axes, *loops, *block]: [*axes, *loops, *whole].
 
     An axis has one entry if it shards a dim, or a sum or extreme over it was still to be taken. The others have one for
-    each device, and all should be equal. `alone`: the devices along each axis on the mesh of comparison; an axis that
-    has more than one there is left as it is.
+    each device, and all should be equal. `value` has the facts on a mesh of the sizes `here`; the blocks are those of
+    the same program on one of `sizes`.
     """
-    live = lambda names: tuple(axes.index(axis) for axis in names if alone[axis] == 1)
+    places = {axis: i for i, axis in enumerate(sizes)}
+    of = lambda axes: tuple(places[axis] for axis in axes)
     if value.extreme:
         kind, over = value.extreme
-        blocks = (np.max if kind == "max" else np.min)(blocks, axis=live(over), keepdims=True)
-    blocks = np.sum(blocks, axis=live(value.partial), keepdims=True) if live(value.partial) else blocks
-    lead, shape = len(axes) + loops, blocks.shape
-    parts, groups, place = list(shape[:lead]), [], lead
-    for dim, size in zip(value.dims, shape[lead:], strict=True):
+        blocks = (np.max if kind == "max" else np.min)(blocks, axis=of(over), keepdims=True)
+    if value.partial:
+        blocks = np.sum(blocks, axis=of(value.partial), keepdims=True)
+    lead = len(sizes) + loops
+    parts, groups = list(blocks.shape[:lead]), []
+    for dim, size in zip(value.dims, blocks.shape[lead:], strict=True):
         groups.append([])
         for n, over in [(size, ())] if dim is UNIFORM else dim.parts:
-            parts.append(n)
-            groups[-1] += [*live(over), place]
-            place += 1
+            groups[-1] += [*of(over), len(parts)]
+            parts.append(n * devices(here, over) // devices(sizes, over))
     cut = {i for group in groups for i in group}
-    first = [i for i in range(lead) if i not in cut]
-    whole = blocks.reshape(parts).transpose(*first, *(i for group in groups for i in group))
-    kept = [1 if i in cut else shape[i] for i in range(lead)]
-    return whole.reshape(*kept, *(math.prod(parts[i] for i in group) for group in groups))
+    order = [i for i in range(lead) if i not in cut] + [i for group in groups for i in group]
+    kept = [1 if i in cut else parts[i] for i in range(lead)]
+    return blocks.reshape(parts).transpose(order).reshape(*kept, *(math.prod(parts[i] for i in g) for g in groups))
 
 
 def by_turn(x: np.ndarray, axes: int, loops: int) -> np.ndarray:
@@ -217,24 +219,25 @@ def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[lis
             pairs = zip(values, eq.eqn.outvars, strict=True)
             wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_compared(value, var.aval)]
             twins[path] = tuple(id(each.twin) for each in _with_callers(eq))
-    replays = (
+    replay, alone = (
         Replay(here.program, wanted),
-        Replay(there.program, {twins[path]: which for path, which in wanted.items()}),
+        Replay(there.program, {twins[p]: which for p, which in wanted.items()}),
     )
-    ours, theirs = here.values(replays[0]), there.values(replays[1])
-    changed = there.values(replays[1], _perturbed(there.arguments))
-    axes, first = tuple(here.sizes), None
-    for note, twin, x, exact, moved in zip(replays[0].notes, replays[1].notes, ours, theirs, changed, strict=True):
+    ours, theirs = here.values(replay), there.values(alone)
+    changed = there.values(alone, _perturbed(there.arguments))
+    axes, first = len(here.sizes), None
+    for note, twin, x, exact, moved in zip(replay.notes, alone.notes, ours, theirs, changed, strict=True):
         assert (twins[note.path], note.order) == (twin.path, twin.order)
         eq, values = facts[note.path]
         value, loops = values[note.result], len(note.loops)
-        x = assembled(x, value, axes, loops, there.sizes) * (value.ratio if value.ratio != 1 else 1)
-        noise = by_turn(difference(moved, exact), len(axes), loops)
-        for i, dim in enumerate(value.dims, len(axes) + loops):
+        x = assembled(x, value, loops, here.sizes, here.sizes) * (value.ratio if value.ratio != 1 else 1)
+        exact, moved = (assembled(y, value, loops, here.sizes, there.sizes) for y in (exact, moved))
+        noise = by_turn(difference(moved, exact), axes, loops)
+        for i, dim in enumerate(value.dims, axes + loops):
             if dim is UNIFORM and x.shape[i] != exact.shape[i]:
                 exact = np.take(exact, [0], i)
-        error = by_turn(difference(x, exact), len(axes), loops)
-        scale = by_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0), len(axes), loops)
+        error = by_turn(difference(x, exact), axes, loops)
+        scale = by_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0), axes, loops)
         for turn in np.argwhere(error > np.maximum(tolerance * scale, AMPLIFIED * noise)):
             turns = tuple(map(int, turn))
             ran = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(turns, note.loops, strict=True)]

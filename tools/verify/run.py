@@ -269,6 +269,8 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh, tolerance: float) -> list[str
             f"the first value that differs is made by {first.operation} at {first.place}{turns}, by {first.error:.1e}"
         )
         found.append(f"{text}\n    {line_at(first.place)}")
+    elif not found and sizes["p"] > 1:
+        found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
     return [f"on {mesh_name(sizes)}, {text}" for text in found]
 
 
