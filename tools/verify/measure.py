@@ -28,10 +28,9 @@ from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
 from shardlib.pipeline import Parts
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_partition_specs, make_shardings, u32
-from shardlib.values import pipeline_stage, planned_for
+from shardlib.values import pipeline_stage
 from tools.verify.names import line_of_field, line_of_function, name_of_site
 from tools.verify.record import Recorder, Site, recording, scan, summed_in_blocks
-from tools.verify.replay import Traced
 from training_io.config import Config
 from training_io.stages import has_stages, placement_of
 
@@ -325,11 +324,11 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         weights = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model)).weights
         batch = random_batch(c)
         seeds = np.zeros(batch.targets.shape[:2], np.uint32) if getattr(c.model, "dropout", 0) else None
-        placed = lambda tree, kind: jax.tree.map(
+        shaped = lambda tree, kind: jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, make_shardings(kind, like=tree)
         )
         probe, of_step = jax.jit(Probe(c).forward_and_gradients), (batch, seeds)
-        arguments = placed(weights, type(weights)), placed(whole(of_step), Whole), placed(of_step, OfStep)
+        arguments = shaped(weights, type(weights)), shaped(whole(of_step), Whole), shaped(of_step, OfStep)
         blocks, *_ = jax.eval_shape(probe, *arguments)
     return [block.shape[len(sizes) :] for block in blocks]
 
@@ -366,22 +365,15 @@ def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozense
 # ---- all of a step ------------------------------------------------------------------------------------------------
 
 
-def _placed(tree: Any, kind: Any) -> Any:
+def placed(tree: Any, kind: Any) -> Any:
+    """`tree`, of the type `kind`, on the current mesh."""
     return jax.device_put(tree, make_shardings(kind, like=tree))
 
 
 def placed_state(c: Config, inputs: Inputs) -> Any:
     """The state of `inputs` on the current mesh."""
     old = inputs.state.weights
-    return _placed(at_rest(c, inputs.state, old), train.State[type(old)])
-
-
-def traced_step(c: Config, inputs: Inputs, sizes: Mapping[str, int], planned: Mapping[str, int]) -> Traced:
-    """The training step on a mesh of these sizes, with choices of speed as on a mesh of the sizes `planned`."""
-    with mesh_of(sizes) as mesh, planned_for(planned):
-        arguments = placed_state(c, inputs), _placed((inputs.batch, None), OfStep)[0], jnp.int32(inputs.step)
-        program = train.make_training_step(c, load_model(c.model)).trace(*arguments).jaxpr
-    return Traced(functools.partial(mesh_of, sizes), program, jax.tree.leaves(arguments), dict(mesh.shape))
+    return placed(at_rest(c, inputs.state, old), train.State[type(old)])
 
 
 def measure(
@@ -393,7 +385,7 @@ def measure(
     """
     old, of_step = inputs.state.weights, (inputs.batch, inputs.seeds)
     state = placed_state(c, inputs)
-    arguments = state.weights, _placed(whole(of_step), Whole), _placed(of_step, OfStep)
+    arguments = state.weights, placed(whole(of_step), Whole), placed(of_step, OfStep)
     batch, probe = arguments[2][0], Probe(c)
     with summed_in_blocks(**(blocks or {})):
         forward = jax.jit(probe.forward_and_gradients).trace(*arguments)

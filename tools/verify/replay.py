@@ -6,6 +6,7 @@ both programs run once more, equation by equation, and give back what each equat
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,12 +18,17 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
+import train
+from modeling.model import load_model
 from shardlib.marks import is_region
 from shardlib.op_checks import varying
+from shardlib.values import planned_for
 from soundness.check import findings_and_facts
 from soundness.control import scan_counts
 from soundness.domain import UNIFORM, Value, devices
 from soundness.interpreter import CALLS
+from tools.verify.measure import Inputs, mesh_of, placed, placed_state
+from training_io.config import Config
 
 Path = tuple[int, ...]
 """Where an equation is in a program: Interpreter.noted."""
@@ -192,6 +198,14 @@ class First:
     operation: str
     turns: tuple[int, ...]
     error: float
+
+
+def traced_step(c: Config, inputs: Inputs, sizes: Mapping[str, int], planned: Mapping[str, int]) -> Traced:
+    """The training step on a mesh of these sizes, with choices of speed as on a mesh of the sizes `planned`."""
+    with mesh_of(sizes) as mesh, planned_for(planned):
+        arguments = placed_state(c, inputs), placed(inputs.batch, train.Batch), jnp.int32(inputs.step)
+        program = train.make_training_step(c, load_model(c.model)).trace(*arguments).jaxpr
+    return Traced(functools.partial(mesh_of, sizes), program, jax.tree.leaves(arguments), dict(mesh.shape))
 
 
 PERTURBATION = 1e-13

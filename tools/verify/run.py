@@ -42,11 +42,10 @@ from tools.verify.measure import (
     measure,
     mesh_of,
     random_batch,
-    traced_step,
     type_check,
 )
 from tools.verify.program import RECORD
-from tools.verify.replay import first_difference
+from tools.verify.replay import first_difference, traced_step
 from training_io.config import Config, check_divides
 from training_io.resuming import config_of
 from training_io.stages import training_plan
