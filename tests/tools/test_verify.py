@@ -474,3 +474,5 @@ def test_a_bug_in_a_model_of_ones_own_is_found_in_its_file(tmp_path, where):
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
     assert "the first tensor that differs is the activation layer.attended, layer 0 at mine.py:" in line
+    (changed,) = [i for i, line in enumerate(source.splitlines(), 1) if text in line]
+    assert f"on r=2 d=2 t=2, {where}mine.py:{changed}: " in done.stdout

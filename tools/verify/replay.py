@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -84,8 +84,8 @@ class Replay:
                 outs = outs if eqn.primitive.multiple_results else [outs]
             for i in self._wanted.get(here, ()):
                 if not jax.typeof(outs[i]).manual_axis_type.unreduced:  # its terms are what it was made of
-                    whole_mesh = varying(outs[i], jax.sharding.get_abstract_mesh().axis_names)
-                    values.append((Note(here, i, (len(values),)), whole_mesh))
+                    of_all = varying(outs[i], jax.sharding.get_abstract_mesh().axis_names)
+                    values.append((Note(here, i, (len(values),)), of_all))
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
 
@@ -123,7 +123,7 @@ class Replay:
 
 def is_compared(value: Value, aval: Any) -> bool:
     """Whether it is known of which whole value a device holds a block, and it consists of numbers."""
-    is_number = isinstance(aval.dtype, np.dtype | jnp.dtype) and aval.dtype != jax.dtypes.float0
+    is_number = isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
     return is_number and value.wild is None and value.is_block
 
 
@@ -170,9 +170,16 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 class Traced(NamedTuple):
-    """A step that was traced on a mesh, its arguments there, and the context that enters the mesh."""
+    """A step that was traced on a mesh, with its arguments there.
 
-    mesh: contextlib.AbstractContextManager
+    Attributes:
+        mesh: gives a context that enters the mesh.
+        program: the jaxpr.
+        arguments: arrays on the mesh.
+        sizes: number of devices along each axis.
+    """
+
+    mesh: Callable[[], contextlib.AbstractContextManager]
     program: Any
     arguments: list
     sizes: Mapping[str, int]
@@ -233,10 +240,8 @@ def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[lis
             pairs = zip(values, eq.eqn.outvars, strict=True)
             wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_compared(value, var.aval)]
             twins[path] = tuple(id(each.twin) for each in _with_callers(eq))
-    replay, alone = (
-        Replay(here.program, wanted),
-        Replay(there.program, {twins[p]: which for p, which in wanted.items()}),
-    )
+    replay = Replay(here.program, wanted)
+    alone = Replay(there.program, {twins[path]: which for path, which in wanted.items()})
     ours, theirs = here.values(replay), there.values(alone)
     changed = there.values(alone, _perturbed(there.arguments))
     axes, first = len(here.sizes), None
