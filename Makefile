@@ -14,7 +14,7 @@ RUNTIME := $(VENV)/.installed
 DEVELOPMENT := $(VENV)/.installed-$(EXTRAS)
 fail = { echo "make: $(1)" >&2; exit 1; }
 
-.PHONY: help demo setup test test-quick test-long test-slow lint format constraints clean check-python check-venv
+.PHONY: help demo verify setup test test-quick test-long test-slow lint format constraints clean check-python check-venv
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS)"
@@ -22,6 +22,10 @@ help: ## list the targets
 demo: $(RUNTIME) ## train a small sharded model on 8 simulated devices
 	JAX_PLATFORMS=cpu XLA_FLAGS="$$XLA_FLAGS --xla_force_host_platform_device_count=8" \
 	  $(RUN) train --config-name=local_test_synthetic
+
+verify: $(RUNTIME) ## compare a small step on two meshes of 8 simulated devices with one device: a minute
+	$(RUN) tools.verify --config-name=local_test_synthetic verify.small=true mesh.p=2 \
+	  'verify.meshes=[2x2x2,2x1x2x2]' 'verify.precisions=[f64]'
 
 setup: $(DEVELOPMENT) ## only install
 

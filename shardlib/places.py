@@ -7,12 +7,12 @@ from types import FrameType, TracebackType
 from configuration.frames import is_installed, shown_path
 
 _LIBRARY = str(Path(__file__).parent)
-_HELPERS = str(Path(__file__).parents[1] / "jax_extra.py")
+_HELPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("jax_extra.py", "tools/verify/record.py"))
 
 
 def is_users(file: str) -> bool:
-    """Tests for a file that users edit: not of shardlib, not jax_extra.py, not of an installed package."""
-    return not (Path(file).is_relative_to(_LIBRARY) or file == _HELPERS or is_installed(file))
+    """Tests for a file that users edit: not of shardlib, no helper that a step calls, not of an installed package."""
+    return not (Path(file).is_relative_to(_LIBRARY) or file in _HELPERS or is_installed(file))
 
 
 def place(file: str, line: int) -> str:

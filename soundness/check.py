@@ -41,15 +41,25 @@ def findings(program: Any, twin: Any = None, types: list | None = None) -> list[
     Raises:
         Different: the twin has other operations.
     """
+    return findings_and_facts(program, twin, types)[0]
+
+
+Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
+"""Each equation within a shard_map, with the facts about its results: Interpreter.noted."""
+
+
+def findings_and_facts(program: Any, twin: Any = None, types: list | None = None) -> tuple[list[Finding], Facts]:
+    """`findings`, and what is known of the results of each equation."""
     found: list[Finding] = []
+    facts: Facts = {}
     theirs = list(_shard_maps(twin)) if twin is not None else None
     ours = list(_shard_maps(program))
     if theirs is not None and len(theirs) != len(ours):
         raise Different(getattr(program, "jaxpr", program), getattr(twin, "jaxpr", twin))
     for i, eqn in enumerate(ours):
         other = theirs[i] if theirs is not None else None
-        found += _of_shard_map(eqn, other, types[i] if types and len(types) == len(ours) else None)
-    return found
+        found += _of_shard_map(eqn, other, types[i] if types and len(types) == len(ours) else None, facts)
+    return found, facts
 
 
 def _shard_maps(jaxpr: Any) -> Iterator[Any]:
@@ -83,7 +93,7 @@ def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
     return tuple(n * devices(sizes, a) for n, a in zip(aval.shape, axes, strict=True))
 
 
-def _of_shard_map(eqn: Any, twin: Any, types: list | None) -> list[Finding]:
+def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list[Finding]:
     manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
     sizes = {axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual}
     twin_sizes = dict(twin.params["mesh"].shape) if twin is not None else dict.fromkeys(sizes, 1)
@@ -100,6 +110,7 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None) -> list[Finding]:
     if twin is None:
         interpreter.twin_sizes = sizes  # numbers are as they are on this mesh
     outs = interpreter.run(inner, other, args)
+    facts |= interpreter.noted
     found = [str(wild) for wild in interpreter.problems]
     for i, (spec, value, var) in enumerate(zip(eqn.params["out_specs"], outs, body.outvars, strict=True)):
         axes = _axes(spec, len(var.aval.shape))

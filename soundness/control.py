@@ -68,12 +68,17 @@ def _fixed_point(interpreter: Any, eq: Equation, carry: list[Value], body: Any) 
     raise AssertionError(f"{eq.place()}: the facts about the carried values do not settle")
 
 
-def _scan(interpreter: Any, eq: Equation) -> list[Value]:
-    body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants of its body, and how many are carried."""
+    body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
     # What a loop runs over has one dim more outside of it. (The parameters that say so differ by JAX's version.)
     is_carry = lambda pair: ndim(pair[0]) == ndim(pair[1])
-    carried = len(list(filter(is_carry, zip(eq.eqn.outvars, body.outvars, strict=True))))
-    consts = len(list(filter(is_carry, zip(eq.eqn.invars, body.invars, strict=True)))) - carried
+    carried = len(list(filter(is_carry, zip(eqn.outvars, body.outvars, strict=True))))
+    return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
+
+
+def _scan(interpreter: Any, eq: Equation) -> list[Value]:
+    consts, carried = scan_counts(eq.eqn)
     first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
     twin = eq.twin and eq.twin.params["jaxpr"]
     items = []

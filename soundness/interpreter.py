@@ -53,11 +53,14 @@ class Interpreter:
         twin_sizes: those of the mesh on which the twin was traced: 1, but for axes that both have.
         is_unchecked: whether JAX does not say over which axes a value differs: check_vma=False.
         problems: collectives that not all devices reach, as they stand below a condition that differs.
+        noted: each equation, with the facts about its results, in program order, by the path to it: the ids of the
+            equations of the program that call it, outermost first, and its own.
     """
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
         self.sizes, self.twin_sizes, self.is_unchecked = dict(sizes), dict(twin_sizes), is_unchecked
         self.problems: list[Wild] = []
+        self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
         self.seen: set[int] = set()
         self._entered: dict[str, Value] = {}
         self._callers: list[Equation | None] = [None]
@@ -103,7 +106,9 @@ class Interpreter:
         """Facts about the results of one equation."""
         self._callers.append(eq)
         try:
-            return self._applied(eq)
+            found = self._applied(eq)
+            self.noted[tuple(id(caller.eqn) for caller in self._callers[1:])] = eq, found
+            return found
         finally:
             self._callers.pop()
 

@@ -38,7 +38,7 @@ would.
 Words of the column *caught*:
 
 - **tracing**: the step is refused before it is compiled.
-- **verify**: `tools.verify` finds a difference from one device, and names the first tensor that differs.
+- **verify**: `tools.verify` finds a difference from one device, and names the first tensor that differs, and the line.
 - **test**: the named test of the suite fails. These bugs compute the same on every mesh, or are not in the step.
 - **nothing**: the edit was made, and no check finds it.
 - **—**: there is no such edit. The last table has the reasons.

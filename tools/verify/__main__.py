@@ -1,11 +1,11 @@
-"""Checks that training is the same on every mesh: compares each tensor of a step on simulated devices with one device.
+"""Checks that training is the same on every mesh: compares a step on simulated devices with one device.
 
     python -m tools.verify --config-name=local_test_synthetic verify.small=true
     python -m tools.verify --config-name=local_gpt2 verify.devices=4 model.d_model=64 training.batch_size=8
     python -m tools.verify --config-name=gpt2_124m verify.only_types=true verify.devices=2048 training.batch_size=8192
 
 Takes the configuration of a run, as `python -m train` does. The program, train.py and the model's module, is read from
-disk. docs/parallelism.md explains the tables. Exit status 1: the meshes differ.
+disk. docs/parallelism.md explains the report. Exit status 1: the meshes differ, and the first line that does is named.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ class VerifyConfig:
 def small(c: Config, devices: int) -> None:
     """Makes `c` small: sizes that all meshes of `devices` divide, all different, so that no dim passes for another.
 
-    Layers and microbatches are for the stages of the configuration, or, if it has none, for up to 4. Other sizes of a
-    model than those below stay.
+    Layers and microbatches are for the stages of the configuration, or, if it has none, for up to 4; at least two
+    microbatches. Other sizes of a model than those below stay.
     """
     n, t = devices, c.training
     p = c.mesh.p if c.mesh.p > 1 else next(p for p in (4, 3, 2, 1) if n % p == 0)
@@ -77,7 +77,7 @@ def small(c: Config, devices: int) -> None:
     for f in dataclasses.fields(c.model):
         if f.name in sizes:
             setattr(c.model, f.name, sizes[f.name])
-    t.microbatches = p if p > 1 else min(t.microbatches, 2)
+    t.microbatches = max(p, 2)
     t.batch_size, t.seq_len = n * t.microbatches, 4 * n
     t.loss_chunk = None if t.loss_chunk is None else n
 

@@ -225,8 +225,8 @@ class Probe:
         A saved value is that of all devices, [p, r, d, t, *block]; on a mesh without p, [r, d, t, *block].
         """
         c = self._config
-        # Plain attention, saved values and loop: only these can be recorded.
-        training = dataclasses.replace(c.training, attention="einsum", save="marked", unroll=1, fp8=False)
+        # Only marked values, and a plain loop, can be recorded.
+        training = dataclasses.replace(c.training, save="marked", unroll=1)
         forward = train.Forward(self.model, training)
         # A value that is recorded inside jax.checkpoint could not leave it.
         plain = train.Forward(self.model, dataclasses.replace(training, save=None, loss_chunk=None), scan)
@@ -324,11 +324,11 @@ def _block_shapes(c: Config, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
         weights = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model)).weights
         batch = random_batch(c)
         seeds = np.zeros(batch.targets.shape[:2], np.uint32) if getattr(c.model, "dropout", 0) else None
-        placed = lambda tree, kind: jax.tree.map(
+        shaped = lambda tree, kind: jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, make_shardings(kind, like=tree)
         )
         probe, of_step = jax.jit(Probe(c).forward_and_gradients), (batch, seeds)
-        arguments = placed(weights, type(weights)), placed(whole(of_step), Whole), placed(of_step, OfStep)
+        arguments = shaped(weights, type(weights)), shaped(whole(of_step), Whole), shaped(of_step, OfStep)
         blocks, *_ = jax.eval_shape(probe, *arguments)
     return [block.shape[len(sizes) :] for block in blocks]
 
@@ -365,6 +365,17 @@ def whole_array(blocks: np.ndarray, layout: Mapping[str, int], varying: frozense
 # ---- all of a step ------------------------------------------------------------------------------------------------
 
 
+def placed(tree: Any, kind: Any) -> Any:
+    """`tree`, of the type `kind`, on the current mesh."""
+    return jax.device_put(tree, make_shardings(kind, like=tree))
+
+
+def placed_state(c: Config, inputs: Inputs) -> Any:
+    """The state of `inputs` on the current mesh."""
+    old = inputs.state.weights
+    return placed(at_rest(c, inputs.state, old), train.State[type(old)])
+
+
 def measure(
     c: Config, inputs: Inputs, layout: list[dict[str, int]] | None = None, blocks: Mapping[str, int] | None = None
 ) -> tuple[dict[Tensor, np.ndarray | NotTheSame], set[str]]:
@@ -372,11 +383,9 @@ def measure(
 
     `layout`: from `layouts`; None on one device. `blocks`: as for `summed_in_blocks`.
     """
-    place = lambda tree, kind: jax.device_put(tree, make_shardings(kind, like=tree))
-    old = inputs.state.weights
-    Weights = type(old)
-    state, of_step = place(at_rest(c, inputs.state, old), train.State[Weights]), (inputs.batch, inputs.seeds)
-    arguments = state.weights, place(whole(of_step), Whole), place(of_step, OfStep)
+    old, of_step = inputs.state.weights, (inputs.batch, inputs.seeds)
+    state = placed_state(c, inputs)
+    arguments = state.weights, placed(whole(of_step), Whole), placed(of_step, OfStep)
     batch, probe = arguments[2][0], Probe(c)
     with summed_in_blocks(**(blocks or {})):
         forward = jax.jit(probe.forward_and_gradients).trace(*arguments)

@@ -20,12 +20,17 @@ RECORDED = {
     ("jax_extra", "explicit_activation_checkpointing"): f"{RECORD}.explicit_activation_checkpointing",
 }
 """Replacement of `module.function`, and of `function` where it is imported from jax_extra by name."""
+IN_F64 = {("marks", "leave"): f"{RECORD}.shared_scale"}
+"""Likewise, in f64: what would round differently on each mesh."""
 IMPORT = f"from tools.verify import record as {RECORD}; "
 
 
 def rewritten(source: str, double: bool) -> str:
-    """Replaces the functions of RECORDED in the source of a module, and, if `double`, f32 by f64. No line moves."""
-    tree = ast.parse(source)
+    """Replaces the functions of RECORDED in a module's source, and, if `double`, those of IN_F64, and f32 by f64.
+
+    No line moves.
+    """
+    tree, replaced = ast.parse(source), RECORDED | (IN_F64 if double else {})
     edits: list[tuple[int, int, int, str]] = []  # line, from, to (in bytes of UTF-8), text
 
     def replace(node, text: str, first: int | None = None) -> None:
@@ -44,8 +49,8 @@ def rewritten(source: str, double: bool) -> str:
             replace(node, named[node.id])
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
             of = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
-            if (of, node.attr) in RECORDED and node.lineno == node.end_lineno:
-                replace(node, RECORDED[of, node.attr])
+            if (of, node.attr) in replaced and node.lineno == node.end_lineno:
+                replace(node, replaced[of, node.attr])
             elif double and node.attr == "float32":
                 replace(node, "float64", len("float32"))
             elif double and node.attr == "f32" and of in ("shardtypes", "array_types"):
@@ -58,7 +63,7 @@ def rewritten(source: str, double: bool) -> str:
             replace(node, '"float64"')
         elif double and _is_random_bits(node):  # its default dtype would become u64
             edits.append((node.end_lineno, node.end_col_offset - 1, node.end_col_offset - 1, ', dtype="uint32"'))
-    if any(text in RECORDED.values() for *_, text in edits):
+    if any(text in replaced.values() for *_, text in edits):
         first = next(n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom) and not _is_future(n))
         edits.append((first.lineno, first.col_offset, first.col_offset, IMPORT))
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import jax_extra
-from shardlib import gathers, shardops
-from shardlib.parsing import parse_op
+from shardlib import gathers, marks, shardops
+from shardlib.parsing import PIPELINE_AXIS, parse_op, sort_axes
 from shardlib.shardtypes import Scope
 
 
@@ -137,6 +137,15 @@ def einsum(spec, *operands, **options):
         return jax.tree.map(join, *parts)
 
     return by_blocks(cut, operands)
+
+
+def shared_scale(peak: jax.Array, reason: str, spec: str) -> jax.Array:
+    """`marks.leave` for the peak of a block that modeling/fp8.py scales by: the peak of the blocks of all devices.
+
+    So all meshes round alike.
+    """
+    axes = jax.typeof(peak).manual_axis_type.varying - {PIPELINE_AXIS}  # its devices are at different stages
+    return marks.leave(lax.pmax(peak, sort_axes(axes)) if axes else peak, reason, spec)
 
 
 def note_gathers(fn: Callable, w: Any) -> Any:

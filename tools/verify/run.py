@@ -3,10 +3,12 @@
 python -m tools.verify.run <job.json>        started by tools.verify, which writes the job
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import re
 import sys
 import time
 import traceback
@@ -22,9 +24,13 @@ from rich.table import Table
 
 from configuration.frames import shown_path
 from configuration.program import refusal
+from modeling.blockwise import small_blocks
 from modeling.model import COMPUTE_DTYPES, load_model
+from shardlib.parsing import PIPELINE_AXIS
+from soundness.interpreter import Different
 from tools.verify.measure import (
     AXES,
+    Inputs,
     NotTheSame,
     Tensor,
     abstract_mesh_of,
@@ -39,6 +45,7 @@ from tools.verify.measure import (
     type_check,
 )
 from tools.verify.program import RECORD
+from tools.verify.replay import first_difference, traced_step
 from training_io.config import Config, check_divides
 from training_io.resuming import config_of
 from training_io.stages import training_plan
@@ -113,6 +120,8 @@ class Outcome:
     dtypes: set[str]
     data: str
     """The origin of the batch."""
+    causes: list[str] = dataclasses.field(default_factory=list)
+    """Where a mesh first computes another value, and what soundness/ finds in its step."""
 
     def failures(self, result: MeshResult) -> list[Tensor]:
         """The tensors of a mesh that are beyond their limits."""
@@ -234,7 +243,34 @@ def run(c: Config, meshes: list[Mesh], tolerance: float, band: float, log: Calla
             compare(result, measure(c, inputs, layout)[0], oracle)
         results.append(result)
         log(f"{mesh_name(sizes)}: {time.monotonic() - begin:.0f} s")
-    return Outcome(results, limits, dtypes, data)
+    outcome = Outcome(results, limits, dtypes, data)
+    wrong = [result.sizes for result in results if outcome.failures(result)]
+    # Nothing within the schedule of stages can be compared, and where devices have one entry each, a trace may differ.
+    for sizes in sorted(wrong, key=lambda sizes: (sizes["p"], max(sizes.values())))[: 1 if tolerance else 0]:
+        outcome.causes = causes(c, inputs, sizes, tolerance)
+    return outcome
+
+
+def causes(c: Config, inputs: Inputs, sizes: Mesh, tolerance: float) -> list[str]:
+    """The first value that differs on a mesh from one device, or from one device of each stage, with its line.
+
+    Before it, what soundness/ finds in the step.
+    """
+    alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
+    here, there = (traced_step(c, inputs, each, sizes) for each in (sizes, alone))
+    try:
+        found, first = first_difference(here, there, tolerance)
+    except Different as different:
+        return [f"{different.place}: {different}"]
+    if first is not None:
+        turns = "".join(f", turn {i}" for i in first.turns)
+        text = (
+            f"the first value that differs is made by {first.operation} at {first.place}{turns}, by {first.error:.1e}"
+        )
+        found.append(f"{text}\n    {line_at(first.place)}")
+    elif not found and sizes["p"] > 1:
+        found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
+    return [f"on {mesh_name(sizes)}, {text}" for text in found]
 
 
 # ---- the report ---------------------------------------------------------------------------------------------------
@@ -253,21 +289,28 @@ def place_of(tensor: Tensor) -> str:
     return f"{Path(tensor.file).name}:{tensor.line}"
 
 
-def source_line(tensor: Tensor) -> str:
-    """The line of the source that made a tensor, as it is in the original of the copy."""
-    lines = Path(tensor.file).read_text().splitlines()
-    line = lines[tensor.line - 1].strip() if 0 < tensor.line <= len(lines) else ""
-    return line.replace(f"{RECORD}.save_for_backward", "save_for_backward")
+def line_at(place: str) -> str:
+    """The line of the source at `file.py:line`, as it is in the original of the copy."""
+    file, _, line = place.rpartition(":")
+    lines = Path(file).read_text().splitlines() if Path(file).is_file() else []
+    text = lines[int(line) - 1].strip() if 0 < int(line) <= len(lines) else ""
+    return re.sub(rf"{RECORD}\.", "", text)
 
 
 def show(outcome: Outcome, console: Console) -> bool:
-    """Prints the tables and the differences; True if there are none."""
+    """Prints the tables and the differences, or a line if there are none; True if there are none."""
+    differences = [(result, text) for result in outcome.meshes for text in _differences(outcome, result)]
+    if not differences:
+        cell, mesh = worst_of(outcome, list(outcome.limits))
+        console.print(f"{len(outcome.limits)} tensors; nearest to its limit: {cell}{mesh and f' on {mesh}'}")
+        return True
     _show_meshes(outcome, console)
     _show_tensors(outcome, console)
-    differences = [(result, text) for result in outcome.meshes for text in _differences(outcome, result)]
     for result, text in differences:
         console.print(f"DIFFERS on {mesh_name(result.sizes)}: {text}", soft_wrap=True, markup=False)
-    return not differences
+    for text in outcome.causes:
+        console.print(text, soft_wrap=True, markup=False)
+    return False
 
 
 def _show_meshes(outcome: Outcome, console: Console) -> None:
@@ -318,7 +361,7 @@ def _differences(outcome: Outcome, result: MeshResult) -> list[str]:
             f"the first tensor that differs is the {first.kind} {first.name}{layers} at {place_of(first)}, "
             f"by {result.errors[first]:.1e} (limit {outcome.limits[first]:.0e}); {len(wrong)} of "
             f"{len(result.errors)} tensors differ. {result.notes.get(first, '')}".rstrip()
-            + f"\n    {source_line(first)}"
+            + f"\n    {line_at(f'{first.file}:{first.line}')}"
         )
     return found
 
@@ -351,14 +394,9 @@ def main(path: str) -> int:
     job = json.loads(Path(path).read_text())
     settings, double = job["settings"], job["double"]
     console = Console(width=None if sys.stdout.isatty() else 160)
-    progress = Console(stderr=True)
+    progress, copy = Console(stderr=True), shown_path(str(Path(path).parent / "program"))
     try:
         c = config_of(job["config"])
-        if c.training.fp8:
-            raise ValueError(
-                "training.fp8 is true: each device then rounds its own blocks by a scale of its own, so that meshes "
-                "give different results. Verify the step with training.fp8=false."
-            )
         meshes, others = all_meshes(c, settings["devices"])
         if settings["meshes"] is not None:
             meshes, others = chosen(settings["meshes"], meshes, others)
@@ -371,19 +409,25 @@ def main(path: str) -> int:
             type_check_all(c, meshes, others, console)
             return 0
         tolerance = settings["tolerance"] if double else 0.0
-        outcome = run(c, meshes, tolerance, settings["band"], lambda text: progress.print(text, style="dim"))
+        log = lambda text: progress.print(text, style="dim")
+        # So that blockwise attention has several blocks even for the sequences of verify.small.
+        with small_blocks(c.training.seq_len // 4) if settings["small"] else contextlib.nullcontext():
+            outcome = run(c, meshes, tolerance, settings["band"], log)
+        outcome.causes = [text.replace(f"{copy}/", "") for text in outcome.causes]
     except Exception as error:
         message = refusal(error) or "".join(traceback.format_exception(error))
-        copy = shown_path(str(Path(path).parent / "program"))
         print(message.replace(f"{copy}/", ""), file=sys.stderr)
         return 2
     dtype = "f64" if double else c.training.compute_dtype
     console.rule(f"{job['title']}: {dtype}")
-    console.print(f"batch: {outcome.data}", soft_wrap=True, markup=False)
+    t = c.training
+    settings = f"training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}"
+    console.print(f"batch: {outcome.data}; {settings}", soft_wrap=True, markup=False)
     if any(mesh["p"] > 1 for mesh in meshes):
         console.print(f"with p: {how_stages_ran(c)}", soft_wrap=True, markup=False)
-    for mesh, reason in others:
-        console.print(f"not run: {mesh_name(mesh)}: {reason}", soft_wrap=True, markup=False)
+    if others:
+        names = "; ".join(mesh_name(mesh) for mesh, _ in others)
+        console.print(f"not run: {names}. The first: {others[0][1]}", soft_wrap=True, markup=False)
     if double and (other := sorted(outcome.dtypes - {"f64"})):
         console.print(
             f"not all is f64: the program makes {', '.join(other)} too, which rounds more than the limit allows"

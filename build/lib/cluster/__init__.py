@@ -1,1 +1,0 @@
-"""Devices and processes of a run: mesh, compiler options, joining, watching, stopping."""

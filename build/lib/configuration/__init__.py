@@ -1,1 +1,0 @@
-"""Checks of settings, differences between configurations, and tools as programs."""

@@ -1,1 +1,0 @@
-"""Muon, the learning rate, and the settings of both. AdamW is in train.py."""

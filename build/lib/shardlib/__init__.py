@@ -1,1 +1,0 @@
-"""Sharding types and the typed per-device operations on them; see docs/sharding-types.md."""

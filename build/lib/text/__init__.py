@@ -1,1 +1,0 @@
-"""Text and tokenizers: files, the hub, token ids and back."""

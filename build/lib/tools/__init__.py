@@ -1,1 +1,0 @@
-"""Programs beside training. A program larger than a file is a folder with __main__.py."""

@@ -1,1 +1,0 @@
-"""A run: its configuration, start, checkpoints, metrics, profile and stages."""

@@ -1,0 +1,279 @@
+"""The first line of a step of which a value differs from one device: every value of the traced step is compared.
+
+The step is traced on the mesh and on one device. soundness/ says of which whole value each device holds a block, and
+both programs run once more, equation by equation, and give back what each equation computes.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.sharding import PartitionSpec as P
+
+import train
+from modeling.model import load_model
+from shardlib.marks import is_region
+from shardlib.op_checks import varying
+from shardlib.values import planned_for
+from soundness.check import findings_and_facts
+from soundness.control import scan_counts
+from soundness.domain import UNIFORM, Value, devices
+from soundness.interpreter import CALLS
+from tools.verify.measure import Inputs, mesh_of, placed, placed_state
+from training_io.config import Config
+
+Path = tuple[int, ...]
+"""Where an equation is in a program: Interpreter.noted."""
+
+
+class Note(NamedTuple):
+    """A value of a replay.
+
+    Attributes:
+        path: of its equation.
+        result: its number among the results of the equation.
+        order: its place in program order; within a loop, the place of the loop first.
+        loops: of each loop around it, outermost first, the number of turns, and whether they run backwards.
+    """
+
+    path: Path
+    result: int
+    order: tuple[int, ...]
+    loops: tuple[tuple[int, bool], ...] = ()
+
+
+class Replay:
+    """A traced program that also returns what the equations `wanted` compute, on all devices.
+
+    Calling it gives an array [*axes of the mesh, *turns of loops, *block] for each of `notes`.
+    """
+
+    def __init__(self, program: Any, wanted: Mapping[Path, list[int]]):
+        self._program, self._wanted = program, wanted
+        self.notes: list[Note] = []
+
+    def __call__(self, *args: Any) -> list[jax.Array]:
+        """The values. Under jit, on the mesh on which the program was traced."""
+        values: list[tuple[Note, jax.Array]] = []
+        self._run(self._program, args, (), values)
+        self.notes = [note for note, _ in values]
+        return [value for _, value in values]
+
+    def _run(self, jaxpr: Any, args: Any, path: Path, values: list) -> list:
+        consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        read = lambda var: var.val if isinstance(var, core.Literal) else env[var]
+        for eqn in jaxpr.eqns:
+            name, here, ins = eqn.primitive.name, (*path, id(eqn)), list(map(read, eqn.invars))
+            if name == "shard_map":
+                outs = self._on_devices(eqn, ins, values)
+            elif name in CALLS and not is_region(eqn):
+                outs = self._run(eqn.params[CALLS[name]], ins, here, values)
+            elif name == "scan":
+                outs = self._loop(eqn, ins, here, values)
+            else:
+                outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
+                outs = outs if eqn.primitive.multiple_results else [outs]
+            for i in self._wanted.get(here, ()):
+                if not jax.typeof(outs[i]).manual_axis_type.unreduced:  # its terms are what it was made of
+                    of_all = varying(outs[i], jax.sharding.get_abstract_mesh().axis_names)
+                    values.append((Note(here, i, (len(values),)), of_all))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _on_devices(self, eqn: Any, ins: list, values: list) -> list:
+        notes: list[Note] = []
+        axes = jax.sharding.get_abstract_mesh().axis_names
+
+        def per_device(*ins):
+            inner: list[tuple[Note, jax.Array]] = []
+            outs = self._run(eqn.params["jaxpr"], ins, (), inner)
+            notes[:] = [note for note, _ in inner]
+            return outs, [value[(None,) * len(axes)] for _, value in inner]
+
+        out_specs = list(eqn.params["out_specs"]), P(*axes)
+        outs, found = jax.shard_map(per_device, in_specs=tuple(eqn.params["in_specs"]), out_specs=out_specs)(*ins)
+        values += zip(notes, found, strict=True)
+        return outs
+
+    def _loop(self, eqn: Any, ins: list, here: Path, values: list) -> list:
+        consts, carried = scan_counts(eqn)
+        ins = [jnp.asarray(x, var.aval.dtype) if np.isscalar(x) else x for x, var in zip(ins, eqn.invars, strict=True)]
+        turns, at, inner = (eqn.params["length"], eqn.params["reverse"]), len(values), []
+
+        def body(carry, xs):
+            inner.clear()  # JAX may trace it again
+            outs = self._run(eqn.params["jaxpr"], [*ins[:consts], *carry, *xs], here, inner)
+            return outs[:carried], (outs[carried:], [value for _, value in inner])
+
+        carry, xs = ins[consts : consts + carried], ins[consts + carried :]
+        carry, (ys, found) = lax.scan(body, carry, xs, length=turns[0], reverse=turns[1])
+        notes = [note._replace(order=(at, *note.order), loops=(turns, *note.loops)) for note, _ in inner]
+        values += zip(notes, found, strict=True)
+        return [*carry, *ys]
+
+
+def is_compared(value: Value, aval: Any) -> bool:
+    """Whether it is known of which whole value a device holds a block, and it consists of numbers."""
+    is_number = isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
+    return is_number and value.wild is None and value.is_block
+
+
+def assembled(
+    blocks: np.ndarray, value: Value, loops: int, here: Mapping[str, int], sizes: Mapping[str, int]
+) -> np.ndarray:
+    """The whole value of which the devices hold `blocks`[*axes, *loops, *block]: [*axes, *loops, *whole].
+
+    An axis has one entry if it shards a dim, or a sum or extreme over it was still to be taken. The others have one for
+    each device, and all should be equal. `value` has the facts on a mesh of the sizes `here`; the blocks are those of
+    the same program on one of `sizes`.
+    """
+    places = {axis: i for i, axis in enumerate(sizes)}
+    of = lambda axes: tuple(places[axis] for axis in axes)
+    if value.extreme:
+        kind, over = value.extreme
+        blocks = (np.max if kind == "max" else np.min)(blocks, axis=of(over), keepdims=True)
+    if value.partial:
+        blocks = np.sum(blocks, axis=of(value.partial), keepdims=True)
+    lead = len(sizes) + loops
+    parts, groups = list(blocks.shape[:lead]), []
+    for dim, size in zip(value.dims, blocks.shape[lead:], strict=True):
+        groups.append([])
+        for n, over in [(size, ())] if dim is UNIFORM else dim.parts:
+            groups[-1] += [*of(over), len(parts)]
+            parts.append(n * devices(here, over) // devices(sizes, over))
+    cut = {i for group in groups for i in group}
+    order = [i for i in range(lead) if i not in cut] + [i for group in groups for i in group]
+    kept = [1 if i in cut else parts[i] for i in range(lead)]
+    return blocks.reshape(parts).transpose(order).reshape(*kept, *(math.prod(parts[i] for i in g) for g in groups))
+
+
+def by_turn(x: np.ndarray, axes: int, loops: int) -> np.ndarray:
+    """The largest entry of x[*axes, *loops, …] in each turn of the loops."""
+    others = tuple(i for i in range(x.ndim) if not axes <= i < axes + loops)
+    return np.max(x, axis=others, initial=0.0)
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """|a - b|, and 0 where both are the same infinity, or no number."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    with np.errstate(invalid="ignore"):
+        return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))
+
+
+class Traced(NamedTuple):
+    """A step that was traced on a mesh, with its arguments there.
+
+    Attributes:
+        mesh: gives a context that enters the mesh.
+        program: the jaxpr.
+        arguments: arrays on the mesh.
+        sizes: number of devices along each axis.
+    """
+
+    mesh: Callable[[], contextlib.AbstractContextManager]
+    program: Any
+    arguments: list
+    sizes: Mapping[str, int]
+
+    def values(self, replay: Replay, arguments: list | None = None) -> list[np.ndarray]:
+        """What the equations compute, on the host."""
+        with self.mesh():
+            return list(map(np.asarray, jax.jit(replay)(*(arguments or self.arguments))))
+
+
+@dataclasses.dataclass
+class First:
+    """The first value of a step, in program order, that differs from one device.
+
+    Attributes:
+        place: `file.py:line` of the code that computes it.
+        operation: name of the primitive.
+        turns: the turn of each loop around it.
+        error: the largest difference, over the largest entry on one device.
+    """
+
+    place: str
+    operation: str
+    turns: tuple[int, ...]
+    error: float
+
+
+def traced_step(c: Config, inputs: Inputs, sizes: Mapping[str, int], planned: Mapping[str, int]) -> Traced:
+    """The training step on a mesh of these sizes, with choices of speed as on a mesh of the sizes `planned`."""
+    with mesh_of(sizes) as mesh, planned_for(planned):
+        arguments = placed_state(c, inputs), placed(inputs.batch, train.Batch), jnp.int32(inputs.step)
+        program = train.make_training_step(c, load_model(c.model)).trace(*arguments).jaxpr
+    return Traced(functools.partial(mesh_of, sizes), program, jax.tree.leaves(arguments), dict(mesh.shape))
+
+
+PERTURBATION = 1e-13
+"""Relative size of the noise on the arguments that shows how much a value amplifies rounding."""
+AMPLIFIED = 1e3
+"""The limit of a value is at least this multiple of the change that the noise makes."""
+
+
+def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[list[str], First | None]:
+    """What soundness/ finds in a step on a mesh, and the first value that differs from that on one device.
+
+    Args:
+        here: the step on the mesh.
+        there: the same step with one device along each axis, but for those that `there` keeps.
+        tolerance: the largest difference that is rounding, over the largest entry of a value.
+
+    Raises:
+        Different: the program has other operations on one device.
+    """
+    found, facts = findings_and_facts(here.program, there.program)
+    wanted: dict[Path, list[int]] = {}
+    twins: dict[Path, Path] = {}
+    for path, (eq, values) in facts.items():
+        if eq.name not in CALLS or is_region(eq.eqn):
+            pairs = zip(values, eq.eqn.outvars, strict=True)
+            wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_compared(value, var.aval)]
+            twins[path] = tuple(id(each.twin) for each in _with_callers(eq))
+    replay = Replay(here.program, wanted)
+    alone = Replay(there.program, {twins[path]: which for path, which in wanted.items()})
+    ours, theirs = here.values(replay), there.values(alone)
+    changed = there.values(alone, _perturbed(there.arguments))
+    axes, first = len(here.sizes), None
+    for note, twin, x, exact, moved in zip(replay.notes, alone.notes, ours, theirs, changed, strict=True):
+        assert (twins[note.path], note.order) == (twin.path, twin.order)
+        eq, values = facts[note.path]
+        value, loops = values[note.result], len(note.loops)
+        x = assembled(x, value, loops, here.sizes, here.sizes) * (value.ratio if value.ratio != 1 else 1)
+        exact, moved = (assembled(y, value, loops, here.sizes, there.sizes) for y in (exact, moved))
+        noise = by_turn(difference(moved, exact), axes, loops)
+        for i, dim in enumerate(value.dims, axes + loops):
+            if dim is UNIFORM and x.shape[i] != exact.shape[i]:
+                exact = np.take(exact, [0], i)
+        error = by_turn(difference(x, exact), axes, loops)
+        scale = by_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0), axes, loops)
+        for turn in np.argwhere(error > np.maximum(tolerance * scale, AMPLIFIED * noise)):
+            turns = tuple(map(int, turn))
+            ran = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(turns, note.loops, strict=True)]
+            order = [n for pair in zip(note.order, ran, strict=False) for n in pair] + [note.order[-1]]
+            if first is None or order < first[0]:
+                relative = float(error[turns] / scale[turns]) if scale[turns] else float(error[turns])
+                first = order, First(eq.place(), eq.name, turns, relative)
+    return list(map(str, found)), first and first[1]
+
+
+def _with_callers(eq: Any) -> list:
+    return [*(_with_callers(eq.caller) if eq.caller else ()), eq]
+
+
+def _perturbed(arguments: list) -> list:
+    rng = np.random.default_rng(2)
+    noise = lambda x: (
+        (1 + PERTURBATION * rng.standard_normal(np.shape(x))) if jnp.issubdtype(x.dtype, jnp.floating) else 1
+    )
+    return [jax.device_put((np.asarray(x) * noise(x)).astype(x.dtype), x.sharding) for x in arguments]
