@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from soundness.domain import UNIFORM, Value, Wild, whole
+from soundness.domain import UNIFORM, Dim, Value, Wild, whole
 from soundness.equation import Equation, Refused
 from soundness.rules import COLLECTIVES
 
@@ -68,6 +68,18 @@ def _fixed_point(interpreter: Any, eq: Equation, carry: list[Value], body: Any) 
     raise AssertionError(f"{eq.place()}: the facts about the carried values do not settle")
 
 
+def _own_rows(eq: Equation, xs: list[Value]) -> Dim | None:
+    """How the first dim of `xs` is cut, if a loop without carries may run over each device's own rows; else None.
+
+    It does the same to each row, so that the blocks of its results are those of the rows. Devices are at different
+    rows: nothing may be exchanged between them, and no result of a row may be cut, or pending, over their axes.
+    """
+    dims = {x.dims[0] for x in xs if not x.wild and x.dims[0] is not UNIFORM}
+    if len(dims) != 1 or not (axes := frozenset((rows := dims.pop()).axes)) or _collectives(eq.params["jaxpr"], axes):
+        return None
+    return rows
+
+
 def _scan(interpreter: Any, eq: Equation) -> list[Value]:
     body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
     # What a loop runs over has one dim more outside of it. (The parameters that say so differ by JAX's version.)
@@ -76,17 +88,18 @@ def _scan(interpreter: Any, eq: Equation) -> list[Value]:
     consts = len(list(filter(is_carry, zip(eq.eqn.invars, body.invars, strict=True)))) - carried
     first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
     twin = eq.twin and eq.twin.params["jaxpr"]
+    rows = _own_rows(eq, xs) if not carried else None
     items = []
     for x in xs:
         try:
-            if not x.wild:
-                eq.uncut(eq.block(x), 0, "a loop runs")
+            if not x.wild and eq.block(x).dims[0] != rows:
+                eq.uncut(x, 0, "a loop runs")
             gone = dataclasses.replace(x, dims=x.dims[1:], count=(), components=(), known=None if x.count else x.known)
             gone = _anonymous(gone)
         except Refused as refusal:
             gone = Value(x.dims[1:], wild=interpreter.explain(eq, refusal))
         items.append(gone)
-    if eq.twin is not None and eq.twin.params["length"] != eq.params["length"]:
+    if eq.twin is not None and eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
         reason = Refused(
             f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
             "loop over a whole size; a ring over devices is shardops.per_device(...) with the reason",
@@ -101,9 +114,11 @@ def _scan(interpreter: Any, eq: Equation) -> list[Value]:
     results = list(carry)
     for out in outs[carried:]:
         n = eq.params["length"]
-        dims = (whole(n) if n > 1 else UNIFORM, *out.dims)
+        dims = (rows or (whole(n) if n > 1 else UNIFORM), *out.dims)
         try:
             out = out if out.wild else eq.block(out)
+            if rows and out.extreme and out.extreme[1] & set(rows.axes):
+                eq.finished(out)
             known = None if out.count else out.known
             results.append(dataclasses.replace(_anonymous(out), dims=dims, count=(), known=known))
         except Refused as refusal:
@@ -190,5 +205,13 @@ def _cond(interpreter: Any, eq: Equation) -> list[Value]:
     return result
 
 
-CONTROL = {"scan": _scan, "while": _while, "cond": _cond}
+def _linear_solve(interpreter: Any, eq: Equation) -> list[Value]:
+    """By the function that solves; the others are for derivatives, in which JAX calls them."""
+    names, counts = zip(*eq.params["const_lengths"]._asdict().items(), strict=True)
+    start = sum(counts[: names.index("solve")])
+    args = [*eq.ins[start : start + counts[names.index("solve")]], *eq.ins[sum(counts) :]]
+    return interpreter.run(eq.params["jaxprs"].solve, eq.twin and eq.twin.params["jaxprs"].solve, args)
+
+
+CONTROL = {"custom_linear_solve": _linear_solve, "scan": _scan, "while": _while, "cond": _cond}
 """Rules of primitives that run a body, by name. They take the Interpreter, which runs it."""

@@ -88,8 +88,9 @@ class Equation:
         for name in names if self.twin is not None else ():
             here, there = (_comparable(eqn.params.get(name)) for eqn in (self.eqn, self.twin))
             if here != there and not (here != here and there != there):
+                values = f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
                 raise Refused(
-                    f"its {name} depends on the mesh: {here} here, {there} on one device",
+                    f"its {name} depends on the mesh{values}",
                     "compute it from whole sizes: shardops.size(name) is the whole size of a dim",
                 )
 

@@ -26,6 +26,11 @@ def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | None
     return axes_of_offset(tuple((axis, -c) for axis, c in index.offset), eq.shape()[i], eq.sizes)
 
 
+def _clips(eq: Equation) -> bool:
+    """Whether an index out of range is clipped: that of a window as large as its dim to 0."""
+    return getattr(eq.params["mode"], "name", "") == "CLIP"
+
+
 def _plain(eq: Equation, index: Value) -> Value:
     """`index`, if it is one into a dim that is not sharded."""
     return eq.unscaled(eq.finished(index))
@@ -42,9 +47,12 @@ def _gather(eq: Equation) -> Value:
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for i, j in pairs:
         batch[j] = eq.joined(i, [x.dims[i], batch[j]])
+    twin_sizes = eq.twin.params["slice_sizes"] if eq.twin is not None else eq.twin_shape()
     looked_up, origin = None, None
     for i, index in zip(numbers.start_index_map, _indices(eq, ids, len(numbers.start_index_map)), strict=True):
         dim = x.dims[i]
+        if (sizes[i], twin_sizes[i]) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
+            continue  # the whole dim is taken, whatever the index
         if dim is not UNIFORM and dim.axes:
             if index.count and not index.offset and index.known == (0, 0) and sizes[i] == 1 and len(index.count) == 1:
                 (j,) = index.count  # entry k of this dim for entry k of the batch
@@ -92,6 +100,7 @@ def _scatter(eq: Equation) -> Value:
     inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window = [i for i in range(len(shape)) if i not in inserted]
     dims, update_shape = list(x.dims), eq.shape(2)
+    sizes = {i: (update_shape[j], eq.twin_shape(2)[j]) for i, j in zip(window, numbers.update_window_dims, strict=True)}
     for i, j in zip(window, numbers.update_window_dims, strict=True):
         if update_shape[j] == shape[i]:
             dims[i] = eq.joined(i, [x.dims[i], updates.dims[j]])
@@ -108,8 +117,10 @@ def _scatter(eq: Equation) -> Value:
         batch[j] = UNIFORM  # each entry has its own place
         places[j] = None
     indices = _indices(eq, ids, len(numbers.scatter_dims_to_operand_dims))
-    own = frozenset()
+    own, kind, pending = frozenset(), {"scatter-max": "max", "scatter-min": "min"}.get(eq.name), frozenset()
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
+        if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
+            continue  # the whole dim is written, whatever the index
         if index.count and not index.offset and index.is_local and index.known == (0, 0) and len(index.count) == 1:
             (k,) = index.count
             dim = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
@@ -137,6 +148,9 @@ def _scatter(eq: Equation) -> Value:
             if update_shape[places[j]] != eq.twin_shape(2)[places[j]]:
                 raise Refused("as many equal entries are written as the mesh decides", "")
         elif dim is not UNIFORM and dim.axes:
+            if kind and not set(dim.axes) & Value(tuple(dims)).sharded:
+                pending |= set(dim.axes)  # the largest of all updates is the largest of each device's largest
+                continue
             if not adds:
                 eq.uncut(Value((dim,)), 0, "entries are written")
             if set(dim.axes) & partial:
@@ -148,7 +162,7 @@ def _scatter(eq: Equation) -> Value:
     into = Value(tuple(dims), x.partial, ratio=x.ratio, known=x.known if x.is_zero else None)
     eq.joined_partial([into, Value((), partial)])
     ratio = eq.joined_ratio([into, Value((), ratio=updates.ratio)])
-    return Value(tuple(dims), frozenset(partial), ratio=ratio)
+    return Value(tuple(dims), frozenset(partial), (kind, pending) if pending else None, ratio)
 
 
 def _is_masked(updates: Value, index: Value, places: list[int | None]) -> bool:
