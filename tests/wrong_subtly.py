@@ -338,4 +338,73 @@ def approximate_best_of_sharded_rows(x: f32["B/d M"]) -> f32["8/d M"]:
     return lax.approx_max_k(x, x.shape[0], reduction_dimension=0)[0]
 
 
+# ---- loops over a device's own rows, matrices by themselves, windows as large as their dim ------------------------
+
+rows = functools.partial(program, "own rows and whole windows")
+
+
+@rows(whole=lambda x: lax.map(lambda row: row - row.mean(), x), vma=False)
+def sum_over_devices_of_mapped_rows(x: f32["B/d M"]) -> f32["B/d M"]:
+    return lax.map(lambda row: row - lax.pmean(row, "d").mean(), x)
+
+
+@rows(whole=lambda x, y: jnp.max(y @ x.T, axis=0))
+def largest_product_of_each_row_with_own_rows(x: f32["B/d M"], y: f32["T/d M"]) -> f32["B/d"]:
+    return lax.map(lambda row: jnp.max(y @ row), x)
+
+
+@rows(whole=lambda x, y: jnp.sum(jnp.exp(y @ x.T), axis=0))
+def sum_of_each_row_with_own_rows(x: f32["B/d M"], y: f32["T/d M"]) -> f32["B/d"]:
+    return lax.map(lambda row: jnp.sum(jnp.exp(y @ row)), x)
+
+
+@rows
+def positions_of_own_rows_mapped(x: f32["B/d"]) -> f32["B/d"]:
+    return lax.map(lambda row: row[0] * row[1], (x, jnp.arange(x.shape[0])))
+
+
+@rows
+def sum_of_the_rows_so_far(x: f32["B/d M"]) -> f32["B/d M"]:
+    return lax.scan(lambda total, row: (total + row,) * 2, 0 * x[0], x)[1]
+
+
+@rows(whole=lambda x, ids, y: x.at[ids].max(y[:, None]))
+def largest_of_own_rows_in_own_columns(x: f32["V M/d"], ids: i32["T/d"], y: f32["T/d"]) -> f32["V M/d"]:
+    return x.at[ids].max(3 * y[:, None])
+
+
+@rows(whole=lambda x, ids: jnp.full((16, 16), -9.0).at[ids].max(x), vma=False)
+def largest_of_own_rows_taken_for_the_largest_of_all(x: f32["T/d M"], ids: i32["T/d"]) -> f32["V M"]:
+    return jnp.full((16, x.shape[1]), -9.0).at[ids].max(x)
+
+
+@rows(whole=lambda x, ids: jnp.full((16, 16), -9.0).at[ids].max(x))
+def smallest_of_the_largest_of_own_rows(x: f32["T/d M"], ids: i32["T/d"]) -> f32["V M"]:
+    return lax.pmin(jnp.full((16, x.shape[1]), -9.0).at[ids].max(x), "d")
+
+
+@rows
+def window_as_large_as_a_block_written(x: f32["B/d L/t"], at: i32["B/d"]) -> f32["B/d L/t"]:
+    ones = 3 * jnp.ones(min(8, x.shape[1]))
+    return jax.vmap(lambda x, at: lax.dynamic_update_slice(x, ones, (at,)))(x, at.astype(jnp.uint32))
+
+
+@rows(whole=lambda x, at: jax.vmap(lambda x, at: jnp.max(lax.dynamic_slice(x, (at,), (8,))))(x, at))
+def window_as_large_as_a_block_read(x: f32["B/d L/t"], at: i32["B/d"]) -> f32["B/d"]:
+    size = min(8, x.shape[1])
+    return lax.pmax(jax.vmap(lambda x, at: jnp.max(lax.dynamic_slice(x, (at,), (size,))))(x, at.astype(jnp.uint32)), "t")
+
+
+@rows
+def matrices_cut_by_their_rows_factored(x: f32["R/t 8/d 8"]) -> f32["R/t 8/d 8"]:
+    return jnp.linalg.qr(x)[0]
+
+
+@rows(whole=lambda a, x: jax.scipy.linalg.solve_triangular(a + 3 * jnp.eye(8), x, lower=True))
+def triangular_system_of_each_block(a: f32["8 8/d"], x: f32["8/d L"]) -> f32["8/d L"]:
+    n = x.shape[0]
+    own = lax.dynamic_slice_in_dim(a, offset("d", n), n) + 3 * jnp.eye(n)
+    return jax.scipy.linalg.solve_triangular(own, x, lower=True)
+
+
 PROGRAMS = programs_of(globals())

@@ -6,6 +6,7 @@ import inspect
 import bad_operands
 import jax
 import pytest
+import right_methods
 import right_programs
 import wrong_programs
 import wrong_subtly
@@ -14,6 +15,8 @@ from running import Program, abstract_mesh, cases, traced
 from shardlib import shardops
 from soundness.check import prove
 
+RIGHT = right_programs.PROGRAMS + right_methods.PROGRAMS
+
 
 def refusals(program: Program) -> tuple[str, ...]:
     """What the analysis finds wrong with a program on a mesh of two devices along each axis."""
@@ -21,7 +24,7 @@ def refusals(program: Program) -> tuple[str, ...]:
     return tuple(map(str, prove(trace, abstract_mesh(program, (2,) * len(program.axes)))))
 
 
-@cases([program for program in right_programs.PROGRAMS if not program.escape])
+@cases([program for program in RIGHT if not program.escape])
 def test_right_programs_are_accepted(program):
     assert not refusals(program)
 
@@ -82,7 +85,7 @@ def wrapped(program: Program) -> Program:
     return dataclasses.replace(program, body=body)
 
 
-@cases([program for program in right_programs.PROGRAMS if program.escape])
+@cases([program for program in RIGHT if program.escape])
 def test_programs_that_differ_between_devices_on_purpose_have_to_say_so(program):
     assert refusals(program)
     assert not refusals(wrapped(program))
