@@ -48,7 +48,7 @@ def _gather(eq: Equation) -> Value:
     for i, j in pairs:
         batch[j] = eq.joined(i, [x.dims[i], batch[j]])
     twin_sizes = eq.twin.params["slice_sizes"] if eq.twin is not None else eq.twin_shape()
-    looked_up, origin = None, None
+    looked_up, origin, own = None, None, frozenset()
     for i, index in zip(numbers.start_index_map, _indices(eq, ids, len(numbers.start_index_map)), strict=True):
         dim = x.dims[i]
         if (sizes[i], twin_sizes[i]) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
@@ -66,6 +66,11 @@ def _gather(eq: Equation) -> Value:
                     "relative to this device's block",
                     "shardops.index_unreduced looks up in a sharded dim",
                 )
+            if index.drops and getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP" and eq.params["fill_value"] == 0:
+                if set(dim.axes) & (x.partial | own):
+                    eq.finished(x)
+                own |= set(dim.axes)  # zero where the entry is in the block of another device
+                continue
             if looked_up is not None:
                 raise Refused("two sharded dims are looked up at once", "look up in one after the other")
             looked_up, origin = index.offset, index.origin
@@ -89,7 +94,7 @@ def _gather(eq: Equation) -> Value:
             dims.append(next(batches))
             places.append(next(labels, None))
     origin = origin and Origin(origin.token, tuple(places))
-    return Value(tuple(dims), x.partial, ratio=x.ratio, looked_up=looked_up, origin=origin)
+    return Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin)
 
 
 @rule("scatter-add", "scatter", "scatter-max", "scatter-min", "scatter-mul")
@@ -193,8 +198,10 @@ def _dynamic_slice(eq: Equation) -> Value:
             axes = _axes_of_start(eq, start, b)
             if a != b * devices(eq.sizes, axes):
                 eq.block(start)
-            eq.uncut(x, i, "this device's part is taken")
-            dims.append(cut(b, axes, dim.name if dim else "") if dim is not UNIFORM else UNIFORM)
+            if dim is not UNIFORM and dim.is_merged:
+                eq.uncut(x, i, "this device's part is taken")
+            # Of a block that is cut already, the part of a part is contiguous too.
+            dims.append(cut(b, (*dim.axes, *axes), dim.name) if dim is not UNIFORM else UNIFORM)
         else:
             _plain(eq, start)
             eq.uncut(x, i, "a part is taken")

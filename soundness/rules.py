@@ -36,7 +36,7 @@ COLLECTIVES = frozenset(
 OF_SIZES = frozenset(
     """
     shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
-    out_sharding mesh feature_group_count result_avals update_jaxpr
+    out_sharding mesh feature_group_count batch_group_count result_avals update_jaxpr
     """.split()  # noqa: SIM905
 )
 """Parameters that may depend on the mesh: the rules compare the sizes that they make."""
@@ -77,11 +77,13 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
     """The results of a primitive without a rule: whole, if each device has all of each operand.
 
     What it does to the entries of the first `batch` dims, and of dim `vectors` of operand 2, it does to each by itself.
+    In operand 2 it is linear then.
     """
     if eq.name in IMPURE:
         raise Refused(f"{eq.name} may give another result on each device", "say so with shardops.per_device")
     for k, value in enumerate(eq.ins):
-        eq.unscaled(eq.finished(value))
+        is_linear = k == 1 and vectors is not None and not value.extreme
+        eq.unscaled(eq.block(value) if is_linear else eq.finished(value))
         for i in range(batch, len(value.dims)):
             if (k, i) == (1, vectors):
                 continue
@@ -92,4 +94,5 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
     dims = [eq.joined(i, (value.dims[i] for value in eq.ins)) for i in range(batch)]
     shapes = [getattr(var.aval, "shape", ()) for var in eq.eqn.outvars]
     rest = lambda shape: (eq.ins[1].dims[i] if i == vectors else whole(shape[i]) for i in range(batch, len(shape)))
-    return [Value((*dims, *rest(shape))) for shape in shapes]
+    partial = eq.ins[1].partial if vectors is not None else frozenset()
+    return [Value((*dims, *rest(shape)), partial) for shape in shapes]
