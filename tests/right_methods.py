@@ -1235,6 +1235,27 @@ def gradients_of_interleaved_rows_accumulated(w: f32["M N"], x: f32["T/d M"]) ->
 
 
 @gradients
+def gradients_of_own_pairs_of_rows_accumulated(w: f32["M N"], x: f32["T/d M"]) -> f32["M N"]:
+    local = lax.pcast(w, "d", to="varying")
+
+    def add(total, x):
+        loss, g = jax.value_and_grad(error)(local, x)
+        return (total[0] + loss, total[1] + g), None
+
+    loss, g = lax.scan(add, (jnp.sum(0 * local), 0 * local), x.reshape(-1, 2, x.shape[1]))[0]
+    return lax.psum(g, "d") / 8 + lax.psum(loss, "d")
+
+
+@gradients
+def gradient_through_rows_mapped_one_by_one(w: f32["M F/t"], x: f32["B/d L M"]) -> (f32["M F/t"], f32["B/d L M"]):
+    def loss(w, x):
+        w, x = lax.pcast(w, "d", to="varying"), lax.pcast(x, "t", to="varying")  # once, not for each row
+        return lax.psum(jnp.sum(lax.map(jax.checkpoint(lambda x: jnp.max(jnp.tanh(x @ w), axis=0)), x)), ("d", "t"))
+
+    return jax.grad(loss, (0, 1))(w, x)
+
+
+@gradients
 def partial_sums_of_microbatches_stacked_by_a_scan(x: f32["4 B/d F/t"], w: f32["F/t M"]) -> f32["4 B/d M"]:
     return lax.psum(lax.scan(lambda _, x: (None, x @ w), None, x)[1], "t")
 
@@ -1247,6 +1268,24 @@ def partial_sums_of_microbatches_stacked_by_a_map(x: f32["4 B/d F/t"], w: f32["F
 @gradients
 def reductions_under_vmap(x: f32["4 B/d F/t"], w: f32["F/t M"]) -> f32["4 B/d M"]:
     return jax.vmap(lambda x: lax.psum(x @ w, "t") - lax.pmean(jnp.mean(lax.psum(x @ w, "t"), axis=0), "d"))(x)
+
+
+@gradients
+def sum_over_devices_before_the_sum_along_their_blocks(x: f32["B/d M"], y: f32["B/d M"]) -> f32["M"]:
+    return jnp.sum(lax.psum(x, "d") - lax.psum(y, "d"), axis=0) + lax.psum(x, "d").sum(axis=0)
+
+
+@gradients
+def dropped_lookups_are_zero(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
+    at = ids - offset("t", table.shape[0])
+    at = jnp.where((at >= 0) & (at < table.shape[0]), at, table.shape[0])
+    return lax.psum(table.at[at].get(mode="fill", fill_value=0.0), "t")
+
+
+@gradients
+def parts_of_parts(w: f32["M"]) -> f32["M/t/d"]:
+    part = own(jnp.tanh(w), "t", 16 // lax.axis_size("t"))
+    return own(part, "d", part.shape[0] // lax.axis_size("d"))
 
 
 @gradients
