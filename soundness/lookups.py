@@ -66,7 +66,11 @@ def _gather(eq: Equation) -> Value:
                     "relative to this device's block",
                     "shardops.index_unreduced looks up in a sharded dim",
                 )
-            if index.drops and getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP" and eq.params["fill_value"] == 0:
+            if (
+                index.drops
+                and getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP"
+                and eq.params["fill_value"] == 0
+            ):
                 if set(dim.axes) & (x.partial | own):
                     eq.finished(x)
                 own |= set(dim.axes)  # zero where the entry is in the block of another device
@@ -222,12 +226,12 @@ def _dynamic_update_slice(eq: Equation) -> Value:
             continue
         if start.offset:
             axes, dim = _axes_of_start(eq, start, b), y.dims[i]
-            if not x.is_zero or dim is UNIFORM or dim.axes != axes or dim.is_merged:
+            if not x.is_zero or dim is UNIFORM or dim.is_merged or dim.axes[-len(axes) :] != axes:
                 eq.block(start)
             if a != b * devices(eq.sizes, axes):
                 raise Refused("blocks are put together into an array of another size", "")
             assembled |= set(axes)
-            dims.append(whole(a))
+            dims.append(cut(a, dim.axes[: -len(axes)], dim.name))
             continue
         _plain(eq, start)
         eq.uncut(x, i, "a part is written"), eq.uncut(y, i, "a part is written")

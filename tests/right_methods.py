@@ -286,9 +286,9 @@ def linear_attention_without_causality(
 
 
 @attentions
-def pages_of_a_cache(q: f32["B/d K/t D"], pages: f32["V 4 K/t D"], table: i32["B/d 3"], length: i32["B/d"]) -> f32[
-    "B/d K/t D"
-]:
+def pages_of_a_cache(
+    q: f32["B/d K/t D"], pages: f32["V 4 K/t D"], table: i32["B/d 3"], length: i32["B/d"]
+) -> f32["B/d K/t D"]:
     k = pages[table].reshape(q.shape[0], 12, *pages.shape[2:])
     scores = jnp.einsum("bkd,bskd->bks", q, k)
     scores = jnp.where(jnp.arange(12) <= length[:, None, None], scores, -1e9)
@@ -491,9 +491,9 @@ def value_residuals_across_layers(x: f32["B/d L M"], w: f32["layers M M"], lam: 
 
 
 @layers
-def hyper_connections(x: f32["B/d L/t M"], static: f32["layers 4 5"], dynamic: f32["layers M 5"], w: f32["layers M M"]) -> f32[
-    "B/d L/t M"
-]:
+def hyper_connections(
+    x: f32["B/d L/t M"], static: f32["layers 4 5"], dynamic: f32["layers M 5"], w: f32["layers M M"]
+) -> f32["B/d L/t M"]:
     def layer(streams, now):
         static, dynamic, w = now
         normed = streams * lax.rsqrt(jnp.mean(streams**2, axis=-1, keepdims=True) + 1e-6)
@@ -622,9 +622,7 @@ losses = method("losses")
 
 
 @losses
-def multi_token_prediction(
-    x: f32["B/d L M"], heads: f32["2 M M"], table: f32["V/t M"], ids: i32["B/d L"]
-) -> f32[""]:
+def multi_token_prediction(x: f32["B/d L M"], heads: f32["2 M M"], table: f32["V/t M"], ids: i32["B/d L"]) -> f32[""]:
     total = 0.0
     for i in range(2):
         logits = jnp.tanh(x @ heads[i])[:, : -1 - i] @ table.T
@@ -807,7 +805,9 @@ def denoising_with_times_and_noise_of_global_rows(x: f32["B/d H W"], w: f32["W W
 
 
 @losses
-def mixed_with_other_rows_of_the_whole_batch(x: f32["B/d M"], y: f32["B/d E"], k: key[""]) -> (f32["B/d M"], f32["B/d E"]):
+def mixed_with_other_rows_of_the_whole_batch(
+    x: f32["B/d M"], y: f32["B/d E"], k: key[""]
+) -> (f32["B/d M"], f32["B/d E"]):
     a, b = jax.random.split(k)
     lam = jax.random.beta(a, 0.4, 0.4)
     order = jax.random.permutation(b, 8)
@@ -853,7 +853,9 @@ statistics = method("codebooks and statistics")
 
 
 @statistics
-def codebook_by_moving_averages(x: f32["B/d L/t D"], codes: f32["V D"], counts: f32["V"]) -> {
+def codebook_by_moving_averages(
+    x: f32["B/d L/t D"], codes: f32["V D"], counts: f32["V"]
+) -> {
     "codes": f32["V D"],
     "counts": f32["V"],
     "loss": f32[""],
@@ -1289,7 +1291,9 @@ def parts_of_parts(w: f32["M"]) -> f32["M/t/d"]:
 
 
 @gradients
-def partial_sums_joined_before_one_reduction(x: f32["B/d F/t"], a: f32["F/t M"], b: f32["F/t N"]) -> (f32["B/d M"], f32["B/d N"]):
+def partial_sums_joined_before_one_reduction(
+    x: f32["B/d F/t"], a: f32["F/t M"], b: f32["F/t N"]
+) -> (f32["B/d M"], f32["B/d N"]):
     return tuple(jnp.split(lax.psum(jnp.concatenate([x @ a, x @ b], axis=1), "t"), 2, axis=1))
 
 
@@ -1299,7 +1303,9 @@ def metrics_stacked_before_one_reduction(x: f32["B/d L/t"], y: f32["B/d L/t"]) -
 
 
 @gradients
-def tree_flattened_before_one_reduction(g: {"a": f32["R/d M N"], "b": f32["R/d M"]}) -> {"a": f32["M N"], "b": f32["M"]}:
+def tree_flattened_before_one_reduction(
+    g: {"a": f32["R/d M N"], "b": f32["R/d M"]},
+) -> {"a": f32["M N"], "b": f32["M"]}:
     g = jax.tree.map(lambda x: x.sum(axis=0), g)
     flat, restore = jax.flatten_util.ravel_pytree(g)
     return restore(lax.psum(flat, "d"))
@@ -1322,9 +1328,9 @@ def adaptation_within_each_task(w: f32["M"], x: f32["R/d S M"], y: f32["R/d S"])
         w = w - 0.1 * jax.grad(loss)(w, x[:8], y[:8])
         return loss(w, x[8:], y[8:])
 
-    return jax.grad(lambda w: lax.pmean(jnp.mean(jax.vmap(task, (None, 0, 0))(lax.pcast(w, "d", to="varying"), x, y)), "d"))(
-        w
-    )
+    return jax.grad(
+        lambda w: lax.pmean(jnp.mean(jax.vmap(task, (None, 0, 0))(lax.pcast(w, "d", to="varying"), x, y)), "d")
+    )(w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -1416,7 +1422,9 @@ def switch_by_a_schedule(w: f32["M/d F/t"], g: f32["M/d F/t"], step: i32[""]) ->
 
 
 @gradients
-def loss_scale_lowered_by_any_overflow(g: f32["M/d F/t"], scale: f32[""], good: i32[""]) -> (f32["M/d F/t"], f32[""], i32[""]):
+def loss_scale_lowered_by_any_overflow(
+    g: f32["M/d F/t"], scale: f32[""], good: i32[""]
+) -> (f32["M/d F/t"], f32[""], i32[""]):
     finite = lax.pmin(jnp.all(jnp.isfinite(g)).astype(jnp.int32), ("d", "t")) == 1
     g = jnp.where(finite, g / scale, 0.0)
     return g, jnp.where(finite, scale, scale / 2), jnp.where(finite, good + 1, 0)
@@ -1474,7 +1482,9 @@ def step_of_a_beam_search(
 
 
 @sampling
-def speculative_verification(p: f32["B/d 4 V"], q: f32["B/d 4 V"], drafts: i32["B/d 4"], keys: key["B/d"]) -> (
+def speculative_verification(
+    p: f32["B/d 4 V"], q: f32["B/d 4 V"], drafts: i32["B/d 4"], keys: key["B/d"]
+) -> (
     i32["B/d"],
     i32["B/d"],
 ):
@@ -1503,7 +1513,9 @@ def tokens_allowed_by_an_automaton(x: f32["B/d V/t"], state: i32["B/d"], allowed
 
 
 @sampling
-def rows_that_end_are_kept(tokens: i32["B/d L"], new: i32["B/d"], at: i32[""], done: bool_["B/d"]) -> (
+def rows_that_end_are_kept(
+    tokens: i32["B/d L"], new: i32["B/d"], at: i32[""], done: bool_["B/d"]
+) -> (
     i32["B/d L"],
     bool_["B/d"],
     bool_[""],
@@ -1549,7 +1561,9 @@ def named_tuples_of_arrays(g: f32["M/d F/t"], m: PAIR) -> (f32["M/d F/t"], PAIR)
 
 
 @structures(axes=("x",))
-def one_axis_of_another_name(w: {"up": f32["M F/x"], "down": [f32["F/x M"], f32["F/x M"]]}, x: f32["B M"]) -> [f32["B M"]]:
+def one_axis_of_another_name(
+    w: {"up": f32["M F/x"], "down": [f32["F/x M"], f32["F/x M"]]}, x: f32["B M"]
+) -> [f32["B M"]]:
     h = jax.nn.relu(x @ w["up"])
     return [lax.psum(h @ down, "x") for down in w["down"]][:1]
 
@@ -1589,14 +1603,18 @@ def scan_over_positions_after_an_exchange(x: f32["B L/context F"], a: f32["F"]) 
 
 
 @structures(axes=("batch", "model"))
-def axes_that_the_mesh_lacks(w: f32["M/expert F/model"], x: f32["B/batch L/context M"]) -> f32["B/batch L/context F/model"]:
+def axes_that_the_mesh_lacks(
+    w: f32["M/expert F/model"], x: f32["B/batch L/context M"]
+) -> f32["B/batch L/context F/model"]:
     return x @ w
 
 
 @structures
 def narrow_numbers(x: f32["B/d M/t"], w: i32["M/t F"]) -> f32["B/d F"]:
     q = jnp.round(10 * jnp.tanh(x)).astype(jnp.int8)
-    total = lax.psum(lax.dot_general(q, w.astype(jnp.int8), (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32), "t")
+    total = lax.psum(
+        lax.dot_general(q, w.astype(jnp.int8), (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32), "t"
+    )
     return total.astype(jnp.float32) / 10
 
 
@@ -1612,7 +1630,9 @@ def bits_packed_into_words(mask: bool_["B/d F"]) -> i32["B/d"]:
 
 
 @structures
-def masks_as_arguments_and_results(a: bool_["B/d L/t"], b: bool_["B/d L/t"]) -> (bool_["B/d L/t"], bool_["B/d"], bool_[""]):
+def masks_as_arguments_and_results(
+    a: bool_["B/d L/t"], b: bool_["B/d L/t"]
+) -> (bool_["B/d L/t"], bool_["B/d"], bool_[""]):
     both = a & ~b
     some = lax.pmax(jnp.any(both, axis=1).astype(jnp.int32), "t") > 0
     return both, some, lax.psum(jnp.sum(some), "d") == 8
@@ -1639,9 +1659,7 @@ def mask_of_typed_positions(x: f32["B/d L/t M"], length: i32["B/d"]) -> f32["B/d
 
 @structures
 @typed
-def causal_attention_by_typed_ops(
-    x: f32["B/d L/t M"], w: f32["3 M/d K/t D"], o: f32["K/t D M/d"]
-) -> f32["B/d L/t M"]:
+def causal_attention_by_typed_ops(x: f32["B/d L/t M"], w: f32["3 M/d K/t D"], o: f32["K/t D M/d"]) -> f32["B/d L/t M"]:
     w = shardops.all_gather("3 M/d K/t D -> 3 M K/t D", w)
     q, k, v = jnp.moveaxis(
         shardops.einsum_unreduced(

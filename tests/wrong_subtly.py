@@ -492,7 +492,9 @@ def window_as_large_as_a_block_written(x: f32["B/d L/t"], at: i32["B/d"]) -> f32
 @rows(whole=lambda x, at: jax.vmap(lambda x, at: jnp.max(lax.dynamic_slice(x, (at,), (8,))))(x, at))
 def window_as_large_as_a_block_read(x: f32["B/d L/t"], at: i32["B/d"]) -> f32["B/d"]:
     size = min(8, x.shape[1])
-    return lax.pmax(jax.vmap(lambda x, at: jnp.max(lax.dynamic_slice(x, (at,), (size,))))(x, at.astype(jnp.uint32)), "t")
+    return lax.pmax(
+        jax.vmap(lambda x, at: jnp.max(lax.dynamic_slice(x, (at,), (size,))))(x, at.astype(jnp.uint32)), "t"
+    )
 
 
 @rows

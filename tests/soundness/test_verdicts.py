@@ -10,7 +10,7 @@ import right_methods
 import right_programs
 import wrong_programs
 import wrong_subtly
-from running import Program, abstract_mesh, cases, traced
+from running import Program, abstract_mesh, cases, gradient_of, traced
 
 from shardlib import shardops
 from soundness.check import prove
@@ -27,6 +27,27 @@ def refusals(program: Program) -> tuple[str, ...]:
 @cases([program for program in RIGHT if not program.escape])
 def test_right_programs_are_accepted(program):
     assert not refusals(program)
+
+
+REDUCED_IN_A_LOOP = {"gradients of own pairs of rows accumulated", "rows mapped one by one"}
+REDUCED_IN_A_LOOP |= {"gradient through rows mapped one by one"}
+"""Programs that loop over a device's own rows. JAX puts the reductions of their gradients into the loop."""
+
+
+@pytest.mark.slow
+def test_gradients_of_right_programs_are_accepted():
+    refused, count = [], 0
+    for program in RIGHT:
+        if program.escape or program.name in REDUCED_IN_A_LOOP:
+            continue
+        gradient = gradient_of(program)
+        try:
+            refused += refusals(gradient)
+        except (NotImplementedError, ValueError, TypeError):  # of pmax; of a while loop; of integers
+            continue
+        count += 1
+    assert not refused
+    assert count > 150, count
 
 
 @cases(wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS)
