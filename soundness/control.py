@@ -131,8 +131,8 @@ def _scan(interpreter: Any, eq: Equation) -> list[Value]:
     if eq.twin is not None and eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
         reason = Refused(
             f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
-            "loop over a whole size; over a device's own rows a loop may map, and add up with `+`, without collectives; "
-            "a ring over devices is shardops.per_device(...) with the reason",
+            "loop over a whole size; over its own rows a device may map, and add up with `+`, without collectives; a "
+            "ring over devices is shardops.per_device(...) with the reason",
         )
         outs = interpreter.wild(eq, interpreter.explain(eq, reason))
         args = [*first, *(Value(c.dims, wild=outs[0].wild) for c in carry), *items]

@@ -1,4 +1,4 @@
-"""Right per-device programs of methods that papers describe. What each is to compute is what it computes on one device.
+"""Right per-device programs of methods that papers describe. Each is to compute what it computes on one device.
 
 A program with `escape` holds values on the way that are no blocks of a whole value; its reason says why it is right.
 """
@@ -461,18 +461,6 @@ def viterbi_path(scores: f32["B/d L E"], moves: f32["E E"]) -> i32["B/d L"]:
     return jnp.concatenate([first[None], rest]).T
 
 
-@recurrences
-def edit_distance_of_rows(a: i32["B/d L"], b: i32["B/d S"]) -> i32["B/d"]:
-    def row(before, now):
-        i, x = now
-        costs = jnp.minimum(before[:, :-1] + (x[:, None] != b), before[:, 1:] + 1)
-        costs = jnp.concatenate([jnp.full_like(before[:, :1], 0) + i, costs], axis=1) - jnp.arange(b.shape[1] + 1)
-        return lax.cummin(costs, axis=1) + jnp.arange(b.shape[1] + 1), None
-
-    start = jnp.broadcast_to(jnp.arange(b.shape[1] + 1), (b.shape[0], b.shape[1] + 1)) + 0 * b[:, :1]
-    return lax.scan(row, start, (1 + jnp.arange(a.shape[1]), a.T))[0][:, -1]
-
-
 # ---- layers and residual streams ----------------------------------------------------------------------------------
 
 layers = method("layers and residual streams")
@@ -556,19 +544,6 @@ def patches_of_images_sharded_by_rows(x: f32["B/d H/t W C"], w: f32["16 M"], whe
     return patches @ w + own(where.reshape(4, 4, -1), "t", n)
 
 
-@layers
-def pooled_and_upsampled_image(x: f32["B/d H/t W C"]) -> f32["B/d H/t W C"]:
-    n, h, w, c = x.shape
-    pooled = x.reshape(n, h // 2, 2, w // 2, 2, c).mean(axis=(2, 4))
-    return x + jnp.repeat(jnp.repeat(pooled, 2, axis=1), 2, axis=2)
-
-
-@layers
-def space_to_depth_of_an_image(x: f32["B/d H/t W C"]) -> f32["B/d 4/t 4 16"]:
-    n, h, w, c = x.shape
-    return x.reshape(n, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 2, 4, 5).reshape(n, h // 2, w // 2, 4 * c)
-
-
 @layers(escape=True, reason="the rows next to the block come from the neighbours, and zeros beyond the image")
 def convolution_of_an_image_with_halos(x: f32["B/d C H/t W"], kernel: f32["R C 3 3"]) -> f32["B/d R H/t W"]:
     n = lax.axis_size("t")
@@ -596,17 +571,6 @@ def max_pooling_of_sharded_channels(x: f32["B/d H W F/t"]) -> f32["B/d 4 4 F/t"]
 def squeeze_and_excitation(x: f32["B/d H W F/t"], down: f32["F/t D"], up: f32["D F/t"]) -> f32["B/d H W F/t"]:
     gate = jax.nn.relu(lax.psum(x.mean(axis=(1, 2)) @ down, "t")) @ up
     return x * jax.nn.sigmoid(gate)[:, None, None]
-
-
-@layers
-def low_rank_factors_with_a_sharded_rank(x: f32["B/d M"], a: f32["M R/t"], b: f32["R/t F"]) -> f32["B/d F"]:
-    return lax.psum((x @ a) @ b, "t") * (2.0 / 8)
-
-
-@layers
-def kolmogorov_splines(x: f32["B/d M/t"], knots: f32["9"], coefficients: f32["M/t 8 N"]) -> f32["B/d N"]:
-    basis = jnp.maximum(0.0, 1 - jnp.abs(jnp.tanh(x)[..., None] - jnp.tanh(knots[:8])) * 4)
-    return lax.psum(jnp.einsum("bmg,mgn->bn", basis, coefficients), "t")
 
 
 @layers
@@ -744,19 +708,6 @@ def advantages_whitened_by_masked_statistics(a: f32["B/d L"], mask: bool_["B/d L
 
 
 @losses
-def clipped_value_loss(v: f32["B/d L"], old: f32["B/d L"], returns: f32["B/d L"]) -> (f32[""], f32[""]):
-    clipped = old + jnp.clip(v - old, -0.2, 0.2)
-    a, b = (v - returns) ** 2, (clipped - returns) ** 2
-    return tuple(lax.pmean((0.5 * jnp.mean(jnp.maximum(a, b)), jnp.mean((b > a).astype(jnp.float32))), "d"))
-
-
-@losses
-def focal_loss(x: f32["B/d V"], ids: i32["B/d"]) -> f32[""]:
-    logp = jnp.take_along_axis(jax.nn.log_softmax(x), ids[:, None], axis=1)
-    return lax.pmean(jnp.mean(-((1 - jnp.exp(logp)) ** 2) * logp), "d")
-
-
-@losses
 def sampled_softmax(x: f32["B/d M"], table: f32["V/t M"], ids: i32["B/d"], k: key[""]) -> f32[""]:
     def rows(ids):
         local = ids - offset("t", table.shape[0])
@@ -788,13 +739,6 @@ def hardest_of_all_negatives(x: f32["B/d M"], labels: i32["B/d"]) -> f32[""]:
 
 
 @losses
-def mixture_density(logits: f32["B/d E"], mean: f32["B/d E D"], log_std: f32["B/d E"], y: f32["B/d D"]) -> f32[""]:
-    error = jnp.sum((y[:, None] - mean) ** 2, axis=-1) * jnp.exp(-2 * log_std)
-    logp = jax.nn.log_softmax(logits) - 0.5 * error - mean.shape[-1] * log_std
-    return -lax.pmean(jnp.mean(jax.nn.logsumexp(logp, axis=-1)), "d")
-
-
-@losses
 def denoising_with_times_and_noise_of_global_rows(x: f32["B/d H W"], w: f32["W W"], k: key[""]) -> f32[""]:
     def one(x, row):
         a, b = jax.random.split(jax.random.fold_in(k, row))
@@ -816,12 +760,6 @@ def mixed_with_other_rows_of_the_whole_batch(
 
 
 @losses
-def mixed_with_the_batch_in_reverse(x: f32["B/d M"], lam: f32["B/d"]) -> f32["B/d M"]:
-    lam = jax.nn.sigmoid(lam)[:, None]
-    return lam * x + (1 - lam) * own(whole(x, "d")[::-1], "d", x.shape[0])
-
-
-@losses
 def distillation_of_the_best_logits(x: f32["B/d V/t"], teacher: f32["B/d 3"], ids: i32["B/d 3"]) -> f32[""]:
     logp = jnp.stack([picked(x, ids[:, i], "t") for i in range(3)], axis=1) - logsumexp(x, "t")[:, None]
     p = jax.nn.softmax(teacher)
@@ -838,13 +776,6 @@ def perplexity_of_each_domain(loss: f32["B/d L"], domain: i32["B/d"]) -> f32["4"
         "d",
     )
     return jnp.exp(total / jnp.maximum(count, 1))
-
-
-@losses
-def fixed_lengths_of_rows_by_log_probability(x: f32["B/d L V"], ids: i32["B/d L"], length: i32["B/d"]) -> f32["B/d"]:
-    logp = -cross_entropy(x, ids)
-    mask = jnp.arange(x.shape[1]) < length[:, None]
-    return jnp.sum(jnp.where(mask, logp, 0.0), axis=1) / jnp.maximum(mask.sum(axis=1), 1)
 
 
 # ---- codebooks and statistics -------------------------------------------------------------------------------------
@@ -987,11 +918,6 @@ def dot(a, b):
 
 
 @updates
-def sign_of_an_interpolated_momentum(w: f32["M/d F/t"], m: f32["M/d F/t"], g: f32["M/d F/t"]) -> (f32["M/d F/t"],) * 2:
-    return w - 0.01 * (jnp.sign(0.9 * m + 0.1 * g) + 0.1 * w), 0.99 * m + 0.01 * g
-
-
-@updates
 def clipped_curvature_from_sampled_directions(w: f32["M/d F/t"], x: f32["B/d M"], k: key[""]) -> f32["M/d F/t"]:
     def loss(w):
         return lax.pmean(jnp.mean(jnp.tanh(x @ whole(w, "d")) ** 2), EVERY)
@@ -1051,21 +977,10 @@ def kronecker_factors_solved_for_sharded_columns(g: f32["M F/t"], x: f32["B/d M"
 @updates
 def gradient_projected_on_its_main_directions(g: f32["M/d F/t"], m: f32["4 F/t"]) -> f32["M/d F/t"]:
     full = same(same(g, "d"), "t", 1)
-    values, vectors = jnp.linalg.eigh(full @ full.T)
+    vectors = jnp.linalg.eigh(full @ full.T)[1]
     low = own(vectors[:, -4:], "d", g.shape[0])
     m = 0.9 * m + 0.1 * lax.psum(low.T @ g, "d")
     return low @ m
-
-
-@updates
-def gradient_centralized(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    return g - lax.pmean(g.mean(axis=0), "d")
-
-
-@updates
-def unit_wise_clipping(w: f32["M/d F/t"], g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    norm = lambda x: jnp.sqrt(lax.psum(jnp.sum(x * x, axis=0), "d"))
-    return g * jnp.minimum(1.0, 0.01 * jnp.maximum(norm(w), 1e-3) / jnp.maximum(norm(g), 1e-6))
 
 
 @updates
@@ -1151,27 +1066,10 @@ def private_gradients(w: f32["M"], x: f32["B/d M"], y: f32["B/d"], k: key[""]) -
 
 
 @updates
-def eight_bits_with_error_feedback(g: f32["M/d F"], error: f32["M/d F"]) -> (f32["M/d F"], f32["M/d F"]):
-    g = g + error
-    scale = jnp.max(jnp.abs(g), axis=1, keepdims=True) / 127
-    packed = jnp.clip(jnp.round(g / scale), -127, 127).astype(jnp.int8)
-    sent = packed.astype(jnp.float32) * scale
-    return sent, g - sent
-
-
-@updates
 def blocks_of_eight_bit_states(m: f32["F/d"]) -> f32["F/d"]:
     blocks = m.reshape(-1, 4)
     scale = jnp.max(jnp.abs(blocks), axis=1, keepdims=True) + 1e-8
     return ((blocks / scale * 127).astype(jnp.int8).astype(jnp.float32) / 127 * scale).reshape(m.shape)
-
-
-@updates
-def largest_entries_of_each_row_kept(g: f32["M/d F"], error: f32["M/d F"]) -> (f32["M/d F"], f32["M/d F"]):
-    g = g + error
-    least = lax.top_k(jnp.abs(g), 4)[0][:, -1:]
-    kept = jnp.where(jnp.abs(g) >= least, g, 0.0)
-    return kept, g - kept
 
 
 @updates
@@ -1202,13 +1100,6 @@ def flat_buffer_of_all_weights(a: f32["M N"], b: f32["N"], x: f32["B/d M"]) -> f
     flat = jnp.concatenate([ga.reshape(-1), gb])[: a.size]
     n = a.size // lax.axis_size("d")
     return own(flat, "d", n).reshape(-1, a.shape[1])
-
-
-@updates
-def step_size_of_the_loss_over_the_gradient(w: f32["M/d F"], x: f32["B/d M"]) -> f32["M/d F"]:
-    loss = lambda w: lax.pmean(jnp.mean(jnp.tanh(x @ whole(w, "d")) ** 2), "d")
-    value, g = jax.value_and_grad(loss)(w)
-    return w - value / (lax.psum(jnp.sum(g * g), "d") + 1e-3) * g
 
 
 # ---- gradients and loops ------------------------------------------------------------------------------------------
@@ -1379,28 +1270,6 @@ def _(primals, tangents):
 @gradients
 def custom_tangent_of_a_clip(w: f32["M F/t"], x: f32["B/d M"]) -> f32["M F/t"]:
     return jax.grad(lambda w: lax.pmean(jnp.mean(soft_clip(x @ w) ** 2), ("d", "t")))(w)
-
-
-@gradients
-def gradient_penalty_of_each_row(w: f32["M N"], v: f32["N"], x: f32["B/d M"]) -> (f32["M N"], f32["N"]):
-    critic = lambda w, v, x: jnp.tanh(x @ w) @ v
-
-    def loss(w, v):
-        g = jax.vmap(jax.grad(critic, argnums=2), (None, None, 0))(w, v, x)
-        return lax.pmean(jnp.mean((jnp.linalg.norm(g, axis=1) - 1) ** 2), "d")
-
-    return jax.grad(loss, (0, 1))(w, v)
-
-
-@gradients
-def trace_of_a_jacobian_by_probes(w: f32["M M"], x: f32["B/d M"], k: key[""]) -> f32["B/d"]:
-    probe = jax.random.rademacher(k, (w.shape[0],), jnp.float32)
-    return jax.vmap(lambda x: probe @ jax.jvp(lambda x: jnp.tanh(x @ w), (x,), (probe,))[1])(x)
-
-
-@gradients
-def jacobian_of_each_row(w: f32["M D"], x: f32["B/d M"]) -> f32["B/d D M"]:
-    return jax.vmap(jax.jacrev(lambda x: jnp.tanh(x @ w)))(x)
 
 
 @gradients
@@ -1616,12 +1485,6 @@ def narrow_numbers(x: f32["B/d M/t"], w: i32["M/t F"]) -> f32["B/d F"]:
         lax.dot_general(q, w.astype(jnp.int8), (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32), "t"
     )
     return total.astype(jnp.float32) / 10
-
-
-@structures
-def half_precision_activations_and_whole_sums(x: f32["B/d M"], w: f32["M F/t"], v: f32["F/t N"]) -> f32["B/d N"]:
-    h = jnp.tanh((x @ w)).astype(jnp.bfloat16)
-    return lax.psum(jnp.dot(h.astype(jnp.float32), v), "t")
 
 
 @structures
