@@ -83,7 +83,7 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
         raise Refused(f"{eq.name} may give another result on each device", "say so with shardops.per_device")
     for k, value in enumerate(eq.ins):
         is_linear = k == 1 and vectors is not None and not value.extreme
-        eq.unscaled(eq.block(value) if is_linear else eq.finished(value))
+        eq.unscaled(value if is_linear else eq.finished(value))
         for i in range(batch, len(value.dims)):
             if (k, i) == (1, vectors):
                 continue

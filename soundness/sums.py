@@ -160,8 +160,6 @@ def _convolution(eq: Equation) -> Value:
     by_channel = batches == eq.shape(0)[batch] == eq.shape(1)[out] > 1
     if eq.twin is not None:
         by_channel &= eq.twin.params["batch_group_count"] == eq.twin_shape(0)[batch] == eq.twin_shape(1)[out]
-    if not by_channel:
-        eq.same("batch_group_count")
     if (batches != 1 and not by_channel) or (x.partial and kernel.partial):
         eq.finished(x), eq.finished(kernel)
         return everything_whole(eq)[0]
