@@ -36,7 +36,7 @@ COLLECTIVES = frozenset(
 OF_SIZES = frozenset(
     """
     shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
-    out_sharding mesh feature_group_count batch_group_count result_avals update_jaxpr
+    out_sharding dst_sharding concrete_mesh mesh feature_group_count batch_group_count result_avals update_jaxpr
     """.split()  # noqa: SIM905
 )
 """Parameters that may depend on the mesh: the rules compare the sizes that they make."""
@@ -50,6 +50,7 @@ KEEPING = frozenset(
 
 
 @rule("name", "stop_gradient", "pvary", "pcast", "copy_to_host", "sharding_constraint", "layout_constraint")
+@rule("reshard")  # between devices of axes that are not manual, which the program does not show
 @rule("reduced_vary_cast", "reduced_vary_cast_p", "vary_reduced_cast", "preduced", "preduced_p", "mul_by_one")
 def _identity(eq: Equation) -> Value:
     return eq.ins[0]
