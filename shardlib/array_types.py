@@ -140,10 +140,16 @@ def _class_of(t):
     return typing.get_origin(t) if dataclasses.is_dataclass(typing.get_origin(t)) else t
 
 
+def _is_named_tuple(t) -> bool:
+    return isinstance(t, type) and issubclass(t, tuple) and hasattr(t, "_fields")
+
+
 def _fields(t) -> list[tuple[str, typing.Any]]:
     """Name and type of each field that is data."""
     cls = _class_of(t)
     hints = typing.get_type_hints(cls)
+    if _is_named_tuple(cls):
+        return list(hints.items())
     chosen = dict(zip(getattr(cls, "__parameters__", ()), typing.get_args(t), strict=False))
     return [(f.name, _choose(hints[f.name], chosen)) for f in dataclasses.fields(cls) if not f.metadata.get("static")]
 
@@ -187,27 +193,49 @@ def _optional(t):
     return None
 
 
+def _repeated(t):
+    """X of the types `list[X]`, `tuple[X, ...]` and `dict[str, X]`, of any length; None for other types."""
+    kind, args = typing.get_origin(t), typing.get_args(t)
+    is_repeated = kind in (list, dict) or (kind is tuple and args[1:] == (Ellipsis,))
+    return args[1 if kind is dict else 0] if is_repeated else None
+
+
 def is_typed(t) -> bool:
     """Whether the annotation holds array types. Raises ShardError if it holds some that cannot be checked."""
     if isinstance(t, ArrayType | StackedType | SubsetType | typing.TypeVar):
         return True
     if _optional(t) is not None:
         return is_typed(_optional(t))
-    if dataclasses.is_dataclass(_class_of(t)):
+    if dataclasses.is_dataclass(_class_of(t)) or _is_named_tuple(t):
         return any(is_typed(inner) for _, inner in _fields(t))
+    if _repeated(t) is not None:
+        return is_typed(_repeated(t))
     arguments = [a for a in typing.get_args(t) if a is not Ellipsis and not isinstance(a, list)]
     if typing.get_origin(t) is collections.abc.Callable or not any(map(is_typed, arguments)):
         return False
-    if typing.get_origin(t) is not tuple or Ellipsis in typing.get_args(t):
+    if typing.get_origin(t) is not tuple:
         raise ShardError(
             f"the arrays in {t!r} cannot be checked",
-            "annotate with array types, X | None, tuple[X, Y], Array['dims', X] or pytree dataclasses of them",
+            "annotate with array types, X | None, list[X], tuple[X, Y], dict[str, X], Array['dims', X] or pytree "
+            "dataclasses of them",
         )
     return True
 
 
 def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
-    """(path, type, part) of each part of a tuple or dataclass. Raises ShardError for a value of another kind."""
+    """(path, type, part) of each part of a tuple, list, dict or dataclass, in the order of its leaves.
+
+    Raises ShardError for a value of another kind.
+    """
+    if (inner := _repeated(t)) is not None:
+        kind = typing.get_origin(t)
+        if value is ABSENT:
+            return [(f"{path}[…]", inner, ABSENT)]
+        if type(value) is not kind:
+            found = f"{path or 'value'} is a {type(value).__name__}, not a {kind.__name__}"
+            raise ShardError(found, f"pass a {kind.__name__}")
+        parts = sorted(value.items()) if kind is dict else enumerate(value)  # as JAX sorts the keys of a dict
+        return [(f"{path}[{key!r}]", inner, part) for key, part in parts]
     if typing.get_origin(t) is tuple:
         args = typing.get_args(t)
         if value is ABSENT:
@@ -275,11 +303,13 @@ def _map_type(t, leaf, dims: str = ""):
         return _map_type(t.inner, leaf, f"{dims} {t.dims}")
     if _optional(t) is not None:
         return _map_type(_optional(t), leaf, dims)
+    if _repeated(t) is not None:
+        raise ShardError(f"{t!r} does not say how many arrays it holds", "pass a value of the type as `like`")
     if typing.get_origin(t) is tuple:
         return tuple(_map_type(a, leaf, dims) for a in typing.get_args(t))
     cls = _class_of(t)
-    if dataclasses.is_dataclass(cls):
-        for f in dataclasses.fields(cls):
+    if dataclasses.is_dataclass(cls) or _is_named_tuple(cls):
+        for f in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
             if f.metadata.get("static") and f.default is f.default_factory is dataclasses.MISSING:
                 raise ShardError(
                     f"{cls.__name__}.{f.name} is static and has no default", "pass a value of the type as `like`"

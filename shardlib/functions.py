@@ -226,7 +226,8 @@ def _place(array: ArrayType, value, where: str):
 def typed_shard_map(fn):
     """Decorator: `jax.shard_map` over all axes of the current mesh, with specs from the annotations, all checked.
 
-    Every argument and the result are annotated with array types, pytree_dataclasses or tuples of them. The decorated
+    Every argument and the result are annotated with array types, or pytree_dataclasses, NamedTuples, tuples, lists or
+    dicts of them: `list[X]`, `tuple[X, ...]` and `dict[str, X]` hold any number of X. The decorated
     function takes whole arrays. Those sharded as annotated go in as they are, replicated and host arrays are placed,
     and any other sharding is a ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
     """
@@ -267,6 +268,10 @@ def typed_shard_map(fn):
                 types += [array.spec for _, array, _ in parts]
         note_arguments(types)
         structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
+        # Which of its parts are absent, and how many a list has, is known only after fn has run: the arrays of the
+        # result leave in a list for each sharding.
+        out_specs = list(dict.fromkeys(partition_spec(array) for _, array, _ in arrays_of(result, ABSENT)))
+        groups: list[int] = []
 
         def per_device(arrays):
             nonlocal result_structure
@@ -274,20 +279,19 @@ def typed_shard_map(fn):
             call = inspect.BoundArguments(signature, values)
             value = checked(*call.args, **call.kwargs)
             result_structure = jax.tree.structure(value, is_leaf=is_opaque)
-            return [_leaving(array, part, fn, path) for path, array, part in arrays_of(result, value)]
+            parts = [entry for entry in arrays_of(result, value) if entry[2] is not ABSENT]
+            groups[:] = [out_specs.index(partition_spec(array)) for _, array, _ in parts]
+            leaving = [_leaving(array, part, fn, path) for path, array, part in parts]
+            return [[x for x, i in zip(leaving, groups, strict=True) if i == j] for j in range(len(out_specs))]
 
-        # One entry for each array of the type: which parts are absent is known only after fn has run.
-        out_specs = [partition_spec(array) for _, array, _ in arrays_of(result, ABSENT)]
-        out = jax.shard_map(per_device, in_specs=(specs,), out_specs=out_specs)(arrays)
-        return jax.tree.unflatten(result_structure, [part for part in out if part is not None])
+        out = list(map(iter, jax.shard_map(per_device, in_specs=(specs,), out_specs=out_specs)(arrays)))
+        return jax.tree.unflatten(result_structure, [next(out[i]) for i in groups])
 
     return mapped
 
 
 def _leaving(array: ArrayType, part, fn, path: str):
-    """One array of the result; None if absent. Raises ShardError for what cannot leave shard_map."""
-    if part is ABSENT:
-        return None
+    """One array of the result. Raises ShardError for what cannot leave shard_map."""
     gathered = () if is_opaque(part) else sort_axes(jax.typeof(part).manual_axis_type.reduced)
     if is_opaque(part) or gathered:
         error = ShardError(

@@ -202,7 +202,7 @@ def wrap(value: jax.Array, partial: Iterable[str], copies: Iterable[str], origin
         except NotImplementedError:  # without a word from JAX
             raise ShardError(
                 f"{origin} makes a partial sum under jax.vmap, for which JAX has no rule",
-                "name the mapped dim in the spec instead, or map with jax.lax.map",
+                "name the mapped dim in the spec instead, or reduce it inside of what jax.lax.map maps",
             ) from None
     if copies:
         value = Copy(value, sort_axes(copies), Origin(origin))

@@ -119,11 +119,12 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
         )
         if value.wild:
             found.append(str(value.wild))
-        elif value.ratio != 1.0 and value.scaled is not None:
+        elif value.folded or (value.ratio != 1.0 and value.scaled is not None):
+            origin = value.folding if value.folded else value.scaled
             try:
-                value.scaled.unscaled(value)
+                origin.unscaled(origin.unfolded(value))
             except Refused as refusal:
-                found.append(str(interpreter.explain(value.scaled, refusal)))
+                found.append(str(interpreter.explain(origin, refusal)))
         elif problem := _leaving(value, axes, var.aval, sizes, there):
             found.append(f"{_place_of(var, body)}result {i} {problem}")
     return [Finding(text) for text in dict.fromkeys(found)]

@@ -80,6 +80,7 @@ def _reduce_scatter(eq: Equation) -> Value:
         eq.finished(x)
     if not axes and eq.params["tiled"]:
         return x
+    eq.unfolded(dataclasses.replace(x, folded=x.sharded & set(axes)))
     ratio = _summed(eq, x, axes)
     dims = list(x.dims)
     if eq.params["tiled"]:
@@ -93,13 +94,7 @@ def _reduce_scatter(eq: Equation) -> Value:
 
 def _summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> float:
     """The ratio of a sum over devices. A value that is the same on all of them is multiplied by their number."""
-    blocks = x.sharded & set(axes)
-    if blocks:
-        raise Refused(
-            f"a sum over {', '.join(sorted(blocks))} adds different blocks of a sharded dim, entry by entry",
-            "sum along the dim first; to have all blocks gather them",
-        )
-    again = [axis for axis in axes if axis not in x.partial]
+    again = [axis for axis in axes if axis not in x.partial and axis not in x.sharded - x.folded]
     return near(x.ratio * devices(eq.twin_sizes, again) / devices(eq.sizes, again))
 
 
@@ -114,7 +109,9 @@ def _psum(eq: Equation) -> list[Value]:
             here, there = (devices(sizes, axes) for sizes in (eq.sizes, eq.twin_sizes))
             found.append(constant(len(x.dims), x.known[0] * here, x.known[1] * there))
         else:
-            found.append(dataclasses.replace(x, partial=x.partial - set(axes), ratio=ratio, known=None))
+            folded = x.folded | x.sharded & set(axes)  # then a sum along the dim is that of all blocks, as before
+            partial = x.partial - set(axes)
+            found.append(dataclasses.replace(x, partial=partial, ratio=ratio, known=None, folded=folded, folding=eq))
     return found
 
 

@@ -5,6 +5,7 @@ The whole value is the one that the same program computes on one device. A devic
 - its block of the whole value, each dim cut over the axes of its `Dim`;
 - one term of a sum over the devices of `partial`, or of a maximum or minimum over those of `extreme`;
 - the block times a number that depends on the mesh, as a mean over its own entries is: `ratio`;
+- the sum of the blocks of all devices, entry by entry, of which only the sum along the dim is right: `folded`;
 - a position that counts from the start of its block, or an offset of the block: `count`, `offset`;
 - an index less an offset, or what was looked up by it, or whether it is in this device's block: `origin`, `looked_up`,
   `mask`;
@@ -129,6 +130,8 @@ class Value:
         extreme: ("max" or "min", axes over which it is still to be taken).
         ratio: what the whole value on one device is, divided by what the blocks add up to.
         scaled: the equation that gave it a ratio.
+        folded: axes of its dims over which blocks were added, entry by entry.
+        folding: the equation that added them.
         known: the number that it is, on this mesh and on one device; of a count, its first entry.
         offset: what this device adds to it.
         count: dims along which it counts 0, 1, … in row-major order.
@@ -152,6 +155,8 @@ class Value:
     extreme: tuple[str, frozenset[str]] | None = None
     ratio: float = 1.0
     scaled: Any = dataclasses.field(default=None, compare=False)
+    folded: frozenset[str] = frozenset()
+    folding: Any = dataclasses.field(default=None, compare=False)
     known: tuple[Number, Number] | None = None
     offset: Offset = ()
     count: tuple[int, ...] = ()
@@ -177,7 +182,7 @@ class Value:
     @property
     def is_block(self) -> bool:
         """Whether it is a block of a whole value, or a term of a sum or of an extreme."""
-        odd = self.offset or self.valid or self.is_index or self.mask or self.is_local
+        odd = self.folded or self.offset or self.valid or self.is_index or self.mask or self.is_local
         return not odd and self.looked_up is None
 
     @property

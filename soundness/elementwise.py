@@ -75,6 +75,8 @@ def elementwise(eq: Equation) -> Value:
     dims = eq.joined_dims(ins)
     if eq.name == "mul" and any(v.is_zero for v in ins):
         return constant(ndim, 0, 0)
+    if any(v.folded for v in ins):
+        return _folded(eq, ins, dims)
     partial, masked = _partial(eq, ins), next((v for v in ins if v.masked), None)
     if masked is None or eq.name not in (*UNARY_LINEAR, "mul", "div"):
         return Value(dims, partial, _extreme(eq, ins), _ratio(eq, ins))
@@ -151,6 +153,16 @@ def _partial(eq: Equation, ins: list[Value]) -> frozenset[str]:
     for value in ins:
         eq.finished(value)
     raise AssertionError(name)
+
+
+def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
+    """Linear in entries that are sums of those of different blocks, as in a partial sum."""
+    live = [v for v in ins if not v.is_zero]
+    if len({v.folded for v in live}) > 1 or (eq.name == "convert_element_type" and not _is_linear(*_dtypes(eq))):
+        for value in ins:
+            eq.unfolded(value)
+    folding = next(v.folding for v in ins if v.folded)
+    return Value(dims, _partial(eq, ins), None, _ratio(eq, ins), folded=live[0].folded, folding=folding)
 
 
 def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | None:

@@ -19,6 +19,11 @@ _JAX = str(Path(jax.__file__).parent)
 WHOLE_SIZE = "divide by the whole size: shardops.size(name), or jax.lax.psum of the count"
 
 
+FOLDING = frozenset("psum psum2 psum_invariant psum_invariant_p pvary pcast".split())  # noqa: SIM905
+FOLDING |= frozenset("reduce_sum add add_any sub neg convert_element_type".split())  # noqa: SIM905
+"""Linear primitives whose rules take sums of different blocks, of which the sum along the dim is still to come."""
+
+
 class Refused(Exception):
     """A value that is not a block of a whole value. `remedy` says what to do; `at` is the Equation to blame."""
 
@@ -88,14 +93,26 @@ class Equation:
         for name in names if self.twin is not None else ():
             here, there = (_comparable(eqn.params.get(name)) for eqn in (self.eqn, self.twin))
             if here != there and not (here != here and there != there):
-                values = f": {here} here, {there} on one device"
+                values = f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
                 raise Refused(
-                    f"its {name} depends on the mesh{values if len(values) < 200 else ''}",
+                    f"its {name} depends on the mesh{values}",
                     "compute it from whole sizes: shardops.size(name) is the whole size of a dim",
                 )
 
+    def unfolded(self, value: Value) -> Value:
+        """`value`, if its entries are not sums of those of different blocks."""
+        if value.folded:
+            raise Refused(
+                f"a sum over {', '.join(sorted(value.folded))} adds different blocks of a sharded dim, entry by entry",
+                "sum along the dim first; to have all blocks gather them",
+                value.folding,
+            )
+        return value
+
     def block(self, value: Value) -> Value:
         """`value`, if it is a block of a whole value, or a term of a sum. Refuses it otherwise."""
+        if self.name not in FOLDING:
+            self.unfolded(value)
         if value.offset:
             axes = ", ".join(axis for axis, _ in value.offset)
             raise Refused(

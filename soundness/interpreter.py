@@ -115,6 +115,9 @@ class Interpreter:
     def _applied(self, eq: Equation) -> list[Value]:
         mark = mark_of(eq.eqn)
         try:
+            if mark is not None or (eq.name in PLACING and eq.name not in CONTROL):
+                for value in filter(lambda value: value.folded, eq.ins):
+                    eq.block(value)
             if mark is not None:
                 return [self._marked(eq, mark)]
             if is_region(eq.eqn):

@@ -26,6 +26,11 @@ def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | None
     return axes_of_offset(tuple((axis, -c) for axis, c in index.offset), eq.shape()[i], eq.sizes)
 
 
+def _clips(eq: Equation) -> bool:
+    """Whether an index out of range is clipped: that of a window as large as its dim to 0."""
+    return getattr(eq.params["mode"], "name", "") == "CLIP"
+
+
 def _plain(eq: Equation, index: Value) -> Value:
     """`index`, if it is one into a dim that is not sharded."""
     return eq.unscaled(eq.finished(index))
@@ -42,9 +47,12 @@ def _gather(eq: Equation) -> Value:
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for i, j in pairs:
         batch[j] = eq.joined(i, [x.dims[i], batch[j]])
-    looked_up, origin = None, None
+    twin_sizes = eq.twin.params["slice_sizes"] if eq.twin is not None else eq.twin_shape()
+    looked_up, origin, own = None, None, frozenset()
     for i, index in zip(numbers.start_index_map, _indices(eq, ids, len(numbers.start_index_map)), strict=True):
         dim = x.dims[i]
+        if (sizes[i], twin_sizes[i]) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
+            continue  # the whole dim is taken, whatever the index
         if dim is not UNIFORM and dim.axes:
             if index.count and not index.offset and index.known == (0, 0) and sizes[i] == 1 and len(index.count) == 1:
                 (j,) = index.count  # entry k of this dim for entry k of the batch
@@ -58,6 +66,15 @@ def _gather(eq: Equation) -> Value:
                     "relative to this device's block",
                     "shardops.index_unreduced looks up in a sharded dim",
                 )
+            if (
+                index.drops
+                and getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP"
+                and eq.params["fill_value"] == 0
+            ):
+                if set(dim.axes) & (x.partial | own):
+                    eq.finished(x)
+                own |= set(dim.axes)  # zero where the entry is in the block of another device
+                continue
             if looked_up is not None:
                 raise Refused("two sharded dims are looked up at once", "look up in one after the other")
             looked_up, origin = index.offset, index.origin
@@ -81,7 +98,7 @@ def _gather(eq: Equation) -> Value:
             dims.append(next(batches))
             places.append(next(labels, None))
     origin = origin and Origin(origin.token, tuple(places))
-    return Value(tuple(dims), x.partial, ratio=x.ratio, looked_up=looked_up, origin=origin)
+    return Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin)
 
 
 @rule("scatter-add", "scatter", "scatter-max", "scatter-min", "scatter-mul")
@@ -92,6 +109,7 @@ def _scatter(eq: Equation) -> Value:
     inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window = [i for i in range(len(shape)) if i not in inserted]
     dims, update_shape = list(x.dims), eq.shape(2)
+    sizes = {i: (update_shape[j], eq.twin_shape(2)[j]) for i, j in zip(window, numbers.update_window_dims, strict=True)}
     for i, j in zip(window, numbers.update_window_dims, strict=True):
         if update_shape[j] == shape[i]:
             dims[i] = eq.joined(i, [x.dims[i], updates.dims[j]])
@@ -108,8 +126,10 @@ def _scatter(eq: Equation) -> Value:
         batch[j] = UNIFORM  # each entry has its own place
         places[j] = None
     indices = _indices(eq, ids, len(numbers.scatter_dims_to_operand_dims))
-    own = frozenset()
+    own, kind, pending = frozenset(), {"scatter-max": "max", "scatter-min": "min"}.get(eq.name), frozenset()
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
+        if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
+            continue  # the whole dim is written, whatever the index
         if index.count and not index.offset and index.is_local and index.known == (0, 0) and len(index.count) == 1:
             (k,) = index.count
             dim = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
@@ -137,6 +157,9 @@ def _scatter(eq: Equation) -> Value:
             if update_shape[places[j]] != eq.twin_shape(2)[places[j]]:
                 raise Refused("as many equal entries are written as the mesh decides", "")
         elif dim is not UNIFORM and dim.axes:
+            if kind and not set(dim.axes) & Value(tuple(dims)).sharded:
+                pending |= set(dim.axes)  # the largest of all updates is the largest of each device's largest
+                continue
             if not adds:
                 eq.uncut(Value((dim,)), 0, "entries are written")
             if set(dim.axes) & partial:
@@ -148,7 +171,7 @@ def _scatter(eq: Equation) -> Value:
     into = Value(tuple(dims), x.partial, ratio=x.ratio, known=x.known if x.is_zero else None)
     eq.joined_partial([into, Value((), partial)])
     ratio = eq.joined_ratio([into, Value((), ratio=updates.ratio)])
-    return Value(tuple(dims), frozenset(partial), ratio=ratio)
+    return Value(tuple(dims), frozenset(partial), (kind, pending) if pending else None, ratio)
 
 
 def _is_masked(updates: Value, index: Value, places: list[int | None]) -> bool:
@@ -179,11 +202,10 @@ def _dynamic_slice(eq: Equation) -> Value:
             axes = _axes_of_start(eq, start, b)
             if a != b * devices(eq.sizes, axes):
                 eq.block(start)
-            if dim is not UNIFORM:  # parts of a block are blocks too, cut over its axes and then these
-                if dim.is_merged or set(dim.axes) & set(axes):
-                    eq.uncut(x, i, "this device's part is taken")
-                dim = cut(b, (*dim.axes, *axes), dim.name)
-            dims.append(dim)
+            if dim is not UNIFORM and dim.is_merged:
+                eq.uncut(x, i, "this device's part is taken")
+            # Of a block that is cut already, the part of a part is contiguous too.
+            dims.append(cut(b, (*dim.axes, *axes), dim.name) if dim is not UNIFORM else UNIFORM)
         else:
             _plain(eq, start)
             eq.uncut(x, i, "a part is taken")
@@ -204,12 +226,12 @@ def _dynamic_update_slice(eq: Equation) -> Value:
             continue
         if start.offset:
             axes, dim = _axes_of_start(eq, start, b), y.dims[i]
-            if not x.is_zero or dim is UNIFORM or dim.axes != axes or dim.is_merged:
+            if not x.is_zero or dim is UNIFORM or dim.is_merged or dim.axes[-len(axes) :] != axes:
                 eq.block(start)
             if a != b * devices(eq.sizes, axes):
                 raise Refused("blocks are put together into an array of another size", "")
             assembled |= set(axes)
-            dims.append(whole(a))
+            dims.append(cut(a, dim.axes[: -len(axes)], dim.name))
             continue
         _plain(eq, start)
         eq.uncut(x, i, "a part is written"), eq.uncut(y, i, "a part is written")

@@ -36,7 +36,7 @@ COLLECTIVES = frozenset(
 OF_SIZES = frozenset(
     """
     shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
-    out_sharding mesh feature_group_count result_avals update_jaxpr
+    out_sharding dst_sharding concrete_mesh mesh feature_group_count batch_group_count result_avals update_jaxpr
     """.split()  # noqa: SIM905
 )
 """Parameters that may depend on the mesh: the rules compare the sizes that they make."""
@@ -50,6 +50,7 @@ KEEPING = frozenset(
 
 
 @rule("name", "stop_gradient", "pvary", "pcast", "copy_to_host", "sharding_constraint", "layout_constraint")
+@rule("reshard")  # between devices of axes that are not manual, which the program does not show
 @rule("reduced_vary_cast", "reduced_vary_cast_p", "vary_reduced_cast", "preduced", "preduced_p", "mul_by_one")
 def _identity(eq: Equation) -> Value:
     return eq.ins[0]
@@ -60,19 +61,39 @@ def _barrier(eq: Equation) -> list[Value]:
     return eq.ins
 
 
+@rule("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "triangular_solve", "lu_pivots_to_permutation")
+def _matrices(eq: Equation) -> list[Value]:
+    """Linear algebra of each matrix by itself, and of each vector that a triangular system is solved for."""
+    ndim = len(eq.shape())
+    if eq.name != "triangular_solve":
+        return everything_whole(eq, ndim - (1 if eq.name == "lu_pivots_to_permutation" else 2))
+    return everything_whole(eq, ndim - 2, vectors=ndim - 1 if eq.params["left_side"] else ndim - 2)
+
+
 IMPURE = frozenset(("io_callback", "ordered_io_callback", "rng_uniform", "infeed", "run_state"))
 """Primitives whose results are not a function of their operands."""
 
 
-def everything_whole(eq: Equation) -> list[Value]:
-    """The results of a primitive without a rule: whole, if each device has all of each operand."""
+def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -> list[Value]:
+    """The results of a primitive without a rule: whole, if each device has all of each operand.
+
+    What it does to the entries of the first `batch` dims, and of dim `vectors` of operand 2, it does to each by itself.
+    In operand 2 it is linear then.
+    """
     if eq.name in IMPURE:
         raise Refused(f"{eq.name} may give another result on each device", "say so with shardops.per_device")
-    for value in eq.ins:
-        eq.unscaled(eq.finished(value))
-        for i in range(len(value.dims)):
+    for k, value in enumerate(eq.ins):
+        is_linear = k == 1 and vectors is not None and not value.extreme
+        eq.unscaled(value if is_linear else eq.finished(value))
+        for i in range(batch, len(value.dims)):
+            if (k, i) == (1, vectors):
+                continue
             eq.uncut(value, i, eq.name)
-    for i, _ in enumerate(eq.ins):
-        if eq.shape(i) != eq.twin_shape(i):
-            raise Refused(f"the sizes of the operands of {eq.name} depend on the mesh", "compute them from whole sizes")
-    return [Value(tuple(whole(n) for n in getattr(var.aval, "shape", ()))) for var in eq.eqn.outvars]
+            if eq.shape(k)[i] != eq.twin_shape(k)[i]:
+                problem = f"the sizes of the operands of {eq.name} depend on the mesh"
+                raise Refused(problem, "compute them from whole sizes")
+    dims = [eq.joined(i, (value.dims[i] for value in eq.ins)) for i in range(batch)]
+    shapes = [getattr(var.aval, "shape", ()) for var in eq.eqn.outvars]
+    rest = lambda shape: (eq.ins[1].dims[i] if i == vectors else whole(shape[i]) for i in range(batch, len(shape)))
+    partial = eq.ins[1].partial if vectors is not None else frozenset()
+    return [Value((*dims, *rest(shape)), partial) for shape in shapes]

@@ -109,10 +109,11 @@ class _Piece:
 @rule("reshape")
 def _reshape(eq: Equation) -> Value:
     (x, *_), new = eq.ins, eq.result_shape
-    if eq.params.get("dimensions") is not None:
-        raise Refused("reshape with dimensions", "transpose first")
+    shape, twin_shape = eq.shape(), eq.twin_shape()
+    if (order := eq.params.get("dimensions")) is not None:  # transposed first
+        x, shape, twin_shape = _with(x, moved(x, list(order))), *([s[i] for i in order] for s in (shape, twin_shape))
     pieces: list[_Piece] = []
-    for i, (dim, here, there) in enumerate(zip(x.dims, eq.shape(), eq.twin_shape(), strict=True)):
+    for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
         counted = i in x.count
         if dim is UNIFORM:
             pieces.append(_Piece(here, (), True, here != there, is_counted=counted))
@@ -134,7 +135,7 @@ def _reshape(eq: Equation) -> Value:
         dims.append(_merged(taken))
     if pieces:
         raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
-    source = _kept(eq.shape(), new)
+    source = _kept(tuple(shape), new)
     count = () if mixed else tuple(count)
     origin = moved(x, source).origin if source else None
     return _with(x, dataclasses.replace(x, dims=tuple(dims), count=count, origin=origin, components=()))

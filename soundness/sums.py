@@ -38,7 +38,8 @@ def _sum(eq: Equation) -> Value:
     here, there = _repetitions(eq, x, gone)
     if x.is_constant and not x.partial:
         return constant(len(eq.result_shape), x.known[0] * here, x.known[1] * there)
-    return Value(_without(x.dims, gone), x.partial | axes, ratio=near(x.ratio * there / here if here else x.ratio))
+    dims, ratio = _without(x.dims, gone), near(x.ratio * there / here if here else x.ratio)
+    return Value(dims, x.partial | axes - x.folded, None, ratio, folded=x.folded - axes, folding=x.folding)
 
 
 def _source(x: Value, kind: str, gone: Any) -> Source:
@@ -154,7 +155,12 @@ def _convolution(eq: Equation) -> Value:
             eq.finished(value)
     numbers, groups = eq.params["dimension_numbers"], eq.params["feature_group_count"]
     (batch, feature, *space), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
-    if eq.params["batch_group_count"] != 1 or (x.partial and kernel.partial):
+    batches = eq.params["batch_group_count"]
+    # The gradient of a kernel that has each channel by itself: channels are a batch of which each has its group.
+    by_channel = batches == eq.shape(0)[batch] == eq.shape(1)[out] > 1
+    if eq.twin is not None:
+        by_channel &= eq.twin.params["batch_group_count"] == eq.twin_shape(0)[batch] == eq.twin_shape(1)[out]
+    if (batches != 1 and not by_channel) or (x.partial and kernel.partial):
         eq.finished(x), eq.finished(kernel)
         return everything_whole(eq)[0]
     for k, (value, spatial) in enumerate(((x, space), (kernel, window))):
@@ -171,7 +177,7 @@ def _convolution(eq: Equation) -> Value:
         if dim is not UNIFORM and set(dim.axes) & partial:
             eq.finished(x if x.partial else kernel)
         partial |= set(dim.axes) if dim is not UNIFORM else set()
-        features = kernel.dims[out]
+        features = eq.joined(out, [x.dims[batch], kernel.dims[out]]) if by_channel else kernel.dims[out]
     elif groups == eq.shape(0)[feature] == eq.shape(1)[out] and twin_groups in (groups, eq.twin_shape(0)[feature]):
         # Each channel by itself.
         if eq.shape(1)[into] != eq.twin_shape(1)[into]:
@@ -183,7 +189,7 @@ def _convolution(eq: Equation) -> Value:
             eq.uncut(value, i, "a grouped convolution runs")
         features = whole(eq.result_shape[numbers.out_spec[1]])
     dims: list = [UNIFORM] * len(eq.result_shape)
-    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = x.dims[batch], features
+    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = UNIFORM if by_channel else x.dims[batch], features
     for i in numbers.out_spec[2:]:
         dims[i] = whole(eq.result_shape[i])
     return Value(tuple(dims), frozenset(partial), ratio=near(x.ratio * kernel.ratio))

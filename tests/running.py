@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.extend
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardlib.array_types import ArrayType
@@ -31,8 +33,9 @@ class Program:
         name: what a researcher would call it.
         kind: the class that it belongs to.
         body: the function that `jax.shard_map` runs on each device.
-        whole: the function on whole arrays; for many wrong programs the body itself.
-        ins: the type of each argument.
+        whole: the function on whole arrays; for many wrong programs the body itself; `one_device`: what the program
+            computes on a mesh with one device along each axis.
+        ins: the type of each argument, in dicts, lists and tuples as the argument.
         outs: the type of the result, in dicts, lists and tuples as the result.
         axes: axes of the mesh, major to minor.
         vma: the value of check_vma: False for a program that JAX refuses otherwise.
@@ -46,7 +49,7 @@ class Program:
     kind: str
     body: Callable
     whole: Callable
-    ins: dict[str, ArrayType]
+    ins: dict[str, Any]
     outs: Any
     axes: tuple[str, ...] = ("d", "t")
     vma: bool = True
@@ -61,6 +64,11 @@ class Program:
     def meshes(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of the meshes to run it on."""
         return MESHES[len(self.axes)]
+
+
+def one_device(*_):
+    """In place of the function that a program is meant to compute: the program itself, on one device."""
+    raise NotImplementedError
 
 
 def program(kind: str, body: Callable | None = None, *, whole: Callable | None = None, **options):
@@ -98,7 +106,7 @@ def partition_spec(t: ArrayType, axes: tuple[str, ...]) -> PartitionSpec:
 def specs(program: Program) -> tuple[Any, Any]:
     """in_specs and out_specs of the program."""
     spec = lambda t: partition_spec(t, program.axes)
-    return tuple(map(spec, program.ins.values())), jax.tree.map(spec, program.outs)
+    return jax.tree.map(spec, tuple(program.ins.values())), jax.tree.map(spec, program.outs)
 
 
 def mapped(program: Program, mesh: jax.sharding.Mesh) -> Callable:
@@ -124,7 +132,7 @@ def inputs(program: Program, seed: int = 0) -> list:
             return rng.random(shape) < 0.5
         return rng.standard_normal(shape, np.float32) if t.dtype == "f32" else rng.integers(0, BELOW, shape, np.int32)
 
-    return [draw(t) for t in program.ins.values()]
+    return jax.tree.map(draw, list(program.ins.values()))
 
 
 def traced(program: Program, sizes: tuple[int, ...]) -> jax.extend.core.ClosedJaxpr:
@@ -133,7 +141,7 @@ def traced(program: Program, sizes: tuple[int, ...]) -> jax.extend.core.ClosedJa
     dtypes = {"f32": np.float32, "i32": np.int32, "bool_": np.bool_, "key": jax.eval_shape(jax.random.key, 0).dtype}
     argument = lambda t, spec: jax.ShapeDtypeStruct(shape_of(t), dtypes[t.dtype], sharding=NamedSharding(mesh, spec))
     with jax.sharding.use_abstract_mesh(mesh):
-        arguments = map(argument, program.ins.values(), specs(program)[0])
+        arguments = jax.tree.map(argument, tuple(program.ins.values()), specs(program)[0])
         return jax.make_jaxpr(mapped(program, mesh))(*arguments)
 
 
@@ -142,13 +150,39 @@ def run(program: Program, sizes: tuple[int, ...], seed: int = 0):
     mesh = mesh_of(program, sizes)
     with jax.set_mesh(mesh):
         place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-        arguments = map(place, inputs(program, seed), specs(program)[0])
+        arguments = jax.tree.map(place, tuple(inputs(program, seed)), specs(program)[0])
         return jax.jit(mapped(program, mesh))(*arguments)
 
 
 def intended(program: Program, seed: int = 0):
     """The result that is meant: that of `whole` on one device."""
+    if program.whole is one_device:
+        return run(program, (1,) * len(program.axes), seed)
     return jax.jit(program.whole)(*inputs(program, seed))
+
+
+def gradient_of(program: Program) -> Program:
+    """The gradient, of its float arguments, of a loss that all float results of a program enter. Right if it is."""
+    is_float = lambda tree: {t.dtype for t in jax.tree.leaves(tree)} == {"f32"}
+    chosen = [i for i, t in enumerate(program.ins.values()) if is_float(t)]
+    types = jax.tree.leaves(program.outs)
+
+    def body(*args):
+        def loss(floats):
+            inputs = dict(enumerate(args)) | dict(zip(chosen, floats, strict=True))
+            total = 0.0
+            for y, t in zip(jax.tree.leaves(program.body(*inputs.values())), types, strict=True):
+                axes = {axis for dim in t.spec.dims for axis in dim.axes} & set(program.axes)
+                if is_float(t):
+                    y = lax.pcast(y, tuple(axes - jax.typeof(y).manual_axis_type.varying), to="varying")
+                    total += lax.psum(jnp.sum(jnp.sin(y)), tuple(axes))
+            return total
+
+        return jax.grad(loss)([args[i] for i in chosen])
+
+    outs = [list(program.ins.values())[i] for i in chosen]
+    name = f"gradient of {program.name}"
+    return dataclasses.replace(program, name=name, body=body, outs=outs, whole=one_device)
 
 
 def distance(result, meant) -> float:

@@ -338,4 +338,175 @@ def approximate_best_of_sharded_rows(x: f32["B/d M"]) -> f32["8/d M"]:
     return lax.approx_max_k(x, x.shape[0], reduction_dimension=0)[0]
 
 
+# ---- loops over a device's own rows, matrices by themselves, windows as large as their dim ------------------------
+
+rows = functools.partial(program, "own rows and whole windows")
+
+
+@rows(whole=lambda x: lax.map(lambda row: row - row.mean(), x), vma=False)
+def sum_over_devices_of_mapped_rows(x: f32["B/d M"]) -> f32["B/d M"]:
+    return lax.map(lambda row: row - lax.pmean(row, "d").mean(), x)
+
+
+@rows(whole=lambda x, y: jnp.max(y @ x.T, axis=0))
+def largest_product_of_each_row_with_own_rows(x: f32["B/d M"], y: f32["T/d M"]) -> f32["B/d"]:
+    return lax.map(lambda row: jnp.max(y @ row), x)
+
+
+@rows(whole=lambda x, y: jnp.sum(jnp.exp(y @ x.T), axis=0))
+def sum_of_each_row_with_own_rows(x: f32["B/d M"], y: f32["T/d M"]) -> f32["B/d"]:
+    return lax.map(lambda row: jnp.sum(jnp.exp(y @ row)), x)
+
+
+@rows
+def positions_of_own_rows_mapped(x: f32["B/d"]) -> f32["B/d"]:
+    return lax.map(lambda row: row[0] * row[1], (x, jnp.arange(x.shape[0])))
+
+
+@rows
+def sum_of_the_rows_so_far(x: f32["B/d M"]) -> f32["B/d M"]:
+    return lax.scan(lambda total, row: (total + row,) * 2, 0 * x[0], x)[1]
+
+
+def over_rows(add, start, x):
+    """The carry of a loop over rows."""
+    return lax.scan(lambda total, row: (add(total, row), None), lax.pcast(start, "d", to="varying"), x)[0]
+
+
+@rows(whole=lambda x: x.sum(axis=0), vma=False)
+def sum_of_own_rows_taken_for_that_of_all(x: f32["B/d M"]) -> f32["M"]:
+    return over_rows(jnp.add, jnp.zeros(x.shape[1]), x)
+
+
+@rows(whole=lambda x, w: w + x.sum(axis=0))
+def start_of_a_sum_counted_by_each_device(x: f32["B/d M"], w: f32["M"]) -> f32["M"]:
+    return lax.psum(over_rows(jnp.add, w, x), "d")
+
+
+@rows(whole=lambda x: functools.reduce(lambda total, row: 0.5 * total + row, x))
+def average_that_moves_along_own_rows(x: f32["B/d M"]) -> f32["M"]:
+    return lax.psum(over_rows(lambda total, row: 0.5 * total + row, jnp.zeros(x.shape[1]), x), "d")
+
+
+@rows(whole=lambda x: 255 * x[0])
+def sum_doubled_at_each_row(x: f32["B/d"]) -> f32[""]:
+    return lax.psum(over_rows(lambda total, row: total + total, jnp.ones(()), x) + 0 * x.sum(), "d")
+
+
+@rows(whole=lambda x, y: jnp.sum(jnp.max(y @ x.T, axis=0)))
+def sum_of_largest_products_with_own_rows(x: f32["B/d M"], y: f32["T/d M"]) -> f32[""]:
+    return lax.psum(over_rows(lambda total, row: total + jnp.max(y @ row), jnp.zeros(()), x), "d")
+
+
+@rows(whole=lambda x, y: jnp.sum(jnp.exp(y @ x.T)))
+def sum_of_products_with_own_rows(x: f32["B/d M"], y: f32["T/d M"]) -> f32[""]:
+    return lax.psum(over_rows(lambda total, row: total + jnp.sum(jnp.exp(y @ row)), jnp.zeros(()), x), "d")
+
+
+@rows(whole=lambda x: x[::2].sum() - 2 * x[1::2].sum())
+def sums_that_change_places_at_each_row(x: f32["B/d"]) -> f32[""]:
+    def step(carry, row):
+        return (carry[1] + row, carry[0] - 2 * row), None
+
+    zero = lax.pcast(jnp.zeros(()), "d", to="varying")
+    a, b = lax.scan(step, (zero, zero), x)[0]
+    return lax.psum(a + 3 * b, "d")
+
+
+@rows(whole=lambda x: jnp.concatenate([0 * x[:1], jnp.cumsum(x[:-1], axis=0)]))
+def sums_before_each_of_own_rows(x: f32["B/d M"]) -> f32["B/d M"]:
+    zero = lax.pcast(jnp.zeros(x.shape[1]), "d", to="varying")
+    return lax.scan(lambda total, row: (total + row, total), zero, x)[1]
+
+
+@rows(whole=lambda x: jnp.tanh(x.sum(axis=0)))
+def sum_of_blocks_before_the_sum_along_them(x: f32["B/d M"]) -> f32["M"]:
+    return jnp.tanh(lax.psum(x, "d")).sum(axis=0)
+
+
+@rows(whole=lambda x, y: (x * y[:, None]).sum(axis=0))
+def sum_of_blocks_times_a_block(x: f32["B/d M"], y: f32["B/d"]) -> f32["M"]:
+    return lax.psum((lax.psum(x, "d") * y[:, None]).sum(axis=0), "d") / lax.axis_size("d")
+
+
+@rows(whole=lambda x: x.sum(axis=0))
+def sum_of_blocks_and_sum_along_them_and_again(x: f32["B/d M"]) -> f32["M"]:
+    return lax.psum(lax.psum(x, "d").sum(axis=0), "d")
+
+
+@rows(whole=lambda x: x.max(axis=0))
+def largest_of_a_sum_of_blocks(x: f32["B/d M"]) -> f32["M"]:
+    return lax.psum(x, "d").max(axis=0)
+
+
+@rows(whole=lambda x, y: jnp.sum(x) + jnp.sum(y))
+def sum_of_blocks_with_a_block_added(x: f32["B/d"], y: f32["B/d"]) -> f32[""]:
+    return lax.psum((lax.psum(x, "d") + y).sum(), "d")
+
+
+@rows(whole=lambda x: jnp.sum(x.astype(jnp.int32)))
+def sum_of_blocks_rounded_before_the_sum(x: f32["B/d"]) -> i32[""]:
+    return lax.psum(3 * x, "d").astype(jnp.int32).sum()
+
+
+@rows(whole=lambda x: x.sum(axis=0))
+def sum_of_blocks_carried_by_a_loop(x: f32["B/d M"]) -> f32["M"]:
+    return lax.fori_loop(0, 2, lambda _, y: jnp.abs(y), lax.psum(x, "d")).sum(axis=0)
+
+
+@rows(whole=lambda table, ids: table[ids])
+def dropped_lookups_filled_with_ones(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
+    own, found = own_and_found(table, ids)
+    own = jnp.where(found, own, table.shape[0])
+    return lax.psum(table.at[own].get(mode="fill", fill_value=1.0), "t")
+
+
+@rows(whole=lambda w: jnp.tanh(w), axes=("d", "t"))
+def part_of_a_part_in_another_order(w: f32["M"]) -> f32["M/t/d"]:
+    part = lax.dynamic_slice_in_dim(jnp.tanh(w), offset("d", 16 // lax.axis_size("d")), 16 // lax.axis_size("d"))
+    n = part.shape[0] // lax.axis_size("t")
+    return lax.dynamic_slice_in_dim(part, offset("t", n), n)
+
+
+@rows(whole=lambda x, ids, y: x.at[ids].max(y[:, None]))
+def largest_of_own_rows_in_own_columns(x: f32["V M/d"], ids: i32["T/d"], y: f32["T/d"]) -> f32["V M/d"]:
+    return x.at[ids].max(3 * y[:, None])
+
+
+@rows(whole=lambda x, ids: jnp.full((16, 16), -9.0).at[ids].max(x), vma=False)
+def largest_of_own_rows_taken_for_the_largest_of_all(x: f32["T/d M"], ids: i32["T/d"]) -> f32["V M"]:
+    return jnp.full((16, x.shape[1]), -9.0).at[ids].max(x)
+
+
+@rows(whole=lambda x, ids: jnp.full((16, 16), -9.0).at[ids].max(x))
+def smallest_of_the_largest_of_own_rows(x: f32["T/d M"], ids: i32["T/d"]) -> f32["V M"]:
+    return lax.pmin(jnp.full((16, x.shape[1]), -9.0).at[ids].max(x), "d")
+
+
+@rows
+def window_as_large_as_a_block_written(x: f32["B/d L/t"], at: i32["B/d"]) -> f32["B/d L/t"]:
+    ones = 3 * jnp.ones(min(8, x.shape[1]))
+    return jax.vmap(lambda x, at: lax.dynamic_update_slice(x, ones, (at,)))(x, at.astype(jnp.uint32))
+
+
+@rows(whole=lambda x, at: jax.vmap(lambda x, at: jnp.max(lax.dynamic_slice(x, (at,), (8,))))(x, at))
+def window_as_large_as_a_block_read(x: f32["B/d L/t"], at: i32["B/d"]) -> f32["B/d"]:
+    size = min(8, x.shape[1])
+    return lax.pmax(
+        jax.vmap(lambda x, at: jnp.max(lax.dynamic_slice(x, (at,), (size,))))(x, at.astype(jnp.uint32)), "t"
+    )
+
+
+@rows
+def matrices_cut_by_their_rows_factored(x: f32["R/t 8/d 8"]) -> f32["R/t 8/d 8"]:
+    return jnp.linalg.qr(x)[0]
+
+
+@rows(whole=lambda a, x: jax.scipy.linalg.solve_triangular(a + 3 * jnp.eye(8), x, lower=True))
+def triangular_system_of_each_block(a: f32["8 8/d"], x: f32["8/d L"]) -> f32["8/d L"]:
+    n = x.shape[0]
+    own = lax.dynamic_slice_in_dim(a, offset("d", n), n) + 3 * jnp.eye(n)
+    return jax.scipy.linalg.solve_triangular(own, x, lower=True)
+
+
 PROGRAMS = programs_of(globals())

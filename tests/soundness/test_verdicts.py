@@ -6,13 +6,16 @@ import inspect
 import bad_operands
 import jax
 import pytest
+import right_methods
 import right_programs
 import wrong_programs
 import wrong_subtly
-from running import Program, abstract_mesh, cases, traced
+from running import Program, abstract_mesh, cases, gradient_of, traced
 
 from shardlib import shardops
 from soundness.check import prove
+
+RIGHT = right_programs.PROGRAMS + right_methods.PROGRAMS
 
 
 def refusals(program: Program) -> tuple[str, ...]:
@@ -21,9 +24,30 @@ def refusals(program: Program) -> tuple[str, ...]:
     return tuple(map(str, prove(trace, abstract_mesh(program, (2,) * len(program.axes)))))
 
 
-@cases([program for program in right_programs.PROGRAMS if not program.escape])
+@cases([program for program in RIGHT if not program.escape])
 def test_right_programs_are_accepted(program):
     assert not refusals(program)
+
+
+REDUCED_IN_A_LOOP = {"gradients of own pairs of rows accumulated", "rows mapped one by one"}
+REDUCED_IN_A_LOOP |= {"gradient through rows mapped one by one"}
+"""Programs that loop over a device's own rows. JAX puts the reductions of their gradients into the loop."""
+
+
+@pytest.mark.slow
+def test_gradients_of_right_programs_are_accepted():
+    refused, count = [], 0
+    for program in RIGHT:
+        if program.escape or program.name in REDUCED_IN_A_LOOP:
+            continue
+        gradient = gradient_of(program)
+        try:
+            refused += refusals(gradient)
+        except (NotImplementedError, ValueError, TypeError):  # of pmax; of a while loop; of integers
+            continue
+        count += 1
+    assert not refused
+    assert count > 150, count
 
 
 @cases(wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS)
@@ -82,7 +106,7 @@ def wrapped(program: Program) -> Program:
     return dataclasses.replace(program, body=body)
 
 
-@cases([program for program in right_programs.PROGRAMS if program.escape])
+@cases([program for program in RIGHT if program.escape])
 def test_programs_that_differ_between_devices_on_purpose_have_to_say_so(program):
     assert refusals(program)
     assert not refusals(wrapped(program))
