@@ -49,7 +49,7 @@ NONLINEAR = set(
     """
     pow integer_pow square sqrt rsqrt cbrt exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan sinh cosh
     asinh acosh atanh erf erfc erf_inv lgamma digamma sign floor ceil round abs and or xor not is_finite rem shift_left
-    shift_right_logical shift_right_arithmetic bitcast_convert_type nextafter atan2 population_count clz random_fold_in
+    shift_right_logical shift_right_arithmetic nextafter atan2 population_count clz random_fold_in
     threefry2x32 igamma igammac bessel_i0e bessel_i1e regularized_incomplete_beta polygamma zeta complex
     one_minus_square
     """.split()  # noqa: SIM905

@@ -67,7 +67,8 @@ def _gather(eq: Equation) -> Value:
             raise Refused(f"dim {i}, whose size depends on the mesh, is looked up", "")
     window = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
     for i, n in enumerate(sizes):
-        if n != shape[i] and i not in numbers.start_index_map and i not in numbers.operand_batching_dims:
+        is_part = n != shape[i] or i in numbers.collapsed_slice_dims
+        if is_part and i not in numbers.start_index_map and i not in numbers.operand_batching_dims:
             eq.uncut(x, i, "a part is taken")
     offsets, batches = iter(window), iter(batch[j] for j in range(len(batch)))
     labels = iter(origin.dims[:-1] if origin else ())
@@ -100,6 +101,9 @@ def _scatter(eq: Equation) -> Value:
             dims[i] = whole(shape[i])
             if update_shape[j] != eq.twin_shape(2)[j]:
                 raise Refused("the size of the part that is written depends on the mesh", "")
+    for i in numbers.inserted_window_dims:
+        if i not in numbers.scatter_dims_to_operand_dims:
+            eq.uncut(x, i, "the first entry is written")
     rows = [d for j, d in enumerate(updates.dims) if j not in numbers.update_window_dims]
     batch = [eq.joined(k, pair) for k, pair in enumerate(zip(rows, ids.dims[:-1], strict=True))]
     places = [j for j in range(len(update_shape)) if j not in numbers.update_window_dims]
@@ -145,6 +149,8 @@ def _scatter(eq: Equation) -> Value:
     for value in (x, updates):
         if value.extreme or not adds:
             eq.finished(value)
+        if eq.name == "scatter-mul":
+            eq.unscaled(value)
     into = Value(tuple(dims), x.partial, ratio=x.ratio, known=x.known if x.is_zero else None)
     eq.joined_partial([into, Value((), partial)])
     ratio = eq.joined_ratio([into, Value((), ratio=updates.ratio)])

@@ -4,7 +4,7 @@ Each rule states what the primitive does to whole values, and under which condit
 blocks of that. It refuses (raises Refused) where they are not met. The modules beside this one have the rules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from soundness.domain import Value, whole
@@ -36,7 +36,7 @@ COLLECTIVES = frozenset(
 OF_SIZES = frozenset(
     """
     shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
-    out_sharding mesh feature_group_count result_avals update_jaxpr
+    out_sharding mesh feature_group_count result_avals
     """.split()  # noqa: SIM905
 )
 """Parameters that may depend on the mesh: the rules compare the sizes that they make."""
@@ -60,14 +60,34 @@ def _barrier(eq: Equation) -> list[Value]:
     return eq.ins
 
 
-IMPURE = frozenset(("io_callback", "ordered_io_callback", "rng_uniform", "infeed", "run_state"))
-"""Primitives whose results are not a function of their operands."""
+IMPURE = COLLECTIVES | frozenset(
+    "axis_index io_callback ordered_io_callback rng_uniform infeed run_state shard_map".split()  # noqa: SIM905
+)
+"""Primitives whose results are not a function of their operands alone, where no rule is for them."""
+
+
+def jaxprs_of(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                yield part
+
+
+def _impure(eqn: Any) -> str | None:
+    """The first primitive in an equation, or in the jaxprs that it calls, that is IMPURE."""
+    if eqn.primitive.name in IMPURE:
+        return eqn.primitive.name
+    inner = (e for jaxpr in jaxprs_of(eqn) for e in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return next(filter(None, map(_impure, inner)), None)
 
 
 def everything_whole(eq: Equation) -> list[Value]:
     """The results of a primitive without a rule: whole, if each device has all of each operand."""
-    if eq.name in IMPURE:
-        raise Refused(f"{eq.name} may give another result on each device", "say so with shardops.per_device")
+    if name := _impure(eq.eqn):
+        raise Refused(f"{name} may give another result on each device", "say so with shardops.per_device")
+    if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
+        raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
     for value in eq.ins:
         eq.unscaled(eq.finished(value))
         for i in range(len(value.dims)):

@@ -11,6 +11,7 @@ from running import program, programs_of
 from shardlib.shardtypes import bool_, dtype_name, f32, i32
 
 key = dtype_name("key")
+KEYS = [jax.random.key(i) for i in range(5)]
 
 # ---- masks, lookups and scatters ----------------------------------------------------------------------------------
 
@@ -198,6 +199,54 @@ def start_of_a_block_clipped(table: f32["L M"], start: f32["L/t"]) -> f32["L/t M
     return lax.dynamic_slice_in_dim(table, jnp.minimum(lax.axis_index("t") * n, n // 2), n)
 
 
+@masks(whole=lambda table, ids, g: jnp.zeros(16).at[ids].add(g))
+def masked_updates_summed_before_the_scatter(table: f32["V/t"], ids: i32["B/d"], g: f32["B/d"]) -> f32["V/t"]:
+    own, found = own_and_found(table, ids)
+    own = jnp.clip(own, 0, table.shape[0] - 1)
+    g = lax.psum(jnp.where(found, g, 0.0), "t")
+    return lax.psum(jnp.zeros_like(table).at[own].add(g), "d")
+
+
+@masks(whole=lambda table, ids, others: jnp.where(ids < 16, table[ids, 0] + table[others, 0], 0))
+def vectors_carried_from_another_index(table: f32["V/t 4"], ids: i32["B/d"], others: i32["B/d"]) -> f32["B/d"]:
+    own, found = own_and_found(table, ids)
+    other, _ = own_and_found(table, others)
+    vector = lambda i: jnp.stack([i, jnp.zeros_like(ids)], -1)
+    numbers = lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+
+    def step(_, c):
+        total, v = c
+        entries = lax.gather(table, v, numbers, (1, 1), mode="clip")
+        return total + jnp.where(found, entries, 0.0), vector(other)
+
+    first = lax.pcast(jnp.zeros(ids.shape), ("d", "t"), to="varying")
+    return lax.psum(lax.fori_loop(0, 2, step, (first, vector(own)))[0], "t")
+
+
+@masks(whole=lambda x, ids: x.at[0, ids].add(1.0))
+def entries_added_to_the_first_row_of_each_block(x: f32["B/d M"], ids: i32["4"]) -> f32["B/d M"]:
+    numbers = lax.ScatterDimensionNumbers((), (0, 1), (1,))
+    return lax.scatter_add(x, ids[:, None], jnp.ones(4), numbers)
+
+
+@masks(whole=lambda x, ids: x[0, ids], axes=("d",), vma=False)
+def first_of_one_row_each(x: f32["2/d M"], ids: i32["4"]) -> f32["4"]:
+    numbers = lax.GatherDimensionNumbers((), (0, 1), (1,))
+    return lax.gather(x, ids[:, None], numbers, (1, 1))
+
+
+@masks(whole=lambda x: x.at[jnp.array([1, 3])].set(x[jnp.array([1, 3])] * 2))
+def entries_changed_by_a_function_of_the_mesh(x: f32["M"]) -> f32["M"]:
+    n = float(lax.axis_size("t"))
+    return x.at[jnp.array([1, 3])].apply(lambda v: v * n)
+
+
+@masks(whole=lambda x, v: x.at[::2].multiply(v[:8]))
+def scaled_entries_multiplied_by_scaled_ones(x: f32["M"], v: f32["M"]) -> f32["M"]:
+    x, v = lax.psum(x, "t"), lax.psum(v, "t")
+    return x.at[jnp.arange(0, 16, 2)].multiply(v[:8]) / lax.axis_size("t")
+
+
 # ---- positions ----------------------------------------------------------------------------------------------------
 
 positions = functools.partial(program, "positions that do not add up")
@@ -268,6 +317,58 @@ def argmax_with_a_small_index_elsewhere(x: f32["B/d V/t"]) -> i32["B/d"]:
     return lax.pmin(jnp.where(best == lax.pmax(best, "t"), own, 2), "t")
 
 
+@positions(whole=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
+def argmax_where_the_transposed_maximum_is(x: f32["L S V/t"]) -> i32["L S"]:
+    best = jnp.max(x, axis=2)
+    own = offset("t", x.shape[2]) + jnp.argmax(x, axis=2).astype(jnp.int32)
+    return lax.pmin(jnp.where(lax.pmax(best, "t") == best.T, own, 2**30), "t")
+
+
+@positions(whole=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
+def argmax_where_its_index_is_the_maximum(x: i32["B/d V/t"]) -> i32["B/d"]:
+    index = jnp.argmax(x, axis=-1)
+    return lax.pmin(
+        jnp.where(index == lax.pmax(jnp.max(x, axis=-1), "t"), offset("t", x.shape[-1]) + index, 2**30), "t"
+    )
+
+
+@positions(whole=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
+def argmax_where_the_maximum_is_its_index(x: i32["B/d V/t"]) -> i32["B/d"]:
+    own = offset("t", x.shape[-1]) + jnp.argmax(x, axis=-1)
+    return lax.pmin(jnp.where(jnp.max(x, axis=-1) == own, own, 2**30), "t")
+
+
+@positions(whole=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
+def argmax_where_twice_the_maximum_is(x: f32["B/d V/t"]) -> i32["B/d"]:
+    best = jnp.max(x, axis=-1)
+    own = offset("t", x.shape[-1]) + jnp.argmax(x, axis=-1).astype(jnp.int32)
+    return lax.pmin(jnp.where(best == lax.psum(lax.pmax(best, "t"), "t"), own, 2**30), "t")
+
+
+@positions(whole=lambda x, i: x * jnp.where(i[0] > 7, jnp.arange(16), 0).sum())
+def zeros_or_positions_summed(x: f32["M"], i: i32["4"]) -> f32["M"]:
+    chosen = lax.cond(i[0] > 7, lambda: jnp.arange(16), lambda: jnp.zeros(16, jnp.int32))
+    return x * lax.psum(chosen.sum(), "t")
+
+
+@positions(whole=lambda x: x + jnp.arange(16))
+def positions_carried_from_zeros(x: f32["M"]) -> f32["M"]:
+    where = lax.fori_loop(0, 3, lambda _, c: jnp.arange(16), jnp.zeros(16, jnp.int32))
+    return x + lax.psum(where, "t")
+
+
+@positions(whole=lambda x: jnp.diag(x), vma=False)
+def diagonal_taken_for_uniform(x: f32["L S"]) -> f32["L/t"]:
+    rows = jnp.arange(16, dtype=jnp.uint32)
+    return lax.slice_in_dim(x[rows, rows], 0, 16 // lax.axis_size("t"))
+
+
+@positions(whole=lambda x: x[:, 0])
+def column_taken_for_uniform(x: f32["L S"]) -> f32["L/t"]:
+    rows = jnp.arange(16, dtype=jnp.uint32)
+    return lax.slice_in_dim(x[rows, jnp.zeros(16, jnp.uint32)], 0, 16 // lax.axis_size("t"))
+
+
 # ---- numbers ------------------------------------------------------------------------------------------------------
 
 numbers = functools.partial(program, "numbers and types that depend on the mesh")
@@ -336,6 +437,80 @@ def custom_reduction_of_sharded_rows(x: f32["B/d M"]) -> f32["M"]:
 @numbers
 def approximate_best_of_sharded_rows(x: f32["B/d M"]) -> f32["8/d M"]:
     return lax.approx_max_k(x, x.shape[0], reduction_dimension=0)[0]
+
+
+@numbers(whole=lambda x: x * 3.0, vma=False)
+def rounding_amplified(x: f32["M"]) -> f32["M"]:
+    return (x * (1 + 4e-6 * lax.axis_size("t")) - x) * 2.5e5
+
+
+@numbers(whole=lambda x: x + jax.random.normal(KEYS[1], x.shape))
+def key_made_outside_for_this_mesh(x: f32["M"]) -> f32["M"]:
+    return x + jax.random.normal(KEYS[lax.axis_size("t")], x.shape)
+
+
+# ---- functions within functions -----------------------------------------------------------------------------------
+
+inner = functools.partial(program, "what an equation without a rule does within", vma=False)
+
+
+@inner(whole=lambda x: x)
+def sum_in_a_map_within_a_map(x: f32["M"]) -> f32["M"]:
+    return jax.shard_map(
+        lambda x: lax.psum(x, "t"),
+        in_specs=jax.sharding.PartitionSpec(),
+        out_specs=jax.sharding.PartitionSpec(),
+        axis_names={"t"},
+        check_vma=False,
+    )(x)
+
+
+@jax.custom_batching.custom_vmap
+def shifted(x):
+    return x + lax.axis_index("t")
+
+
+shifted.def_vmap(lambda size, batched, x: (shifted(x), batched[0]))
+
+
+@inner(whole=lambda x: x)
+def index_of_a_device_in_a_custom_vmap(x: f32["M"]) -> f32["M"]:
+    return shifted(x)
+
+
+@inner(whole=lambda x: x)
+def index_of_a_device_in_a_composite(x: f32["M"]) -> f32["M"]:
+    return lax.composite(lambda x: x + lax.axis_index("t"), "tests.shifted")(x)
+
+
+@inner(whole=lambda x: x)
+def linear_solve_with_a_sum(x: f32["M"]) -> f32["M"]:
+    return lax.custom_linear_solve(
+        lambda v: lax.psum(v, "t"), x, lambda mv, b: b / 1.0, symmetric=True
+    ) + lax.custom_linear_solve(lambda v: v, x, lambda mv, b: lax.psum(b, "t"), symmetric=True)
+
+
+@inner(whole=lambda x: jnp.ones(16))
+def array_changed_below_a_local_condition(x: f32["B/d M"]) -> f32["M"]:
+    r = jax.new_ref(jnp.zeros(16))
+
+    def write():
+        r[...] = jnp.ones(16)
+
+    lax.cond(jnp.sum(x) > 0, write, lambda: None)
+    return r[...]
+
+
+@inner(whole=lambda x: x)
+def array_added_to_on_each_device(x: f32["M"]) -> f32["M"]:
+    r = jax.new_ref(x)
+
+    def write(i, c):
+        r[...] = r[...] + 1
+        return c
+
+    lax.fori_loop(0, lax.axis_size("t"), write, 0)
+    return r[...]
 
 
 PROGRAMS = programs_of(globals())

@@ -5,10 +5,11 @@ import collections
 import pytest
 import right_programs
 import wrong_programs
+import wrong_recipes
 import wrong_subtly
 from running import cases, distance, intended, run, traced
 
-RIGHT, WRONG = right_programs.PROGRAMS, wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS
+RIGHT, WRONG = right_programs.PROGRAMS, wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS
 EQUAL, DIFFERENT = 1e-4, 1e-2
 """A right program differs by rounding only. A wrong one differs by far more, so that nothing lies between."""
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import bad_operands
 import pytest
 import wrong_programs
+import wrong_recipes
 import wrong_subtly
 from running import traced
 
@@ -123,7 +124,7 @@ def refusals() -> list[tuple]:
             original(self, *args)
 
         patch.setattr(Refused, "__init__", recording)
-        for program in wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS + bad_operands.PROGRAMS:
+        for program in wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS + bad_operands.PROGRAMS:
             lines: set[tuple[str, int]] = set()
             try:
                 traces = [traced(program, (n,) * len(program.axes)) for n in (2, 1)]

@@ -8,6 +8,7 @@ import jax
 import pytest
 import right_programs
 import wrong_programs
+import wrong_recipes
 import wrong_subtly
 from running import Program, abstract_mesh, cases, traced
 
@@ -26,7 +27,7 @@ def test_right_programs_are_accepted(program):
     assert not refusals(program)
 
 
-@cases(wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS)
+@cases(wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS)
 def test_wrong_programs_are_refused(program):
     assert refusals(program)
 
@@ -59,7 +60,7 @@ TEXTS = {
 """The first line of what is said of a program, after file and line."""
 
 
-@cases([p for p in wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS if p.name in TEXTS])
+@cases([p for p in wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS if p.name in TEXTS])
 def test_a_refusal_says_where_and_what(program):
     place, _, text = refusals(program)[0].splitlines()[0].partition(": ")
     file, _, line = place.rpartition(":")
