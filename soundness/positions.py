@@ -70,7 +70,7 @@ def _holds_positions(before: Any, after: Any) -> bool:
     """Whether a conversion leaves positions as they are."""
     is_integer = lambda dtype: isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
     if is_integer(after):
-        return is_integer(before) and np.iinfo(after).max >= 2**15
+        return is_integer(before) and np.iinfo(after).max >= 2**31 - 1
     return after != np.bool_ and is_integer(before)
 
 

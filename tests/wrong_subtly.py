@@ -449,6 +449,28 @@ def key_made_outside_for_this_mesh(x: f32["M"]) -> f32["M"]:
     return x + jax.random.normal(KEYS[lax.axis_size("t")], x.shape)
 
 
+@numbers(whole=lambda x: jnp.sum(16 * x, axis=1, dtype=jnp.int8).astype(jnp.int32))
+def small_integers_widened_before_the_psum(x: i32["B/d L/t"]) -> i32["B/d"]:
+    return lax.psum(jnp.sum(16 * x, axis=1, dtype=jnp.int8).astype(jnp.int32), "t")
+
+
+@numbers(whole=lambda x: jnp.sum(16 * x, axis=1, dtype=jnp.int8).astype(jnp.float32))
+def small_integers_as_floats_before_the_psum(x: i32["B/d L/t"]) -> f32["B/d"]:
+    return lax.psum(jnp.sum(16 * x, axis=1, dtype=jnp.int8).astype(jnp.float32), "t")
+
+
+@numbers(whole=lambda x: 255 * x)
+def number_too_large_for_its_type(x: f32["M"]) -> f32["M"]:
+    scale = lax.convert_element_type(lax.full((), 256.0) * 1.0, jnp.uint8)
+    return lax.psum(x * scale, "t")
+
+
+@numbers(whole=lambda x: 2 * x)
+def branch_on_rounding(x: f32["M"]) -> f32["M"]:
+    is_seven = jnp.floor(jnp.float32(0.7) * 10) == 7
+    return jnp.where(is_seven, lax.psum(x, "t"), x) * 1.0
+
+
 # ---- functions within functions -----------------------------------------------------------------------------------
 
 inner = functools.partial(program, "what an equation without a rule does within", vma=False)
