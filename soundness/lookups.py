@@ -165,10 +165,11 @@ def _is_masked(updates: Value, index: Value, places: list[int | None]) -> bool:
     return (updates.origin.token, labels) == (index.origin.token, index.origin.dims[:-1])
 
 
-def _axes_of_start(eq: Equation, start: Value, size: int) -> tuple[str, ...]:
-    """Axes that shard a dim, if `start` is that of this device's block of `size` entries."""
+def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tuple[str, ...]:
+    """Axes that shard a dim of `whole_size`, if `start` is that of this device's block of `size` entries."""
     axes = axes_of_offset(start.offset, size, eq.sizes)
-    if not axes or start.valid or start.known is None or any(start.known):
+    is_start = axes and start.valid is None and start.known is not None and not any(start.known)
+    if not is_start or size * devices(eq.sizes, axes) > whole_size:
         eq.block(start)
     return axes
 
@@ -182,17 +183,13 @@ def _dynamic_slice(eq: Equation) -> Value:
         if a == b:
             dims.append(dim)
         elif start.offset:
-            axes = _axes_of_start(eq, start, b)
-            if a != b * devices(eq.sizes, axes):
-                eq.block(start)
+            axes = _axes_of_start(eq, start, b, a)
             eq.uncut(x, i, "this device's part is taken")
             dims.append(cut(b, axes, dim.name if dim else "") if dim is not UNIFORM else UNIFORM)
         else:
             _plain(eq, start)
             eq.uncut(x, i, "a part is taken")
             dims.append(UNIFORM if dim is UNIFORM else whole(b))
-            if a != eq.twin_shape()[i]:
-                raise Refused(f"a part of dim {i}, whose size depends on the mesh, is taken", "")
     return Value(tuple(dims), x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
 
 
@@ -206,11 +203,9 @@ def _dynamic_update_slice(eq: Equation) -> Value:
             dims.append(eq.joined(i, [x.dims[i], y.dims[i]]))
             continue
         if start.offset:
-            axes, dim = _axes_of_start(eq, start, b), y.dims[i]
+            axes, dim = _axes_of_start(eq, start, b, a), y.dims[i]
             if not x.is_zero or dim is UNIFORM or dim.axes != axes or dim.is_merged:
                 eq.block(start)
-            if a != b * devices(eq.sizes, axes):
-                raise Refused("blocks are put together into an array of another size", "")
             assembled |= set(axes)
             dims.append(whole(a))
             continue
@@ -219,8 +214,6 @@ def _dynamic_update_slice(eq: Equation) -> Value:
         if a != eq.twin_shape()[i] or b != eq.twin_shape(1)[i]:
             raise Refused(f"a part of dim {i} is written, whose size depends on the mesh", "")
         dims.append(whole(a))
-    if assembled & y.partial:
-        eq.finished(y)
     y = dataclasses.replace(y, partial=y.partial | assembled)
     values = [x, y]
     return Value(tuple(dims), eq.joined_partial(values), eq.joined_extreme(values), eq.joined_ratio(values))

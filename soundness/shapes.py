@@ -189,13 +189,13 @@ def _take(pieces: list[_Piece], size: int, there: int | None, last: bool) -> lis
             )
             pieces[:2] = [merged]
         else:
-            raise Refused(
-                "a reshape joins entries of different blocks of a sharded dim, or cuts across them",
-                "reshape only so that the sharded dim stays the outermost of those that it is split into; "
-                "shardops.rearrange names the dims",
-            )
+            break
     if product != size:
-        raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
+        raise Refused(
+            "a reshape joins entries of different blocks of a sharded dim, or cuts across them",
+            "reshape only so that the sharded dim stays the outermost of those that it is split into; "
+            "shardops.rearrange names the dims",
+        )
     return taken
 
 
