@@ -16,7 +16,8 @@ from shardlib.parsing import ShardError
 from shardlib.values import noting_arguments, planned_for
 from soundness.domain import UNIFORM, Value, describe, devices
 from soundness.equation import WHOLE_SIZE, Equation, Refused
-from soundness.interpreter import Different, Interpreter, block_of
+from soundness.interpreter import Different, Interpreter, block_of, read_array
+from soundness.rules import jaxprs_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Finding:
 
 
 def findings(program: Any, twin: Any = None, types: list | None = None) -> list[Finding]:
-    """What is wrong with each jax.shard_map in a traced program.
+    """What is wrong with each jax.shard_map in a traced program, and what depends on the mesh outside of it.
 
     Args:
         program: what jax.make_jaxpr or jax.jit(f).trace(...).jaxpr gives.
@@ -56,6 +57,7 @@ def findings_and_facts(program: Any, twin: Any = None, types: list | None = None
     ours = list(_shard_maps(program))
     if theirs is not None and len(theirs) != len(ours):
         raise Different(getattr(program, "jaxpr", program), getattr(twin, "jaxpr", twin))
+    found += map(Finding, dict.fromkeys(_outside(program, twin)) if twin is not None else ())
     for i, eqn in enumerate(ours):
         other = theirs[i] if theirs is not None else None
         found += _of_shard_map(eqn, other, types[i] if types and len(types) == len(ours) else None, facts)
@@ -67,10 +69,42 @@ def _shard_maps(jaxpr: Any) -> Iterator[Any]:
         if eqn.primitive.name == "shard_map":
             yield eqn
             continue
-        for value in eqn.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    yield from _shard_maps(part)
+        for inner in jaxprs_of(eqn):
+            yield from _shard_maps(inner)
+
+
+def _outside(program: Any, twin: Any) -> Iterator[str]:
+    """What depends on the mesh outside of jax.shard_map: numbers, and arrays that become arguments of it."""
+    remedy = "compute it within jax.shard_map, or let it be the same on every mesh"
+    ours, theirs = (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in (program, twin))
+    consts, twin_consts = (getattr(jaxpr, "consts", ()) for jaxpr in (program, twin))
+    names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]
+    if names(ours) != names(theirs) or len(consts) != len(twin_consts):
+        raise Different(ours, theirs)
+    for value, here in zip(map(read_array, consts, twin_consts), consts, strict=True):
+        if value.wild or value.is_local or (value.is_constant and value.known[0] != value.known[1]):
+            text = f"{here.dtype}{list(here.shape)}"
+            yield f"an array that was made outside of the program depends on the mesh: {text}\n  remedy: {remedy}"
+    for eqn, other in zip(ours.eqns, theirs.eqns, strict=True):
+        if eqn.primitive.name == "shard_map":
+            continue
+        if _numbers(eqn) != _numbers(other):
+            place = Equation(eqn, None, [], {}, {}).place()
+            problem = f"{eqn.primitive.name}: a number outside of jax.shard_map depends on the mesh"
+            yield f"{place}: {problem}\n  remedy: {remedy}"
+        for inner, twins in zip(jaxprs_of(eqn), jaxprs_of(other), strict=True):
+            yield from _outside(inner, twins)
+
+
+def _numbers(eqn: Any) -> list:
+    """The literals of an equation, and the parameters that are numbers."""
+    literals = [str(var.val) if isinstance(var, Literal) else "" for var in eqn.invars]
+    return literals + [(name, value) for name, value in eqn.params.items() if _is_plain(value)]
+
+
+def _is_plain(parameter: Any) -> bool:
+    """Whether a parameter is made of numbers alone."""
+    return isinstance(parameter, int | float) or (isinstance(parameter, tuple) and all(map(_is_plain, parameter)))
 
 
 def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:

@@ -89,7 +89,13 @@ def _reduce_scatter(eq: Equation) -> Value:
         raise Refused("psum_scatter(tiled=False) needs a dim of the size of the mesh", "scatter with tiled=True")
     if x.is_zero:
         return constant(len(eq.result_shape), 0, 0)
-    return dataclasses.replace(x, dims=tuple(dims), partial=x.partial - set(axes), ratio=ratio, known=None)
+    return dataclasses.replace(_sum_of(x, axes, ratio), dims=tuple(dims))
+
+
+def _sum_of(x: Value, axes: tuple[str, ...], ratio: float) -> Value:
+    """The sum over devices: no longer what was masked, nor an extreme."""
+    left = x.partial - set(axes)
+    return dataclasses.replace(x, partial=left, ratio=ratio, known=None, masked=None, source=None, is_taken=False)
 
 
 def _summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> float:
@@ -105,13 +111,14 @@ def _psum(eq: Equation) -> list[Value]:
         if x.extreme and axes:
             eq.finished(x)
         ratio = _summed(eq, x, axes)
-        if x.is_constant and not x.partial:
+        if not axes:
+            found.append(x)
+        elif x.is_constant and not x.partial:
             here, there = (devices(sizes, axes) for sizes in (eq.sizes, eq.twin_sizes))
             found.append(constant(len(x.dims), x.known[0] * here, x.known[1] * there))
         else:
             folded = x.folded | x.sharded & set(axes)  # then a sum along the dim is that of all blocks, as before
-            partial = x.partial - set(axes)
-            found.append(dataclasses.replace(x, partial=partial, ratio=ratio, known=None, folded=folded, folding=eq))
+            found.append(dataclasses.replace(_sum_of(x, axes, ratio), folded=folded, folding=eq))
     return found
 
 
@@ -143,11 +150,11 @@ def _all_to_all(eq: Equation) -> Value:
     (x,), axes = eq.ins, axes_of(eq)
     if x.partial & set(axes) or (x.extreme and x.extreme[1] & set(axes)):
         eq.finished(x)
-    if not axes:
-        return x
     split, joined = eq.params["split_axis"], eq.params["concat_axis"]
     if not eq.params.get("tiled", True):
         raise Refused("all_to_all(tiled=False) needs a dim of the size of the mesh", "use tiled=True")
+    if not axes:
+        return x
     dims = list(x.dims)
     dims[joined] = _last(eq, x, joined, axes, "it joins")
     if split == joined:

@@ -6,7 +6,7 @@ from typing import Any
 
 from soundness.domain import UNIFORM, Dim, Value, Wild, constant, whole
 from soundness.equation import Equation, Refused
-from soundness.rules import COLLECTIVES
+from soundness.rules import COLLECTIVES, jaxprs_of
 
 
 def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
@@ -36,7 +36,7 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
             _joined_extreme(eq, values),
             eq.joined_ratio(values),
             a.scaled or b.scaled,
-            known=a.known if a.known == b.known else None,
+            known=a.known if a.is_constant and b.is_constant and a.known == b.known else None,
         )
     except Refused as refusal:
         return Value(a.dims, wild=interpreter.explain(eq, refusal))
@@ -53,7 +53,8 @@ def _joined_extreme(eq: Equation, values: list[Value]) -> Any:
 
 def _anonymous(value: Value) -> Value:
     """`value` without what it was computed of: that may be of another pass of a loop, or of another branch."""
-    return dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
+    unknown = dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
+    return dataclasses.replace(unknown, components=())
 
 
 def _fixed_point(interpreter: Any, eq: Equation, carry: list[Value], body: Any) -> list[Value]:
@@ -181,11 +182,9 @@ def _collectives(jaxpr: Any, axes: frozenset[str]) -> Any:
             names = eqn.params.get("axis_name", eqn.params.get("axes"))
             if axes & set(names if isinstance(names, tuple | list) else (names,)):
                 return eqn
-        for value in eqn.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                is_jaxpr = hasattr(part, "eqns") or hasattr(part, "jaxpr")
-                if is_jaxpr and (found := _collectives(part, axes)):
-                    return found
+        for inner in jaxprs_of(eqn):
+            if found := _collectives(inner, axes):
+                return found
     return None
 
 

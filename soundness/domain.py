@@ -47,6 +47,9 @@ class Dim:
         return len(self.parts) > 1
 
 
+ROUNDING = 1e-6
+"""Share by which numbers may differ that are equal but for the rounding of float32."""
+
 UNIFORM = None
 """In place of a Dim: all entries along it are equal, so that it fits any sharding and any size."""
 
@@ -69,12 +72,16 @@ class Origin(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What an extreme, or its index, was taken of: along dim `along` of the value with this token."""
+    """What an extreme, or its index, was taken of: along dim `along` of the value with this token.
+
+    `dims` says for each dim of a value which dim of the extreme it is.
+    """
 
     token: object
     kind: str
     along: tuple[int, ...]
     axes: tuple[str, ...]
+    dims: tuple[int | None, ...]
 
 
 class Mask(NamedTuple):
@@ -214,9 +221,17 @@ def moved(value: Value, source: Sequence[int | None]) -> Value:
     place = lambda i: source.index(i) if i in source else None
     count = tuple(place(i) for i in value.count if place(i) is not None)
     pick = lambda items, missing: tuple(missing if i is None else items[i] for i in source)
-    origin = value.origin and Origin(value.origin.token, pick(value.origin.dims, None))
+    label = lambda found: found and found._replace(dims=pick(found.dims, None))
     kept = count if list(count) == sorted(count) else ()
-    return dataclasses.replace(value, dims=pick(value.dims, UNIFORM), count=kept, origin=origin, components=())
+    return dataclasses.replace(
+        value,
+        dims=pick(value.dims, UNIFORM),
+        count=kept,
+        mask=value.mask and value.mask._replace(source=label(value.mask.source)),
+        origin=label(value.origin),
+        source=label(value.source),
+        components=(),
+    )
 
 
 def devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
@@ -271,4 +286,4 @@ def describe(value: Value, shape: tuple[int, ...], dtype: Any, sizes: Mapping[st
 
 def near(ratio: float) -> float:
     """`ratio`, or 1 where it differs by rounding."""
-    return 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-5) else ratio
+    return 1.0 if math.isclose(ratio, 1.0, rel_tol=ROUNDING) else ratio

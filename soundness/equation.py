@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardlib.places import is_users, place
-from soundness.domain import UNIFORM, Dim, Value, describe, devices, whole
+from soundness.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, whole
 
 _JAX = str(Path(jax.__file__).parent)
 
@@ -153,7 +153,7 @@ class Equation:
 
     def unscaled(self, value: Value) -> Value:
         """`value`, if no number that depends on the mesh was multiplied into it."""
-        if not math.isclose(value.ratio, 1.0, rel_tol=1e-5):
+        if not math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
             raise Refused(
                 "a number that depends on the mesh was multiplied into a value, such as the size of this device's "
                 "block in place of the whole size",
@@ -206,7 +206,7 @@ class Equation:
     def joined_ratio(self, values: Iterable[Value]) -> float:
         """The ratio that all of the values have, but for zeros."""
         live = [value.ratio for value in values if not value.is_zero]
-        if any(not math.isclose(ratio, live[0], rel_tol=1e-5) for ratio in live):
+        if any(not math.isclose(ratio, live[0], rel_tol=ROUNDING) for ratio in live):
             for value in values:
                 self.unscaled(value)
             raise Refused("values multiplied by different numbers that depend on the mesh are combined", "")

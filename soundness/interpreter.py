@@ -257,13 +257,12 @@ def block_of(
 
 def read_array(here: Any, there: Any) -> Value:
     """Facts about a constant array: a number, a count, or an array that is the same on both meshes."""
-    array = (
-        np.asarray(here)
-        if not isinstance(here, jax.Array) or not jax.dtypes.issubdtype(here.dtype, jax.dtypes.extended)
-        else None
-    )
-    if array is None or array.dtype == jax.dtypes.float0 or array.dtype == object:
-        return Value(tuple(whole(n) for n in np.shape(here)))
+    if isinstance(here, jax.Array) and jax.dtypes.issubdtype(here.dtype, jax.dtypes.prng_key):
+        bits = read_array(jax.random.key_data(here), None if there is None else jax.random.key_data(there))
+        return Value((UNIFORM,) * here.ndim, wild=bits.wild) if bits.wild else Value(tuple(map(whole, here.shape)))
+    array = np.asarray(here)
+    if array.dtype == jax.dtypes.float0 or array.dtype == object:
+        return Value(tuple(whole(n) for n in array.shape))
     other = array if there is None else np.asarray(there)
     if array.size and other.size and (array == array.flat[0]).all() and (other == other.flat[0]).all():
         return constant(array.ndim, array.flat[0].item(), other.flat[0].item())

@@ -84,7 +84,8 @@ def _gather(eq: Equation) -> Value:
             raise Refused(f"dim {i}, whose size depends on the mesh, is looked up", "")
     window = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
     for i, n in enumerate(sizes):
-        if n != shape[i] and i not in numbers.start_index_map and i not in numbers.operand_batching_dims:
+        is_part = n != shape[i] or i in numbers.collapsed_slice_dims
+        if is_part and i not in numbers.start_index_map and i not in numbers.operand_batching_dims:
             eq.uncut(x, i, "a part is taken")
     offsets, batches = iter(window), iter(batch[j] for j in range(len(batch)))
     labels = iter(origin.dims[:-1] if origin else ())
@@ -118,6 +119,9 @@ def _scatter(eq: Equation) -> Value:
             dims[i] = whole(shape[i])
             if update_shape[j] != eq.twin_shape(2)[j]:
                 raise Refused("the size of the part that is written depends on the mesh", "")
+    for i in numbers.inserted_window_dims:
+        if i not in numbers.scatter_dims_to_operand_dims:
+            eq.uncut(x, i, "the first entry is written")
     rows = [d for j, d in enumerate(updates.dims) if j not in numbers.update_window_dims]
     batch = [eq.joined(k, pair) for k, pair in enumerate(zip(rows, ids.dims[:-1], strict=True))]
     places = [j for j in range(len(update_shape)) if j not in numbers.update_window_dims]
@@ -168,6 +172,8 @@ def _scatter(eq: Equation) -> Value:
     for value in (x, updates):
         if value.extreme or not adds:
             eq.finished(value)
+        if eq.name == "scatter-mul":
+            eq.unscaled(value)
     into = Value(tuple(dims), x.partial, ratio=x.ratio, known=x.known if x.is_zero else None)
     eq.joined_partial([into, Value((), partial)])
     ratio = eq.joined_ratio([into, Value((), ratio=updates.ratio)])
@@ -182,10 +188,11 @@ def _is_masked(updates: Value, index: Value, places: list[int | None]) -> bool:
     return (updates.origin.token, labels) == (index.origin.token, index.origin.dims[:-1])
 
 
-def _axes_of_start(eq: Equation, start: Value, size: int) -> tuple[str, ...]:
-    """Axes that shard a dim, if `start` is that of this device's block of `size` entries."""
+def _axes_of_start(eq: Equation, start: Value, size: int, whole_size: int) -> tuple[str, ...]:
+    """Axes that shard a dim of `whole_size`, if `start` is that of this device's block of `size` entries."""
     axes = axes_of_offset(start.offset, size, eq.sizes)
-    if not axes or start.valid or start.known is None or any(start.known):
+    is_start = axes and start.valid is None and start.known is not None and not any(start.known)
+    if not is_start or size * devices(eq.sizes, axes) > whole_size:
         eq.block(start)
     return axes
 
@@ -199,10 +206,8 @@ def _dynamic_slice(eq: Equation) -> Value:
         if a == b:
             dims.append(dim)
         elif start.offset:
-            axes = _axes_of_start(eq, start, b)
-            if a != b * devices(eq.sizes, axes):
-                eq.block(start)
-            if dim is not UNIFORM and dim.is_merged:
+            axes = _axes_of_start(eq, start, b, a)
+            if dim is not UNIFORM and dim.axes and (dim.is_merged or a != b * devices(eq.sizes, axes)):
                 eq.uncut(x, i, "this device's part is taken")
             # Of a block that is cut already, the part of a part is contiguous too.
             dims.append(cut(b, (*dim.axes, *axes), dim.name) if dim is not UNIFORM else UNIFORM)
@@ -210,8 +215,6 @@ def _dynamic_slice(eq: Equation) -> Value:
             _plain(eq, start)
             eq.uncut(x, i, "a part is taken")
             dims.append(UNIFORM if dim is UNIFORM else whole(b))
-            if a != eq.twin_shape()[i]:
-                raise Refused(f"a part of dim {i}, whose size depends on the mesh, is taken", "")
     return Value(tuple(dims), x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
 
 
@@ -225,11 +228,12 @@ def _dynamic_update_slice(eq: Equation) -> Value:
             dims.append(eq.joined(i, [x.dims[i], y.dims[i]]))
             continue
         if start.offset:
-            axes, dim = _axes_of_start(eq, start, b), y.dims[i]
+            axes, dim = _axes_of_start(eq, start, b, a), y.dims[i]
             if not x.is_zero or dim is UNIFORM or dim.is_merged or dim.axes[-len(axes) :] != axes:
                 eq.block(start)
-            if a != b * devices(eq.sizes, axes):
-                raise Refused("blocks are put together into an array of another size", "")
+            if dim.axes != axes and a != b * devices(eq.sizes, axes):
+                eq.block(start)
+                eq.block(start)
             assembled |= set(axes)
             dims.append(cut(a, dim.axes[: -len(axes)], dim.name))
             continue
@@ -238,8 +242,6 @@ def _dynamic_update_slice(eq: Equation) -> Value:
         if a != eq.twin_shape()[i] or b != eq.twin_shape(1)[i]:
             raise Refused(f"a part of dim {i} is written, whose size depends on the mesh", "")
         dims.append(whole(a))
-    if assembled & y.partial:
-        eq.finished(y)
     y = dataclasses.replace(y, partial=y.partial | assembled)
     values = [x, y]
     return Value(tuple(dims), eq.joined_partial(values), eq.joined_extreme(values), eq.joined_ratio(values))

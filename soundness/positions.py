@@ -70,7 +70,7 @@ def _holds_positions(before: Any, after: Any) -> bool:
     """Whether a conversion leaves positions as they are."""
     is_integer = lambda dtype: isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
     if is_integer(after):
-        return is_integer(before) and np.iinfo(after).max >= 2**15
+        return is_integer(before) and np.iinfo(after).max >= 2**31 - 1
     return after != np.bool_ and is_integer(before)
 
 
@@ -256,8 +256,9 @@ def _replaced(eq: Equation, ins: list[Value]) -> Value:
 
 def _best(eq: Equation, ins: list[Value]) -> Value | None:
     """Whether this device's extreme is that of all devices: which devices may give its index."""
-    local = next((v for v in ins if v.extreme and v.source is not None), None)
-    taken = next((v for v in ins if v.is_taken), None)
+    values = [v for v in ins if not v.is_index]
+    local = next((v for v in values if v.extreme and v.source is not None), None)
+    taken = next((v for v in values if v.is_taken), None)
     if local is None or taken is None or local.source != taken.source:
         return None
     return Value(eq.joined_dims(ins), mask=Mask("best", source=local.source))
@@ -267,7 +268,8 @@ def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
     """The index of the first extreme of a block, from the start of the whole dim."""
     index, start = (a, b) if a.is_index else (b, a)
     axes = axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
-    if index.offset or eq.name == "sub" or axes != index.source.axes or start.known != (0, 0):
+    source = index.source
+    if index.offset or eq.name == "sub" or source is None or axes != source.axes or start.known != (0, 0):
         eq.block(start)
         eq.block(index)
     whole_size = index.known[0] * devices(eq.sizes, axes)

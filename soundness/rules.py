@@ -4,7 +4,7 @@ Each rule states what the primitive does to whole values, and under which condit
 blocks of that. It refuses (raises Refused) where they are not met. The modules beside this one have the rules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from soundness.domain import Value, whole
@@ -36,7 +36,7 @@ COLLECTIVES = frozenset(
 OF_SIZES = frozenset(
     """
     shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
-    out_sharding dst_sharding concrete_mesh mesh feature_group_count batch_group_count result_avals update_jaxpr
+    out_sharding dst_sharding concrete_mesh mesh feature_group_count batch_group_count result_avals
     """.split()  # noqa: SIM905
 )
 """Parameters that may depend on the mesh: the rules compare the sizes that they make."""
@@ -70,8 +70,26 @@ def _matrices(eq: Equation) -> list[Value]:
     return everything_whole(eq, ndim - 2, vectors=ndim - 1 if eq.params["left_side"] else ndim - 2)
 
 
-IMPURE = frozenset(("io_callback", "ordered_io_callback", "rng_uniform", "infeed", "run_state"))
-"""Primitives whose results are not a function of their operands."""
+IMPURE = COLLECTIVES | frozenset(
+    "axis_index io_callback ordered_io_callback rng_uniform infeed run_state shard_map".split()  # noqa: SIM905
+)
+"""Primitives whose results are not a function of their operands alone, where no rule is for them."""
+
+
+def jaxprs_of(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                yield part
+
+
+def _impure(eqn: Any) -> str | None:
+    """The first primitive in an equation, or in the jaxprs that it calls, that is IMPURE."""
+    if eqn.primitive.name in IMPURE:
+        return eqn.primitive.name
+    inner = (e for jaxpr in jaxprs_of(eqn) for e in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return next(filter(None, map(_impure, inner)), None)
 
 
 def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -> list[Value]:
@@ -80,8 +98,10 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
     What it does to the entries of the first `batch` dims, and of dim `vectors` of operand 2, it does to each by itself.
     In operand 2 it is linear then.
     """
-    if eq.name in IMPURE:
-        raise Refused(f"{eq.name} may give another result on each device", "say so with shardops.per_device")
+    if name := _impure(eq.eqn):
+        raise Refused(f"{name} may give another result on each device", "say so with shardops.per_device")
+    if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
+        raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
     for k, value in enumerate(eq.ins):
         is_linear = k == 1 and vectors is not None and not value.extreme
         eq.unscaled(value if is_linear else eq.finished(value))

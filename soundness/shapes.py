@@ -93,6 +93,15 @@ def _expand_dims(eq: Equation) -> Value:
     return _with(x, moved(x, [None if j in new else next(old) for j in range(len(x.dims) + len(new))]))
 
 
+@rule("bitcast_convert_type")
+def _bitcast(eq: Equation) -> Value:
+    (x,), ndim = eq.ins, len(eq.result_shape)
+    eq.unscaled(eq.finished(x))
+    if ndim < len(x.dims):
+        eq.uncut(x, ndim, "entries become one")
+    return Value((*x.dims, *map(whole, eq.result_shape[len(x.dims) :]))[:ndim])
+
+
 @dataclasses.dataclass
 class _Piece:
     """A factor of the entries of an array, as a reshape sees it."""
@@ -136,9 +145,11 @@ def _reshape(eq: Equation) -> Value:
     if pieces:
         raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
     source = _kept(tuple(shape), new)
+    if source is None and (x.is_index or (x.mask and x.mask.source)):
+        eq.block(x)
+    x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None, source=None)
     count = () if mixed else tuple(count)
-    origin = moved(x, source).origin if source else None
-    return _with(x, dataclasses.replace(x, dims=tuple(dims), count=count, origin=origin, components=()))
+    return _with(x, dataclasses.replace(x_there, dims=tuple(dims), count=count, components=()))
 
 
 def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None:
@@ -183,13 +194,13 @@ def _take(pieces: list[_Piece], size: int, there: int | None, last: bool) -> lis
             )
             pieces[:2] = [merged]
         else:
-            raise Refused(
-                "a reshape joins entries of different blocks of a sharded dim, or cuts across them",
-                "reshape only so that the sharded dim stays the outermost of those that it is split into; "
-                "shardops.rearrange names the dims",
-            )
+            break
     if product != size:
-        raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
+        raise Refused(
+            "a reshape joins entries of different blocks of a sharded dim, or cuts across them",
+            "reshape only so that the sharded dim stays the outermost of those that it is split into; "
+            "shardops.rearrange names the dims",
+        )
     return taken
 
 
@@ -213,8 +224,8 @@ def _concatenate(eq: Equation) -> Value:
         and all(shape[k] == 1 for shape in map(eq.shape, range(len(eq.ins))))
         and any(v.count or v.offset for v in eq.ins)
     ):
-        # A count gives no dim: as an index into a sharded dim it says later how the dim that it counts along is cut.
-        bare = [tuple(UNIFORM if i in v.count else d for i, d in enumerate(v.dims)) for v in eq.ins]
+        # A local count gives no dim: as an index into a sharded dim it says how the dim that it counts along is cut.
+        bare = [tuple(UNIFORM if v.is_local and i in v.count else d for i, d in enumerate(v.dims)) for v in eq.ins]
         dims = [eq.joined(i, (b[i] for b in bare)) for i in range(ndim - 1)]
         return Value((*dims, whole(len(eq.ins))), is_local=True, components=tuple(eq.ins))
     for i, value in enumerate(eq.ins):

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from soundness.domain import UNIFORM, Source, Value, constant, near, whole
 from soundness.equation import Equation, Refused
 from soundness.rules import Rules, everything_whole
@@ -44,7 +46,7 @@ def _sum(eq: Equation) -> Value:
 
 def _source(x: Value, kind: str, gone: Any) -> Source:
     axes = tuple(axis for i in gone if x.dims[i] is not UNIFORM for axis in x.dims[i].axes)
-    return Source(x.token, kind, tuple(gone), axes)
+    return Source(x.token, kind, tuple(gone), axes, tuple(range(len(x.dims) - len(gone))))
 
 
 def _extreme_of(kind: str) -> Callable:
@@ -61,8 +63,15 @@ def _extreme_of(kind: str) -> Callable:
     return reduced
 
 
-rule("reduce_max", "reduce_or")(_extreme_of("max"))
-rule("reduce_min", "reduce_and")(_extreme_of("min"))
+rule("reduce_max")(_extreme_of("max"))
+rule("reduce_min")(_extreme_of("min"))
+
+
+@rule("reduce_or", "reduce_and")
+def _any(eq: Equation) -> Value:
+    if eq.result_type() != np.bool_:  # bit by bit
+        return _product(eq)
+    return _extreme_of("max" if eq.name == "reduce_or" else "min")(eq)
 
 
 @rule("reduce_prod", "reduce_xor")
@@ -70,10 +79,10 @@ def _product(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
     eq.unscaled(eq.finished(x))
     for i in gone:
-        eq.uncut(x, i, "entries are multiplied")
+        eq.uncut(x, i, "entries are combined")
     here, there = _repetitions(eq, x, gone)
     if here != there:
-        raise Refused("as many equal entries are multiplied as the mesh decides", "")
+        raise Refused("as many equal entries are combined as the mesh decides", "")
     return Value(_without(x.dims, gone))
 
 
@@ -136,8 +145,11 @@ def _dot(eq: Equation) -> Value:
         dim = eq.joined(i, [a.dims[i], b.dims[j]])
         if dim is UNIFORM:
             ratio *= eq.twin_shape(0)[i] / eq.shape(0)[i]
-        elif set(dim.axes) & partial:
+        elif both := sorted(set(dim.axes) & partial):
             eq.finished(a if a.partial else b)
+            raise Refused(
+                f"two dims that are sharded over {both[0]} are summed: only matching blocks meet", "gather one"
+            )
         else:
             partial |= set(dim.axes)
     if a.is_zero or b.is_zero:
@@ -161,7 +173,6 @@ def _convolution(eq: Equation) -> Value:
     if eq.twin is not None:
         by_channel &= eq.twin.params["batch_group_count"] == eq.twin_shape(0)[batch] == eq.twin_shape(1)[out]
     if (batches != 1 and not by_channel) or (x.partial and kernel.partial):
-        eq.finished(x), eq.finished(kernel)
         return everything_whole(eq)[0]
     for k, (value, spatial) in enumerate(((x, space), (kernel, window))):
         for i in spatial:

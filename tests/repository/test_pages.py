@@ -17,6 +17,7 @@ import pytest
 import right_methods
 import right_programs
 import wrong_programs
+import wrong_recipes
 import wrong_subtly
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -286,7 +287,7 @@ def test_files_exist(page):
 
 def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
     right = sum(not program.escape for program in right_programs.PROGRAMS + right_methods.PROGRAMS)
-    wrong = len(wrong_programs.PROGRAMS) + len(wrong_subtly.PROGRAMS)
+    wrong = sum(len(m.PROGRAMS) for m in (wrong_programs, wrong_recipes, wrong_subtly))
     gates = collections.Counter(bug.get("caught") for bug in gauntlet.bugs() if "edit" in bug)
     assert set(gates) == {"tracing", "verify", "test"}
     sentences = (

@@ -9,6 +9,7 @@ import pytest
 import right_methods
 import right_programs
 import wrong_programs
+import wrong_recipes
 import wrong_subtly
 from running import Program, abstract_mesh, cases, gradient_of, traced
 
@@ -50,7 +51,7 @@ def test_gradients_of_right_programs_are_accepted():
     assert count > 150, count
 
 
-@cases(wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS)
+@cases(wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS)
 def test_wrong_programs_are_refused(program):
     assert refusals(program)
 
@@ -83,7 +84,7 @@ TEXTS = {
 """The first line of what is said of a program, after file and line."""
 
 
-@cases([p for p in wrong_programs.PROGRAMS + wrong_subtly.PROGRAMS if p.name in TEXTS])
+@cases([p for p in wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS if p.name in TEXTS])
 def test_a_refusal_says_where_and_what(program):
     place, _, text = refusals(program)[0].splitlines()[0].partition(": ")
     file, _, line = place.rpartition(":")
