@@ -49,15 +49,20 @@ Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
 """Each equation within a shard_map, with the facts about its results: Interpreter.noted."""
 
 
-def findings_and_facts(program: Any, twin: Any = None, types: list | None = None) -> tuple[list[Finding], Facts]:
-    """`findings`, and what is known of the results of each equation."""
+def findings_and_facts(
+    program: Any, twin: Any = None, types: list | None = None, arrays: bool = True
+) -> tuple[list[Finding], Facts]:
+    """`findings`, and what is known of the results of each equation.
+
+    Without `arrays`, those that were made outside of the program may differ in the twin.
+    """
     found: list[Finding] = []
     facts: Facts = {}
     theirs = list(_shard_maps(twin)) if twin is not None else None
     ours = list(_shard_maps(program))
     if theirs is not None and len(theirs) != len(ours):
         raise Different(getattr(program, "jaxpr", program), getattr(twin, "jaxpr", twin))
-    found += map(Finding, dict.fromkeys(_outside(program, twin)) if twin is not None else ())
+    found += map(Finding, dict.fromkeys(_outside(program, twin, arrays)) if twin is not None else ())
     for i, eqn in enumerate(ours):
         other = theirs[i] if theirs is not None else None
         found += _of_shard_map(eqn, other, types[i] if types and len(types) == len(ours) else None, facts)
@@ -73,7 +78,7 @@ def _shard_maps(jaxpr: Any) -> Iterator[Any]:
             yield from _shard_maps(inner)
 
 
-def _outside(program: Any, twin: Any) -> Iterator[str]:
+def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
     """What depends on the mesh outside of jax.shard_map: numbers, and arrays that become arguments of it."""
     remedy = "compute it within jax.shard_map, or let it be the same on every mesh"
     ours, theirs = (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in (program, twin))
@@ -82,7 +87,7 @@ def _outside(program: Any, twin: Any) -> Iterator[str]:
     if names(ours) != names(theirs) or len(consts) != len(twin_consts):
         raise Different(ours, theirs)
     for value, here in zip(map(read_array, consts, twin_consts), consts, strict=True):
-        if value.wild or value.is_local or (value.is_constant and value.known[0] != value.known[1]):
+        if arrays and (value.wild or value.is_local or (value.is_constant and value.known[0] != value.known[1])):
             text = f"{here.dtype}{list(here.shape)}"
             yield f"an array that was made outside of the program depends on the mesh: {text}\n  remedy: {remedy}"
     for eqn, other in zip(ours.eqns, theirs.eqns, strict=True):
@@ -93,7 +98,7 @@ def _outside(program: Any, twin: Any) -> Iterator[str]:
             problem = f"{eqn.primitive.name}: a number outside of jax.shard_map depends on the mesh"
             yield f"{place}: {problem}\n  remedy: {remedy}"
         for inner, twins in zip(jaxprs_of(eqn), jaxprs_of(other), strict=True):
-            yield from _outside(inner, twins)
+            yield from _outside(inner, twins, arrays)
 
 
 def _numbers(eqn: Any) -> list:
@@ -241,13 +246,16 @@ def prove(
             raise
         lines = str(error).splitlines() or [""]
         return [Finding(f"{UNTRACED}: {type(error).__name__}: {lines[0]}")]
+    # With another number of stages the arrays of their schedule are others.
+    arrays = all(sizes[axis] == n for axis, n in keep.items())
+    compare = lambda *programs: findings_and_facts(*programs, arrays)[0]
     found: list[Finding] = []
     for name, (program, types) in ours.items():
         twin = theirs[name][0]
         if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):
             raise ValueError(BOUND)
         try:
-            found += findings(program, twin, types)
+            found += compare(program, twin, types)
             continue
         except Different as different:
             first = different
@@ -258,7 +266,7 @@ def prove(
             if axes <= compared:
                 continue
             try:
-                found += findings(on(tuple(smaller.values()), trace)[name][0], twin, types)
+                found += compare(on(tuple(smaller.values()), trace)[name][0], twin, types)
                 compared |= axes
             except Different:
                 continue

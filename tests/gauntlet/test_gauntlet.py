@@ -29,6 +29,7 @@ CONFIGS, BUGS = DATA["configs"], {bug["number"]: bug for bug in DATA["bug"]}
 IN_PROCESS = {"train.py", "models/gpt2.py", "optimizers/muon.py"}
 """Files of which train.py can be given an edited copy without another process."""
 DEVICES = 8
+SHORT = 8
 TO_TRY = 76
 """The bug that tools/verify is tried on among the tests that are not slow."""
 
@@ -84,12 +85,14 @@ def in_process(bug: dict) -> bool:
 
 
 def traced() -> list:
-    """The bugs that can be traced here; `long` are those that are refused as one before, and those that are not."""
+    """The bugs that can be traced here; not `long` are SHORT of them that are refused for different reasons."""
     seen, found = {None}, []
     for number, bug in BUGS.items():
         if in_process(bug):
             refused_by = bug["by"] if bug.get("caught") == "tracing" else None
-            found.append(pytest.param(number, marks=[pytest.mark.long] if refused_by in seen else []))
+            found.append(
+                pytest.param(number, marks=[pytest.mark.long] if refused_by in seen or len(seen) > SHORT else [])
+            )
             seen.add(refused_by)
     return found
 

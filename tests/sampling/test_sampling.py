@@ -151,6 +151,7 @@ def test_texts_do_not_depend_on_their_batch(texts):
     assert generate("one device", batch=2) == texts
 
 
+@pytest.mark.long
 def test_fp8_is_for_training_alone(texts):
     """In it a text would depend on those beside it, whose values share its scale."""
     assert generate("one device", fp8=True) == texts
@@ -171,6 +172,7 @@ def test_noise_is_that_of_seed_text_and_place():
         assert not np.isclose(noise(*other), noise(1, 2, 3)).any()
 
 
+@pytest.mark.long
 def test_a_stop_token_ends_its_text_alone(texts):
     stop = texts[0][5]
     drawn = generate("one device", dataclasses.replace(NUCLEUS, stop=(stop,)))

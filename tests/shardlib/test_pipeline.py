@@ -92,7 +92,7 @@ def chosen() -> list[Case]:
 
 
 CASES = chosen()
-QUICK = ["p=2 alone interleaved_1f1b v=2", "p=2 d eager"]
+SHORT, LONG = "p=2 d eager", "p=2 alone interleaved_1f1b v=2"
 
 
 def settings(case: Case) -> Config:
@@ -183,7 +183,13 @@ def test_all_pairs_are_among_the_cases():
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[] if any(str(c).startswith(q) for q in QUICK) else pytest.mark.slow) for c in CASES],
+    [
+        pytest.param(
+            c,
+            marks=[] if str(c).startswith(SHORT) else pytest.mark.long if str(c).startswith(LONG) else pytest.mark.slow,
+        )
+        for c in CASES
+    ],
     ids=str,
 )
 def test_step_equals_that_of_one_device(case):
@@ -227,6 +233,7 @@ def matmuls(mesh, **pipeline) -> int:
         return len(re.findall(r"\bdot_general\[", str(traced_step(c).jaxpr)))
 
 
+@pytest.mark.long
 def test_what_is_saved_is_not_computed_again():
     stages = mesh_of(SMALL)
     once = matmuls(tiny.mesh("one device"))

@@ -24,12 +24,14 @@ def test_the_corpus_is_large():
     assert all(program.reason for program in RIGHT + METHODS if program.escape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("programs", [RIGHT, METHODS, WRONG], ids=["right", "methods", "wrong"])
 def test_each_program_is_one_shard_map(programs):
     for program in programs:
         assert [str(eqn.primitive) for eqn in traced(program, program.meshes[0]).eqns] == ["shard_map"], program
 
 
+@pytest.mark.long
 @cases(RIGHT)
 def test_right_programs_compute_what_is_meant(program):
     assert distance(run(program, program.meshes[0]), intended(program)) < EQUAL

@@ -204,6 +204,7 @@ def test_memory_that_was_predicted_is_marked(tmp_path):
     assert "predicted by the compiler" in text
 
 
+@pytest.mark.long
 def test_the_page_refers_to_no_file_and_pictures_are_drawn(tmp_path):
     write(tmp_path / "<a>", events=[VALIDATION, MEMORY], t=1)
     write(tmp_path / "b</script><script>alert(1)", events=[VALIDATION], t=2)
@@ -284,6 +285,7 @@ def test_metrics_of_the_users_own_are_plotted(tmp_path):
     assert of_layers[2]["name"] == "2  b, layer 2"
 
 
+@pytest.mark.long
 def test_many_runs_and_long_ones(tmp_path):
     for i in range(12):
         write(tmp_path / str(i), list(3 + np.exp(-np.arange(4000 + 100 * i) / 500)), 0.1, learning_rate=i / 100)

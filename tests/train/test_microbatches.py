@@ -143,6 +143,7 @@ def test_a_batch_of_another_number_of_microbatches_is_refused():
             tiny.evaluation_step(c).trace(state.weights, batch)
 
 
+@pytest.mark.long
 def test_weights_gathered_ahead_are_not_gathered_again():
     """With gather_weights=step only t's collectives, for the activations, are left in the loops."""
     found = collectives(compile_step(MESH, microbatches=2, gather_weights="step").as_text())

@@ -13,16 +13,17 @@ from input_loader import TokenBatch
     ("mesh", "changes", "z_loss"),
     [
         *(pytest.param(name, {}, 0.0, marks=pytest.mark.long) for name in tiny.MESHES),
-        ("r=2 d=2 t=2", {"tied_embeddings": True}, 0.0),
+        pytest.param("r=2 d=2 t=2", {"tied_embeddings": True}, 0.0, marks=pytest.mark.long),
         ("d=4 t=2", {}, 0.01),
         ("r=2 d=2 t=2", {"qk_norm": True}, 0.0),
-        ("d=4 t=2", {"logit_softcap": 0.5}, 0.0),
+        pytest.param("d=4 t=2", {"logit_softcap": 0.5}, 0.0, marks=pytest.mark.long),
     ],
 )
 def test_logits_loss_and_gradients_equal_llama(mesh, changes, z_loss):
     compare(mesh, changes, z_loss)
 
 
+@pytest.mark.long
 def test_without_the_mask_a_row_is_one_document():
     c, batch = tiny.model(), tiny.host_batch()
     assert batch.is_seq_start[:, 1:].any()
@@ -34,6 +35,7 @@ def test_without_the_mask_a_row_is_one_document():
     np.testing.assert_allclose(logits, llama_logits(llama(w, c), row).detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_rope_base_and_grouping_matter():
     """The comparison above can tell: another base, or queries grouped otherwise, gives other logits."""
     batch = tiny.host_batch()

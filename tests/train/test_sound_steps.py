@@ -31,7 +31,7 @@ SETTINGS = {  # what it is about: settings of training, of the model and of the 
     "QK-norm": ({}, {"qk_norm": True, "d_head": 8}, {}, "r=2 d=2 t=2"),
     "stages": ({"microbatches": 2}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2"),
 }
-SHORT = ("the demo", "microbatches")
+SHORT = ("the demo",)
 
 
 def mesh_of(text: str) -> AbstractMesh:

@@ -210,6 +210,7 @@ def test_resuming_on_another_mesh_gives_the_same_losses(unbroken, tmp_path):
     np.testing.assert_allclose(losses(broken), losses(unbroken), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_finished_run_says_so(unbroken, capsys):
     before = (unbroken / "metrics.jsonl").read_bytes()
     run(unbroken, 8)
@@ -217,6 +218,7 @@ def test_a_finished_run_says_so(unbroken, capsys):
     assert (unbroken / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_contradicting_configuration_is_refused(unbroken):
     with pytest.raises(ValueError, match=r"learning_rate: checkpoint has 0\.01, this run has 0\.5") as error:
         run(unbroken, 9, learning_rate=0.5)
