@@ -78,7 +78,7 @@ def check_table(table) -> None:
         if weight is ABSENT:
             continue
         what = f"the model's table: {path.removeprefix('.')}: {array!r}"
-        if missing := {"t", "d", *({"p"} & set(mesh_axes()))} - array.spec.sharded:
+        if missing := ({"t", "d", "p"} & set(mesh_axes()) if mesh_axes() else {"t", "d"}) - array.spec.sharded:
             raise ValueError(
                 f"{what} is not sharded over {' and '.join(sorted(missing))}; weights and optimizer state are "
                 "sharded over t, d and p, like M/t/d/p or a matrix in a stack `layers/p`, and are gathered where "

@@ -1,17 +1,19 @@
 """Check of traced programs."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, NamedSharding
 
+from shardlib.marks import is_region
 from shardlib.parsing import ShardError
 from shardlib.values import noting_arguments, planned_for
 from soundness.domain import UNIFORM, Value, describe, devices
@@ -90,7 +92,16 @@ def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
         if arrays and (value.wild or value.is_local or (value.is_constant and value.known[0] != value.known[1])):
             text = f"{here.dtype}{list(here.shape)}"
             yield f"an array that was made outside of the program depends on the mesh: {text}\n  remedy: {remedy}"
-    for eqn, other in zip(ours.eqns, theirs.eqns, strict=True):
+    pairs = dict(zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True))
+    is_same = lambda a, b: isinstance(a, Literal) or pairs.get(a) is b
+    for eqn, other in zip([*ours.eqns, ours], [*theirs.eqns, theirs], strict=True):
+        a, b = (e.outvars if e in (ours, theirs) else e.invars for e in (eqn, other))
+        if len(a) != len(b) or not all(map(is_same, a, b)):
+            place = "" if eqn is ours else f"{Equation(eqn, None, [], {}, {}).place()}: "
+            yield f"{place}another value is used outside of jax.shard_map than on one device\n  remedy: {remedy}"
+        if eqn is ours:
+            break
+        pairs.update(zip(eqn.outvars, other.outvars, strict=True))
         if eqn.primitive.name == "shard_map":
             continue
         if _numbers(eqn) != _numbers(other):
@@ -193,19 +204,19 @@ Trace = Callable[[], dict[str, Any]]
 
 
 def prove(
-    trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None, larger: Trace | None = None
+    trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None, larger: Iterable[Trace] = ()
 ) -> list[Finding]:
     """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
 
     JAX traces other operations where a device has one entry of a dim. Such a program is checked at larger sizes, or
-    compared on smaller meshes.
+    compared on smaller meshes. At its own sizes it must have the same operations, but for those of FORM.
 
     Args:
         trace: traces the programs, on the mesh in force.
         mesh: the mesh; None: the one in force.
         keep: axes that have another number of devices than one on the mesh of comparison, and that number.
-        larger: traces the same source at sizes of which no device has a single entry; None: there are none. Sizes at
-            which it does not trace are not used.
+        larger: each traces the same source at larger sizes. The first is used of which no device has a single entry,
+            or else the last. Sizes at which the source does not trace are not used.
 
     Raises:
         ValueError: a shard_map is bound to a mesh.
@@ -235,10 +246,13 @@ def prove(
         spans = itertools.pairwise(counts)
         return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
 
-    ours = on(tuple(sizes.values()), trace)
-    if larger is not None and any(_has_single_entries(program) for program, _ in ours.values()):
+    own, ours = trace, on(tuple(sizes.values()), trace)
+    found: list[Finding] = []
+    for bigger in larger:
+        if not any(_has_single_entries(program) for program, _ in ours.values()):
+            break
         with contextlib.suppress(Exception):  # of a program that fixes sizes: it is checked at these
-            ours, trace = on(tuple(sizes.values()), larger), larger
+            ours, trace = on(tuple(sizes.values()), bigger), bigger
     try:
         theirs = on(tuple(alone.values()), trace)
     except Exception as error:  # whatever the program does there
@@ -249,7 +263,8 @@ def prove(
     # With another number of stages the arrays of their schedule are others.
     arrays = all(sizes[axis] == n for axis, n in keep.items())
     compare = lambda *programs: findings_and_facts(*programs, arrays)[0]
-    found: list[Finding] = []
+    if trace is not own:
+        found += _other_operations(on(tuple(sizes.values()), own), on(tuple(alone.values()), own))
     for name, (program, types) in ours.items():
         twin = theirs[name][0]
         if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):
@@ -273,6 +288,34 @@ def prove(
         if missing := [axis for axis, n in halves.items() if axis not in (*keep, *compared) and n > 1]:
             found.append(Finding(f"{first.place}: {first}: the operations depend on the size of {', '.join(missing)}"))
     return list({str(finding): finding for finding in found}.values())
+
+
+FORM = frozenset(
+    """
+    add_any broadcast_in_dim concatenate convert_element_type copy expand_dims pad pcast pvary reduce_sum reshape slice
+    squeeze transpose
+    """.split()  # noqa: SIM905
+)
+"""Primitives that JAX adds or leaves out where a dim has one entry."""
+
+
+def _other_operations(ours: Mapping[str, tuple], theirs: Mapping[str, tuple]) -> Iterator[Finding]:
+    """Whether programs do something else on one device, but for primitives of FORM."""
+    for name, (program, _) in ours.items():
+        here, there = (collections.Counter(_operations(p)) for p in (program, theirs[name][0]))
+        if other := next((e for e in sorted({*here, *there}) if here[e] != there[e]), None):
+            yield Finding(
+                f"{name or 'the program'}: {other} {here[other]} times here, and {there[other]} times on one device: "
+                "operations depend on the size of this device's block\n  remedy: let no choice in the code depend on it"
+            )
+
+
+def _operations(jaxpr: Any) -> Iterator[str]:
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name not in FORM and not is_region(eqn):
+            yield eqn.primitive.name
+            for inner in jaxprs_of(eqn):
+                yield from _operations(inner)
 
 
 def _has_single_entries(program: Any) -> bool:
@@ -311,7 +354,7 @@ def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> Non
     def trace(times: int = 1) -> dict[str, Any]:
         return {"": jax.make_jaxpr(run)(*jax.tree.map(functools.partial(_placed, times=times), args))}
 
-    found = prove(trace, mesh, larger=functools.partial(trace, 2))
+    found = prove(trace, mesh, larger=[functools.partial(trace, 2)])
     if found:
         raise ShardError("\n".join(map(str, found)), place="")
 

@@ -144,7 +144,8 @@ class Value:
         count: dims along which it counts 0, 1, … in row-major order.
         is_local: whether a count stops at the end of this device's block.
         valid: of an offset index that was clipped, the indices that it still has; None: all.
-        drops: whether the others are past the end of the block, where a scatter drops them.
+        drops: whether the others are past the end of the block, where a scatter drops them; of what was looked up,
+            whether entries out of range are NaN.
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
         mask: what it says about an offset index; None if it is no mask.
         masked: the offset of the index whose mask made it a partial sum; None if none did.
@@ -213,6 +214,8 @@ def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
     same = on_mesh == on_one or (on_mesh != on_mesh and on_one != on_one)
     # Of one sign, so that a value times it has its largest entry where the value has it.
     ratio = 1.0 if same else on_one / on_mesh if 0 < on_mesh * on_one < math.inf else math.nan
+    if not same and isinstance(on_mesh, int) and near(ratio) == 1:
+        ratio = math.nan  # such as a seed that a size was added to: integers are not rounded
     return Value((UNIFORM,) * ndim, ratio=float(ratio), known=(on_mesh, on_one))
 
 

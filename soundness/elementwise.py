@@ -223,9 +223,11 @@ def _is_rising(before: np.dtype, after: np.dtype) -> bool:
 def _is_linear(before: np.dtype, after: np.dtype) -> bool:
     """Whether a conversion of a sum is the sum of the conversions: modulo 2^n for integers.
 
-    Integers of 32 bits are taken not to wrap around.
+    Signed integers of 32 bits are taken not to wrap around.
     """
     integers = [jnp.issubdtype(d, jnp.integer) for d in (before, after)]
+    if jnp.issubdtype(before, jnp.unsignedinteger) and not integers[1]:
+        return False  # a term below 0 has wrapped around
     if integers[0] and before.itemsize < 4:
         return integers[1] and after.itemsize <= before.itemsize
     return jnp.issubdtype(after, jnp.inexact) or all(integers)

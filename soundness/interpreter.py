@@ -45,6 +45,10 @@ PLACING = (
 """Primitives that take such operands."""
 
 
+ANY = object()
+"""In place of the variable on one device, for what per-device code computes."""
+
+
 class Interpreter:
     """Facts about the results of a program, and what is wrong with it whatever becomes of its results.
 
@@ -83,10 +87,14 @@ class Interpreter:
         for eqn, other in zip(jaxpr.eqns, twins, strict=True):
             equation = Equation(eqn, other, [], self.sizes, self.twin_sizes, self._callers[-1])
             others = other.invars if other is not None else [None] * len(eqn.invars)
-            equation.ins = [self.read(env, pairs, v, t, equation) for v, t in zip(eqn.invars, others, strict=True)]
+            # What per-device code keeps for its backward pass, a ring for each of its turns, depends on the mesh.
+            is_free = other is not None and is_region(eqn)
+            beside = None if is_free else pairs
+            others = [None] * len(eqn.invars) if is_free else others
+            equation.ins = [self.read(env, beside, v, t, equation) for v, t in zip(eqn.invars, others, strict=True)]
             env.update(zip(eqn.outvars, self.apply(equation), strict=True))
             if pairs is not None:
-                pairs.update(zip(eqn.outvars, other.outvars, strict=True))
+                pairs.update(zip(eqn.outvars, [ANY] * len(eqn.outvars) if is_free else other.outvars, strict=True))
         outs = twin.outvars if twin is not None else [None] * len(jaxpr.outvars)
         last = self._callers[-1]
         return [self.read(env, pairs, v, t, last) for v, t in zip(jaxpr.outvars, outs, strict=True)]
@@ -95,7 +103,7 @@ class Interpreter:
         """Facts about a variable or a literal, which must be the same one on one device."""
         is_literal = isinstance(var, core.Literal)
         if pairs is not None and (
-            is_literal != isinstance(twin, core.Literal) or (not is_literal and pairs[var] is not twin)
+            is_literal != isinstance(twin, core.Literal) or (not is_literal and pairs[var] not in (twin, ANY))
         ):
             problem = "another value is used here than on one device"
             reason = Wild(eq.place() if eq else "?", problem, "let no choice in the code depend on sizes", ())

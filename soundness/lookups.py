@@ -99,7 +99,9 @@ def _gather(eq: Equation) -> Value:
             dims.append(next(batches))
             places.append(next(labels, None))
     origin = origin and Origin(origin.token, tuple(places))
-    return Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin)
+    fills = getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP" and eq.params["fill_value"] != 0
+    drops = looked_up is not None and fills and not eq.is_integer(eq.result_type())
+    return Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops)
 
 
 @rule("scatter-add", "scatter", "scatter-max", "scatter-min", "scatter-mul")

@@ -85,6 +85,10 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
     both = None
     if a.known is not None and b.known is not None:
         both = tuple(x + sign * y for x, y in zip(a.known, b.known, strict=True))
+    at = range(len(eq.shape()))
+    is_whole = a.count and not a.is_local and all(eq.shape()[i] == eq.twin_shape()[i] for i in at if i in a.count)
+    if sign < 0 and is_whole and not a.offset and not b.count and b.offset and b.known == (0, 0):
+        a, both = dataclasses.replace(a, count=(), known=None), None  # whole indices, less the offset of a block
     if a.count or b.count:
         if b.count and (a.count or sign < 0):
             return None
@@ -212,6 +216,11 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
         which, value = ins if ins[0].mask else ins[::-1]
         if which.mask.test != "in":
             return None
+        if value.drops:
+            raise Refused(
+                "entries that are out of range on this device are NaN, which a product with a mask does not remove",
+                "select with the mask: jnp.where((0 <= i) & (i < size), found, 0)",
+            )
     elif eq.name == "select_n" and len(ins) == 3 and ins[0].mask and ins[0].mask.test in ("in", "out"):
         which, outside, value = ins if ins[0].mask.test == "in" else (ins[0], ins[2], ins[1])
         if not outside.is_zero or value.offset:
@@ -222,7 +231,7 @@ def _masked(eq: Equation, ins: list[Value]) -> Value | None:
         return None
     if value.looked_up is not None and not _is_of(which, value.looked_up, value):
         raise Refused("entries are masked by another index than the one they were looked up by", "mask by that index")
-    value = dataclasses.replace(value, looked_up=None)
+    value = dataclasses.replace(value, looked_up=None, drops=False)
     eq.block(value)
     if value.extreme:
         eq.finished(value)

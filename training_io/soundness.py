@@ -1,8 +1,13 @@
 """The check of a run's steps before the first one: on this mesh they compute what they compute on one device."""
 
+import ast
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +16,14 @@ from jax.sharding import AbstractMesh
 
 from input_loader import batch_shapes
 from modeling.model import inputs_of
-from shardlib.parsing import PIPELINE_AXIS, ShardError
+from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS, ShardError
+from shardlib.places import place
 from soundness.check import UNTRACED, Finding, prove
 from training_io.config import Config
 
+OF_MACHINES = frozenset(
+    ["devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index"]
+)
 SHOWN = 5
 """Number of findings that an error shows."""
 
@@ -78,13 +87,14 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps."""
 
     def trace(c: Config = c, model: Any = model) -> dict[str, Any]:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXIS_ORDER}))
         batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(model)))
         return {name: traced.jaxpr for name, traced in programs(c, model, batch).items()}
 
-    def larger() -> dict[str, Any]:
-        doubled = _doubled(c)
-        return trace(doubled, type(model)(doubled.model))
-
+    larger = [functools.partial(_traced, trace, c, type(model), names) for names in _larger(c, mesh)]
+    if found := [*_machines(programs), *_machines(type(model))]:
+        return found
     if mesh.shape.get(PIPELINE_AXIS, 1) == 1:
         return prove(trace, mesh, larger=larger)
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
@@ -93,19 +103,44 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     return [*prove(trace, alone, larger=larger), *_beside_stages(trace, larger, c, model, mesh)]
 
 
-def _beside_stages(trace: Callable, larger: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
+def _beside_stages(trace: Callable, larger: list[Callable], c: Config, model: Any, mesh: Any) -> list[Finding]:
     """What is wrong outside of the stages. Compared with twice the stages, layers and microbatches, where possible."""
     p, t = mesh.shape[PIPELINE_AXIS], c.training
     training = dataclasses.replace(t, batch_size=2 * t.batch_size, microbatches=2 * t.microbatches)
     twice = dataclasses.replace(c, model=dataclasses.replace(c.model, layers=2 * c.model.layers), training=training)
-    found = prove(lambda: trace(twice, type(model)(twice.model)), mesh, {PIPELINE_AXIS: 2 * p})
+    more = [functools.partial(_traced, trace, twice, type(model), names) for names in _larger(twice, mesh)]
+    found = prove(lambda: trace(twice, type(model)(twice.model)), mesh, {PIPELINE_AXIS: 2 * p}, more)
     if any(str(finding).startswith(UNTRACED) for finding in found):
         found = prove(trace, mesh, {PIPELINE_AXIS: p}, larger)
     return found
 
 
-def _doubled(c: Config) -> Config:
-    """The configuration with twice the size of each dim that is sharded, and of a head."""
-    double = lambda of, names: dataclasses.replace(of, **{n: 2 * getattr(of, n) for n in names if hasattr(of, n)})
-    model = double(c.model, {*c.model.sharded, "d_head"})
-    return dataclasses.replace(c, model=model, training=double(c.training, ("batch_size", "seq_len")))
+def _machines(part: Callable) -> Iterator[Finding]:
+    """Where the module of `part` asks JAX about the machine, which no trace for another mesh changes."""
+    lines, _ = inspect.findsource(sys.modules[part.__module__])
+    for node in ast.walk(ast.parse("".join(lines))):
+        is_jax = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jax"
+        if is_jax and node.attr in OF_MACHINES:
+            where = place(inspect.getsourcefile(sys.modules[part.__module__]) or "?", node.lineno)
+            problem = f"jax.{node.attr} is the same on all meshes, so that the check does not see what depends on it"
+            remedy = "shardops.axis_size('r d') is the number of devices along axes"
+            yield Finding(f"{where}: {problem}\n  remedy: {remedy}")
+
+
+def _larger(c: Config, mesh: Any) -> list[set[str]]:
+    """Settings to double, so that no device has a single entry of a dim: those of such dims; all that are sharded."""
+    size = lambda axes: math.prod(mesh.shape.get(axis, 1) for axis in axes)
+    t = c.training
+    single = {name for name, axes in c.model.sharded.items() if getattr(c.model, name) == size(axes.split("·"))}
+    single |= {"d_head"} if getattr(c.model, "d_head", 0) == size("td") else set()
+    single |= {"batch_size"} if t.batch_size == size("rd") * t.microbatches else set()
+    single |= {"seq_len"} if t.seq_len == size("t") else set()
+    return [*([single] if single else []), {*c.model.sharded, "d_head", "batch_size", "seq_len"}]
+
+
+def _traced(trace: Callable, c: Config, Model: Callable, names: set[str]) -> dict[str, Any]:
+    """The programs with twice the settings `names`."""
+    fields = lambda of: {field.name for field in dataclasses.fields(of)}
+    double = lambda of: dataclasses.replace(of, **{name: 2 * getattr(of, name) for name in names & fields(of)})
+    c = dataclasses.replace(c, model=double(c.model), training=double(c.training))
+    return trace(c, Model(c.model))

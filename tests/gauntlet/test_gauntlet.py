@@ -139,7 +139,7 @@ def verified(bug: dict, directory: Path, *overrides: str) -> subprocess.Complete
 
 def named(caught: str) -> list:
     """The bugs that are caught so; `slow`, but for one."""
-    marks = lambda number: [pytest.mark.long if number == TO_TRY else pytest.mark.slow]
+    marks = lambda number: [pytest.mark.slow]
     return [pytest.param(n, marks=marks(n)) for n, bug in BUGS.items() if bug.get("caught") == caught]
 
 

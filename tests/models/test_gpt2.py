@@ -39,7 +39,7 @@ def losses_and_grads(w, batch, c):
     ) -> tuple[f32["B/r/d L V/t"], f32[""], gpt2.GPT2]:
         return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, of_step, settings)
 
-    batches = tiny.place_batch(c, batch), tiny.place_batch(settings, batch)
+    batches = tiny.place(batch, TokenBatch), tiny.place_batch(settings, batch)
     return jax.tree.map(np.asarray, tiny.per_device(everything)(w, *batches))
 
 

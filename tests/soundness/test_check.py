@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardlib import shardops
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import f32, typed_shard_map
 from soundness.check import check
@@ -85,6 +86,89 @@ def test_one_entry_of_a_dim_on_each_device():
         check(lambda x: x + jax.lax.pmax(jnp.max(x, axis=1), "t")[:, None], x, **options)
         with pytest.raises(ShardError, match="along dim"):
             check(first, x, **options)
+
+
+def test_a_choice_by_the_number_of_entries_of_a_device():
+    options = {"mesh": MESHES["abstract"](AxisType.Auto), "in_specs": P("t"), "out_specs": P("t")}
+    for size in (4, 8):
+        with pytest.raises(ShardError, match="operations depend|another one on this mesh"):
+            check(
+                lambda x: jnp.sin(x) if x.shape[0] < 4 else x, jax.ShapeDtypeStruct((size, 6), jnp.float32), **options
+            )
+
+
+def test_a_choice_outside_of_shard_map():
+    mesh = MESHES["abstract"](AxisType.Auto)
+    double = lambda x: jax.shard_map(lambda x: 2 * x, in_specs=P("d"), out_specs=P("d"))(x)
+    is_many = lambda: jax.sharding.get_abstract_mesh().shape["t"] > 1
+    check(lambda x, y: double(x) + y, X, X, mesh=mesh)
+    for wrong in (lambda x, y: double(x if is_many() else y), lambda x, y: (double(x), y)[is_many()]):
+        with pytest.raises(ShardError, match="another value is used outside of jax.shard_map"):
+            check(wrong, X, X, mesh=mesh)
+
+
+LOOKED_UP = {  # the entries of a block that an index finds, zero elsewhere
+    "selected": lambda block, i, n: jnp.where(((i >= 0) & (i < n))[:, None], jnp.take(block, i, axis=0), 0),
+    "clipped": lambda block, i, n: jnp.take(block, i, axis=0, mode="clip") * ((i >= 0) & (i < n))[:, None],
+    "NaN times 0": lambda block, i, n: jnp.take(block, i, axis=0) * ((i >= 0) & (i < n))[:, None],
+}
+
+
+@pytest.mark.parametrize("how", LOOKED_UP)
+def test_a_lookup_by_blocks(how):
+    def lookup(table, ids):
+        n = table.shape[0]
+        return jax.lax.psum(LOOKED_UP[how](table, ids - n * jax.lax.axis_index("t"), n), "t")
+
+    args = jax.ShapeDtypeStruct((16, 6), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
+    specs = {"in_specs": (P("t"), P()), "out_specs": P(), "mesh": MESHES["abstract"](AxisType.Auto)}
+    if how != "NaN times 0":
+        return check(lookup, *args, **specs)
+    with pytest.raises(ShardError, match="are NaN, which a product with a mask does not remove"):
+        check(lookup, *args, **specs)
+
+
+def test_whole_positions_are_looked_up_by_blocks():
+    def lookup(table):
+        n = table.shape[0]
+        i = jnp.arange(12) - n * jax.lax.axis_index("t")
+        return jax.lax.psum(LOOKED_UP["selected"](table, i, n), "t")
+
+    check(lookup, X, mesh=MESHES["abstract"](AxisType.Auto), in_specs=P("t"), out_specs=P())
+
+
+def test_integers_are_compared_exactly():
+    specs = {"in_specs": P("t"), "out_specs": P("t"), "mesh": MESHES["abstract"](AxisType.Auto)}
+    draw = lambda seed: lambda x: x * jax.random.normal(jax.random.key(seed(x)))
+    check(draw(lambda x: 20240101), X, **specs)
+    with pytest.raises(ShardError):
+        check(draw(lambda x: 20240101 + x.shape[0]), X, **specs)
+
+
+def test_unsigned_partial_sums_wrap_around():
+    specs = {"in_specs": P("d", "t"), "out_specs": P("t"), "mesh": MESHES["abstract"](AxisType.Auto)}
+    x = jax.ShapeDtypeStruct(X.shape, jnp.uint32)
+    late = lambda x: jax.lax.psum(jnp.sum(x, axis=0).astype(jnp.float32), "d")
+    check(lambda x: jax.lax.psum(jnp.sum(x, axis=0), "d").astype(jnp.float32), x, **specs)
+    with pytest.raises(ShardError, match="partial sum"):
+        check(late, x, **specs)
+
+
+def test_gradients_through_a_ring_of_python():
+    """What the ring keeps for the backward pass differs in number between meshes."""
+
+    def ring(x):
+        total, n = jnp.sin(x), jax.lax.axis_size("t")
+        for _ in range(n - 1):
+            x = jax.lax.ppermute(x, "t", [(i, (i + 1) % n) for i in range(n)])
+            total += jnp.sin(x)
+        return total
+
+    def loss(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
+        run = lambda x: shardops.per_device("B/d M/t", ring, x, reason="the test says so")
+        return jax.grad(lambda x: jnp.sum(run(x) ** 2))(x)
+
+    check(typed_shard_map(loss), X, mesh=MESHES["abstract"](AxisType.Explicit))
 
 
 def test_what_cannot_be_traced_on_several_meshes():

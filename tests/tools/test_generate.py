@@ -131,7 +131,13 @@ def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
 def samples_of(c, directory, placement=None, write_line=None):
     log_event = lambda *_: None
     run = SimpleNamespace(
-        directory=directory, start=0, done=0, placement=placement, print=write_line, log_event=log_event
+        directory=directory,
+        start=0,
+        done=0,
+        placement=placement,
+        print=write_line,
+        log_event=log_event,
+        provenance={"source": None},
     )
     return TrainingSamples(c, tiny.forward(c), run)
 

@@ -84,6 +84,16 @@ WRONG = {  # an edit of train.py that the types accept, and what the check says 
         '        return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)',
         r"positions count from the start of this device's block|holds? different entries",
     ),
+    "devices of the mesh": (
+        "state, grad_norm, rate = update_state(",
+        "g = jax.tree.map(lambda x: x / (c.mesh.r * c.mesh.t), g)\n        state, grad_norm, rate = update_state(",
+        r"div: a number that depends on the mesh was multiplied",
+    ),
+    "devices of the machine": (
+        "state, grad_norm, rate = update_state(",
+        "g = jax.tree.map(lambda x: x / jax.device_count(), g)\n        state, grad_norm, rate = update_state(",
+        r"jax.device_count is the same on all meshes",
+    ),
     "one device's noise": (
         'hidden: act["B/r/d L F/t"] = jax.nn.silu(gate) * up',
         "hidden = jax.nn.silu(gate) * up * jax.random.bernoulli(jax.random.key(0), 0.5, up.shape)",
@@ -110,3 +120,14 @@ def test_a_wrong_edit_is_refused_at_its_line(edit):
     assert re.search(message, text), text
     lines = [int(line) for line in re.findall(r"^\S.*?:(\d+): ", text, re.MULTILINE)]
     assert set(lines) & set(range(first, first + new.count("\n") + 1)), text
+
+
+@pytest.mark.parametrize("settings", ["the demo", pytest.param("t alone", marks=pytest.mark.long)])
+def test_a_choice_by_the_size_of_a_block_is_refused(settings):
+    """With "t alone" a device has one head of keys, so that the step is checked at larger sizes."""
+    old = "        hidden: act["
+    source = Path(train.__file__).read_text()
+    assert source.count(old) == 1
+    with module_of(source.replace(old, f"        gate = gate if x.shape[1] == 16 else jnp.sin(gate)\n{old}")) as module:
+        text = "\n".join(found(settings, module))
+    assert re.search("operations|another one on this mesh", text), text
