@@ -21,9 +21,8 @@ from shardlib.places import place
 from soundness.check import UNTRACED, Finding, prove
 from training_io.config import Config
 
-OF_MACHINES = frozenset(
-    ["devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index"]
-)
+OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
+"""Functions of JAX that a step is not to call: no trace for another mesh changes their results."""
 SHOWN = 5
 """Number of findings that an error shows."""
 

@@ -148,7 +148,7 @@ def spoil_index(path):
     path.write_bytes(bytes(content))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_store_that_does_not_answer(monkeypatch):
     begin = time.monotonic()
     with pytest.raises(ValueError, match=r"http://127.0.0.1:9/d/train cannot be reached: .* Check the address"):

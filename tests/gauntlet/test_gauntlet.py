@@ -30,8 +30,6 @@ IN_PROCESS = {"train.py", "models/gpt2.py", "optimizers/muon.py"}
 """Files of which train.py can be given an edited copy without another process."""
 DEVICES = 8
 SHORT = 8
-TO_TRY = 76
-"""The bug that tools/verify is tried on among the tests that are not slow."""
 
 
 def config_of(bug: dict) -> dict:

@@ -57,7 +57,7 @@ def loss_with_dropout(mesh: str, rate: float, seeds, **training) -> float:
 SEEDS = np.arange(100, 100 + tiny.BATCH)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_dropout_depends_on_the_row_and_nothing_else():
     """Not on the mesh, nor on microbatches: only then is a run the same on any mesh."""
     one = loss_with_dropout("one device", 0.3, SEEDS)

@@ -208,7 +208,7 @@ def test_step_equals_that_of_one_device(case):
     assert_same_step(one_step(settings(case), mesh_of(case)), oracle(case.tied))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("counts", "recompute"), [([3, 1], False), pytest.param("balanced", True, marks=pytest.mark.slow)]
 )

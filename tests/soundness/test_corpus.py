@@ -37,7 +37,7 @@ def test_right_programs_compute_what_is_meant(program):
     assert distance(run(program, program.meshes[0]), intended(program)) < EQUAL
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @cases(RIGHT)
 def test_right_programs_compute_what_is_meant_on_other_meshes_and_inputs(program):
     meant = intended(program, seed=1)
@@ -45,14 +45,14 @@ def test_right_programs_compute_what_is_meant_on_other_meshes_and_inputs(program
         assert distance(run(program, sizes, seed=1), meant) < EQUAL, sizes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @cases(METHODS)
 def test_methods_compute_what_they_compute_on_one_device(program):
     for seed, sizes in enumerate(program.meshes):
         assert distance(run(program, sizes, seed), intended(program, seed)) < EQUAL, sizes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @cases([program for program in WRONG if not program.hangs])
 def test_wrong_programs_compute_something_else(program):
     meant = intended(program)

@@ -74,7 +74,7 @@ def test_training_writes_texts_before_between_and_after(run):
     assert events[0]["text"].startswith("It is")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_last_texts_are_those_of_the_checkpoint(run):
     """On another mesh, too."""
     expected = [line for line in read(run / "samples.jsonl") if line["step"] == 5]

@@ -301,7 +301,7 @@ def test_settings_out_of_range_are_named(changes, message):
 # ---- the program --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_train_py_is_the_same_in_f64_with_stages(tmp_path):
     done = verify(tmp_path, "verify.meshes=[2x1x2x2]", "verify.precisions=[f64]")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,7 +27,7 @@ def loss_and_gradients(batch: TokenBatch, dtype: str, c: ModelConfig):
         )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_gradients_are_those_in_f32_up_to_bf16_rounding():
     """Also for a token that comes thousands of times, whose row of the embedding table sums up that many gradients."""
     c, rows, length = tiny.model(layers=1), 16, 512

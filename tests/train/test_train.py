@@ -160,7 +160,7 @@ def test_evaluations_at_their_interval(tmp_path):
     assert [e["step"] for e in events(tmp_path / "run")] == [1, 3, 4]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_without_its_validation_gets_it_when_started_again(tmp_path):
     run(tmp_path / "run", 2, eval_batches=0)
     assert events(tmp_path / "run") == []
