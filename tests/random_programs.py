@@ -2,7 +2,7 @@
 
 A program is a list of steps. Each is written once, for numpy (the run) and for jax.numpy (the trace). Most steps keep
 to the types of the values; some do not, such as a cumulative sum along a sharded dim. To rerun a seed:
-`PYTHONPATH=.:tests python -m soundness.random_programs SEED`.
+`PYTHONPATH=. python tests/random_programs.py SEED`.
 """
 
 import dataclasses

@@ -87,12 +87,13 @@ def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
 
     Programs that cannot be traced on one device have no hashes, and `untraced` is the reason.
     """
-    found = {"source": source_of(), "traced_by": f"jax {jax.__version__} for {_device().platform}"}
     try:
-        return {"programs": programs_of(programs, c, model), **found}
+        found = {"programs": programs_of(programs, c, model)}
     except Exception as error:  # of a model that needs more devices, sequences or microbatches than these
         why = str(error).splitlines()
-        return {"programs": {}, "untraced": f"{type(error).__name__}: {why[0] if why else ''}", **found}
+        found = {"programs": {}, "untraced": f"{type(error).__name__}: {why[0] if why else ''}"}
+    # After tracing, which may import modules.
+    return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__} for {_device().platform}"}
 
 
 def compare_source(

@@ -159,6 +159,23 @@ def test_a_run_keeps_its_source(tmp_path, monkeypatch):
     assert about["command"] == sys.orig_argv
 
 
+def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
+    """What was proved of a step is looked up by these hashes."""
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(provenance, "PROJECT", ("train.py",))
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "my_ops.py").write_text("activation = abs")
+    try:
+        importlib.import_module("my_ops")
+        before = provenance.source_of()
+        (tmp_path / "my_ops.py").write_text("activation = len")
+        assert "my_ops.py" in before
+        assert provenance.source_of()["my_ops.py"] != before["my_ops.py"]
+    finally:
+        sys.modules.pop("my_ops", None)
+
+
 def test_a_run_says_that_its_programs_are_not_kept(tmp_path, capsys):
     def programs(c, model, batch):
         raise TypeError("four rows at least\nand more")
