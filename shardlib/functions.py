@@ -296,7 +296,9 @@ def _leaving(array: ArrayType, part, fn, path: str):
     if is_opaque(part) or gathered:
         error = ShardError(
             "a copy cannot leave shard_map" if is_opaque(part) else "a gathered array cannot leave shard_map",
-            f"return it as it was before, sharded over {', '.join(gathered)}" if gathered else "return what was copied",
+            f"return it as it was before, sharded over {', '.join(gathered)}, or all_gather(..., replicated=True)"
+            if gathered
+            else "return what was copied",
         )
         error = error.located(_location(f"{fn.__name__}, result", path, repr(array)), f"  value: {describe(part)}")
         error.place = _place_of_result(fn)

@@ -92,14 +92,13 @@ def positions(spec: str) -> jax.Array:
 # ---- collectives ------------------------------------------------------------------------------------------------
 
 
-def all_gather(spec, x):
+def all_gather(spec, x, *, replicated=False):
     """Gathers blocks: `M/d F/t -> M F/t` gives every device of d the whole of M.
 
-    The result is the same on every device of d. Only einsum_unreduced, index_unreduced and broadcast take it: its
-    gradient there is a partial sum over d, which the backward pass reduce-scatters once.
+    Only einsum_unreduced, index_unreduced and broadcast take the result: its gradient there is a partial sum over d,
+    which the backward pass reduce-scatters once. If `replicated`, it is a plain array, such as a result of the step.
 
-    `M/d F/t -> M F/t *d` gives a Copy, which can also be carried into a `lax.scan`. There, `M/d F/t -> M F/t` of that
-    Copy does nothing.
+    `M/d F/t -> M F/t *d` gives a Copy, which a `lax.scan` can carry. There, `M/d F/t -> M F/t` of it does nothing.
     """
     with checked_collective("all_gather", spec, x, copies=True) as (op, value, _):
         lhs, rhs = op.lhs[0], op.rhs
@@ -115,6 +114,8 @@ def all_gather(spec, x):
             )
         if lhs.partial or rhs.partial:
             raise ShardError("a partial sum cannot be gathered", "reduce it first, with psum_scatter or psum")
+        if replicated and (rhs.copies or copy_axes(x)):
+            raise ShardError("a copy is not replicated", "leave `replicated` or the * mark out")
         if does_nothing(spec, op):
             return x
         if not gathered:
@@ -135,9 +136,10 @@ def all_gather(spec, x):
         else:
             refuse_in_stage(gathered)
         value = cast(1, lhs, value, (), lhs.sharded)
+    to = "invarying" if replicated else "varying" if new_copies else "reduced"
     for i, axes in enumerate(removed):
         if axes:
-            gather = functools.partial(lax.all_gather, to="varying" if new_copies else "reduced")
+            gather = functools.partial(lax.all_gather, to=to)
             value = _along_first_dim(gather, value, axes, i, axis=0)
     return wrap(value, (), {*copy_axes(x), *new_copies}, f"all_gather({op})")
 
@@ -145,8 +147,7 @@ def all_gather(spec, x):
 def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax.Array:
     """collective(x, axes, tiled=True) along `dim`, with that dim moved to the front and back.
 
-    The blocks have to be contiguous in any case. For another dim, XLA on a CPU chooses layouts around the collective
-    that cost its neighbours more time than the collective itself takes.
+    For another dim, XLA on a CPU chooses layouts that cost the collective's neighbours more time than it takes itself.
     """
     return jnp.moveaxis(collective(jnp.moveaxis(x, dim, 0), axes, tiled=True, **options), 0, dim)
 
