@@ -154,12 +154,11 @@ class Equation:
     def unscaled(self, value: Value) -> Value:
         """`value`, if no number that depends on the mesh was multiplied into it."""
         if not math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
-            raise Refused(
-                "a number that depends on the mesh was multiplied into a value, such as the size of this device's "
-                "block in place of the whole size",
-                WHOLE_SIZE,
-                value.scaled,
-            )
+            how, remedy = "such as the size of this device's block in place of the whole size", WHOLE_SIZE
+            if value.scaled is not None and value.scaled.name.startswith("psum"):
+                how, remedy = "as each device adds a value that is whole already", "leave out the sum over devices"
+            problem = f"a number that depends on the mesh was multiplied into a value, {how}"
+            raise Refused(problem, remedy, value.scaled)
         return value
 
     def uncut(self, value: Value, i: int, verb: str) -> None:
