@@ -88,7 +88,7 @@ def test_a_peer_that_trains_otherwise_is_seen(change, ours):
     assert not np.allclose(found, ours["f32"], rtol=3 * TOLERANCE["f32"], atol=0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("contestant", ["ours", "cookbook"])
 def test_eight_devices_train_as_one(contestant, ours):
     found = losses(contestant, dataclasses.replace(JOB, d=4, t=2))
@@ -171,7 +171,7 @@ def test_the_floor_multiplies_what_a_step_multiplies(t):
     assert 6 * SHAPES.matmul_parameters * (1 + attention_share(JOB)) == pytest.approx(causal - 6 * norms)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1), pytest.param((4, 2), marks=pytest.mark.slow)])
 def test_the_floor_runs_all_of_its_products(mesh):
     from benchmarks.throughput.peers.floor import Contestant

@@ -105,7 +105,7 @@ def test_mixture_is_pinned():
 PINNED = ([2, 1, 0, 0, 0, 1, 1, 0, 1], [0, 0, 0, 1, 2, 1, 307, 600002, 300000190735])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_of_a_source_are_those_it_gives_alone(filespecs, packing):
     settings = {"seed": 5, "sequence_packing": packing}

@@ -329,7 +329,7 @@ def test_no_array_has_the_length_twice():
     assert step.as_text().count(" while(") == again.as_text().count(" while(") - 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_grows_linearly():
     small, large = (compiled_step(n, attention="blockwise").memory_analysis().temp_size_in_bytes for n in (2048, 8192))
     assert large < 4.4 * small

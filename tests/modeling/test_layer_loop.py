@@ -27,7 +27,7 @@ def kept(hlo: str) -> int:
     return max(len(re.findall(rf"\w+\[{LAYERS},", loop)) for loop in loops)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_keeps_what_it_says():
     marked, nothing, dots, everything = (kept(run(save, 1)[0]) for save in ("marked", "nothing", "dots", "everything"))
     # Beside the layer's input, which all keep: 7 marked values. Dots are q, k, v, gate, up, and what attention adds.

@@ -40,7 +40,7 @@ def compare(mesh: str, chunk: int, model) -> list[str]:
     return programs
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_chunks_change_nothing_but_memory():
     """d=4 t=2, two microbatches: rows and vocabulary of a device are 1 and 80, the positions of a chunk 4 of 16."""
     whole, chunked = compare("d=4 t=2", 4, tiny.model(vocab=160, d_model=48, layers=2, logit_softcap=0.5))

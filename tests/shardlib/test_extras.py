@@ -80,7 +80,7 @@ def trained(case: str | None, kind: type = Penalized) -> tuple:
 QUICK = ("d=4 t=2", "interleaved, uneven, recompute")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES])
 def test_they_are_those_of_one_device(case):
     (steps, layers, evaluation), (expected, expected_layers, expected_evaluation) = trained(case), trained(None)

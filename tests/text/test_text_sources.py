@@ -119,7 +119,7 @@ def test_parquet(tmp_path, small_blocks, rows_per_group):
     assert (len(pieces) == 1) == (rows_per_group == 101)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_slice(tmp_path, small_blocks):
     texts = random_texts(50)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

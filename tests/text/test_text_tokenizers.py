@@ -191,7 +191,7 @@ def check_against(oracle, definition, reference, texts, end):
             assert cut == len(text.encode()) if n == len(ids) else cut <= len(text.encode()) + 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*TEKKEN[:1], *[pytest.param(name, marks=pytest.mark.slow) for name in TEKKEN[1:]]])
 def test_tekken_is_that_of_mistral_common(texts, name):
     tekken = pytest.importorskip("mistral_common.tokens.tokenizers.tekken")

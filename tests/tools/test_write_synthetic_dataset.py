@@ -49,7 +49,7 @@ def test_checked_in_dataset_is_what_the_tool_writes(written, split):
         np.testing.assert_array_equal(ours[name][:], fresh[name][:])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_same_seed_writes_the_same_bytes(written, tmp_path):
     for seed in (0, 1):
         tool.write(tool.Config(out=str(tmp_path / str(seed)), seed=seed))
