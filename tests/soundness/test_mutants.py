@@ -35,8 +35,10 @@ from soundness.equation import Refused
 MODULES = (collectives, control, elementwise, equation, interpreter, lookups, positions, rules, shapes, sums)
 DEMANDS = {"block", "finished", "unscaled", "uncut", "same", "_plain"}
 """Functions that refuse an operand, or give it back."""
-SURVIVORS = {"collectives": 4, "control": 2, "elementwise": 1, "equation": 1, "interpreter": 2, "lookups": 4}
-SURVIVORS |= {"positions": 5, "rules": 0, "shapes": 10, "sums": 2}
+SURVIVORS = {"collectives": 4, "control": 5, "elementwise": 1, "equation": 1, "interpreter": 5, "lookups": 8}
+SURVIVORS |= {"positions": 6, "rules": 0, "shapes": 10, "sums": 2}
+# Programs elsewhere need three of them: arguments of per-device code (test_escapes.py), the NaN of a lookup
+# (test_check.py). No program shows yet that loops over own rows need four of theirs.
 # Most of them stand before another refusal of the same programs:
 # - findings without a twin: the one entry of a squeeze, of a key, of a bitcast, a Fourier transform, a loop over a
 #   sharded dim. With one the sizes differ, or the program cannot be traced on one device.
