@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardlib.marks import is_region
 from shardlib.parsing import ShardError
@@ -349,7 +349,8 @@ def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> Non
     run = function
     if specs:
         run = lambda *args: jax.shard_map(function, **specs)(*args)  # not bound to the mesh of an earlier trace
-        mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names)  # where arguments need not be sharded
+        kinds = (AxisType.Auto,) * len(mesh.axis_names)  # arguments need not be sharded
+        mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
 
     def trace(times: int = 1) -> dict[str, Any]:
         return {"": jax.make_jaxpr(run)(*jax.tree.map(functools.partial(_placed, times=times), args))}
