@@ -254,7 +254,7 @@ def prove(
         with contextlib.suppress(Exception):  # of a program that fixes sizes: it is checked at these
             ours, trace = on(tuple(sizes.values()), bigger), bigger
     try:
-        theirs = on(tuple(alone.values()), trace)
+        theirs, own_theirs = on(tuple(alone.values()), trace), on(tuple(alone.values()), own)
     except Exception as error:  # whatever the program does there
         if str(error) == BOUND:
             raise
@@ -264,7 +264,7 @@ def prove(
     arrays = all(sizes[axis] == n for axis, n in keep.items())
     compare = lambda *programs: findings_and_facts(*programs, arrays)[0]
     if trace is not own:
-        found += _other_operations(on(tuple(sizes.values()), own), on(tuple(alone.values()), own))
+        found += _other_operations(on(tuple(sizes.values()), own), own_theirs)
     for name, (program, types) in ours.items():
         twin = theirs[name][0]
         if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):

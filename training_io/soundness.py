@@ -115,9 +115,17 @@ def _beside_stages(trace: Callable, larger: list[Callable], c: Config, model: An
 
 
 def _machines(part: Callable) -> Iterator[Finding]:
-    """Where the module of `part` asks JAX about the machine, which no trace for another mesh changes."""
+    """Where `part`, or what it names in its module, asks JAX about the machine, which is the same on all meshes."""
     lines, _ = inspect.findsource(sys.modules[part.__module__])
-    for node in ast.walk(ast.parse("".join(lines))):
+    defined: dict[str, ast.AST] = {}
+    for node in ast.parse("".join(lines)).body:
+        targets = [t.id for t in getattr(node, "targets", ()) if isinstance(t, ast.Name)]
+        defined |= dict.fromkeys([node.name] if hasattr(node, "name") else targets, node)
+    reached = [name for name in (part.__name__,) if name in defined]
+    for name in reached:  # which grows
+        names = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}
+        reached += sorted(names & defined.keys() - {*reached})
+    for node in (node for name in reached for node in ast.walk(defined[name])):
         is_jax = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jax"
         if is_jax and node.attr in OF_MACHINES:
             where = place(inspect.getsourcefile(sys.modules[part.__module__]) or "?", node.lineno)

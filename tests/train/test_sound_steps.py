@@ -94,6 +94,11 @@ WRONG = {  # an edit of train.py that the types accept, and what the check says 
         "g = jax.tree.map(lambda x: x / jax.device_count(), g)\n        state, grad_norm, rate = update_state(",
         r"jax.device_count is the same on all meshes",
     ),
+    "devices of the machine, in an optimizer": (
+        "count = jnp.float32(step + 1)",
+        "count = jnp.float32(step + jax.device_count())",
+        r"jax.device_count is the same on all meshes",
+    ),
     "one device's noise": (
         'hidden: act["B/r/d L F/t"] = jax.nn.silu(gate) * up',
         "hidden = jax.nn.silu(gate) * up * jax.random.bernoulli(jax.random.key(0), 0.5, up.shape)",
@@ -120,6 +125,14 @@ def test_a_wrong_edit_is_refused_at_its_line(edit):
     assert re.search(message, text), text
     lines = [int(line) for line in re.findall(r"^\S.*?:(\d+): ", text, re.MULTILINE)]
     assert set(lines) & set(range(first, first + new.count("\n") + 1)), text
+
+
+def test_the_loop_around_the_steps_may_ask_for_the_machine():
+    old = "        state = run.begin("
+    source = Path(train.__file__).read_text()
+    assert source.count(old) == 1
+    with module_of(source.replace(old, f"        print(jax.process_index(), jax.device_count())\n{old}")) as module:
+        assert found("the demo", module) == []
 
 
 @pytest.mark.parametrize("settings", ["the demo", pytest.param("t alone", marks=pytest.mark.long)])
