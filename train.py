@@ -297,9 +297,8 @@ class Forward:
         With `gather`, all weights are gathered over d too. With pipeline stages, those outside the layers always are.
         """
         w = shardops.replicate("... -> ... *r", w)
-        if not (gather or stages.has_stages()):
-            return w
-        return gather_ahead(self.model, w, self.einsum, self.training.seq_len, gather)
+        gathers = gather or stages.has_stages()
+        return gather_ahead(self.model, w, self.einsum, self.training.seq_len, gather) if gathers else w
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------
@@ -457,6 +456,7 @@ class Metrics:
     grad_norm: f32[""]
     learning_rate: f32[""]
     layers: LayerMetrics | None
+    skipped: bool_[""]  # the state stayed as it was: a number is not finite, or grad_norm is above the step's limit
 
 
 def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
@@ -469,24 +469,26 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 
 
 def make_training_step(c: Config, model: LanguageModel):
-    """The jitted training step: (state, batch, step) -> (state, metrics). It reuses the memory of the old state."""
+    """The jitted training step: (state, batch, step, limit) -> (state, metrics). It reuses the old state's memory."""
     forward, Weights = Forward(model, c.training), model.Weights
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
     @typed_shard_map
     def per_device(
-        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d"] | None
+        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d"] | None, limit: f32[""]
     ) -> tuple[State[Weights], Metrics]:
         loss, g, layers, _ = loss_and_gradients(state.weights, batch, c, forward, seeds)
-        state, grad_norm, rate = update_state(state, g, step, c, updates)
-        return state, Metrics(loss, grad_norm, rate, layers)
+        new, grad_norm, rate = update_state(state, g, step, c, updates)
+        skipped = ~jnp.isfinite(loss + grad_norm) | (grad_norm > limit)
+        state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
+        return state, Metrics(loss, grad_norm, rate, layers, skipped)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def training_step(state: State, batch: Batch, step: jax.Array) -> tuple[State, Metrics]:
+    def training_step(state: State, batch: Batch, step: jax.Array, limit: Any = jnp.inf) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)
         seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
         with compute_scope(c.training.compute_dtype):
-            return per_device(state, batch, step, seeds)
+            return per_device(state, batch, step, seeds, jnp.float32(limit))
 
     return training_step
 
@@ -527,15 +529,14 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
         evaluation_step = make_evaluation_step(c, model, run.options)
         if run.is_over:  # resumed after its last step
-            if not run.has_validation():
-                run.validate(evaluation_step, evaluated(state))
+            run.validate(evaluation_step, evaluated(state))
             return run.end()
         samples = TrainingSamples(c, forward, run) if t.sample_interval else None
         training_step = run.compile(make_training_step(c, model), state)
         if samples and run.start == 0:
             samples.write(evaluated(state))
         for step, batch in run.steps():
-            state, metrics = training_step(state, batch, np.int32(step))
+            state, metrics = training_step(state, batch, np.int32(step), run.norm_limit(step))
             run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
             if samples and run.due(t.sample_interval):
                 samples.write(evaluated(state))

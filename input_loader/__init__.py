@@ -5,7 +5,7 @@ that is tokenized on the fly. `Prefetcher` loads batches ahead of use.
 """
 
 from input_loader.batches import Limit, Loader, Prefetcher, Sequences, TokenBatch, batch_shapes, in_microbatches
-from input_loader.config import DataConfig, fixed_settings, make_loader, steps_for
+from input_loader.config import DataConfig, batch_of, check_skips, fixed_settings, make_loader, steps_for
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.mixture import MixtureLoader, SourceConfig
 from input_loader.shuffle import permute
@@ -25,7 +25,9 @@ __all__ = [
     "StreamConfig",
     "StreamLoader",
     "TokenBatch",
+    "batch_of",
     "batch_shapes",
+    "check_skips",
     "fixed_settings",
     "in_microbatches",
     "make_loader",

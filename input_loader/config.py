@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from configuration.checks import at_least_1, check_ranges
+from configuration.checks import at_least_1, check_range, check_ranges
 from input_loader.batches import Loader
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.mixture import MixtureLoader, SourceConfig, check_sources
@@ -26,6 +26,9 @@ class DataConfig(ReadingConfig):
     """Text that is tokenized while training, for quick trials."""
     prefetch: int = at_least_1(8)
     """Batches that are loaded ahead of use, at least 1."""
+    skip_steps: list[int] = field(default_factory=list)
+    """Training batches that are left out, by the steps that read them in a run without this setting. The others keep
+    their order. A resumed run may leave out batches that it has not trained on."""
 
 
 def make_loader(
@@ -59,6 +62,8 @@ def make_loader(
         found = " and ".join(f"data.{name}" for name in given) if given else "none of them"
         raise ValueError(f"Set one of data.filespec, data.mixture and data.stream; {found} is set.")
     check_ranges("data", config)
+    for step in config.skip_steps:
+        check_range("data.skip_steps", step, 0)
     if config.mixture and config.max_epochs is not None:
         raise ValueError(
             f"data.max_epochs is {config.max_epochs}, but the sources of a mixture repeat at different steps. "
@@ -125,8 +130,31 @@ def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+def batch_of(step: int, skip_steps: Sequence[int]) -> int:
+    """Index of the batch of a step: the batches count from 0, and those in `skip_steps` have no step."""
+    for skipped in sorted(set(skip_steps)):
+        step += skipped <= step
+    return step
+
+
+def check_skips(saved: Sequence[int], current: Sequence[int], done: int) -> None:
+    """Raises ValueError if two settings of data.skip_steps differ in the batches of the first `done` steps."""
+    last = batch_of(done - 1, saved) if done else -1
+    differing = sorted(step for step in {*saved} ^ {*current} if step <= last)
+    if differing:
+        raise ValueError(
+            f"data.skip_steps differs from that of the checkpoint in {differing[0]}, but the run has passed batch "
+            f"{last}. Change it for later batches alone, or resume from an earlier step with training.resume_step."
+        )
+
+
 def steps_for(
-    loader: Loader, *, steps: int | None = None, tokens: int | None = None, epochs: float | None = None
+    loader: Loader,
+    *,
+    steps: int | None = None,
+    tokens: int | None = None,
+    epochs: float | None = None,
+    skip_steps: Sequence[int] = (),
 ) -> int:
     """The number of steps in a run whose length is given in one of three ways.
 
@@ -135,7 +163,8 @@ def steps_for(
         steps: the steps themselves, at least 1.
         tokens: bound on the tokens to train on, padding included; at least one batch.
         epochs: number of times to read the dataset, at least one batch. Only whole batches, so that no sequence comes
-            more often. Only for a single flat-tokens dataset.
+            more often. Only for a single flat-tokens dataset. Batches that are left out count as read.
+        skip_steps: batches that are left out.
 
     Raises:
         ValueError: none or several of them are given, a value is out of range, or the data is too short for the run.
@@ -155,14 +184,16 @@ def steps_for(
         count = tokens // loader.tokens_per_batch
     else:
         count = _epochs_to_steps(loader, epochs)
+        count -= sum(step < count for step in {*skip_steps})
     if count < 1:
         raise ValueError(
             f"{name}={value} is less than one batch of {loader.tokens_per_batch} tokens. Train for longer, or set a "
             "smaller batch_size."
         )
-    if loader.limit is not None and count > loader.limit.steps:
+    if loader.limit is not None and (read := batch_of(count - 1, skip_steps) + 1) > loader.limit.steps:
+        left_out = f" and to leave out {read - count} batches" * (read > count)
         raise ValueError(
-            f"The run is to take {count} steps, but the data lasts for {loader.limit.steps}: "
+            f"The run is to take {count} steps{left_out}, but the data lasts for {loader.limit.steps}: "
             f"then {loader.limit.reason}. Train for fewer steps, allow more epochs, or get more data."
         )
     return count

@@ -73,8 +73,9 @@ class _Place(NamedTuple):
 class StreamLoader(Loader):
     """Batches of one split of a stream. Every host reads the whole stream and places its own sequences.
 
-    `load` and `sequences` give the steps in order, from the one that `state` belongs to or from 0. Step 0 and steps
-    whose state is kept can be given again: the stream is then read again from there.
+    `load` and `sequences` give the steps in order, from the one that `state` belongs to or from 0. To leave steps out
+    takes the time to read them. Step 0 and steps whose state is kept can be given again: the stream is then read again
+    from there.
 
     Args:
         config: the stream.
@@ -127,13 +128,14 @@ class StreamLoader(Loader):
         self._check_step(step)
         with self._lock:
             if self._last is None or self._last[0] != step:
-                if step != self._next:
+                if step < self._next or (step in self._states and step != self._next):
                     self._seek(step)
-                self._last = step, self._read_batch()
-                self._next = step + 1
-                self._states[self._next] = {"step": self._next} | self._place._asdict()
-                for old in sorted(self._states)[1:-KEPT_STATES]:
-                    del self._states[old]
+                while self._next <= step:  # batches that are left out are read too
+                    self._last = self._next, self._read_batch()
+                    self._next += 1
+                    self._states[self._next] = {"step": self._next} | self._place._asdict()
+                    for old in sorted(self._states)[1:-KEPT_STATES]:
+                        del self._states[old]
             return Sequences(*(part[indices] for part in self._last[1]))
 
     def state(self, step: int) -> dict[str, Any]:

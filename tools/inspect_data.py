@@ -12,10 +12,9 @@ the loss jumped. Text is decoded with the dataset's own tokenizer. Without one, 
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
@@ -26,10 +25,9 @@ import flat_tokens
 from configuration.checks import at_least_1, check_ranges, within
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
-from input_loader import DataConfig, FlatTokensLoader, Loader, MixtureLoader, make_loader
+from input_loader import DataConfig, batch_of, make_loader
+from input_loader.origins import pieces_of, sequences_of_batch
 from text.codec import TextCodec, codec_of_attributes
-
-Places = Int64[np.ndarray, "places"]
 
 
 @dataclass
@@ -84,90 +82,6 @@ def one_line(text: str, characters: int | None = None) -> str:
 # ---- a batch ------------------------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """The part of a document in a sequence."""
-
-    document: int
-    """Index of the document in the split."""
-    position: int
-    """First position of the part in the sequence."""
-    start: int
-    """Place of the first token of the part in the document."""
-    length: int
-    """Number of tokens."""
-    document_length: int
-    """Number of tokens of the whole document."""
-
-
-def find_documents(reader: flat_tokens.Reader, places: Places) -> Places:
-    """The index of the document that each token belongs to. Tokens are given by their places in the split."""
-    low, high = np.zeros_like(places), np.full_like(places, reader.num_documents)
-    # All places at once, so that a remote dataset gets some thirty requests at most.
-    while (high - low > 1).any():
-        middle = (low + high) // 2
-        starts, _ = reader.document_spans(middle)
-        low, high = np.where(starts <= places, middle, low), np.where(starts <= places, high, middle)
-    return low
-
-
-class Sequence(NamedTuple):
-    """One sequence of a batch."""
-
-    number: int
-    """Index of the sequence in the batch."""
-    source: str | None
-    """The name of its source in the mixture."""
-    epoch: int
-    reader: flat_tokens.Reader
-    start: int
-    """The place of its first token in the split."""
-    length: int
-    document: int
-    """The index of the document of its first token."""
-
-
-def pieces_of(sequence: Sequence) -> list[Piece]:
-    """The parts of documents in a sequence."""
-    pieces, place, document = [], sequence.start, sequence.document
-    while place < sequence.start + sequence.length:
-        (begin,), (size,) = sequence.reader.document_spans(np.array([document]))
-        stop = min(int(begin + size), sequence.start + sequence.length)
-        pieces.append(Piece(document, place - sequence.start, int(place - begin), int(stop - place), int(size)))
-        place, document = stop, document + 1
-    return pieces
-
-
-def sequences_of_batch(loader: Loader, step: int, indices: np.ndarray) -> list[Sequence]:
-    """The origin of some sequences of a batch.
-
-    Raises:
-        ValueError: the loader reads a stream, whose batches are known only once they are read.
-    """
-    numbers = step * loader.batch_size + indices
-    if isinstance(loader, FlatTokensLoader):
-        found = [(None, loader, indices, numbers)]
-    elif isinstance(loader, MixtureLoader):
-        which, numbers = loader.quotas.locate(numbers)
-        found = [
-            (name, source, indices[which == i], numbers[which == i])
-            for i, (name, source) in enumerate(loader.sources.items())
-            if (which == i).any()
-        ]
-    else:
-        raise ValueError(
-            "The run reads a stream, whose batches are not known without reading it from the start. Write a dataset "
-            "with tools/huggingface_to_flat_tokens to be able to look at any step."
-        )
-    result = []
-    for name, source, places, numbers in found:
-        starts, lengths = source.spans(numbers)
-        documents = find_documents(source.dataset, starts)
-        for index, number, *span in zip(places, numbers, starts, lengths, documents, strict=True):
-            epoch = int(number) // source.sequences_per_epoch
-            result.append(Sequence(int(index), name, epoch, source.dataset, *map(int, span)))
-    return sorted(result, key=lambda sequence: sequence.number)
-
-
 def show_batch(console: Console, config: Config, run: Any) -> None:
     """Prints a table for each sequence of a batch: the documents in it.
 
@@ -181,14 +95,17 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
     if config.step < 0:
         raise ValueError(f"step is {config.step}; steps count from 0.")
     indices = np.arange(config.first_row, min(config.first_row + config.rows, loader.batch_size))
+    batch = batch_of(config.step, data.skip_steps)
+    instead = f", batch {batch:,} by data.skip_steps" if batch != config.step else ""
     console.print(
-        f"[bold]Step {config.step:,}[/] of {config.run}: {loader.batch_size} sequences of {loader.seq_len} tokens"
+        f"[bold]Step {config.step:,}[/] of {config.run}{instead}: {loader.batch_size} sequences of {loader.seq_len} "
+        "tokens"
     )
-    if counts := loader.source_tokens(config.step):
+    if counts := loader.source_tokens(batch):
         console.print("Tokens by source: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
     filespecs = {name: source.filespec for name, source in data.mixture.items()} | {None: data.filespec}
     codecs: dict[str | None, TextCodec] = {}
-    for sequence in sequences_of_batch(loader, config.step, indices):
+    for sequence in sequences_of_batch(loader, batch, indices):
         reader, first = sequence.reader, sequence.start
         if sequence.source not in codecs:
             codecs[sequence.source] = open_codec(filespecs[sequence.source], reader.attributes)

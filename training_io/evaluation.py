@@ -1,4 +1,4 @@
-"""Validation: the mean loss over a fixed set of batches. The check that a loss is finite."""
+"""Validation: the mean loss over a fixed set of batches."""
 
 import math
 from collections.abc import Callable
@@ -26,18 +26,3 @@ def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: 
     if validation.bytes_per_token():
         result["bits_per_byte"] = result["loss"] / math.log(2) / validation.bytes_per_token()
     return result
-
-
-def check_finite(loss: Any, step: int, saved: Callable[[], int | None]) -> None:
-    """Waits for the loss after `step` steps, and raises FloatingPointError if it is not finite.
-
-    `saved` gives the step of the last checkpoint.
-    """
-    loss = float(loss)
-    if not math.isfinite(loss):
-        last = saved()
-        resume = "there is no checkpoint yet" if last is None else f"the last checkpoint is of step {last}"
-        raise FloatingPointError(
-            f"the loss is {loss} after step {step}, so this state is not saved; {resume}. Look in metrics.jsonl for "
-            "where it began; a lower learning rate or a longer warmup is the usual remedy."
-        )

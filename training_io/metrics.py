@@ -49,6 +49,7 @@ class RunLog:
         speed: gives the metrics of a step from its time.
         print_every: steps from one plain line to the next, at least 1. The first and the last step always have one.
         console: where to show progress; stdout by default.
+        see: called in all processes with each step and its values, after they were written.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class RunLog:
         speed: Speed,
         print_every: int = 10,
         console: Console | None = None,
+        see: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
     ):
         self.directory, self.total_steps, self.start_step, self.speed = Path(directory), total_steps, start_step, speed
-        self._print_every = print_every
+        self._print_every, self._see = print_every, see
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
         self.events: list[tuple[int, str]] = []
         """Step and name of each event that was logged."""
@@ -127,6 +129,8 @@ class RunLog:
             return
         (step, metrics, source_tokens), self._pending = self._pending, None
         values = _fetch(metrics)
+        if not values.get("skipped"):  # the lines of other steps do without it
+            values.pop("skipped", None)
         now = time.perf_counter()
         seconds = None if self._last_end is None else now - self._last_end
         self._last_end = now
@@ -137,8 +141,10 @@ class RunLog:
             self._durations.append(seconds)
             record |= {"seconds": seconds} | self.speed.of_step(seconds)
         self._write_line(record)
-        self._warn_if_not_finite(step, values)
+        if "skipped" not in values:  # `see` tells more of such a step
+            self._warn_if_not_finite(step, values)
         self._show(step, values)
+        self._see(step, values)
 
     def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         """Writes and prints an event after step `step`, such as a validation. Waits for the devices.

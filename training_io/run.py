@@ -15,14 +15,14 @@ import numpy as np
 from cluster.devices import kept_programs, known_options
 from cluster.stopping import StopRequest
 from cluster.watch import watched_batches
-from input_loader import Prefetcher, TokenBatch, batch_shapes, make_loader, steps_for
+from input_loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import Checkpointer
 from training_io.config import Config
-from training_io.evaluation import check_finite, evaluate
+from training_io.evaluation import evaluate
 from training_io.flops import Speed, flops_of_model, peak_flops
 from training_io.hlo import compile_with_hlo_dump, start_rendering
 from training_io.initial_weights import read_weights
@@ -32,6 +32,7 @@ from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
 from training_io.report import print_end, print_start, save_config
 from training_io.resuming import check_resumes
+from training_io.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from training_io.soundness import check_steps
 from training_io.stages import describe_stages, placement_of, stack_orders
 
@@ -96,27 +97,30 @@ class Run:
         self.checkpoints = Checkpointer(self.directory / "checkpoints", keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
         self.provenance = provenance_of(self.programs, c, self.model)
-        self.start, loader_state = self._last_checkpoint()
+        self.start, loader_state, skips = self._last_checkpoint()
+        self._skips = SkippedSteps(t, skips, self._tell_skipped)
         self.done = self.start
         sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "vocab_size": c.model.vocab}
         sizes["microbatches"] = t.microbatches
         loader = functools.partial(make_loader, c.data, **sizes, inputs=self._inputs)
         self.loader = loader("train", state=loader_state)
         self.validation = loader("validation") if t.eval_batches else None
-        self.total = steps_for(self.loader, steps=t.steps, tokens=t.tokens, epochs=t.epochs)
+        length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
+        self.total = steps_for(self.loader, **length, skip_steps=c.data.skip_steps)
         self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
-    def _last_checkpoint(self) -> tuple[int, dict]:
-        """Step of the last checkpoint, and the state of the loader then; 0 and {} without one."""
+    def _last_checkpoint(self) -> tuple[int, dict, dict]:
+        """Step of the last checkpoint, the state of the loader then, and of SkippedSteps; 0, {} and {} without one."""
         done = self.checkpoints.latest_step()
         if done is None:
-            return 0, {}
+            return 0, {}, {}
         metadata = self.checkpoints.metadata(done)
         check_resumes(metadata["config"], self.c, self.directory)
+        check_skips(metadata["config"]["data"].get("skip_steps", []), self.c.data.skip_steps, done)
         allow = None if self.c.training.other_source else "training.other_source=true"
         saved, which = metadata.get("provenance"), ("training", "evaluation")
         self._source_differs = compare_source(saved, self.provenance, which, allow)
-        return done, metadata["loader"]
+        return done, metadata["loader"], metadata.get("skips", {})
 
     # ---- before the first step ----------------------------------------------------------------------------------
 
@@ -165,7 +169,12 @@ class Run:
             self.print(f"pipeline   {line}")
         speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)
         log = RunLog(
-            self.directory, total_steps=self.total, start_step=self.start, speed=speed, print_every=t.log_interval
+            self.directory,
+            total_steps=self.total,
+            start_step=self.start,
+            speed=speed,
+            print_every=t.log_interval,
+            see=lambda step, x: self._skips.see(step, x["loss"], x["grad_norm"], "skipped" in x),
         )
         self._log = self._cleanup.enter_context(log)
         if not self.is_over:
@@ -189,7 +198,7 @@ class Run:
             self.print("proof      training and evaluation compute on this mesh what they compute on one device")
         check_paths(self.forward, t.seq_len, kept_programs("attention"))
         shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))
-        lowered = training_step.lower(state, shapes, np.int32(self.start))
+        lowered = training_step.lower(state, shapes, np.int32(self.start), self.norm_limit(self.start))
         check_metrics(lowered.out_info[1])
         if why := self.provenance.get("untraced"):
             self.print(
@@ -209,7 +218,8 @@ class Run:
         ahead = self.c.data.prefetch
         self._profiler = StepProfiler(self._log)
         self._cleanup.callback(self._profiler.close)
-        batches = Prefetcher(self.loader.load, self.start, self.total, ahead, self.loader.parallel_loads)
+        load = lambda step: self.loader.load(self._batch_of(step))
+        batches = Prefetcher(load, self.start, self.total, ahead, self.loader.parallel_loads)
         batches = watched_batches(self._cleanup.enter_context(batches), self.start)
         self._stop = self._cleanup.enter_context(StopRequest())
         for step in range(self.start, self.total):
@@ -226,27 +236,49 @@ class Run:
         `metrics` is a dataclass. Its fields are those that RunLog.log takes, and one is `loss`.
         """
         self.done, self._loss = step + 1, metrics.loss
-        self._log.log(step, vars(metrics), self.loader.source_tokens(step))
+        self._log.log(step, vars(metrics), self.loader.source_tokens(self._batch_of(step)))
         self.stopped_by = self._stop.after(step)
         self._profiler.after_step(step - self.start, metrics)
         if step == self.start:
             self._log.log_event(step, "memory", peak_memory(self._program, metrics))
+
+    def norm_limit(self, step: int) -> np.float32:
+        """Largest norm of gradients with which `step` is not skipped."""
+        return self._skips.limit(step)
+
+    def _batch_of(self, step: int) -> int:
+        return batch_of(step, self.c.data.skip_steps)
+
+    def _tell_skipped(self, step: int, why: str) -> None:
+        batch = self._batch_of(step)
+        words, documents = described_documents(self.loader, batch)
+        self.print(
+            f"step {step} (from 0) was skipped: {why}. Its batch is {batch}, {words}. "
+            f"python -m tools.inspect_data run={self.directory} step={step} shows them."
+        )
+        self._log.add_event(step, "skipped", {"why": why, "batch": batch, "documents": documents})
 
     def due(self, interval: int | None) -> bool:
         """Whether `interval` divides the number of steps done, or all are done. None: only when all are done."""
         return self.is_over or (interval is not None and self.done % interval == 0)
 
     def save(self, state: Any) -> None:
-        """Saves a checkpoint, written in the background. Raises FloatingPointError if the loss is not finite."""
-        check = functools.partial(check_finite, self._loss, self.done, self.checkpoints.latest_step)
-        metadata = {"config": dataclasses.asdict(self.c), "loader": self.loader.state(self.done)}
-        metadata["provenance"] = self.provenance
+        """Saves a checkpoint, written in the background. Raises FloatingPointError if a value is not finite."""
+        check = functools.partial(check_finite, are_finite(state), self.done, self.checkpoints.latest_step)
+        if self.c.training.skip_above is not None:
+            self._log.flush()  # the checkpoint holds the norms of all steps before it
+        metadata = {
+            "config": dataclasses.asdict(self.c),
+            "loader": self.loader.state(self._batch_of(self.done - 1) + 1),
+        }
+        metadata |= {"skips": self._skips.state(), "provenance": self.provenance}
         orders = stack_orders(self.placement, type(state), state)
         self.checkpoints.save(self.done, state, metadata, orders, check=check)
 
     def validate(self, evaluation_step: Callable, weights: Any) -> None:
-        """Logs the loss on the validation split; nothing where training.eval_batches is 0."""
-        if self.validation:
+        """Logs the loss on the validation split, unless an earlier start did; nothing if training.eval_batches is 0."""
+        is_logged = self._loss is None and has_event(self.directory, self.done - 1, "validation")
+        if self.validation and not is_logged:
             batches = self.c.training.eval_batches
             of = {"weights": "ema"} if self.c.training.eval_weights == "ema" else {}
             found = lambda: evaluate(evaluation_step, weights, self.validation, batches) | of
@@ -257,10 +289,6 @@ class Run:
         self._log.log_event(self.done - 1, event, values)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
-
-    def has_validation(self) -> bool:
-        """Whether the log has the loss on the validation split after the steps done so far."""
-        return has_event(self.directory, self.done - 1, "validation")
 
     def end(self) -> str | None:
         """Waits until all is written, and prints where. Returns the signal that stopped the run, if one did."""
@@ -277,6 +305,8 @@ class Run:
         self._log.close()
         self.checkpoints.wait()
         trace = self._profiler.close()
+        if self._skips.count:
+            self.print(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         print_end(self.directory, self.total, float(self._loss), self.loader, trace, self._rendering)
         return None
 

@@ -15,9 +15,10 @@ from written_datasets import TEXTS, write
 from flat_tokens import Writer
 from flat_tokens.stores import open_reader
 from input_loader import DataConfig, FlatTokensConfig, FlatTokensLoader, SourceConfig, make_loader
+from input_loader.origins import find_documents, pieces_of, sequences_of_batch
 from text.definitions import train_bpe
 from tools import inspect_data
-from tools.inspect_data import Config, find_documents, find_faults, one_line, open_codec, pieces_of, sequences_of_batch
+from tools.inspect_data import Config, find_faults, one_line, open_codec
 
 check_modules(inspect_data)
 
