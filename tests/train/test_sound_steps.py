@@ -85,13 +85,13 @@ WRONG = {  # an edit of train.py that the types accept, and what the check says 
         r"positions count from the start of this device's block|holds? different entries",
     ),
     "devices of the mesh": (
-        "state, grad_norm, rate = update_state(",
-        "g = jax.tree.map(lambda x: x / (c.mesh.r * c.mesh.t), g)\n        state, grad_norm, rate = update_state(",
+        "new, grad_norm, rate = update_state(",
+        "g = jax.tree.map(lambda x: x / (c.mesh.r * c.mesh.t), g)\n        new, grad_norm, rate = update_state(",
         r"div: a number that depends on the mesh was multiplied",
     ),
     "devices of the machine": (
-        "state, grad_norm, rate = update_state(",
-        "g = jax.tree.map(lambda x: x / jax.device_count(), g)\n        state, grad_norm, rate = update_state(",
+        "new, grad_norm, rate = update_state(",
+        "g = jax.tree.map(lambda x: x / jax.device_count(), g)\n        new, grad_norm, rate = update_state(",
         r"jax.device_count is the same on all meshes",
     ),
     "devices of the machine, in an optimizer": (
