@@ -43,6 +43,7 @@ from sampling.documents import Given, documents_of_dataset, documents_of_files, 
 from sampling.harness import language_model
 from sampling.scoring import Scorer
 from text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
+from text.local_files import match
 from training_io import config as run_config
 from training_io.evaluation import evaluate as evaluate_batches
 from training_io.initial_weights import find_checkpoint
@@ -282,8 +283,6 @@ def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
-    if config.task_path is not None and not Path(config.task_path).is_dir():
-        raise ValueError(f"task_path: there is no directory {config.task_path}. Correct the path.")
     manager = TaskManager(include_path=config.task_path)
     if unknown := [name for name in config.tasks if not manager.match_tasks([name])]:
         raise ValueError(
@@ -321,6 +320,15 @@ def check_settings(config: Config) -> str:
             raise ValueError(f"{name} is given, which has a meaning only {where}. Leave it out.")
     if config.per_document and config.out is None:
         raise ValueError("per_document is true, but there is no file for the documents: give out=<file>.jsonl.")
+    if config.task_path is not None and not Path(config.task_path).is_dir():
+        raise ValueError(f"task_path: there is no directory {config.task_path}. Correct the path.")
+    # Before the weights are read, which can take long.
+    if what == "choices":
+        read_questions(config.choices)
+    elif what == "data" and re.search(TEXTS, config.data):
+        match([config.data])
+    elif what == "data":
+        open_reader(config.data, config.split)
     return what
 
 

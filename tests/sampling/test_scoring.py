@@ -1,10 +1,12 @@
 """Losses of given tokens against transformers; windows and boundaries against lm-eval's rules, written out by hand."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import rule_models
 import tiny
 
 import train
@@ -42,6 +44,17 @@ def test_losses_are_those_of_transformers(mesh, batch):
         expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
         np.testing.assert_allclose(scored.losses, expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(scored.likeliest, logits.argmax(-1) == torch.tensor(ids[1:]))
+
+
+@pytest.mark.long
+def test_padding_is_not_seen():
+    """By a rule that sees later positions: in a row of its own length, a sequence has the same losses."""
+    c, ids = tiny.model(), SEQUENCES[8]
+    with jax.set_mesh(tiny.mesh("one device")):
+        w = tiny.weights(c)
+        forward = dataclasses.replace(tiny.forward(tiny.config(c)), model=rule_models.KINDS["prefix"](c))
+        exact, padded = (Scorer(forward, train.cross_entropy, n).losses(w, [ids]) for n in (len(ids) - 1, 16))
+    np.testing.assert_allclose(next(padded).losses, next(exact).losses, rtol=1e-5)
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from cluster.devices import make_mesh
 from flat_tokens import Writer
 from input_loader import DataConfig
 from modeling.model import load_model
+from text import definitions
 from text.tokenizers import ByteTokenizer
 from tools import checkpoint_to_huggingface
 from tools.evaluate import Config, MeshChoice, evaluate, open_run
@@ -314,7 +315,7 @@ def test_the_command(run, tmp_path):
         ({"batch": 0}, r"batch is 0; it must be at least 1"),
         ({"data": "nowhere.jsonl"}, r"No file matches 'nowhere.jsonl'"),
         ({"data": "nowhere.zarr"}, r"No flat-tokens split at nowhere.zarr/validation"),
-        ({"choices": "x.jsonl", "delimiter": "", "tokenizer": "nowhere.json"}, r"there is no file x.jsonl"),
+        ({"tasks": ["x"], "task_path": "nowhere"}, r"task_path: there is no directory nowhere"),
         ({"choices": "nowhere.jsonl"}, r"choices: there is no file nowhere.jsonl"),
     ],
 )
@@ -328,3 +329,9 @@ def test_another_vocabulary_is_refused(run, tmp_path):
         writer.append(np.array([3, 320], np.uint32), np.array([2]))
     with pytest.raises(ValueError, match=r"holds token ids up to 320, the model's vocabulary has 320"):
         evaluated(run, data=str(tmp_path / "large.zarr"))
+    with Writer(str(tmp_path / "bpe.zarr"), "validation") as writer:
+        writer.append(np.array([3, 4], np.uint32), np.array([2]))
+        writer.attributes["tokenizer"] = {"kind": "train_bpe", "name": None}
+    (tmp_path / "bpe.zarr/tokenizer.json").write_text(definitions.train_bpe(TEXTS, 300))
+    with pytest.raises(ValueError, match=r"bpe.zarr/validation was made with another tokenizer than the run's data"):
+        evaluated(run, data=str(tmp_path / "bpe.zarr"))
