@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fsspec
+import numpy as np
 
 from flat_tokens.stores import open_reader
 from text.tokenizers import Tokenizer, open_for_decoding, open_tokenizer
@@ -38,6 +39,26 @@ class TextCodec:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, special tokens by their names. Ids that the tokenizer does not have are left out."""
         return " ".join(map(str, ids)) if self._tokenizer is None else self._tokenizer.decode(ids)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a tokenizer is known."""
+        return self._tokenizer is not None
+
+    def utf8_bytes(self, ids: Sequence[int]) -> int | None:
+        """UTF-8 bytes of the text that the ids of a document represent, without those of its end token.
+
+        A character that is cut counts as U+FFFD. None if no tokenizer is known.
+        """
+        if self._tokenizer is None:
+            return None
+        ids = ids[:-1] if len(ids) and ids[-1] == self.end else ids
+        return self._tokenizer.prefix_bytes(np.asarray(ids, np.uint32))
+
+    def differs(self, other: "TextCodec") -> bool:
+        """Whether `other` is known to have another tokenizer."""
+        mine, theirs = self._tokenizer, other._tokenizer
+        return None not in (mine, theirs) and (type(mine), mine.definition) != (type(theirs), theirs.definition)
 
     def continuation(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
         """The text that `ids` add to the text of `prompt`."""

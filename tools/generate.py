@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 from omegaconf import MISSING
@@ -22,30 +21,18 @@ from rich.console import Console
 from rich.text import Text
 
 import train
-from cluster.devices import make_mesh
 from configuration.checks import at_least_1, check_ranges
 from configuration.program import run_program
 from input_loader.codec import codec_of_data
-from modeling.model import LanguageModel, load_model
-from modeling.weights import shapes_of
+from modeling.model import load_model
 from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler
-from shardlib.shardtypes import make_shardings
 from text.codec import TextCodec, codec_by_name, codec_of_dataset
 from training_io import config as run_config
-from training_io.checkpoint import Checkpointer
 from training_io.initial_weights import find_checkpoint
+from training_io.opening import MeshChoice, mesh_for, restore_weights
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
-
-
-@dataclass
-class MeshChoice:
-    """Devices along each axis; None: not chosen."""
-
-    r: int | None = None
-    d: int | None = None
-    t: int | None = None
 
 
 @dataclass
@@ -107,21 +94,6 @@ class Config:
 # ---- settings -----------------------------------------------------------------------------------------------------
 
 
-def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
-    """Makes the mesh. Raises ValueError if it does not fit the devices, or the model does not fit it."""
-    devices, chosen = jax.devices(), dataclasses.asdict(choice)
-    if any(size is not None for size in chosen.values()):
-        sizes = {"r": 1, "t": 1} | {axis: size for axis, size in chosen.items() if size is not None}
-        mesh = make_mesh(sizes["r"], sizes.get("d", -1), sizes["t"], devices)
-    else:
-        try:
-            mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, devices)
-        except ValueError:
-            mesh = make_mesh(1, -1, 1, devices)
-    run_config.check_divides(c, mesh.shape, of_batch=False)
-    return mesh
-
-
 def open_codec(config: Config, c: run_config.Config) -> TextCodec:
     """Opens the tokenizer of the settings, or else of the run's data."""
     if config.tokenizer is not None:
@@ -151,13 +123,6 @@ def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
     if config.stop is None:
         return () if codec.end is None else (codec.end,)
     return tuple(codec.id_of(token) for token in config.stop)
-
-
-def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel, which: str) -> Any:
-    """Reads `weights` or `ema` of a checkpoint, sharded as in training on the current mesh."""
-    shapes = shapes_of(model.table)
-    like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, make_shardings(model.Weights, like=shapes))
-    return checkpoints.restore(step, {which: like}, part=f"{which}/")[which]
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,337 @@
+"""Evaluation of a checkpoint: the run's own validation, documents against transformers, multiple choice, lm-eval."""
+
+import dataclasses
+import importlib
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from rich.console import Console
+
+import train
+from cluster.devices import make_mesh
+from flat_tokens import Writer
+from input_loader import DataConfig
+from modeling.model import load_model
+from text import definitions
+from text.tokenizers import ByteTokenizer
+from tools import checkpoint_to_huggingface
+from tools.evaluate import Config, MeshChoice, evaluate, open_run
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"Document {i}: {'naïve, ' * (7 * i % 13)}{i * i}." for i in range(40)]
+"""Some of more than one sequence, none without a character of two bytes beside it."""
+QUESTIONS = [
+    {"context": f"{i} and one is ", "choices": [str(i + 1), "ünknown", "not a number at all"], "answer": i % 3}
+    for i in range(7)
+]
+SEQ_LEN = 32
+
+
+def write_dataset(path, texts, append_end=True):
+    for split in ("train", "validation"):
+        encoded = ByteTokenizer(append_end).encode(texts)
+        with Writer(str(path), split) as writer:
+            writer.append(encoded.ids, encoded.lengths)
+            end = {"end_token": "</s>"} if append_end else {}
+            writer.attributes.update(
+                {"tokenizer": {"kind": "bytes"} | end, "utf8_bytes": int(encoded.utf8_bytes.sum())}
+            )
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Four steps on the mesh d=8, with an average of the weights."""
+    directory = tmp_path_factory.mktemp("runs")
+    c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=3, eval_interval=2, ema_decay=0.5)
+    c.data = DataConfig(filespec=write_dataset(directory / "data.zarr", TEXTS))
+    c.training = dataclasses.replace(c.training, steps=4, seq_len=SEQ_LEN, checkpoint_interval=2, microbatches=1)
+    with jax.set_mesh(tiny.mesh("d=8")):
+        train.train(c, load_model(c.model), directory / "run")
+    return directory / "run"
+
+
+def logged(run):
+    """The losses of the run's validations."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") == "validation"]
+
+
+def evaluated(run, **settings):
+    return evaluate(Config(run=str(run), **settings), Console(file=io.StringIO()))
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---- the run's own validation ---------------------------------------------------------------------------------------
+
+
+def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):
+    for event, step in zip(logged(run), (2, 4), strict=True):
+        found = evaluated(run, step=step)
+        assert (found["loss"], found["tokens"]) == (event["loss"], event["targets"])
+
+
+@pytest.mark.parametrize("mesh", [MeshChoice(t=8), MeshChoice(r=2, d=2, t=2)])
+def test_on_other_meshes_it_is_the_same_but_for_rounding(run, mesh):
+    found, event = evaluated(run, mesh=mesh), logged(run)[-1]
+    assert found["loss"] == pytest.approx(event["loss"], rel=1e-6)
+    assert found["tokens"] == event["targets"]
+
+
+def test_the_bytes_are_those_of_the_tokens_evaluated(run):
+    """Not of the whole split, of which the validation reads a part."""
+    ids = ByteTokenizer(True).encode(TEXTS).ids[: 3 * tiny.BATCH * SEQ_LEN]
+    found = evaluated(run)
+    assert found["tokens"] == ids.size
+    assert found["bytes"] == (ids > ByteTokenizer.END).sum()
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * ids.size / math.log(2) / found["bytes"])
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+def test_the_average_of_the_weights_and_fewer_batches(run):
+    found, average = evaluated(run, batches=1), evaluated(run, batches=1, weights="ema")
+    assert found["tokens"] == average["tokens"] == tiny.BATCH * SEQ_LEN
+    assert found["loss"] != average["loss"]
+
+
+@pytest.mark.slow
+def test_a_run_with_stages(tmp_path):
+    """Four microbatches of two sequences, which eight devices on d do not divide: most of each is padding."""
+    c = tiny.config(tiny.model(vocab=320, d_model=64, layers=4), eval_batches=2, microbatches=4)
+    c.data = DataConfig(filespec=write_dataset(tmp_path / "data.zarr", TEXTS))
+    c.training = dataclasses.replace(c.training, steps=2)
+    c.mesh.p, c.mesh.d, c.mesh.t = 2, 2, 2
+    c.pipeline.virtual_stages, c.pipeline.schedule = 2, "interleaved_1f1b"
+    with jax.set_mesh(make_mesh(1, 2, 2, jax.devices(), 2)):
+        train.train(c, load_model(c.model), tmp_path / "run")
+    found, (event,) = evaluated(tmp_path / "run"), logged(tmp_path / "run")
+    assert found["mesh"] == {"r": 1, "d": 8, "t": 1}
+    assert found["loss"] == pytest.approx(event["loss"], rel=1e-6)
+    assert found["tokens"] == event["targets"] == 2 * tiny.BATCH * tiny.LENGTH
+
+
+# ---- documents ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def theirs(run, tmp_path_factory):
+    """The exported run: its directory, and a function from tokens, the first of which is only read, to their losses."""
+    torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
+    transformers = pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
+    output = tmp_path_factory.mktemp("exported") / "model"
+    checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(str(run), str(output)), lambda _: None)
+    llama = transformers.AutoModelForCausalLM.from_pretrained(output)
+
+    def losses(ids) -> np.ndarray:
+        ids = torch.tensor(np.asarray(ids, np.int64))
+        with torch.no_grad():
+            logits = llama(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none").numpy()
+
+    return output, losses
+
+
+def encoded(text):
+    """With the end token."""
+    return [*(byte + 3 for byte in text.encode()), 1]
+
+
+def cut(ids):
+    """A document as it is read: in pieces after bos."""
+    return [[0, *ids[i : i + SEQ_LEN]] for i in range(0, len(ids), SEQ_LEN)]
+
+
+@pytest.mark.parametrize("mesh", [MeshChoice(), MeshChoice(d=4, t=2)])
+def test_each_document_has_the_loss_that_transformers_computes(run, theirs, mesh, tmp_path):
+    _, losses = theirs
+    out = tmp_path / "losses.jsonl"
+    found = evaluated(run, data=f"{run.parent}/data.zarr", per_document=True, out=str(out), mesh=mesh)
+    *lines, total = read(out)
+    assert total == found
+    assert [line["index"] for line in lines] == list(range(len(TEXTS)))
+    for text, line in zip(TEXTS, lines, strict=True):
+        ids = encoded(text)
+        expected = sum(losses(piece).sum(dtype=np.float64) for piece in cut(ids))
+        assert line["loss"] == pytest.approx(expected, rel=1e-5)
+        assert (line["tokens"], line["bytes"]) == (len(ids), len(text.encode()))
+    assert found["documents"] == len(TEXTS)
+    for name in ("tokens", "bytes"):
+        assert found[name] == sum(line[name] for line in lines)
+    nats = sum(line["loss"] for line in lines)
+    assert found["loss"] == pytest.approx(nats / found["tokens"], rel=1e-12)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-12)
+
+
+def test_texts_of_a_file_have_the_losses_of_the_dataset(run, tmp_path):
+    """In batches of any size. Lines without text are left out, and counted in the index."""
+    file, out = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps({"body": text}) + "\n" for text in ["", *TEXTS]))
+    expected = evaluated(run, data=f"{run.parent}/data.zarr", max_documents=9)
+    settings = {"text_field": "body", "max_documents": 9, "batch": 1, "per_document": True, "out": str(out)}
+    found = evaluated(run, data=str(file), **settings)
+    assert [line["index"] for line in read(out)[:-1]] == list(range(1, 10))
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for name in ("documents", "tokens", "bytes"):
+        assert found[name] == expected[name]
+
+
+# ---- multiple choice ------------------------------------------------------------------------------------------------
+
+
+def test_multiple_choice_is_what_transformers_computes(run, theirs, tmp_path):
+    _, losses = theirs
+    file, out = tmp_path / "questions.jsonl", tmp_path / "out.jsonl"
+    questions = [dict(question) for question in QUESTIONS]
+    questions[1]["question"] = questions[1].pop("context")
+    file.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    found = evaluated(run, choices=str(file), delimiter="", per_document=True, out=str(out))
+    *lines, _ = read(out)
+    right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
+    for question, line in zip(QUESTIONS, lines, strict=True):
+        texts = [question["context"] + choice for choice in question["choices"]]
+        ids = [[0, *encoded(text)[:-1]][-(SEQ_LEN + 1) :] for text in texts]
+        # The space at the end of the context counts, as it is moved to the choice.
+        counts = [len(choice.encode()) + 1 for choice in question["choices"]]
+        expected = [-losses(x)[-n:].sum(dtype=np.float64) for x, n in zip(ids, counts, strict=True)]
+        assert line["log_likelihoods"] == pytest.approx(expected, rel=1e-5)
+        sizes = {"acc": [1, 1, 1], "acc_norm": list(map(len, question["choices"]))}
+        sizes["acc_bytes"] = [len(choice.encode()) for choice in question["choices"]]
+        for name, size in sizes.items():
+            right[name] += int(np.argmax(np.array(expected) / size)) == question["answer"]
+    assert {name: found[name] for name in right} == {name: n / len(QUESTIONS) for name, n in right.items()}
+    share = found["acc_bytes"]
+    assert found["acc_bytes_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / 6))
+
+
+# ---- lm-eval --------------------------------------------------------------------------------------------------------
+
+TASKS = {
+    "choices": """
+        output_type: multiple_choice
+        doc_to_text: "{{context}}"
+        doc_to_choice: choices
+        doc_to_target: answer
+        metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]""",
+    "rolling": """
+        output_type: loglikelihood_rolling
+        doc_to_text: ""
+        doc_to_target: "{{text}}"
+        metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]""",
+    "generated": """
+        output_type: generate_until
+        doc_to_text: "{{context}}"
+        doc_to_target: "{{choices[0]}}"
+        generation_kwargs: {until: ["z"], max_gen_toks: 8, do_sample: false}
+        metric_list: [{metric: exact_match}]""",
+}
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """A directory with tasks of lm-eval, and their documents."""
+    data = tmp_path / "documents.jsonl"
+    lines = [question | {"text": text} for question, text in zip(QUESTIONS, TEXTS, strict=False)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, task in TASKS.items():
+        common = f"task: local_{name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+        body = "\n".join(line.strip() for line in task.splitlines())
+        (tmp_path / f"{name}.yaml").write_text(f"{common}test_split: test\n{body.strip()}\n")
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("default")
+def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
+    lm_eval = pytest.importorskip("lm_eval", reason="the harness needs lm-eval: pip install 'shardwright[eval]'")
+    pytest.importorskip("accelerate", reason="lm-eval's own model needs accelerate")
+    names = [f"local_{name}" for name in TASKS]
+    manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=str(tasks))
+    options = {"tasks": names, "task_manager": manager, "bootstrap_iters": 0}
+
+    def of_hf(**arguments):
+        model = {"pretrained": str(theirs[0]), "device": "cpu", "dtype": "float32", "max_length": SEQ_LEN}
+        return lm_eval.simple_evaluate(model="hf", model_args=model | arguments, **options)
+
+    found = lm_eval.simple_evaluate(model=open_run(Config(run=str(run))).language_model(), **options)
+    for expected, compared in ((of_hf(), names[::2]), (of_hf(add_bos_token=False), names[1:2])):
+        for name in compared:
+            for metric, value in expected["results"][name].items():
+                if isinstance(value, float):
+                    assert found["results"][name][metric] == pytest.approx(value, rel=1e-5), (name, metric)
+            for ours, theirs_ in zip(found["samples"][name], expected["samples"][name], strict=True):
+                assert ours["arguments"] == theirs_["arguments"]
+                flat = lambda x: np.ravel(np.array(x["resps"], dtype=object)).tolist()
+                for a, b in zip(flat(ours), flat(theirs_), strict=True):
+                    assert a == (pytest.approx(b, rel=1e-4) if isinstance(b, float) else b)
+    command = evaluated(run, tasks=names[:1], task_path=str(tasks))
+    assert command["results"][names[0]]["acc,none"] == found["results"][names[0]]["acc,none"]
+    with pytest.raises(ValueError, match="lm-eval has no task 'nowhere'"):
+        evaluated(run, tasks=["nowhere"], task_path=str(tasks))
+
+
+def test_without_lm_eval_its_extra_is_named(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ValueError, match=r"pip install 'shardwright\[eval\]'"):
+        evaluated(run, tasks=["arc_easy"])
+
+
+# ---- the tool -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(run, tmp_path):
+    out = tmp_path / "result.json"
+    command = [sys.executable, "-m", "tools.evaluate", f"run={run}/checkpoints/0000000002", f"out={out}", "mesh.t=4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found, event = json.loads(out.read_text()), logged(run)[0]
+    assert found["loss"] == pytest.approx(event["loss"], rel=1e-6)
+    assert (found["step"], found["mesh"]) == (2, {"r": 1, "d": 2, "t": 4})
+    assert f"loss          {found['loss']:.6f}" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"run": "nowhere"}, r"there is no run nowhere: `run` is a run's directory"),
+        ({"step": 3}, r"no complete checkpoint of step 3"),
+        ({"weights": "adam_mu"}, r"weights is 'adam_mu'; choose one of weights, ema"),
+        ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
+        ({"data": "a", "choices": "b"}, r"give one of data, choices and tasks; data and choices is given"),
+        ({"per_document": True, "out": "x"}, r"per_document is given, .* only with data or choices"),
+        ({"data": "a", "batches": 2}, r"batches is given, .* only without data, choices and tasks"),
+        ({"data": "a", "per_document": True}, r"give out=<file>"),
+        ({"batch": 0}, r"batch is 0; it must be at least 1"),
+        ({"data": "nowhere.jsonl"}, r"No file matches 'nowhere.jsonl'"),
+        ({"data": "nowhere.zarr"}, r"No flat-tokens split at nowhere.zarr/validation"),
+        ({"tasks": ["x"], "task_path": "nowhere"}, r"task_path: there is no directory nowhere"),
+        ({"choices": "nowhere.jsonl"}, r"choices: there is no file nowhere.jsonl"),
+    ],
+)
+def test_what_a_user_can_get_wrong(run, settings, message):
+    with pytest.raises(ValueError, match=message):
+        evaluated(**{"run": run} | settings)
+
+
+def test_another_vocabulary_is_refused(run, tmp_path):
+    with Writer(str(tmp_path / "large.zarr"), "validation") as writer:
+        writer.append(np.array([3, 320], np.uint32), np.array([2]))
+    with pytest.raises(ValueError, match=r"holds token ids up to 320, the model's vocabulary has 320"):
+        evaluated(run, data=str(tmp_path / "large.zarr"))
+    with Writer(str(tmp_path / "bpe.zarr"), "validation") as writer:
+        writer.append(np.array([3, 4], np.uint32), np.array([2]))
+        writer.attributes["tokenizer"] = {"kind": "train_bpe", "name": None}
+    (tmp_path / "bpe.zarr/tokenizer.json").write_text(definitions.train_bpe(TEXTS, 300))
+    with pytest.raises(ValueError, match=r"bpe.zarr/validation was made with another tokenizer than the run's data"):
+        evaluated(run, data=str(tmp_path / "bpe.zarr"))

@@ -1,0 +1,370 @@
+"""Evaluates a checkpoint: loss, perplexity and bits per byte of documents, multiple choice, tasks of lm-eval.
+
+    python -m tools.evaluate run=runs/<name>
+    python -m tools.evaluate run=runs/<name> data=data/austen_bytes.zarr per_document=true out=losses.jsonl
+    python -m tools.evaluate run=runs/<name> data=stories.jsonl step=500 mesh.t=2
+    python -m tools.evaluate run=runs/<name> choices=questions.jsonl
+    python -m tools.evaluate run=runs/<name> tasks=[mine] task_path=tasks/
+
+Without data, choices or tasks, the loss is that of the run's own validation: its evaluation step, on the same batches.
+
+With data, each document is counted once. It is read as in training: bos and then its tokens, the end token of the run's
+data among them. A document of more than training.seq_len tokens is cut into pieces of so many, each read after bos. A
+piece does not see those before it, as in the batches of a run. docs/evaluation.md has examples.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from omegaconf import MISSING
+from rich.console import Console
+
+import train
+from cluster.devices import known_options
+from configuration.checks import at_least_0, at_least_1, check_ranges
+from configuration.program import run_program
+from flat_tokens.stores import open_reader
+from input_loader import Sequences, make_loader
+from input_loader.codec import codec_of_data
+from input_loader.padded import PaddedLoader
+from modeling.model import inputs_of, load_model
+from sampling.choices import answers, read_questions, shares
+from sampling.documents import Given, documents_of_dataset, documents_of_files, losses_of
+from sampling.harness import language_model
+from sampling.scoring import Scorer
+from text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
+from text.local_files import match
+from training_io import config as run_config
+from training_io.evaluation import evaluate as evaluate_batches
+from training_io.initial_weights import find_checkpoint
+from training_io.opening import MeshChoice, mesh_for, restore_weights
+from training_io.provenance import compare_source, provenance_of
+from training_io.resuming import config_of
+
+TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
+"""End of the name of a file of texts."""
+
+
+@dataclass
+class Config:
+    """Settings of the program."""
+
+    run: str = MISSING
+    """Directory of a run, or of one of its checkpoints."""
+    step: int | None = None
+    """Step of the checkpoint; null: the last one."""
+    weights: str | None = None
+    """weights: the trained ones; ema: their moving average (training.ema_decay). Null: those that the run validates
+    (training.eval_weights)."""
+    other_source: bool = False
+    """Allows source that computes something else than the source that made the checkpoint."""
+    mesh: MeshChoice = field(default_factory=MeshChoice)
+    """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d.
+    Stages of the run are left out: d takes their devices."""
+    batch: int | None = at_least_1(None)
+    """Number of sequences at once, at least 1; rounded up to a multiple of r·d. Null: as many as 512 MiB of logits on
+    each device allow. The run's own validation has batches of its own."""
+    batches: int | None = at_least_1(None)
+    """Batches of the run's own validation; null: training.eval_batches."""
+    data: str | None = None
+    """What to evaluate instead of the run's own validation: a flat-tokens dataset, or a file of texts (.jsonl, .json,
+    .parquet, or .txt, compressed or not; a glob for several)."""
+    split: str = "validation"
+    """Split of the dataset."""
+    text_field: str = "text"
+    """The JSON key or column that holds a text."""
+    separator: str | None = None
+    """Text between the documents of a .txt file. Null: it is one document."""
+    max_documents: int | None = at_least_1(None)
+    """Number of documents of `data`, or of questions of `choices`, from the first on; null: all."""
+    choices: str | None = None
+    """A file with a question on each line: {"context": "…", "choices": ["…", "…"], "answer": 0}. `question` is another
+    name of `context`, and the answer is the index of the right choice."""
+    delimiter: str = " "
+    """Text between a context and a choice."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of lm-eval by name, which needs the package: pip install 'shardwright[eval]'."""
+    task_path: str | None = None
+    """A directory with YAML files of further tasks."""
+    num_fewshot: int | None = at_least_0(None)
+    """Number of examples before each question of `tasks`; null: as the task says."""
+    limit: int | None = at_least_1(None)
+    """Number of documents of each of the `tasks`; null: all."""
+    per_document: bool = False
+    """Writes a line for each document, or question, to `out`, before the line of the result."""
+    out: str | None = None
+    """A file for the result: a JSON object on one line."""
+    tokenizer: str | None = None
+    """The tokenizer, if the run's data is gone or names none: `bytes`, `tiktoken:<encoding>`, `mistral:<file>`, or a
+    name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
+
+
+@dataclass
+class OpenRun:
+    """A checkpoint whose weights are on the devices."""
+
+    c: run_config.Config
+    step: int
+    which: str
+    """weights or ema."""
+    model: Any
+    weights: Any
+    mesh: jax.sharding.Mesh
+    source: Any
+    """Hashes of the source, for Scorer."""
+    config: Config
+
+    def scorer(self) -> Scorer:
+        """What computes losses of tokens."""
+        forward, seq_len = train.Forward(self.model, self.c.training), self.c.training.seq_len
+        with jax.set_mesh(self.mesh):
+            return Scorer(forward, train.cross_entropy, seq_len, self.config.batch, self.source)
+
+    def codec(self) -> TextCodec:
+        """The tokenizer of the settings, or else of the run's data. Raises ValueError if there is none."""
+        if self.config.tokenizer is not None:
+            return codec_by_name(self.config.tokenizer)
+        try:
+            codec = codec_of_data(self.c.data)
+        except ValueError as e:
+            problem = str(e).replace(REMEDY, "").rstrip(" :")
+            raise ValueError(f"{problem}. tokenizer=<name> says which tokenizer made the run's data.") from e
+        if not codec.is_known:
+            raise ValueError("the run's data names no tokenizer; tokenizer=<name> says which one made it.")
+        return codec
+
+    def codec_or_none(self) -> TextCodec:
+        """The same; one without a tokenizer if there is none."""
+        try:
+            return self.codec()
+        except ValueError:
+            if self.config.tokenizer is not None:
+                raise
+            return TextCodec()
+
+    def language_model(self) -> Any:
+        """The checkpoint as a model of lm-eval. Raises ValueError if that is not installed."""
+        return language_model(self.scorer(), self.codec(), self.weights)
+
+
+def open_run(config: Config, write_line: Callable[[str], None] = print) -> OpenRun:
+    """Reads the weights. Raises ValueError if there is no such run or checkpoint, or it does not fit the devices."""
+    if not Path(config.run).is_dir():
+        raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
+    checkpoints, step = find_checkpoint(config.run, config.step)
+    with checkpoints:
+        metadata = checkpoints.metadata(step)
+        c = config_of(metadata["config"])
+        which = config.weights or c.training.eval_weights
+        run_config.check_weights("weights", which, c.training.ema_decay)
+        mesh, model = mesh_for(config.mesh, c), load_model(c.model)
+        if c.training.attention == "cudnn" and mesh.devices.flat[0].platform != "gpu":
+            c.training.attention = "auto"
+        with jax.set_mesh(mesh):
+            allow = None if config.other_source else "other_source=true"
+            now = provenance_of(train.programs, c, model)
+            if differs := compare_source(metadata.get("provenance"), now, ("evaluation",), allow):
+                write_line(f"source      {differs}")
+            weights = restore_weights(checkpoints, step, model, which)
+    return OpenRun(c, step, which, model, weights, mesh, now["source"], config)
+
+
+# ---- the run's own validation ---------------------------------------------------------------------------------------
+
+
+class Recorded(PaddedLoader):
+    """A loader that keeps what it read."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.read: list[Sequences] = []
+
+    def sequences(self, step: int, indices: Any) -> Sequences:
+        """Sequences of the batch of `step`."""
+        self.read.append(super().sequences(step, indices))
+        return self.read[-1]
+
+
+def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
+    """The loss that the run logs on its validation split."""
+    c, t, inputs = run.c, run.c.training, inputs_of(run.model)
+    batches = run.config.batches or t.eval_batches
+    if not batches:
+        raise ValueError("the run has no validation (training.eval_batches is 0). Give batches=<number>, or data=….")
+    sizes = t.batch_size, t.seq_len, c.model.vocab
+    loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches)
+    with jax.set_mesh(run.mesh):
+        loader = Recorded(loader, run.mesh.shape["r"] * run.mesh.shape["d"])
+        options = known_options(c.hardware.compiler_options, write_line)
+        evaluation_step = train.make_evaluation_step(c, run.model, options)
+        found = evaluate_batches(evaluation_step, run.weights, loader, batches)
+    joined = lambda field: np.concatenate([getattr(x, field)[x.loss_mask] for x in loader.read])
+    documents = np.split(joined("targets"), np.flatnonzero(joined("is_seq_start")))
+    codec = run.codec_or_none()
+    size = sum(map(codec.utf8_bytes, documents)) if codec.is_known else None
+    about = {"data": "the run's own validation", "batches": len(loader.read)}
+    return about | result_of(found["loss"] * found["targets"], found["targets"], size)
+
+
+def result_of(nats: float, tokens: int, utf8_bytes: int | None) -> dict[str, Any]:
+    """The numbers of an evaluation, from the sum of the losses of some tokens, and the bytes of their text."""
+    loss = nats / tokens
+    result = {"tokens": tokens, "loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    if utf8_bytes:
+        result |= {"bytes": utf8_bytes, "bits_per_byte": nats / math.log(2) / utf8_bytes}
+    return result
+
+
+# ---- documents and questions ----------------------------------------------------------------------------------------
+
+
+def documents_of(run: OpenRun) -> Iterator[Given]:
+    """The documents of `data`. Raises ValueError if they are of another vocabulary than the run's data."""
+    config = run.config
+    if re.search(TEXTS, config.data):
+        return documents_of_files(config.data, config.text_field, config.separator, run.codec())
+    reader = open_reader(config.data, config.split)
+    if reader.max_token_id >= run.c.model.vocab:
+        raise ValueError(
+            f"{reader.path} holds token ids up to {reader.max_token_id}, the model's vocabulary has "
+            f"{run.c.model.vocab}. Choose a dataset made with the run's tokenizer, or evaluate its texts."
+        )
+    of_run = run.codec_or_none()
+    try:
+        codec = codec_of_attributes(config.data, reader.attributes)
+    except FileNotFoundError:
+        codec = of_run
+    if of_run.differs(codec):
+        raise ValueError(
+            f"{reader.path} was made with another tokenizer than the run's data. Evaluate its texts: data=<file>.jsonl."
+        )
+    return documents_of_dataset(reader, codec)
+
+
+def of_data(run: OpenRun, write: Callable[[Any], None]) -> dict[str, Any]:
+    """The loss of all documents of `data`. Calls `write` with each."""
+    documents, found = itertools.islice(documents_of(run), run.config.max_documents), []
+    for document in losses_of(run.scorer(), run.weights, documents):
+        write(document)
+        found.append((document.loss, document.tokens, document.bytes))
+    if not found:
+        raise ValueError(f"{run.config.data} has no document. Choose another file or split.")
+    nats, tokens, sizes = zip(*found, strict=True)
+    size = None if None in sizes else sum(sizes)
+    return {"data": run.config.data, "documents": len(found)} | result_of(math.fsum(nats), sum(tokens), size)
+
+
+def of_choices(run: OpenRun, write: Callable[[Any], None]) -> dict[str, Any]:
+    """Share of the questions that are answered right. Calls `write` with each answer."""
+    questions, found = read_questions(run.config.choices)[: run.config.max_documents], []
+    for answer in answers(run.scorer(), run.codec(), run.weights, questions, run.config.delimiter):
+        write(answer)
+        found.append(answer)
+    return {"choices": run.config.choices, "questions": len(found)} | shares(found)
+
+
+# ---- tasks of lm-eval -----------------------------------------------------------------------------------------------
+
+
+def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
+    """The results of tasks of lm-eval."""
+    config, model = run.config, run.language_model()
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    manager = TaskManager(include_path=config.task_path)
+    if unknown := [name for name in config.tasks if not manager.match_tasks([name])]:
+        raise ValueError(
+            f"lm-eval has no task {unknown[0]!r}. `lm-eval ls tasks` lists its own; task_path=<directory> adds others."
+        )
+    limits = {"num_fewshot": config.num_fewshot, "limit": config.limit}
+    found = lm_eval.simple_evaluate(model=model, tasks=list(config.tasks), task_manager=manager, **limits)
+    write_line(make_table(found))
+    return {name: found[name] for name in ("results", "versions", "n-samples")}
+
+
+# ---- main -----------------------------------------------------------------------------------------------------------
+
+NEEDS = {
+    "batches": ("",),
+    "max_documents": ("data", "choices"),
+    "per_document": ("data", "choices"),
+    "task_path": ("tasks",),
+    "num_fewshot": ("tasks",),
+    "limit": ("tasks",),
+}
+"""Settings that belong to some of data, choices and tasks; the empty name is the run's own validation."""
+
+
+def check_settings(config: Config) -> str:
+    """What is evaluated: data, choices, tasks, or "" for none. Raises ValueError for settings that do not agree."""
+    check_ranges("", config)
+    given = [name for name in ("data", "choices", "tasks") if getattr(config, name)]
+    if len(given) > 1:
+        raise ValueError(f"give one of data, choices and tasks; {' and '.join(given)} is given.")
+    what = given[0] if given else ""
+    for name, of in NEEDS.items():
+        if getattr(config, name) not in (None, False) and what not in of:
+            where = f"with {' or '.join(of)}" if any(of) else "without data, choices and tasks"
+            raise ValueError(f"{name} is given, which has a meaning only {where}. Leave it out.")
+    if config.per_document and config.out is None:
+        raise ValueError("per_document is true, but there is no file for the documents: give out=<file>.jsonl.")
+    if config.task_path is not None and not Path(config.task_path).is_dir():
+        raise ValueError(f"task_path: there is no directory {config.task_path}. Correct the path.")
+    # Before the weights are read, which can take long.
+    if what == "choices":
+        read_questions(config.choices)
+    elif what == "data" and re.search(TEXTS, config.data):
+        match([config.data])
+    elif what == "data":
+        open_reader(config.data, config.split)
+    return what
+
+
+def evaluate(config: Config, console: Console | None = None) -> dict[str, Any]:
+    """Evaluates, prints the result, and returns it.
+
+    Raises:
+        ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint, data or
+            tokenizer, or data of another vocabulary.
+    """
+    console = console or Console()
+    write_line = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
+    what = check_settings(config)
+    run = open_run(config, write_line)
+    with contextlib.ExitStack() as stack:
+        write = lambda line: None
+        if config.out is not None:
+            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(config.out, "w", encoding="utf-8"))
+            write = lambda line: file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        of_each = lambda found: write(dataclasses.asdict(found)) if config.per_document else None
+        if what == "data":
+            result = of_data(run, of_each)
+        elif what == "choices":
+            result = of_choices(run, of_each)
+        else:
+            result = of_tasks(run, write_line) if what == "tasks" else own_validation(run, write_line)
+        about = {"run": config.run, "step": run.step, "weights": run.which, "mesh": dict(run.mesh.shape)}
+        write(about | result)
+    for name, value in (about | ({} if what == "tasks" else result)).items():
+        shown = f"{value:.6f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        if not name.endswith("_stderr"):
+            error = result.get(f"{name}_stderr")
+            write_line(f"{name:<14}{shown}" + (f" ± {error:.6f}" if error is not None else ""))
+    return about | result
+
+
+if __name__ == "__main__":
+    run_program("evaluate", Config, evaluate)
