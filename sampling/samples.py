@@ -10,8 +10,8 @@ from input_loader.codec import codec_of_data
 from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler
 from training_io.config import Config
-from training_io.directory import optional
 from training_io.metrics import remove_later_lines
+from training_io.optional import optional
 from training_io.run import Run
 from training_io.stages import folded_mesh, without_stages
 

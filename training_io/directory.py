@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from configuration.frames import shown_path
+from training_io.optional import why
 
 LOCK = ".lock"
 TRACE = "trace.tmp"
@@ -63,7 +64,8 @@ def check_place(root: str, name: str | None) -> None:
 def place(root: str, name: str) -> Path:
     """The directory of the run, without `..`, which tensorstore does not take. Absolute if not below the current one.
 
-    Raises ValueError for a path that is too long, and for the home directory of a user that there is not.
+    Raises ValueError for a path that is too long, for one with a backslash, which tensorstore takes for a slash, and
+    for the home directory of a user that there is not.
     """
     try:
         # Symbolic links in the name stay: they may lead to another disk.
@@ -74,6 +76,11 @@ def place(root: str, name: str) -> Path:
         raise ValueError(
             f"the path of the run has {length:,} bytes; it may have {_LONGEST_PATH:,}. Give a shorter "
             "paths.root_working_dir or paths.model_name."
+        )
+    if "\\" in str(directory):
+        raise ValueError(
+            f"the path of the run is {str(directory)!r}; checkpoints cannot be written to a path with a backslash. "
+            "Give another paths.root_working_dir or paths.model_name."
         )
     return directory
 
@@ -145,7 +152,7 @@ def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[st
 
 def missing(directory: Path) -> list[Path]:
     """The directory and those above it, as far as they are missing, from below."""
-    return list(itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents)))
+    return list(itertools.takewhile(lambda path: not os.path.exists(path), (directory, *directory.parents)))
 
 
 def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -> None:
@@ -267,15 +274,6 @@ def _has_begun(directory: Path) -> bool:
     return log.is_file() and any('"event": ' not in line for line in log.read_text(errors="replace").splitlines())
 
 
-@contextlib.contextmanager
-def optional(what: str) -> Iterator[None]:
-    """Context of writing something that a run can do without: an OSError is told in a line, and the run goes on."""
-    try:
-        yield
-    except OSError as error:
-        print(f"WARNING: {what} cannot be written: {why(error)}; the run goes on without")
-
-
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -289,8 +287,3 @@ def _cannot_write(path: Path, error: OSError) -> ValueError:
         f"{path} cannot be written: {why(error)}. Make room or give yourself the right, or choose another "
         "paths.root_working_dir."
     )
-
-
-def why(error: Exception) -> str:
-    """The reason alone, for people to read: `No space left on device`."""
-    return getattr(error, "strerror", None) or str(error)

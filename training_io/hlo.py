@@ -55,7 +55,8 @@ def compile_with_hlo_dump(
             kept.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(graphs[-1], kept)
         except OSError as error:
-            kept.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                kept.unlink()
             print(f"HLO graph: none, {kept} cannot be written: {error.strerror}")
             return compiled, None
     return compiled, kept

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from configuration.checks import check_booleans
 from modeling.model import LanguageModel, load_model
 from training_io.config import Config, check_divides, register_schema, to_config
 from training_io.directory import check_place, run_directory
+from training_io.optional import Forgiving
 from training_io.sweeps import SHARED, UNNAMED, PickledByName
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -51,7 +53,8 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
     start_devices(c.distributed, c.hardware)
     sizes = c.mesh.r, c.mesh.d, c.mesh.t
-    with watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
+    output = contextlib.redirect_stdout(Forgiving(sys.stdout))
+    with output, watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
         check_divides(c, jax.sharding.get_mesh().shape)
         model = load_model(c.model)
         where = run_directory(c.paths.root_working_dir, c.paths.model_name, HydraConfig.get().job.config_name)

@@ -33,7 +33,7 @@ from input_loader import batch_shapes
 from modeling.model import inputs_of
 from shardlib.program_hash import hash_of
 from training_io.config import Config
-from training_io.directory import optional
+from training_io.optional import optional
 from training_io.pipeline_config import PipelineConfig
 
 ROOT = Path(__file__).parent.parent

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from omegaconf import OmegaConf
 
-from training_io.directory import optional
+from training_io.optional import optional
 
 
 def print_start(
