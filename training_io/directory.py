@@ -96,14 +96,15 @@ def override(setting: str, value: str) -> str:
     return f"{setting}={value}" if plain else shlex.quote(f"{setting}={quoted(value)}")
 
 
-def make_default(root: str, config: str) -> tuple[str, Path]:
-    """Name and directory of a run without a name: the configuration and the time. The directory is made here.
+def make_default(root: str, config: str) -> tuple[str, Path, list[Path]]:
+    """Name and directory of a run without a name: the configuration and the time. And the directories made here.
 
-    So two starts in the same second get two directories.
+    The directory is made, so that two starts in the same second get two.
     """
     stem = f"{config}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
     for name in itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(2))):
         directory = place(root, name)
+        made = missing(directory)
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             directory.mkdir()
@@ -113,7 +114,7 @@ def make_default(root: str, config: str) -> tuple[str, Path]:
             continue
         except OSError as error:
             raise _cannot_write(directory, error) from error
-        return name, directory
+        return name, directory, made
     raise AssertionError
 
 
@@ -133,12 +134,11 @@ def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[st
     Raises:
         ValueError: another run is in the directory, or it cannot be written.
     """
-    made = missing(place(root, name or "."))
     if name is None:
-        name, directory = make_default(root, config)
-        made.insert(0, directory)
+        name, directory, made = make_default(root, config)
     else:
         directory = place(root, name)
+        made = missing(directory)
     with contextlib.ExitStack() as cleanup:
         _in_all(lambda: _prepare(directory, made, cleanup) if jax.process_index() == 0 else None)
         _in_all(lambda: _try(directory))
@@ -244,7 +244,7 @@ def _in_all(action: Callable[[], None]) -> None:
             raise
         message = str(error)
     if jax.process_count() > 1:
-        sent = np.frombuffer(message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
+        sent = np.frombuffer(message.encode(errors="replace")[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
         messages = [bytes(x).rstrip(b"\0").decode(errors="replace") for x in multihost_utils.process_allgather(sent)]
         if failed := [message for message in messages if message]:
             raise ValueError(failed[0])

@@ -80,11 +80,11 @@ class Sweep(Callback):
             sys.exit("Error: distributed says that there are several processes; give the sweep a paths.model_name.")
         try:
             check_place(root, name)
-            self._made = missing(place(root, name or "."))
             if name is None:
-                name, directory = make_default(root, config.hydra.job.config_name)
-                self._made.insert(0, directory)
-            directory = place(root, name)
+                name, directory, self._made = make_default(root, config.hydra.job.config_name)
+            else:
+                directory = place(root, name)
+                self._made = missing(directory)
         except ValueError as error:
             sys.exit(f"Error: {error}")
         run = f"{name}/${{hydra:job.override_dirname}}" if swept else name

@@ -103,7 +103,7 @@ def test_tensorstore_takes_no_dots_and_no_backslash_and_the_places_have_none(tmp
 def test_starts_in_the_same_second_get_directories_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda *_: "2026")
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        names = [name for name, _ in threads.map(lambda _: make_default(str(tmp_path), "demo"), range(8))]
+        names = [name for name, *_ in threads.map(lambda _: make_default(str(tmp_path), "demo"), range(8))]
     assert sorted(names) == ["demo_2026", *(f"demo_2026_{i}" for i in range(2, 9))]
     assert {path.name for path in tmp_path.iterdir()} == {*names}
 
@@ -320,7 +320,7 @@ def test_a_full_disk_under_the_output_does_not_end_a_run():
 
 # ---- whole runs -------------------------------------------------------------------------------------------------
 
-LONG = ("training.steps=1000000", "data.shuffle=false")
+LONG = ("training.steps=1000000", "mesh.t=1")
 
 
 def wait_for(run: Run, text: str, timeout_s: float = 120) -> None:
@@ -367,7 +367,7 @@ def test_one_run_in_a_directory_and_none_without_one(tmp_path):
     try:
         first.wait_for_step(20)
         (tmp_path / "second").mkdir()
-        second = Run(tmp_path / "second", 2, 1, f"paths.root_working_dir={tmp_path}")
+        second = Run(tmp_path / "second", 2, 1, f"paths.root_working_dir={tmp_path}", "mesh.t=1")
         assert 0 not in second.wait(120)
         for i in range(2):
             assert f"Error: {tmp_path}/run is in use by process {first.processes[0].pid} on " in second.stderr(i)
@@ -395,7 +395,7 @@ def test_a_run_at_an_odd_place(tmp_path):
     (tmp_path / "here").mkdir()
     place = ["paths.root_working_dir='here/../we ird/ü[x]*?/~y/'", "paths.model_name='a b//ç d/../e f/'"]
     place += [f"data.filespec={ROOT / 'synthetic_dataset.zarr'}"]
-    short = ["training.steps=8", "training.checkpoint_interval=4", "training.sample_interval=4"]
+    short = ["mesh.t=1", "training.steps=8", "training.checkpoint_interval=4", "training.sample_interval=4"]
     run = Run(tmp_path / "first", 1, 1, *short, *place, cwd=tmp_path).succeed()
     directory = tmp_path / "we ird" / "ü[x]*?" / "~y" / "a b" / "e f"
     assert (directory / "checkpoints" / "0000000008" / "zarr.json").is_file()
