@@ -23,12 +23,12 @@ from configuration.frames import is_raised_on_purpose
 def refusal(error: Exception) -> str | None:
     """What a user is told of `error` instead of its traceback; None if the traceback is needed.
 
-    That is the message of a ValueError with which this project, a model or the configuration refuses what it was given.
-    A ValueError that Python or a library raises is a bug. Of an error in code that shardlib checks, the message begins
-    with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback.
+    That is the message of a ValueError with which this project, a model or the configuration refuses what it was given,
+    or of an OSError that it raises. One that Python or a library raises is a bug. Of an error in code that shardlib
+    checks, the message begins with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback.
     """
     refuses = isinstance(error, OmegaConfBaseException) or (
-        isinstance(error, ValueError) and is_raised_on_purpose(error)
+        isinstance(error, ValueError | OSError) and is_raised_on_purpose(error)
     )
     if not refuses or os.environ.get("HYDRA_FULL_ERROR") == "1":
         return None

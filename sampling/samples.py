@@ -11,6 +11,7 @@ from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler
 from training_io.config import Config
 from training_io.metrics import remove_later_lines
+from training_io.optional import optional
 from training_io.run import Run
 from training_io.stages import folded_mesh, without_stages
 
@@ -51,7 +52,8 @@ class TrainingSamples:
             self._sampler = Sampler(forward, settings, context=t.seq_len, source=run.provenance["source"])
         self._path = run.directory / "samples.jsonl"
         if jax.process_index() == 0:
-            remove_later_lines(self._path, run.start + 1 if run.start else 0)
+            with optional(str(self._path)):
+                remove_later_lines(self._path, run.start + 1 if run.start else 0)
 
     def write(self, weights: Any) -> None:
         """Samples with these weights, after the steps that are done."""
@@ -70,5 +72,5 @@ class TrainingSamples:
             shown = " ".join((text + added).split())
             self._run.log_event("sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)})
         if jax.process_index() == 0:
-            with open(self._path, "a") as file:
+            with optional(str(self._path)), open(self._path, "a") as file:
                 file.writelines(lines)

@@ -37,6 +37,7 @@ class Run:
         hooks: Python source by process, run before the program; `root` is defined there.
         umasks: of the processes, if the files they write are to show who wrote them.
         environment: by process, in place of distributed.coordinator, count and id.
+        cwd: their current directory.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Run:
         hooks: Mapping[int, str] | None = None,
         umasks: Sequence[int] | None = None,
         environment: Sequence[Mapping[str, str]] | None = None,
+        cwd: Path = ROOT,
     ):
         self.root, self.directory, self.started = root, root / "run", time.monotonic()
         root.mkdir(exist_ok=True, parents=True)
@@ -69,7 +71,7 @@ class Run:
             with open(root / f"stdout{i}", "w") as out, open(root / f"stderr{i}", "w") as err:
                 program = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *settings]
                 umask = umasks[i] if umasks else -1
-                self.processes.append(subprocess.Popen(program, cwd=ROOT, env=env, stdout=out, stderr=err, umask=umask))
+                self.processes.append(subprocess.Popen(program, cwd=cwd, env=env, stdout=out, stderr=err, umask=umask))
 
     def stdout(self, i: int) -> str:
         return (self.root / f"stdout{i}").read_text()

@@ -149,6 +149,11 @@ class Checkpointer:
         arrays = copy_to_host(leaves, shards, orders)
         self._saving = self._executor.submit(self._write, temporary, final, arrays, manifest)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of the save that is being written, if it has failed. `wait` raises it."""
+        return self._saving.exception() if self._saving is not None and self._saving.done() else None
+
     @pause("waiting for a checkpoint to be written")
     def wait(self) -> None:
         """Waits until the save that is being written is complete. Raises OSError if it failed."""
@@ -249,7 +254,9 @@ class Checkpointer:
             else:
                 self._await(temporary, (final / MANIFEST).is_file)
         except OSError as error:
-            if temporary.is_dir():
+            if jax.process_count() == 1:
+                shutil.rmtree(temporary, ignore_errors=True)  # it may have filled the disk, which the metrics need
+            elif temporary.is_dir():
                 (temporary / f".failed-{jax.process_index()}").touch()
             raise OSError(
                 f"checkpoint {final} was not saved: {error} It stays invisible; the checkpoints before it are complete."

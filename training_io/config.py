@@ -117,9 +117,10 @@ class PathsConfig:
     """Settings of the directory of a run."""
 
     root_working_dir: str = "runs"
+    """Directory of all runs, in a file system. `~` at its beginning is your home."""
     model_name: str | None = None
-    """The run's directory in root_working_dir. If it has a run, that is resumed. Null: name of the configuration, and
-    the time."""
+    """The run's directory inside of root_working_dir. If it has a run, that is resumed. Null: name of the
+    configuration, and the time."""
 
 
 @dataclasses.dataclass
@@ -200,8 +201,6 @@ def check_config(c: Config) -> None:
         )
     if not c.distributed.is_single and c.paths.model_name is None:
         raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
-    if c.paths.model_name == "":
-        raise ValueError("paths.model_name is empty; give the run a name.")
 
 
 def check_weights(name: str, which: str, ema_decay: float | None) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-import time
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,19 @@ from cluster.watch import watched
 from configuration.checks import check_booleans
 from modeling.model import LanguageModel, load_model
 from training_io.config import Config, check_divides, register_schema, to_config
-from training_io.sweeps import PickledByName
+from training_io.directory import check_place, run_directory
+from training_io.optional import Forgiving
+from training_io.sweeps import SHARED, UNNAMED, PickledByName
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line."""
-    compose = hydra.main(version_base="1.3", config_path=str(CONFIGS))(PickledByName(run))
+    """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line.
+
+    Without --config-name Hydra composes what all configurations share, so that it writes no files of its own then too.
+    """
+    compose = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=SHARED)(PickledByName(run))
 
     @functools.wraps(run)
     def main() -> Any:
@@ -41,18 +46,18 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
 
     Raises ValueError for a setting that is missing, unknown or out of its range, before anything is computed.
     """
-    if not composed:
-        raise ValueError("name a run: --config-name=<file in configs/>")
+    if HydraConfig.get().job.config_name == SHARED:
+        raise ValueError(UNNAMED)
     c = to_config(composed)
+    check_place(c.paths.root_working_dir, c.paths.model_name)
     check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
     start_devices(c.distributed, c.hardware)
-    if c.paths.model_name is None:
-        name = f"{HydraConfig.get().job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
-        c.paths = dataclasses.replace(c.paths, model_name=name)
-    directory = Path(c.paths.root_working_dir) / c.paths.model_name
     sizes = c.mesh.r, c.mesh.d, c.mesh.t
-    with watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
+    output = contextlib.redirect_stdout(Forgiving(sys.stdout))
+    with output, watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
         check_divides(c, jax.sharding.get_mesh().shape)
         model = load_model(c.model)
-        directory.mkdir(parents=True, exist_ok=True)
-        yield c, model, directory
+        where = run_directory(c.paths.root_working_dir, c.paths.model_name, HydraConfig.get().job.config_name)
+        with where as (name, directory):
+            c.paths = dataclasses.replace(c.paths, model_name=name)
+            yield c, model, directory

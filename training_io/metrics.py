@@ -1,6 +1,7 @@
 """The metrics of a run: lines of JSON in metrics.jsonl, and progress on the terminal."""
 
 import collections
+import errno
 import json
 import math
 import os
@@ -22,6 +23,8 @@ _SPEED_WINDOW = 20
 OF_A_STEP = ("step", "event", "tokens", "source_tokens", "seconds", "tokens_per_second", "mfu", "mfu_full_attention")
 """Names that RunLog adds to the metrics of a step."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+PATIENCE_S = 60.0
+"""Seconds that lines wait in memory for a file that cannot be written, before the run is to end."""
 
 
 class RunLog:
@@ -41,6 +44,9 @@ class RunLog:
     which no step's line has.
 
     With several processes all make the same calls, and process 0 writes and prints.
+
+    Lines that cannot be written wait in memory, and are tried again with the next one. After PATIENCE_S seconds
+    `failure` says so, until they are written.
 
     Args:
         directory: of the run; created if missing.
@@ -73,6 +79,8 @@ class RunLog:
         self._validation: float | str | None = None
         self._not_finite: set[tuple[str, str]] = set()
         self._path = self._file = self._progress = None
+        self._unwritten = b""
+        self._failing: tuple[float, OSError] | None = None
         self._console = console or Console()
         if jax.process_index() != 0:
             return
@@ -84,7 +92,8 @@ class RunLog:
         dropped = remove_later_lines(path, start_step)
         if dropped:
             self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
-        self._file = open(path, "a")  # noqa: SIM115 (close closes it)
+        # Without a buffer, so that it is known which bytes were written.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (close closes it)
         if self._console.is_terminal:
             self._progress = Progress(
                 "step",
@@ -180,8 +189,18 @@ class RunLog:
             with open(self._path, "a") as file:
                 file.write(_line({"step": step, "event": event} | {name: _plain(x) for name, x in values.items()}))
 
+    @property
+    def failure(self) -> str | None:
+        """Why the run is to end: the file, and why it cannot be written. None as long as it may go on."""
+        if self._failing is None or time.monotonic() - self._failing[0] < PATIENCE_S:
+            return None
+        return self._problem(self._failing[1])
+
     def close(self) -> None:
-        """Writes the metrics of the last step and ends the bar. Further calls do nothing."""
+        """Writes the metrics of the last step and ends the bar. Further calls do nothing.
+
+        Raises OSError, with the path, if lines are missing in the file.
+        """
         now_at("ending", paused=True)
         try:
             self.flush()
@@ -189,14 +208,39 @@ class RunLog:
             if self._progress is not None:
                 self._progress.stop()
                 self._progress = None
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            file, self._file = self._file, None
+            if file is not None:
+                try:
+                    with file:
+                        self._write(file)
+                        os.fsync(file.fileno())
+                except OSError as error:
+                    raise OSError(f"{self._problem(error)}; lines of its last steps are lost.") from error
 
     def _write_line(self, record: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(_line(record))
-            self._file.flush()
+        if self._file is None:
+            return
+        self._unwritten += _line(record).encode()
+        try:
+            self._write(self._file)
+        except OSError as error:
+            if self._failing is None:
+                self._failing = time.monotonic(), error
+                self._print(f"WARNING: {self._problem(error)}; trying again for {PATIENCE_S:g} s")
+        else:
+            if self._failing is not None:
+                self._failing = None
+                self._print(f"{self._path} is written again; nothing is lost")
+
+    def _write(self, file: Any) -> None:
+        """Writes all lines that are not written yet. Raises OSError where it cannot, or if the file is not there."""
+        if not os.path.samestat(os.stat(self._path), os.fstat(file.fileno())):
+            raise FileNotFoundError(errno.ENOENT, "another file is in its place")
+        while self._unwritten:
+            self._unwritten = self._unwritten[file.write(self._unwritten) :]
+
+    def _problem(self, error: OSError) -> str:
+        return f"{self._path} cannot be written: {error.strerror or error}"
 
     def _warn_if_not_finite(self, step: int, values: Mapping[str, Any], event: str = "training") -> None:
         for name, value in values.items():

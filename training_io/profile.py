@@ -1,7 +1,9 @@
 """A few profiled training steps: their time, MFU, a trace for Perfetto, and how long devices wait between them."""
 
 import concurrent.futures
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import jax
 
 from cluster.watch import pause
 from training_io import bubble, perfetto
+from training_io.directory import TRACE
 from training_io.metrics import RunLog
 
 MODULE = "jit_training_step"
@@ -59,7 +62,11 @@ class StepProfiler:
             self._executor.submit(int).result()  # starts its thread here, not between the steps
             jax.block_until_ready(self._before)
             self._before = None
-            jax.profiler.start_trace(self._log.directory, profiler_options=_options())
+            try:
+                jax.profiler.start_trace(self._log.directory / TRACE, profiler_options=_options())
+            except _FAILURES as error:
+                print(f"profile: none, the trace cannot be started: {error}")
+                return
             self._start = time.perf_counter()
 
     def after_step(self, i: int, outputs: Any) -> None:
@@ -86,7 +93,9 @@ class StepProfiler:
         if self._start is not None:
             self._start = None
             self._executor.shutdown()
-            jax.profiler.stop_trace()
+            with contextlib.suppress(*_FAILURES):
+                jax.profiler.stop_trace()
+            shutil.rmtree(self._log.directory / TRACE, ignore_errors=True)
             print("profile: the run ended within the profiled steps, so there is no measurement")
         if self._tracing is None:
             return None
@@ -151,14 +160,19 @@ def _options() -> jax.profiler.ProfileOptions:
 
 def _finish_trace(directory: Path, outputs: Any) -> Path:
     jax.block_until_ready(outputs)
-    jax.profiler.stop_trace()
-    traces = list((directory / "plugins" / "profile").glob("*/*.trace.json.gz"))
-    if not traces:
-        raise OSError(f"jax.profiler wrote no trace into {directory}")
-    trace = max(traces, key=lambda path: path.stat().st_mtime)
-    converted = trace.with_name("perfetto_trace.json.gz")
-    _run(perfetto.__file__, trace, converted)
-    return converted
+    try:
+        jax.profiler.stop_trace()
+        traces = list((directory / TRACE / "plugins" / "profile").glob("*/*.trace.json.gz"))
+        if len(traces) != 1:
+            raise OSError(f"jax.profiler wrote {len(traces)} traces into {directory / TRACE}")
+        converted = traces[0].with_name("perfetto_trace.json.gz")
+        _run(perfetto.__file__, traces[0], converted)
+        kept = directory / "plugins" / "profile" / converted.parent.name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        converted.parent.rename(kept)
+    finally:
+        shutil.rmtree(directory / TRACE, ignore_errors=True)
+    return kept / converted.name
 
 
 def _read_bubble(trace: Path, module: str, steps: int) -> dict[str, Any]:

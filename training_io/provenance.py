@@ -33,6 +33,7 @@ from input_loader import batch_shapes
 from modeling.model import inputs_of
 from shardlib.program_hash import hash_of
 from training_io.config import Config
+from training_io.optional import optional
 from training_io.pipeline_config import PipelineConfig
 
 ROOT = Path(__file__).parent.parent
@@ -133,9 +134,13 @@ def compare_source(
 
 def keep_source(directory: Path, step: int, model: Any, provenance: dict[str, Any]) -> None:
     """Writes <directory>/source/<step>, on process 0 alone."""
-    if jax.process_index():
-        return
-    kept = directory / "source" / f"{step:010}"
+    if jax.process_index() == 0:
+        kept = directory / "source" / f"{step:010}"
+        with optional(str(kept)):
+            _keep_source(kept, model, provenance)
+
+
+def _keep_source(kept: Path, model: Any, provenance: dict[str, Any]) -> None:
     kept.mkdir(parents=True, exist_ok=True)
     for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()}:
         shutil.copyfile(path, kept / path.name)

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from omegaconf import OmegaConf
 
+from training_io.optional import optional
+
 
 def print_start(
     directory: Path, start: int, mesh: jax.sharding.Mesh, model: str, data: Any, loader: Any, steps: int
@@ -37,7 +39,8 @@ def print_start(
 def save_config(directory: Path, config: Any) -> None:
     """Writes the settings of a run, a dataclass, into config.yaml, on process 0 alone."""
     if jax.process_index() == 0:
-        OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
+        with optional(str(directory / "config.yaml")):
+            OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
 
 
 def print_end(directory: Path, steps: int, loss: float, loader: Any, trace: Path | None, rendering: Any) -> None:

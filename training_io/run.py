@@ -22,6 +22,7 @@ from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import Checkpointer
 from training_io.config import Config
+from training_io.directory import override
 from training_io.evaluation import evaluate
 from training_io.flops import Speed, flops_of_model, peak_flops
 from training_io.hlo import compile_with_hlo_dump, start_rendering
@@ -38,6 +39,8 @@ from training_io.stages import describe_stages, placement_of, stack_orders
 
 RENDERED_AFTER = 6
 """Steps of this process before the picture of the compiled step is drawn. The profiled steps are among them."""
+MAX_FAILED_SAVES = 3
+"""Number of saves that fail one after the other before the run ends."""
 
 
 class Run:
@@ -73,6 +76,8 @@ class Run:
         self.print = print if jax.process_index() == 0 else lambda *_: None
         self.stopped_by: str | None = None
         self._source_differs: str | None = None
+        self._failure: str | None = None  # why the log ends the run
+        self._failed_saves, self._told = 0, False
         self._graph = self._rendering = self._loss = None
         self._cleanup = contextlib.ExitStack()
 
@@ -205,10 +210,6 @@ class Run:
                 f"source     a resumed run is not compared with this one: on one device its steps do not trace: {why}"
             )
         self._program, self._graph = compile_with_hlo_dump(lowered, self.directory, self.options)
-        if self._graph is None:
-            self.print(
-                "HLO graph: none, the step is from the compile cache; with hardware.compilation_cache=null there is one"
-            )
         return self._program
 
     # ---- the loop -------------------------------------------------------------------------------------------------
@@ -237,6 +238,13 @@ class Run:
         """
         self.done, self._loss = step + 1, metrics.loss
         self._log.log(step, vars(metrics), self.loader.source_tokens(self._batch_of(step)))
+        if self._log.failure and not self._failure:
+            self._failure = self._log.failure
+            self.print(f"{self._failure}. The run saves a checkpoint and ends.")
+            self._stop.request("metrics cannot be written")
+        if self.checkpoints.failure and not self._told:
+            self._told = True
+            self.print(f"WARNING: {self.checkpoints.failure} The run goes on, and saves the next one.")
         self.stopped_by = self._stop.after(step)
         self._profiler.after_step(step - self.start, metrics)
         if step == self.start:
@@ -263,17 +271,36 @@ class Run:
         return self.is_over or (interval is not None and self.done % interval == 0)
 
     def save(self, state: Any) -> None:
-        """Saves a checkpoint, written in the background. Raises FloatingPointError if a value is not finite."""
+        """Saves a checkpoint, written in the background.
+
+        A save that fails is told, and the next one is tried.
+
+        Raises:
+            FloatingPointError: a value of the state is not finite.
+            OSError: MAX_FAILED_SAVES saves failed, one after the other.
+        """
         check = functools.partial(check_finite, are_finite(state), self.done, self.checkpoints.latest_step)
+        self._finish_last_save()
         if self.c.training.skip_above is not None:
             self._log.flush()  # the checkpoint holds the norms of all steps before it
-        metadata = {
-            "config": dataclasses.asdict(self.c),
-            "loader": self.loader.state(self._batch_of(self.done - 1) + 1),
-        }
+        following = self._batch_of(self.done - 1) + 1
+        metadata = {"config": dataclasses.asdict(self.c), "loader": self.loader.state(following)}
         metadata |= {"skips": self._skips.state(), "provenance": self.provenance}
         orders = stack_orders(self.placement, type(state), state)
         self.checkpoints.save(self.done, state, metadata, orders, check=check)
+
+    def _finish_last_save(self) -> None:
+        try:
+            self.checkpoints.wait()
+        except OSError as error:
+            self._failed_saves += 1
+            if self._failed_saves == MAX_FAILED_SAVES:
+                raise OSError(f"{MAX_FAILED_SAVES} checkpoints in a row were not saved. The last: {error}") from error
+            if not self._told:
+                self.print(f"WARNING: {error} The run goes on, and saves the next one.")
+        else:
+            self._failed_saves = 0
+        self._told = False
 
     def validate(self, evaluation_step: Callable, weights: Any) -> None:
         """Logs the loss on the validation split, unless an earlier start did; nothing if training.eval_batches is 0."""
@@ -291,7 +318,10 @@ class Run:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def end(self) -> str | None:
-        """Waits until all is written, and prints where. Returns the signal that stopped the run, if one did."""
+        """Waits until all is written, and prints where. Returns the signal that stopped the run, if one did.
+
+        Raises OSError, with the path, if the last checkpoint or lines of the metrics cannot be written.
+        """
         if self._loss is None:
             self.print(
                 f"{self.start} steps are done already, of {self.total}; to continue, train for longer (training.steps)."
@@ -300,7 +330,10 @@ class Run:
         if self.stopped_by and not self.is_over:
             self.checkpoints.wait()
             self.print(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
-            self.print(f"To resume: the same command, with paths.model_name={self.c.paths.model_name}")
+            self.print(f"To resume: the same command, with {override('paths.model_name', self.c.paths.model_name)}")
+            self._log.close()
+            if self._failure:
+                raise OSError(self._failure)
             return self.stopped_by
         self._log.close()
         self.checkpoints.wait()

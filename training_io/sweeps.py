@@ -6,7 +6,6 @@ import gc
 import importlib
 import inspect
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from configuration.program import refusals_shown
+from training_io.directory import check_place, make_default, missing, place, quoted, remove_empty
+
+SHARED = "base"
+"""Configuration in configs/ of what all configurations share."""
+UNNAMED = "name a run: --config-name=<file in configs/>"
 
 
 class PickledByName:
@@ -62,8 +66,8 @@ class Sweep(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Adds the directory of each job to its overrides, which reach it with any launcher, in any process."""
-        if OmegaConf.select(config, "paths.root_working_dir") is None:
-            return  # there is no --config-name, which each job refuses
+        if config.hydra.job.config_name == SHARED:
+            sys.exit(f"Error: {UNNAMED}")
         params = OmegaConf.select(config, "hydra.sweeper.params") or {}
         overrides = [f"{key}={value}" for key, value in params.items()] + list(config.hydra.overrides.task)
         parsed = OverridesParser.create().parse_overrides(overrides)
@@ -71,24 +75,30 @@ class Sweep(Callback):
         shared = sorted({override.key_or_group for override in parsed} - swept | {"paths.model_name"})
         _check_swept(swept, config.hydra.launcher.get("_target_", ""))
 
-        name = config.paths.model_name
-        several_processes = config.distributed.auto or config.distributed.count
-        if name is None and not several_processes:  # which could not agree on the time
-            name = f"{config.hydra.job.config_name}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
-        if not name:
-            return  # each job refuses this
+        root, name = config.paths.root_working_dir, config.paths.model_name
+        if name is None and (config.distributed.auto or config.distributed.count):
+            sys.exit("Error: distributed says that there are several processes; give the sweep a paths.model_name.")
+        try:
+            check_place(root, name)
+            if name is None:
+                name, directory, self._made = make_default(root, config.hydra.job.config_name)
+            else:
+                directory = place(root, name)
+                self._made = missing(directory)
+        except ValueError as error:
+            sys.exit(f"Error: {error}")
         run = f"{name}/${{hydra:job.override_dirname}}" if swept else name
         with read_write(config), open_dict(config):
-            config.hydra.sweep.dir = f"{config.paths.root_working_dir}/{name}"
+            config.hydra.sweep.dir = str(directory)
             config.hydra.overrides.hydra += [
-                f"hydra.sweep.dir={_quoted(config.hydra.sweep.dir)}",
-                f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(_quoted, shared))}]",
+                f"hydra.sweep.dir={quoted(config.hydra.sweep.dir)}",
+                f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quoted, shared))}]",
             ]
             task = [text for text in config.hydra.overrides.task if not text.startswith("paths.model_name=")]
-            config.hydra.overrides.task = [*task, f"paths.model_name={_quoted(run)}"]
+            config.hydra.overrides.task = [*task, f"paths.model_name={quoted(run)}"]
         self._name, self._jobs = name, 0
         self._failed: list[str] = []
-        atexit.register(self._print_failures, config.hydra.sweep.dir)
+        atexit.register(self._end, directory)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Prints at once why a job failed. Hydra itself shows only the first failure, at the end."""
@@ -116,10 +126,15 @@ class Sweep(Callback):
             if jax.distributed.is_initialized() and config.hydra.launcher._target_.endswith(".BasicLauncher"):
                 sys.exit("The sweep stops here: after an error all processes of a run end.")
 
-    def _print_failures(self, directory: str) -> None:
+    def _end(self, directory: Path) -> None:
+        """Prints the failed jobs. Removes what a sweep left whose jobs were all refused: the file that Hydra wrote."""
         if self._failed:
             print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
             print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)
+        if len(self._failed) == self._jobs and directory in self._made and directory.is_dir():
+            if [path.name for path in directory.iterdir()] == ["multirun.yaml"]:
+                (directory / "multirun.yaml").unlink()
+            remove_empty(self._made)
 
 
 def _check_swept(swept: set[str], launcher: str) -> None:
@@ -131,10 +146,6 @@ def _check_swept(swept: set[str], launcher: str) -> None:
             f"{', '.join(fixed)} cannot be swept in one process, whose devices start once. "
             "Give each job its own, with hydra/launcher=submitit_slurm or submitit_local, or start it by itself."
         )
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace('"', '\\"') + '"'
 
 
 def _first_line(error: BaseException) -> str:

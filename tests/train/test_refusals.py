@@ -36,7 +36,7 @@ def test_a_wrong_setting(train):
 
 
 @pytest.mark.slow
-def test_a_wrong_edit(train):
+def test_a_wrong_edit(train, tmp_path):
     old, new = "jax.nn.silu(gate) * up", "jax.nn.silu(gate) * x"
     line = SOURCE[: SOURCE.index(old)].count("\n") + 1
     done = train(old, new)
@@ -51,6 +51,7 @@ def test_a_wrong_edit(train):
         "all_gather('B/r/d L/t M -> B/r/d L M', x) first, or shard the other over t too",
         "  HYDRA_FULL_ERROR=1 shows the calls that lead there.",
     ]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["train.py"]
     done = train(old, new, HYDRA_FULL_ERROR="1")
     assert done.returncode == 1
     assert f'train.py", line {line}, in layer' in done.stderr

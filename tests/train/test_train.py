@@ -307,15 +307,19 @@ def test_bad_settings_get_one_clear_error(argument, message):
         ("model.vocab=64", "the model's vocabulary has 64"),
     ],
 )
-def test_the_program_ends_with_that_error_and_saves_nothing(argument, message, tmp_path):
+def test_the_program_ends_with_that_error_and_leaves_nothing(argument, message, tmp_path):
     process = start(8, f"paths.root_working_dir={tmp_path}", argument)
     _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
     assert message in errors
-    assert not list(tmp_path.glob("*/checkpoints/*"))
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_needs_a_name():
-    result = subprocess.run([sys.executable, "-m", "train"], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode != 0
-    assert "name a run: --config-name=" in result.stderr
+@pytest.mark.long
+@pytest.mark.parametrize("sweep", [[], ["--multirun", "training.steps=1,2"]])
+def test_a_run_needs_a_name(sweep, tmp_path):
+    command, env = [sys.executable, "-m", "train", *sweep], os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "Error: name a run: --config-name=<file in configs/>\n"
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,8 @@
+import contextlib
 import io
 import json
 import math
+import resource
 import time
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from shardlib.layers import LayerMetrics
+from training_io import metrics as metrics_files
 from training_io.flops import ModelFlops, PeakFlops, Speed
 from training_io.metrics import RunLog, check_metrics
 
@@ -257,3 +260,62 @@ def test_the_latest_validation_stays_on_the_progress_line(tmp_path):
         log.log_event(0, "validation", {"loss": 1.25})
         log.log(1, metrics(1.0))
     assert "step 2/25  loss 1  validation 1.25  learning_rate" in output.getvalue()
+
+
+# ---- files that cannot be written -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """No file may grow beyond `size` bytes: what a full disk does, without one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_lines_wait_while_the_disk_is_full_and_none_is_torn(tmp_path, monkeypatch):
+    console, path = Console(file=io.StringIO()), tmp_path / "metrics.jsonl"
+    with run_log(tmp_path, console) as log:
+        log.log(0, metrics(3.0))
+        log.log(1, metrics(2.0))
+        size = path.stat().st_size
+        with files_of_at_most(size + 10):
+            log.log(2, metrics(1.0))
+            log.log(3, metrics(0.5))
+            assert path.stat().st_size == size + 10
+            assert log.failure is None
+            monkeypatch.setattr(metrics_files, "PATIENCE_S", 0)
+            assert log.failure == f"{path} cannot be written: File too large"
+        log.log_event(3, "sample", {"text": "x"})
+        assert log.failure is None
+    assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3]
+    said = [line for line in console.file.getvalue().splitlines() if str(path) in line]
+    assert said == [
+        f"WARNING: {path} cannot be written: File too large; trying again for 60 s",
+        f"{path} is written again; nothing is lost",
+    ]
+
+
+def test_a_log_that_cannot_be_finished_says_so(tmp_path):
+    log = run_log(tmp_path)
+    log.log(0, metrics(3.0))
+    expected = rf"^{tmp_path}/metrics.jsonl cannot be written: File too large; lines of its last steps are lost\.$"
+    with files_of_at_most(10), pytest.raises(OSError, match=expected):
+        log.close()
+    log.close()  # nothing more to close
+
+
+@pytest.mark.parametrize("do", ["remove", "replace"])
+def test_a_log_that_was_removed_is_noticed(tmp_path, do):
+    log, path = run_log(tmp_path), tmp_path / "metrics.jsonl"
+    log.log(0, metrics(3.0))
+    path.unlink()
+    if do == "replace":
+        path.touch()
+    log.log(1, metrics(3.0))
+    why = {"remove": "No such file or directory", "replace": "another file is in its place"}[do]
+    with pytest.raises(OSError, match=f"cannot be written: {why}; lines of its last steps are lost"):
+        log.close()

@@ -117,12 +117,14 @@ def test_a_run_that_ends_within_the_profile(tmp_path, capsys):
     assert train(tmp_path / "next", 4).is_file()  # the trace was ended
 
 
-def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys):
-    (tmp_path / "plugins").write_text("in the way")
+@pytest.mark.parametrize("name", ["plugins", "trace.tmp"])
+def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys, name):
+    (tmp_path / name).write_text("in the way")
     assert train(tmp_path, 4) is None
     assert "profile: the trace could not be written: " in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {name, "metrics.jsonl"}
     # jax 0.10 keeps a trace that it could not write: write it, so that the tests after this one can start theirs.
-    (tmp_path / "plugins").unlink()
+    (tmp_path / name).unlink()
     with contextlib.suppress(RuntimeError):  # jax 0.12 has none left
         jax.profiler.stop_trace()
     assert train(tmp_path / "next", 4).is_file()

@@ -127,6 +127,27 @@ def test_what_cannot_be_swept_is_refused(program, swept, message):
     assert message in done.stderr
 
 
+@pytest.mark.long
+def test_a_sweep_that_did_not_start_leaves_nothing(program, tmp_path):
+    before = {*tmp_path.iterdir()}
+    for name in ("paths.model_name=sweep", "b=3"):
+        done = program("--multirun", "--config-name=own", "a=13,13", name)
+        assert done.returncode == 1
+        assert "2 of 2 jobs of the sweep" in done.stderr
+    done = program("--multirun", "--config-name=own", "a=3,4", "paths.root_working_dir=s3://bucket/runs")
+    assert (done.returncode, jobs(done)) == (1, [])
+    assert done.stderr.startswith("Error: paths.root_working_dir is 's3://bucket/runs', a URL")
+    assert {path for path in tmp_path.iterdir() if path.name != "__pycache__"} == before
+
+
+@pytest.mark.long
+def test_a_sweep_at_an_odd_place(program, tmp_path):
+    place = [f"paths.root_working_dir='../{tmp_path.name} other/~ ü'", """paths.model_name='my "own", name'"""]
+    done = program("--multirun", "--config-name=own", "a=3,4", *place)
+    assert jobs(done) == ['my "own", name/a-3 3 2', 'my "own", name/a-4 4 2'], done.stderr
+    assert (tmp_path.parent / f"{tmp_path.name} other" / "~ ü" / 'my "own", name' / "multirun.yaml").is_file()
+
+
 def test_the_program_is_pickled_as_its_module(program):
     done = program("pickle")
     assert b"program" in eval(done.stdout)
