@@ -20,9 +20,10 @@ from text import libraries, local_files, sources
 from text import tokenizers as text_tokenizers
 from text.definitions import train_bpe
 from text.tokenizers import ByteTokenizer
+from tools import merge_flat_tokens
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens import blocks, inputs, splits
-from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
+from tools.huggingface_to_flat_tokens.config import Backend, Config, SplitConfig, TokenizerConfig, TokenizerKind
 
 # Not text.definitions, whose large dictionaries take long to check.
 check_modules(flat_tokens, growing_array, shards, unfinished)
@@ -224,6 +225,36 @@ def test_empty_documents_are_left_out(tmp_path, capsys):
     assert documents == [[*byte_ids("one"), 1], [*byte_ids("two"), 1]]
     assert attributes["num_documents"] == 2
     assert "4 empty documents left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys, backend):
+    """Of this tokenizer, which strips text, documents of spaces alone have no token."""
+    normalizer = {"type": "Strip", "strip_left": True, "strip_right": True}
+    definition = json.dumps(json.loads(bpe[1].to_str()) | {"normalizer": normalizer})
+    (tmp_path / "tokenizer.json").write_text(definition)
+    oracle = type(bpe[1]).from_str(definition)
+    texts = ["  ", "one", " ", "", "\n\t", "two ", None, "   "]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    name, kind = str(tmp_path / "tokenizer.json"), TokenizerKind.huggingface
+    settings = TokenizerConfig(kind=kind, name=name, end_token="<|end|>", backend=Backend[backend])
+    documents, attributes = run(tmp_path / "d", source, tokenizer=settings)
+    assert documents == [[*oracle.encode(text).ids, 1] for text in ("one", "two ")]
+    assert (attributes["num_documents"], attributes["utf8_bytes"]) == (2, len("onetwo "))
+    assert "6 empty documents left out" in capsys.readouterr().out
+    for i in range(2):
+        tool.run(
+            Config(
+                str(tmp_path / "s"),
+                train=SplitConfig(files=[source]),
+                validation=None,
+                tokenizer=settings,
+                shard=f"{i}/2",
+            )
+        )
+    merge_flat_tokens.run(merge_flat_tokens.Config(out=str(tmp_path / "s")))
+    assert read(tmp_path / "s") == (documents, attributes)
+    assert "the shards left out 6 empty documents" in capsys.readouterr().out
 
 
 def test_half_of_a_surrogate_pair(tmp_path):
