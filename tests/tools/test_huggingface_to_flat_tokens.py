@@ -263,6 +263,74 @@ def test_half_of_a_surrogate_pair(tmp_path):
     assert documents == [byte_ids("a\ufffdb"), byte_ids("😀")]
 
 
+BOM = "\ufeff"
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_a_byte_order_mark_is_no_text(tmp_path, compress):
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS[:3])
+    contents = {
+        "a.jsonl": BOM + lines + BOM + lines,
+        "b.json": f"{BOM} {json.dumps(TEXTS[:3])}",
+        "c.txt": BOM + TEXTS[0],
+        "d.txt": TEXTS[1] + BOM,
+    }
+    paths = []
+    for name, content in contents.items():
+        paths.append(tmp_path / (name if compress is bytes else f"{name}.gz"))
+        paths[-1].write_bytes(compress(content.encode()))
+    documents, _ = run(tmp_path / "d", SplitConfig(files=[str(path) for path in paths]))
+    expected = [*TEXTS[:3], *TEXTS[:3], *TEXTS[:3], TEXTS[0], TEXTS[1] + BOM]
+    assert documents == [byte_ids(text) for text in expected]
+    documents, _ = run(tmp_path / "e", SplitConfig(files=[str(paths[2])]), text_separator="w")
+    assert documents == [byte_ids(text) for text in TEXTS[0].split("w")]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("batch", [7, 50, 10**6])
+def test_json_arrays(tmp_path, monkeypatch, indent, batch):
+    """Python's json wrote them; elements are cut by the blocks in all places."""
+    monkeypatch.setattr(sources, "BLOCK_BYTES", batch)
+    path = tmp_path / "a.json"
+    objects = [{"n": [i, {"m": "]"}], "text": text} for i, text in enumerate([*TEXTS[:7], None])]
+    for name, elements in (("objects", objects), ("texts", [*TEXTS[:7], ""])):
+        path.write_text("\n " + json.dumps(elements, indent=indent, ensure_ascii=batch == 50) + "\n")
+        assert run(tmp_path / name, str(path))[0] == [byte_ids(text) for text in TEXTS[:7]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "a"} {"text": "b"}]', "element 1 of the array is cut off, not JSON"),
+        ('[{"text": "a"}, {"text": "b]', "element 1 .*: Unterminated string"),
+        ('[{"text": "a"}, ]', "element 1 .*: Expecting value"),
+        ('["a"', "element 1 of the array is cut off"),
+        ('["a"] ["b"]', "element 1 .* is cut off, not JSON"),
+        ('["a", 7]', "element 1 of the array is a JSON int; each must be an object or a text"),
+        ('["a", {"body": "b"}]', r"element 1 of the array: no key 'text'; set text_field to one of \['body'\]"),
+        ('[{"text": 3}]', "element 0 of the array: 'text' is int, not text"),
+        ('["' + "a" * 2000, "element 0 .* above 1,000 characters"),
+        ("[]", "the source holds no text"),
+        ("[" * 100_000, "element 0 .* is cut off, not JSON"),
+    ],
+)
+def test_bad_json_arrays(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr(local_files, "ELEMENT_CHARACTERS", 1000 if "1,000" in message else 10**6)
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "d", str(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+@pytest.mark.parametrize("codec", ["UTF-16", "UTF-32"])
+def test_utf16_is_named(tmp_path, name, codec):
+    (tmp_path / name).write_bytes('["a"]'.encode(codec))
+    with pytest.raises(
+        ValueError, match=rf"{name}(:1)? is {codec}, not UTF-8. Convert the file: iconv -f {codec} -t UTF-8"
+    ):
+        run(tmp_path / "d", str(tmp_path / name))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["bytes", "huggingface"])
 @pytest.mark.parametrize("batch", [1, 50, 10**6])
