@@ -13,6 +13,7 @@ import numpy as np
 from configuration.checks import check_range
 from input_loader.shuffle import Indices
 from shardlib.shardtypes import Array, bool_, make_shardings, pytree_dataclass, u32
+from text.byte_lengths import ByteLengths
 
 T = TypeVar("T")
 
@@ -118,6 +119,7 @@ class Loader:
             )
         self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
         self.inputs, self.microbatches = tuple(inputs), microbatches
+        self._utf8_bytes: dict[int, int] = {}
         self.shardings: TokenBatch | None = None
         if not jax.sharding.get_abstract_mesh().empty:
             shardings = make_shardings(Array["m", TokenBatch])
@@ -158,9 +160,23 @@ class Loader:
         """Entropy of single tokens in nats, the loss of a model that knows only their frequencies; None if unknown."""
         return None
 
-    def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of the split's text for each of its tokens; None if unknown."""
+    @property
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of the tokens; None if unknown."""
         return None
+
+    def utf8_bytes(self, step: int) -> int | None:
+        """UTF-8 bytes of the text that the targets of the batch of `step` stand for; None if unknown.
+
+        Each host reads the whole batch, so the number does not depend on the mesh or on the number of hosts.
+        """
+        if self.byte_lengths is None:
+            return None
+        if step not in self._utf8_bytes:
+            found = self.sequences(step, np.arange(self.batch_size))
+            ids, is_start = found.targets[found.loss_mask], found.is_seq_start[found.loss_mask]
+            self._utf8_bytes[step] = self.byte_lengths.count(ids, is_start)
+        return self._utf8_bytes[step]
 
     def load(self, step: int) -> TokenBatch:
         """The batch of `step` on the devices, an Array["m", TokenBatch].

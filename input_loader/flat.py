@@ -1,5 +1,6 @@
 """Batches of one flat-tokens dataset: a pure function of dataset, seed and step."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from flat_tokens.stores import open_reader
 from input_loader import shuffle
 from input_loader.batches import Limit, Loader, Sequences
 from input_loader.shuffle import Indices
+from text.byte_lengths import ByteLengths
+from text.codec import byte_lengths_of_dataset
 
 CHECKED_DOCUMENTS = 2**16
 """Documents at either end of a split whose lengths are checked when it is opened to be read unpacked."""
@@ -163,10 +166,11 @@ class FlatTokensLoader(Loader):
 
         return finish
 
-    def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of the text for each token, None if unknown."""
-        utf8_bytes = self.dataset.attributes.get("utf8_bytes")
-        return utf8_bytes / self.dataset.num_tokens if utf8_bytes else None
+    @functools.cached_property
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of the tokens, from the dataset's tokenizer; None if unknown."""
+        found = byte_lengths_of_dataset(self.config.filespec, self.dataset.attributes)
+        return found if found is not None and self.dataset.max_token_id < found.of_token.size else None
 
     def unigram_entropy(self) -> float:
         """Entropy of single tokens in nats, as Loader.unigram_entropy describes."""

@@ -20,6 +20,7 @@ from simulated import xla_flags
 import flat_tokens
 from flat_tokens import Reader, Writer
 from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, TokenBatch, batches, flat, mixture, shuffle
+from text.tokenizers import ByteTokenizer
 
 check_modules(batches, flat, mixture, shuffle, flat_tokens)
 
@@ -505,11 +506,23 @@ def test_cache_is_bounded(tmp_path, monkeypatch):
     assert Reader(SYNTHETIC, "train", cache_bytes=0).num_tokens
 
 
-def test_bytes_per_token_are_those_of_the_text(tmp_path):
-    ids, text = [], ["ä b", "cd"]
-    with flat_tokens.Writer(str(tmp_path / "d"), "train") as writer:
-        for document in text:
-            ids = np.frombuffer(document.encode(), np.uint8).astype(np.uint32)
-            writer.append(np.append(ids, 1), np.array([ids.size + 1]))
-        writer.attributes["utf8_bytes"] = sum(len(document.encode()) for document in text)
-    assert FlatTokensLoader(FlatTokensConfig(str(tmp_path / "d")), "train", 1, 4).bytes_per_token() == 6 / 8
+@pytest.mark.parametrize("packing", [True, False])
+def test_bytes_are_those_of_the_targets(tmp_path, packing):
+    """Not of the split, whose parts differ in bytes for a token. Padding is no text, nor is an end token."""
+    tokenizer = ByteTokenizer(append_end=True)
+    encoded = tokenizer.encode(["ä" * 9 + "b", "cd", "東京は夜", "efgh", "i" * 20])
+    with Writer(str(tmp_path / "d"), "train") as writer:
+        writer.append(encoded.ids, encoded.lengths)
+        writer.attributes["tokenizer"] = {"kind": "bytes", "end_token": "</s>"}
+    config = FlatTokensConfig(filespec=str(tmp_path / "d"), shuffle=False, sequence_packing=packing)
+    expected = None
+    for devices in (1, 2, 4):
+        with jax.set_mesh(make_mesh(r=1, d=devices, t=1)):
+            loader = FlatTokensLoader(config, "train", 4, 4)
+            batches = [jax.device_get(loader.load(step)) for step in range(2)]
+            found = [loader.utf8_bytes(step) for step in range(2)]
+        by_hand = [sum(i >= 3 for i in b.targets[b.loss_mask].tolist()) for b in batches]
+        assert found == by_hand
+        assert expected in (None, found)
+        expected = found
+    assert FlatTokensLoader(FlatTokensConfig(SYNTHETIC), "train", 4, 64).utf8_bytes(0) is None
