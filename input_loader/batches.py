@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -99,6 +99,9 @@ class Loader:
     """Tokens in the split, all sources together; None if unknown."""
     limit: Limit | None = None
     """The end of the data, None if it repeats without end."""
+    unseen: Mapping[str, float]
+    """By dataset, the share of the tokens that no batch holds, because they are beyond seq_len in their document, among
+    the documents at both ends of the split. Empty if documents are packed, or their lengths are unknown."""
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class Loader:
             )
         self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
         self.inputs, self.microbatches = tuple(inputs), microbatches
-        self._utf8_bytes: dict[int, int] = {}
+        self.unseen, self._utf8_bytes = {}, {}
         self.shardings: TokenBatch | None = None
         if not jax.sharding.get_abstract_mesh().empty:
             shardings = make_shardings(Array["m", TokenBatch])

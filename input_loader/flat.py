@@ -18,7 +18,7 @@ from text.byte_lengths import ByteLengths
 from text.codec import byte_lengths_of_dataset
 
 CHECKED_DOCUMENTS = 2**16
-"""Documents at either end of a split whose lengths are checked when it is opened to be read unpacked."""
+"""Documents at either end of a split whose lengths are read when it is opened to be read unpacked."""
 SAMPLED_TOKENS = 2**22
 """Tokens at the beginning of a split that `unigram_entropy` counts."""
 
@@ -33,7 +33,8 @@ class ReadingConfig:
     """True: sequences come in random order, another one in each epoch. False: in the order of the dataset."""
     sequence_packing: bool = True
     """True: sequences are consecutive windows of seq_len tokens, whatever documents they hold; the last
-    num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len."""
+    num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len; a run says
+    at its start how many tokens it never sees because of that."""
     max_epochs: float | None = None
     """Bound on the epochs of a run, above 0: a longer run is an error at its start. Null for no bound."""
     cache_bytes: int = within(0, 2**63, 2**28)
@@ -84,9 +85,12 @@ class FlatTokensLoader(Loader):
                 f"{path} is too short: {self.num_tokens} tokens do not fill one sequence of seq_len {self.seq_len}. "
                 "Use a shorter seq_len or a larger dataset."
             )
+        self.unseen = {}
         if not config.sequence_packing:
-            for first in {0, max(0, self.sequences_per_epoch - CHECKED_DOCUMENTS)}:
-                self._document_spans(np.arange(first, min(first + CHECKED_DOCUMENTS, self.sequences_per_epoch)))
+            firsts = {0, max(0, self.sequences_per_epoch - CHECKED_DOCUMENTS)}
+            numbers = [np.arange(first, min(first + CHECKED_DOCUMENTS, documents)) for first in sorted(firsts)]
+            lengths = np.concatenate([self._document_spans(part)[1] for part in numbers])
+            self.unseen = {config.filespec: float(np.maximum(lengths - self.seq_len, 0).sum() / lengths.sum())}
         if (most := self.most_sequences()) is not None:
             self.limit = Limit(most // self.batch_size, f"{path} has been read max_epochs={config.max_epochs:g} times")
 

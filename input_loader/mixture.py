@@ -129,6 +129,7 @@ class MixtureLoader(Loader):
                 )
         self.num_tokens = sum(loader.num_tokens for loader in sources.values())
         self.limit = self._find_limit()
+        self.unseen = {name: share for loader in sources.values() for name, share in loader.unseen.items()}
 
     def sequences(self, step: int, indices: Indices) -> Sequences:
         """Sequences of the batch of `step`, as Loader.sequences describes."""

@@ -21,6 +21,7 @@ import flat_tokens
 from flat_tokens import Reader, Writer
 from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, TokenBatch, batches, flat, mixture, shuffle
 from text.tokenizers import ByteTokenizer
+from training_io import report
 
 check_modules(batches, flat, mixture, shuffle, flat_tokens)
 
@@ -205,6 +206,26 @@ def test_unpacked(dataset, shuffle):
     np.testing.assert_array_equal(is_seq_start, np.broadcast_to(np.arange(SEQ_LEN) == 0, is_seq_start.shape))
     if not shuffle:
         np.testing.assert_array_equal(targets[:, 0], ids[starts])
+
+
+def test_tokens_that_unpacked_reading_never_sees_are_told(dataset, capsys):
+    path, ids, _ = dataset
+    config = FlatTokensConfig(path, sequence_packing=False)
+    loader = FlatTokensLoader(config, "train", 4, SEQ_LEN)
+    targets, _, mask, _ = all_rows(loader, 10)  # an epoch
+    unseen = 1 - np.unique(targets[mask]).size / ids.size
+    assert 0.1 < unseen < 0.9
+    assert loader.unseen == {path: pytest.approx(unseen)}
+    mixture_loader = mixture.MixtureLoader({"a": loader}, [1.0], 0)
+    start = Path("runs/x"), 0, jax.sharding.Mesh(jax.devices()[:1], "d"), "model", config
+    for told in (loader, mixture_loader):
+        report.print_start(*start, told, 10)
+        said = f"unpacked   {unseen:.1%} of the tokens of {path} are never seen: they are beyond the first {SEQ_LEN} of"
+        assert said in capsys.readouterr().out
+    for quiet in (FlatTokensConfig(path), FlatTokensConfig(path, sequence_packing=False)):
+        length = SEQ_LEN if quiet.sequence_packing else 30
+        report.print_start(*start, FlatTokensLoader(quiet, "train", 1, length), 10)
+        assert "unpacked" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("packing", [True, False])
