@@ -20,6 +20,7 @@ from simulated import xla_flags
 import flat_tokens
 from flat_tokens import Reader, Writer
 from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, TokenBatch, batches, flat, mixture, shuffle
+from text.byte_lengths import ByteLengths
 from text.tokenizers import ByteTokenizer
 from training_io import report
 
@@ -546,4 +547,7 @@ def test_bytes_are_those_of_the_targets(tmp_path, packing):
         assert found == by_hand
         assert expected in (None, found)
         expected = found
+        loader = FlatTokensLoader(config, "train", 4, 4)
+        loader.byte_lengths = ByteLengths(np.ones(259, np.int64), 0)  # of a tokenizer whose id 0 is text
+        assert [loader.utf8_bytes(step) for step in range(2)] == [b.loss_mask.sum() for b in batches]
     assert FlatTokensLoader(FlatTokensConfig(SYNTHETIC), "train", 4, 64).utf8_bytes(0) is None
