@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -13,6 +13,7 @@ import numpy as np
 from configuration.checks import check_range
 from input_loader.shuffle import Indices
 from shardlib.shardtypes import Array, bool_, make_shardings, pytree_dataclass, u32
+from text.byte_lengths import ByteLengths
 
 T = TypeVar("T")
 
@@ -98,6 +99,9 @@ class Loader:
     """Tokens in the split, all sources together; None if unknown."""
     limit: Limit | None = None
     """The end of the data, None if it repeats without end."""
+    unseen: Mapping[str, float]
+    """By dataset, the share of the tokens that no batch holds, because they are beyond seq_len in their document, among
+    the documents at both ends of the split. Empty if documents are packed, or their lengths are unknown."""
 
     def __init__(
         self,
@@ -118,6 +122,7 @@ class Loader:
             )
         self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
         self.inputs, self.microbatches = tuple(inputs), microbatches
+        self.unseen, self._utf8_bytes = {}, {}
         self.shardings: TokenBatch | None = None
         if not jax.sharding.get_abstract_mesh().empty:
             shardings = make_shardings(Array["m", TokenBatch])
@@ -158,9 +163,23 @@ class Loader:
         """Entropy of single tokens in nats, the loss of a model that knows only their frequencies; None if unknown."""
         return None
 
-    def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of the split's text for each of its tokens; None if unknown."""
+    @property
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of the tokens; None if unknown."""
         return None
+
+    def utf8_bytes(self, step: int) -> int | None:
+        """UTF-8 bytes of the text that the targets of the batch of `step` stand for; None if unknown.
+
+        Each host reads the whole batch, so the number does not depend on the mesh or on the number of hosts.
+        """
+        if self.byte_lengths is None:
+            return None
+        if step not in self._utf8_bytes:
+            found = self.sequences(step, np.arange(self.batch_size))
+            ids, is_start = found.targets[found.loss_mask], found.is_seq_start[found.loss_mask]
+            self._utf8_bytes[step] = self.byte_lengths.count(ids, is_start)
+        return self._utf8_bytes[step]
 
     def load(self, step: int) -> TokenBatch:
         """The batch of `step` on the devices, an Array["m", TokenBatch].

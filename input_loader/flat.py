@@ -1,5 +1,6 @@
 """Batches of one flat-tokens dataset: a pure function of dataset, seed and step."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from flat_tokens.stores import open_reader
 from input_loader import shuffle
 from input_loader.batches import Limit, Loader, Sequences
 from input_loader.shuffle import Indices
+from text.byte_lengths import ByteLengths
+from text.codec import byte_lengths_of_dataset
 
 CHECKED_DOCUMENTS = 2**16
-"""Documents at either end of a split whose lengths are checked when it is opened to be read unpacked."""
+"""Documents at either end of a split whose lengths are read when it is opened to be read unpacked."""
 SAMPLED_TOKENS = 2**22
 """Tokens at the beginning of a split that `unigram_entropy` counts."""
 
@@ -30,7 +33,8 @@ class ReadingConfig:
     """True: sequences come in random order, another one in each epoch. False: in the order of the dataset."""
     sequence_packing: bool = True
     """True: sequences are consecutive windows of seq_len tokens, whatever documents they hold; the last
-    num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len."""
+    num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len; a run says
+    at its start how many tokens it never sees because of that."""
     max_epochs: float | None = None
     """Bound on the epochs of a run, above 0: a longer run is an error at its start. Null for no bound."""
     cache_bytes: int = within(0, 2**63, 2**28)
@@ -81,9 +85,12 @@ class FlatTokensLoader(Loader):
                 f"{path} is too short: {self.num_tokens} tokens do not fill one sequence of seq_len {self.seq_len}. "
                 "Use a shorter seq_len or a larger dataset."
             )
+        self.unseen = {}
         if not config.sequence_packing:
-            for first in {0, max(0, self.sequences_per_epoch - CHECKED_DOCUMENTS)}:
-                self._document_spans(np.arange(first, min(first + CHECKED_DOCUMENTS, self.sequences_per_epoch)))
+            firsts = {0, max(0, self.sequences_per_epoch - CHECKED_DOCUMENTS)}
+            numbers = [np.arange(first, min(first + CHECKED_DOCUMENTS, documents)) for first in sorted(firsts)]
+            lengths = np.concatenate([self._document_spans(part)[1] for part in numbers])
+            self.unseen = {config.filespec: float(np.maximum(lengths - self.seq_len, 0).sum() / lengths.sum())}
         if (most := self.most_sequences()) is not None:
             self.limit = Limit(most // self.batch_size, f"{path} has been read max_epochs={config.max_epochs:g} times")
 
@@ -163,10 +170,11 @@ class FlatTokensLoader(Loader):
 
         return finish
 
-    def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of the text for each token, None if unknown."""
-        utf8_bytes = self.dataset.attributes.get("utf8_bytes")
-        return utf8_bytes / self.dataset.num_tokens if utf8_bytes else None
+    @functools.cached_property
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of the tokens, from the dataset's tokenizer; None if unknown."""
+        found = byte_lengths_of_dataset(self.config.filespec, self.dataset.attributes)
+        return found if found is not None and self.dataset.max_token_id < found.of_token.size else None
 
     def unigram_entropy(self) -> float:
         """Entropy of single tokens in nats, as Loader.unigram_entropy describes."""

@@ -17,6 +17,7 @@ from input_loader import shuffle
 from input_loader.batches import Limit, Loader, Sequences
 from input_loader.flat import SAMPLED_TOKENS, FlatTokensLoader
 from input_loader.shuffle import Indices
+from text.byte_lengths import ByteLengths
 
 Counts = Int64[np.ndarray, "sources"]
 
@@ -128,6 +129,7 @@ class MixtureLoader(Loader):
                 )
         self.num_tokens = sum(loader.num_tokens for loader in sources.values())
         self.limit = self._find_limit()
+        self.unseen = {name: share for loader in sources.values() for name, share in loader.unseen.items()}
 
     def sequences(self, step: int, indices: Indices) -> Sequences:
         """Sequences of the batch of `step`, as Loader.sequences describes."""
@@ -157,6 +159,14 @@ class MixtureLoader(Loader):
             name: loader.steps_per_epoch * float(total / share)
             for (name, loader), share in zip(self.sources.items(), self.quotas.shares, strict=True)
         }
+
+    @property
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of the tokens; None if the tokenizers of the sources differ, or one is unknown."""
+        first, *others = (loader.byte_lengths for loader in self.sources.values())
+        same = lambda x: x is not None and x.before_document == first.before_document
+        is_one = first and all(same(x) and np.array_equal(x.of_token, first.of_token) for x in others)
+        return first if is_one else None
 
     def unigram_entropy(self) -> float:
         """Entropy of single tokens in nats, in a sample of the mixture: the first tokens of each source, by weight."""

@@ -4,6 +4,7 @@ Unlike a flat-tokens dataset, a stream is read from its beginning to its end: on
 can be read. Such a state is small, since it names a place in the stream and not what was read before it.
 """
 
+import functools
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from input_loader.batches import Loader, Sequences
 from input_loader.flat import ReadingConfig
 from input_loader.shuffle import Indices
 from text import hub
+from text.byte_lengths import ByteLengths, byte_lengths
 from text.sources import clean_text
 from text.tokenizers import Tokenizer, open_tokenizer
 
@@ -150,6 +152,11 @@ class StreamLoader(Loader):
                 "between them: a stream is read in order. Resume from a checkpoint that holds its state."
             )
         return found
+
+    @functools.cached_property
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of the tokens; None if unknown."""
+        return byte_lengths(self._tokenizer.definition, self.config.end_token)
 
     def _seek(self, step: int) -> None:
         self._place = _Place(**{key: value for key, value in self.state(step).items() if key != "step"})

@@ -23,7 +23,7 @@ from jax_extra import save_for_backward
 from modeling.model import Tokens, act
 from modeling.rules import CAUSAL
 from modeling.weights import Weight, matrix, vector
-from models.huggingface_tensors import check_names, check_tensors, whole_number
+from models.huggingface_tensors import check_names, check_tensors, tied, whole_number
 from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
 
@@ -378,4 +378,5 @@ def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]
         for part, field in enumerate(ours):
             layers[field] = [partial(read, f"h.{i}.{name}", ours, part) for i in range(c.layers)]
     whole = {ours: partial(tensors.__getitem__, prefix + name) for name, ours in _WHOLE.items()}
+    whole["embed"] = tied(tensors, f"{prefix}wte.weight", "lm_head.weight")
     return c, GPT2(layers=GPT2Layer(**layers), **whole)

@@ -57,6 +57,8 @@ class Forward:
     """Defaults of other settings."""
     layers: int
     """Number of layers."""
+    epsilon: float
+    """Added to the mean square, or to the variance, in its norms."""
 
     def __init__(self, config: dict, tensors: Mapping[str, np.ndarray]):
         self.config = self.defaults | {key: value for key, value in config.items() if value is not None}
@@ -176,6 +178,7 @@ class GPT2(Forward):
     def __init__(self, config: dict, tensors: Mapping[str, np.ndarray]):
         super().__init__(config, tensors)
         self.layers, self.prefix = self.config["n_layer"], "transformer." if "transformer.wte.weight" in tensors else ""
+        self.epsilon = self.config.get("layer_norm_epsilon", 1e-5)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
         """Residual stream [L, M] before the first layer."""
@@ -185,7 +188,7 @@ class GPT2(Forward):
         return self.tensors[self.prefix + name]
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        centered = normed(x - x.mean(-1, keepdims=True), self.config.get("layer_norm_epsilon", 1e-5))
+        centered = normed(x - x.mean(-1, keepdims=True), self.epsilon)
         return centered * self._tensor(f"{name}.weight") + self._tensor(f"{name}.bias")
 
     def layer(self, i: int, x: np.ndarray) -> np.ndarray:

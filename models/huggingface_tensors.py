@@ -1,7 +1,7 @@
 """The tensors in a model's files, and checks of their names."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,30 @@ def check_tensors(tensors: Mapping, needed: set[str], unused: set[str]) -> None:
             raise ValueError(f"the model {what} {len(names)} tensors: {first}{' …' if len(names) > 4 else ''}")
 
 
+def tied(tensors: Mapping, table: str, copy: str) -> Callable[[], np.ndarray]:
+    """Reads the embedding table of a tied model, whose files may have it a second time as the output projection.
+
+    Args:
+        tensors: of the model.
+        table: name of the embedding table.
+        copy: name that the output projection has where it is there.
+
+    Returns:
+        A function that reads the table, and raises ValueError if the output projection differs from it.
+    """
+
+    def read() -> np.ndarray:
+        values = tensors[table]
+        if copy in tensors and not np.array_equal(values, tensors[copy]):
+            raise ValueError(
+                f"the model ties its output projection to its embedding (tie_word_embeddings), but {copy} differs from "
+                f"{table}. If {copy} was trained, set tie_word_embeddings to false in config.json, else remove it."
+            )
+        return values
+
+    return read
+
+
 def whole_number(config: Mapping[str, Any], key: str) -> int:
     """The value of `key` in config.json. Raises ValueError if it is not a whole number."""
     if not isinstance(config.get(key), int):
@@ -44,14 +68,19 @@ def whole_number(config: Mapping[str, Any], key: str) -> int:
     return config[key]
 
 
+DTYPES = ("F32", "F16", "BF16")
+"""Names in safetensors of the dtypes whose values are all in f32."""
+
+
 class Tensors(Mapping):
-    """The tensors in a model's safetensors, as f32 arrays, each read when it is indexed.
+    """The tensors in a model's safetensors, as finite f32 arrays, each read when it is indexed.
 
     Args:
         directory: contains model.safetensors, or several files and model.safetensors.index.json.
 
     Raises:
-        ValueError: there are none. Indexing raises it if a file or a tensor cannot be read.
+        ValueError: there are none. Indexing raises it if a file or a tensor cannot be read, or is not in DTYPES, or has
+            a value that is not finite.
     """
 
     def __init__(self, directory: Path):
@@ -84,12 +113,22 @@ class Tensors(Mapping):
 
         file = self._file(self._files[name])
         try:
-            tensor = file.get_tensor(name)
+            dtype = file.get_slice(name).get_dtype()
+            if dtype not in DTYPES:
+                raise ValueError(
+                    f"{name} is {dtype}; only {', '.join(DTYPES)} become f32 without a change. Dequantize the model "
+                    "first, and save it in one of these dtypes."
+                )
+            tensor = file.get_tensor(name).astype(np.float32, copy=False)
         except SafetensorError as error:
             raise ValueError(f"cannot read {name} in {self._directory / self._files[name]}: {error}.") from error
-        if str(tensor.dtype) not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"{name} is {tensor.dtype}; only f32, f16 and bf16 become f32 without a change.")
-        return tensor.astype(np.float32, copy=False)
+        if bad := tensor.size - np.count_nonzero(np.isfinite(tensor)):
+            nans = np.count_nonzero(np.isnan(tensor))
+            raise ValueError(
+                f"{name} has {bad:,} values that are not finite, of {tensor.size:,}: {nans:,} NaN, {bad - nans:,} "
+                "infinite. These weights are useless: take another copy or checkpoint of the model."
+            )
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from modeling.settings import ModelConfig, RopeScaling
-from models.huggingface_tensors import check_names, check_tensors, whole_number
+from models.huggingface_tensors import check_names, check_tensors, tied, whole_number
 from train import Transformer, TransformerLayer, weight_table
 
 KNOWN_FIELDS = {
@@ -209,6 +209,8 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[M
 
     of_layers = {name: [partial(in_layer, name, tensor) for tensor in theirs] for name, theirs in layers.items()}
     of_whole = {name: partial(tensors.__getitem__, theirs) for name, theirs in whole.items()}
+    if c.tied_embeddings:
+        of_whole["embed"] = tied(tensors, _WHOLE["embed"], _WHOLE["unembed"])
     layer_weights = TransformerLayer(**{"q_norm": None, "k_norm": None} | of_layers)
     return c, Transformer(**{"unembed": None} | of_whole, layers=layer_weights)
 
@@ -265,5 +267,8 @@ def _rope(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         )
     if missing := _ROPE[kind].keys() - stated.keys():
         raise ValueError(f"config.json: rope_type {kind} lacks {', '.join(sorted(missing))}.")
+    for name, value in stated.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"config.json: {name} of rope_type {kind} is {value!r}; it must be a number.")
     values = {ours: stated[theirs] for theirs, ours in _ROPE[kind].items()}
     return base, None if kind == "default" else RopeScaling(kind=kind, **values)

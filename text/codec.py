@@ -7,6 +7,7 @@ import fsspec
 import numpy as np
 
 from flat_tokens.stores import open_reader
+from text.byte_lengths import ByteLengths, byte_lengths
 from text.tokenizers import Tokenizer, open_for_decoding, open_tokenizer
 
 REMEDY = (
@@ -103,6 +104,17 @@ def codec_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> TextCod
         return TextCodec()
     definition = None if about["kind"] == "bytes" else read_definition(filespec)
     return TextCodec(open_for_decoding(definition, about | {"end_token": None}), about.get("end_token"))
+
+
+def byte_lengths_of_dataset(filespec: str, attributes: Mapping[str, Any]) -> ByteLengths | None:
+    """The bytes of the tokens of a flat-tokens dataset whose splits have these attributes; None if they are unknown."""
+    try:
+        about = attributes["tokenizer"]
+        definition = None if about["kind"] == "bytes" else read_definition(filespec).decode()
+        return byte_lengths(definition, about.get("end_token"))
+    # A tokenizer.json that is missing, or anything else: a number to report is no reason to end a run.
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def read_definition(filespec: str) -> bytes:

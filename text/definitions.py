@@ -14,7 +14,7 @@ from typing import Any
 # GPT-2's letters for bytes: the printable ones of Latin-1 for themselves, characters from 256 on for the others.
 _PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
 _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
-_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABLE.index(byte)) for byte in range(256)}
+BYTE_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABLE.index(byte)) for byte in range(256)}
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, i
 
 
 def _to_letters(token: bytes) -> str:
-    return "".join(map(_LETTERS.__getitem__, token))
+    return "".join(map(BYTE_LETTERS.__getitem__, token))
 
 
 def from_sentencepiece(model: bytes) -> str:

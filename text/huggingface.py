@@ -9,7 +9,9 @@ from text import definitions
 from text.codec import read_definition
 from text.tokenizers import ByteTokenizer, open_library
 
-BYTE_SPECIAL_TOKENS = {"<s>": 0, "</s>": ByteTokenizer.END, "<unk>": 2}
+PAD = "<pad>"
+"""The token that fills up short sequences of a batch in transformers; no text becomes it."""
+BYTE_SPECIAL_TOKENS = {"<s>": 0, "</s>": ByteTokenizer.END, PAD: 2}
 """Names for the ids below those of the bytes."""
 
 
@@ -93,6 +95,8 @@ def tokenizer_files(
             settings[name] = token
         elif token is not None:
             notes.append(f"its {name} {token!r} is a token of text too")
+    if PAD in special - {bos, end_token}:
+        settings["pad_token"] = PAD
     content |= {"post_processor": processor, "truncation": None, "padding": None}
     end = None if end_token is None else tokenizer.token_to_id(end_token)
     return {"tokenizer.json": content, "tokenizer_config.json": settings}, end, notes

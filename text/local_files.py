@@ -1,11 +1,13 @@
-"""Documents of local files: JSON lines, Parquet and text, compressed or not."""
+"""Documents of local files: JSON lines, JSON arrays, Parquet and text, compressed or not."""
 
+import codecs
 import contextlib
 import glob
 import itertools
 import json
 import lzma
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -14,12 +16,18 @@ from text import sources
 from text.sources import Block, Piece
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+ELEMENT_CHARACTERS = 2**27
+"""Largest element of a JSON array, which is in memory as a whole."""
+
+# Byte order marks. That of UTF-16 is the beginning of that of UTF-32.
+_OTHER_MARKS = (("UTF-32", codecs.BOM_UTF32_LE), ("UTF-16", codecs.BOM_UTF16_LE), ("UTF-16", codecs.BOM_UTF16_BE))
 
 
 def open_files(patterns: list[str], text_field: str, separator: str | None) -> list[Piece]:
     """The documents of local files: one a line of .jsonl and .json, a record of .parquet, a file of .txt.
 
-    All but .parquet may be compressed too: .gz, .bz2, .xz, .zst.
+    A .json that begins with `[` is an array of documents. All but .parquet may be compressed too: .gz, .bz2, .xz, .zst.
+    A byte order mark of UTF-8 is no part of the text.
 
     Args:
         patterns: paths or globs, read in this order; the matches of a glob are sorted.
@@ -66,6 +74,8 @@ def _pieces(path: str, text_field: str, separator: str | None) -> Iterable[Piece
     match _kind(path):
         case ".parquet", False:
             return _parquet_pieces(path, text_field)
+        case ".json", _ if _is_array(path):
+            return [Piece(size, partial(_array_blocks, path, text_field))]
         case ((".jsonl" | ".json"), True):
             return [Piece(size, partial(_compressed_line_blocks, path, text_field))]
         case ((".jsonl" | ".json"), False):
@@ -84,13 +94,16 @@ def _spans(start: int, stop: int, size: int) -> list[tuple[int, int]]:
 
 
 def _read(path: str) -> Iterator[tuple[bytes, int]]:
-    """Unpacks a file. Yields blocks of BLOCK_BYTES, each with the number of bytes of the file that it took."""
+    """Unpacks a file. Yields blocks of BLOCK_BYTES, each with the number of bytes of the file that it took.
+
+    A byte order mark of UTF-8 at the start is left out.
+    """
     suffix = os.path.splitext(path)[1]
     try:
         with open(path, "rb") as file, _unpacked(file, suffix) as content:
             before = 0
             while block := content.read(sources.BLOCK_BYTES):
-                yield block, file.tell() - before
+                yield block if before else block.removeprefix(codecs.BOM_UTF8), file.tell() - before
                 before = file.tell()
     except (OSError, EOFError, lzma.LZMAError) as e:
         raise _corrupt(path, e) from e
@@ -115,7 +128,14 @@ def _decode_utf8(where: str, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as e:
-        raise ValueError(f"{where} is not UTF-8: {e}. Convert the file to UTF-8.") from e
+        raise _not_utf8(where, e) from e
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> ValueError:
+    for name, mark in _OTHER_MARKS:
+        if error.object.startswith(mark):
+            return ValueError(f"{where} is {name}, not UTF-8. Convert the file: iconv -f {name} -t UTF-8.")
+    return ValueError(f"{where} is not UTF-8: {error}. Convert the file to UTF-8.")
 
 
 # ---- text ---------------------------------------------------------------------------------------------------------
@@ -238,22 +258,73 @@ def _parse_lines(path: str, lines_before: Callable[[], int], content: bytes, tex
     try:
         lines = content.decode().split("\n")
     except UnicodeDecodeError as e:
-        number = content.count(b"\n", 0, e.start) + 1
-        raise ValueError(f"{where(number)} is not UTF-8: {e}. Convert the file to UTF-8.") from e
+        raise _not_utf8(where(content.count(b"\n", 0, e.start) + 1), e) from e
     texts = []
     for number, line in enumerate(lines, start=1):
+        # A byte order mark; joined files have one at the start of other lines too.
+        line = line.removeprefix("\ufeff")
         if not line or line.isspace():
             continue
         try:
             record = json.loads(line)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise ValueError(f"{where(number)} is not JSON: {e}. Each line must be one JSON object.") from e
         if not isinstance(record, dict):
             raise ValueError(f"{where(number)}: a JSON {type(record).__name__}; each line must be one JSON object.")
-        if text_field not in record:
-            raise ValueError(f"{where(number)}: no key {text_field!r}; set text_field to one of {sorted(record)}.")
-        texts.append(sources.clean_text(record[text_field], text_field, partial(where, number)))
+        texts.append(_text_of(record, text_field, partial(where, number)))
     return texts
+
+
+def _text_of(record: dict[str, Any], text_field: str, where: Callable[[], str]) -> str:
+    if text_field not in record:
+        raise ValueError(f"{where()}: no key {text_field!r}; set text_field to one of {sorted(record)}.")
+    return sources.clean_text(record[text_field], text_field, where)
+
+
+# ---- JSON arrays --------------------------------------------------------------------------------------------------
+
+# Before an element; the group is the end of the array.
+_FIRST, _NEXT = re.compile(r"\s*\[\s*(\])?"), re.compile(r"\s*(?:,\s*|(\]))")
+
+
+def _is_array(path: str) -> bool:
+    first = b"".join(content for content, _ in itertools.islice(_read(path), 1))
+    return first.lstrip().startswith(b"[")
+
+
+def _array_blocks(path: str, text_field: str) -> Iterator[Block]:
+    """Blocks of an array of objects or texts. Of the file, a block and an element are in memory."""
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    scan = json.JSONDecoder().raw_decode
+    rest, separator, number, closed, error = "", _FIRST, 0, False, "a separator is missing"
+    where = lambda: f"{path}: element {number} of the array"
+    for content, size in _read(path):
+        try:
+            rest += decode(content)
+        except UnicodeDecodeError as e:
+            raise _not_utf8(path, e) from e
+        texts, place = [], 0
+        while not closed and (found := separator.match(rest, place)):
+            if found[1]:
+                closed, place = True, found.end()
+                break
+            try:
+                value, place = scan(rest, found.end())
+            except (ValueError, RecursionError) as e:
+                error = str(e)
+                break
+            if not isinstance(value, dict | str):
+                raise ValueError(f"{where()} is a JSON {type(value).__name__}; each must be an object or a text.")
+            texts.append(_text_of({text_field: value} if isinstance(value, str) else value, text_field, where))
+            separator, number = _NEXT, number + 1
+        rest = rest[place:]
+        if len(rest) > ELEMENT_CHARACTERS or (closed and rest.strip()):
+            break
+        yield Block(size, partial(list, texts))
+    if not closed or rest.strip():
+        raise ValueError(
+            f"{where()} is cut off, not JSON, or above {ELEMENT_CHARACTERS:,} characters: {error}. Write it again."
+        )
 
 
 # ---- Parquet ------------------------------------------------------------------------------------------------------

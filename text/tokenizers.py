@@ -48,7 +48,8 @@ class Encoded(NamedTuple):
 def _with_end(ids: np.ndarray, lengths: np.ndarray, end: int | None) -> Flat:
     if end is None:
         return ids, lengths
-    return np.insert(ids, np.cumsum(lengths), np.uint32(end)), lengths + 1
+    has_tokens = lengths > 0
+    return np.insert(ids, np.cumsum(lengths)[has_tokens], np.uint32(end)), lengths + has_tokens
 
 
 class Tokenizer(ABC):
@@ -60,7 +61,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, texts: list[str]) -> Encoded:
-        """The ids of documents, each with the end token if there is one."""
+        """The ids of documents, each that has tokens with the end token if there is one."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -87,7 +88,7 @@ class ByteTokenizer(Tokenizer):
     definition = None
 
     def encode(self, texts: list[str]) -> Encoded:
-        """The ids of documents, each with the end token if there is one."""
+        """The ids of documents, each that has tokens with the end token if there is one."""
         data = [text.encode() for text in texts]
         utf8_bytes = np.fromiter(map(len, data), np.int64, len(data))
         ids = np.frombuffer(b"".join(data), np.uint8).astype(np.uint32) + np.uint32(self.OFFSET)
@@ -139,7 +140,7 @@ class TextTokenizer(Tokenizer):
         return max(self._decoder.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: list[str]) -> Encoded:
-        """The ids of documents, each with the end token if there is one.
+        """The ids of documents, each that has tokens with the end token if there is one.
 
         Raises:
             ValueError: the fast library gives other ids than the reference for one of the texts compared.

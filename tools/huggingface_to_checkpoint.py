@@ -29,6 +29,7 @@ import jax
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
+from configuration.checks import check_ranges
 from configuration.program import run_program
 from modeling.model import load_model
 from modeling.weights import shapes_of
@@ -143,6 +144,7 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     tensors = Tensors(directory)
     c, weights = mapping_of(name).from_huggingface(content | {"bos_token_id": bos}, tensors)
     c.module = name
+    check_ranges("config.json, as a run has it: model", c)
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
     check_rules(c, kind)

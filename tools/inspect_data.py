@@ -44,9 +44,9 @@ class Config:
     """The source of the run's mixture to show, where no step is given."""
     step: int | None = None
     """Show the batch of this step of `run`, at least 0."""
-    rows: int = at_least_1(4)
+    sequences: int = at_least_1(4)
     """Largest number of sequences of the batch to show, at least 1."""
-    first_row: int = 0
+    first: int = 0
     """The first of them, in [0, batch_size)."""
     document: int | None = None
     """Show this document, whole, in [0, num_documents)."""
@@ -86,15 +86,15 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
     """Prints a table for each sequence of a batch: the documents in it.
 
     Raises:
-        ValueError: the step or first_row is out of range, or the run reads a stream.
+        ValueError: the step or first is out of range, or the run reads a stream.
     """
     data, training = _data_config(config, run), run.training
     loader = make_loader(data, config.split, training.batch_size, training.seq_len)
-    if not 0 <= config.first_row < loader.batch_size:
-        raise ValueError(f"first_row is {config.first_row}; the batch has sequences 0 to {loader.batch_size - 1}.")
+    if not 0 <= config.first < loader.batch_size:
+        raise ValueError(f"first is {config.first}; the batch has sequences 0 to {loader.batch_size - 1}.")
     if config.step < 0:
         raise ValueError(f"step is {config.step}; steps count from 0.")
-    indices = np.arange(config.first_row, min(config.first_row + config.rows, loader.batch_size))
+    indices = np.arange(config.first, min(config.first + config.sequences, loader.batch_size))
     batch = batch_of(config.step, data.skip_steps)
     instead = f", batch {batch:,} by data.skip_steps" if batch != config.step else ""
     console.print(
@@ -127,7 +127,7 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
         console.print(table)
     left = loader.batch_size - indices.size
     if left:
-        console.print(f"{left} more sequences: rows={loader.batch_size} first_row=0 shows all.", style="dim")
+        console.print(f"{left} more sequences: sequences={loader.batch_size} first=0 shows all.", style="dim")
 
 
 def _read_text(reader: flat_tokens.Reader, codec: TextCodec, start: int, length: int) -> str:

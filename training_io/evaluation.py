@@ -10,7 +10,7 @@ from cluster.watch import pause
 def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: int) -> dict[str, float]:
     """Mean loss in nats a token over the first `batches` batches of the validation split, no sequence twice.
 
-    Also in bits per byte of UTF-8, if the dataset records the number of bytes of its text.
+    Also in bits for each UTF-8 byte of the text of these targets, where the bytes of the tokens are known.
 
     Args:
         evaluation_step: (weights, batch) -> (nats summed over the batch's targets, number of targets).
@@ -20,9 +20,12 @@ def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: 
     """
     once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
     with pause("in the validation"):
-        sums = [evaluation_step(weights, validation.load(i)) for i in range(max(1, min(batches, once)))]
+        sums, sizes = [], []
+        for i in range(max(1, min(batches, once))):
+            sums.append(evaluation_step(weights, validation.load(i)))
+            sizes.append(validation.utf8_bytes(i))
         nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
     result = {"loss": nats / targets, "targets": int(targets)}
-    if validation.bytes_per_token():
-        result["bits_per_byte"] = result["loss"] / math.log(2) / validation.bytes_per_token()
+    if None not in sizes and (size := sum(sizes)):
+        result |= {"utf8_bytes": size, "bits_per_byte": nats / math.log(2) / size}
     return result

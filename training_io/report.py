@@ -31,6 +31,12 @@ def print_start(
     print(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
     print(f"model      {model}")
     print(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
+    for source, share in loader.unseen.items():
+        if share:
+            print(
+                f"unpacked   {share:.1%} of the tokens of {source} are never seen: they are beyond the first "
+                f"{loader.seq_len} of their document; data.sequence_packing=true reads all"
+            )
     entropy = loader.unigram_entropy()
     if entropy is not None:
         print(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")

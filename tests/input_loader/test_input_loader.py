@@ -20,6 +20,9 @@ from simulated import xla_flags
 import flat_tokens
 from flat_tokens import Reader, Writer
 from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, TokenBatch, batches, flat, mixture, shuffle
+from text.byte_lengths import ByteLengths
+from text.tokenizers import ByteTokenizer
+from training_io import report
 
 check_modules(batches, flat, mixture, shuffle, flat_tokens)
 
@@ -204,6 +207,26 @@ def test_unpacked(dataset, shuffle):
     np.testing.assert_array_equal(is_seq_start, np.broadcast_to(np.arange(SEQ_LEN) == 0, is_seq_start.shape))
     if not shuffle:
         np.testing.assert_array_equal(targets[:, 0], ids[starts])
+
+
+def test_tokens_that_unpacked_reading_never_sees_are_told(dataset, capsys):
+    path, ids, _ = dataset
+    config = FlatTokensConfig(path, sequence_packing=False)
+    loader = FlatTokensLoader(config, "train", 4, SEQ_LEN)
+    targets, _, mask, _ = all_rows(loader, 10)  # an epoch
+    unseen = 1 - np.unique(targets[mask]).size / ids.size
+    assert 0.1 < unseen < 0.9
+    assert loader.unseen == {path: pytest.approx(unseen)}
+    mixture_loader = mixture.MixtureLoader({"a": loader}, [1.0], 0)
+    start = Path("runs/x"), 0, jax.sharding.Mesh(jax.devices()[:1], "d"), "model", config
+    for told in (loader, mixture_loader):
+        report.print_start(*start, told, 10)
+        said = f"unpacked   {unseen:.1%} of the tokens of {path} are never seen: they are beyond the first {SEQ_LEN} of"
+        assert said in capsys.readouterr().out
+    for quiet in (FlatTokensConfig(path), FlatTokensConfig(path, sequence_packing=False)):
+        length = SEQ_LEN if quiet.sequence_packing else 30
+        report.print_start(*start, FlatTokensLoader(quiet, "train", 1, length), 10)
+        assert "unpacked" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -505,11 +528,26 @@ def test_cache_is_bounded(tmp_path, monkeypatch):
     assert Reader(SYNTHETIC, "train", cache_bytes=0).num_tokens
 
 
-def test_bytes_per_token_are_those_of_the_text(tmp_path):
-    ids, text = [], ["ä b", "cd"]
-    with flat_tokens.Writer(str(tmp_path / "d"), "train") as writer:
-        for document in text:
-            ids = np.frombuffer(document.encode(), np.uint8).astype(np.uint32)
-            writer.append(np.append(ids, 1), np.array([ids.size + 1]))
-        writer.attributes["utf8_bytes"] = sum(len(document.encode()) for document in text)
-    assert FlatTokensLoader(FlatTokensConfig(str(tmp_path / "d")), "train", 1, 4).bytes_per_token() == 6 / 8
+@pytest.mark.parametrize("packing", [True, False])
+def test_bytes_are_those_of_the_targets(tmp_path, packing):
+    """Not of the split, whose parts differ in bytes for a token. Padding is no text, nor is an end token."""
+    tokenizer = ByteTokenizer(append_end=True)
+    encoded = tokenizer.encode(["ä" * 9 + "b", "cd", "東京は夜", "efgh", "i" * 20])
+    with Writer(str(tmp_path / "d"), "train") as writer:
+        writer.append(encoded.ids, encoded.lengths)
+        writer.attributes["tokenizer"] = {"kind": "bytes", "end_token": "</s>"}
+    config = FlatTokensConfig(filespec=str(tmp_path / "d"), shuffle=False, sequence_packing=packing)
+    expected = None
+    for devices in (1, 2, 4):
+        with jax.set_mesh(make_mesh(r=1, d=devices, t=1)):
+            loader = FlatTokensLoader(config, "train", 4, 4)
+            batches = [jax.device_get(loader.load(step)) for step in range(2)]
+            found = [loader.utf8_bytes(step) for step in range(2)]
+        by_hand = [sum(i >= 3 for i in b.targets[b.loss_mask].tolist()) for b in batches]
+        assert found == by_hand
+        assert expected in (None, found)
+        expected = found
+        loader = FlatTokensLoader(config, "train", 4, 4)
+        loader.byte_lengths = ByteLengths(np.ones(259, np.int64), 0)  # of a tokenizer whose id 0 is text
+        assert [loader.utf8_bytes(step) for step in range(2)] == [b.loss_mask.sum() for b in batches]
+    assert FlatTokensLoader(FlatTokensConfig(SYNTHETIC), "train", 4, 64).utf8_bytes(0) is None

@@ -124,6 +124,21 @@ def saved(tmp_path, c, **weights) -> str:
     return models.save(tmp_path / "run", models.weights(c, **weights), c)
 
 
+def test_the_epsilon_is_compared_itself(tmp_path, monkeypatch):
+    """The logits of these weights differ by less than rounding."""
+    c = models.model("grouped", norm_epsilon=1e-6)
+    to_huggingface = huggingface_llama.to_huggingface
+
+    def wrong(weights, c):
+        config, tensors = to_huggingface(weights, c)
+        return config | {"rms_norm_eps": 1e-5}, tensors
+
+    monkeypatch.setattr(huggingface_llama, "to_huggingface", wrong)
+    with pytest.raises(ValueError, match=r"epsilon of the norms is 1e-06 in the run, and 1e-05 in config.json"):
+        export(saved(tmp_path, c), tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_the_tool_says_what_it_compared(tmp_path, monkeypatch, dtype):
     """With groups of layers too, when not all are in memory; both ways."""

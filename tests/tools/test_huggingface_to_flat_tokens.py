@@ -20,9 +20,10 @@ from text import libraries, local_files, sources
 from text import tokenizers as text_tokenizers
 from text.definitions import train_bpe
 from text.tokenizers import ByteTokenizer
+from tools import merge_flat_tokens
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens import blocks, inputs, splits
-from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
+from tools.huggingface_to_flat_tokens.config import Backend, Config, SplitConfig, TokenizerConfig, TokenizerKind
 
 # Not text.definitions, whose large dictionaries take long to check.
 check_modules(flat_tokens, growing_array, shards, unfinished)
@@ -226,10 +227,108 @@ def test_empty_documents_are_left_out(tmp_path, capsys):
     assert "4 empty documents left out" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys, backend):
+    """Of this tokenizer, which strips text, documents of spaces alone have no token."""
+    normalizer = {"type": "Strip", "strip_left": True, "strip_right": True}
+    definition = json.dumps(json.loads(bpe[1].to_str()) | {"normalizer": normalizer})
+    (tmp_path / "tokenizer.json").write_text(definition)
+    oracle = type(bpe[1]).from_str(definition)
+    texts = ["  ", "one", " ", "", "\n\t", "two ", None, "   "]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    name, kind = str(tmp_path / "tokenizer.json"), TokenizerKind.huggingface
+    settings = TokenizerConfig(kind=kind, name=name, end_token="<|end|>", backend=Backend[backend])
+    documents, attributes = run(tmp_path / "d", source, tokenizer=settings)
+    assert documents == [[*oracle.encode(text).ids, 1] for text in ("one", "two ")]
+    assert (attributes["num_documents"], attributes["utf8_bytes"]) == (2, len("onetwo "))
+    assert "6 empty documents left out" in capsys.readouterr().out
+    for i in range(2):
+        tool.run(
+            Config(
+                str(tmp_path / "s"),
+                train=SplitConfig(files=[source]),
+                validation=None,
+                tokenizer=settings,
+                shard=f"{i}/2",
+            )
+        )
+    merge_flat_tokens.run(merge_flat_tokens.Config(out=str(tmp_path / "s")))
+    assert read(tmp_path / "s") == (documents, attributes)
+    assert "the shards left out 6 empty documents" in capsys.readouterr().out
+
+
 def test_half_of_a_surrogate_pair(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n')
     documents, _ = run(tmp_path / "d", str(tmp_path / "a.jsonl"))
     assert documents == [byte_ids("a\ufffdb"), byte_ids("😀")]
+
+
+BOM = "\ufeff"
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_a_byte_order_mark_is_no_text(tmp_path, compress):
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS[:3])
+    contents = {
+        "a.jsonl": BOM + lines + BOM + lines,
+        "b.json": f"{BOM} {json.dumps(TEXTS[:3])}",
+        "c.txt": BOM + TEXTS[0],
+        "d.txt": TEXTS[1] + BOM,
+    }
+    paths = []
+    for name, content in contents.items():
+        paths.append(tmp_path / (name if compress is bytes else f"{name}.gz"))
+        paths[-1].write_bytes(compress(content.encode()))
+    documents, _ = run(tmp_path / "d", SplitConfig(files=[str(path) for path in paths]))
+    expected = [*TEXTS[:3], *TEXTS[:3], *TEXTS[:3], TEXTS[0], TEXTS[1] + BOM]
+    assert documents == [byte_ids(text) for text in expected]
+    documents, _ = run(tmp_path / "e", SplitConfig(files=[str(paths[2])]), text_separator="w")
+    assert documents == [byte_ids(text) for text in TEXTS[0].split("w")]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("batch", [7, 50, 10**6])
+def test_json_arrays(tmp_path, monkeypatch, indent, batch):
+    """Python's json wrote them; elements are cut by the blocks in all places."""
+    monkeypatch.setattr(sources, "BLOCK_BYTES", batch)
+    path = tmp_path / "a.json"
+    objects = [{"n": [i, {"m": "]"}], "text": text} for i, text in enumerate([*TEXTS[:7], None])]
+    for name, elements in (("objects", objects), ("texts", [*TEXTS[:7], ""])):
+        path.write_text("\n " + json.dumps(elements, indent=indent, ensure_ascii=batch == 50) + "\n")
+        assert run(tmp_path / name, str(path))[0] == [byte_ids(text) for text in TEXTS[:7]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "a"} {"text": "b"}]', "element 1 of the array is cut off, not JSON"),
+        ('[{"text": "a"}, {"text": "b]', "element 1 .*: Unterminated string"),
+        ('[{"text": "a"}, ]', "element 1 .*: Expecting value"),
+        ('["a"', "element 1 of the array is cut off"),
+        ('["a"] ["b"]', "element 1 .* is cut off, not JSON"),
+        ('["a", 7]', "element 1 of the array is a JSON int; each must be an object or a text"),
+        ('["a", {"body": "b"}]', r"element 1 of the array: no key 'text'; set text_field to one of \['body'\]"),
+        ('[{"text": 3}]', "element 0 of the array: 'text' is int, not text"),
+        ('["' + "a" * 2000, "element 0 .* above 1,000 characters"),
+        ("[]", "the source holds no text"),
+        ("[" * 100_000, "element 0 .* is cut off, not JSON"),
+    ],
+)
+def test_bad_json_arrays(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr(local_files, "ELEMENT_CHARACTERS", 1000 if "1,000" in message else 10**6)
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "d", str(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+@pytest.mark.parametrize("codec", ["UTF-16", "UTF-32"])
+def test_utf16_is_named(tmp_path, name, codec):
+    (tmp_path / name).write_bytes('["a"]'.encode(codec))
+    with pytest.raises(
+        ValueError, match=rf"{name}(:1)? is {codec}, not UTF-8. Convert the file: iconv -f {codec} -t UTF-8"
+    ):
+        run(tmp_path / "d", str(tmp_path / name))
 
 
 @pytest.mark.long

@@ -130,7 +130,7 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
 
 def test_a_batch_of_a_run(tmp_path, dataset):
     run = make_run(tmp_path / "run", f"{{filespec: {dataset}, seed: 5}}")
-    text = show(run=run, step=4, rows=2, first_row=3, characters=20)
+    text = show(run=run, step=4, sequences=2, first=3, characters=20)
     loader = FlatTokensLoader(FlatTokensConfig(dataset, seed=5), "train", 8, 50)
     first = bytes((loader.sequences(4, np.array([3])).targets[0] - 3).astype(np.uint8)).decode(errors="replace")
     assert one_line(first)[:10] in text
@@ -151,7 +151,7 @@ def test_a_batch_of_a_run_whose_dataset_has_moved(tmp_path, dataset):
 def test_a_batch_of_a_mixture(tmp_path, dataset):
     other = write(tmp_path / "e")
     run = make_run(tmp_path / "run", f"{{mixture: {{a: {{filespec: {dataset}}}, b: {{filespec: {other}}}}}}}")
-    text = show(run=run, step=4, rows=8)
+    text = show(run=run, step=4, sequences=8)
     assert "Tokens by source: a " in text
     assert ", a, epoch" in text
     assert ", b, epoch" in text
@@ -200,9 +200,9 @@ def test_check_reads_in_blocks(tmp_path):
         ({"filespec": "D", "step": 3}, "step is 3, but batches belong to a run"),
         ({"run": "nowhere"}, "There is no nowhere/config.yaml"),
         ({"filespec": "D", "document": 60}, "document is 60; .* has documents 0 to 59"),
-        ({"filespec": "D", "rows": 0}, "rows is 0; it must be at least 1"),
+        ({"filespec": "D", "sequences": 0}, "sequences is 0; it must be at least 1"),
         ({"run": "R", "step": -1}, "step is -1; steps count from 0"),
-        ({"run": "R", "step": 0, "first_row": 8}, "first_row is 8; the batch has sequences 0 to 7"),
+        ({"run": "R", "step": 0, "first": 8}, "first is 8; the batch has sequences 0 to 7"),
         ({"run": "M", "filespec": "D"}, "Give either run or filespec"),
         ({"run": "S", "step": 0}, "The run reads a stream, whose batches are not known"),
         ({"run": "S"}, "The run reads a stream, not a dataset"),

@@ -60,8 +60,8 @@ class SplitConfig:
     """The split of the Hugging Face dataset to read."""
     files: list[str] = field(default_factory=list)
     """Local files or globs to read, in this order, the matches of a glob sorted. A document is a line of .jsonl and
-    .json, a record of .parquet, and a file of .txt unless `text_separator` is set. All but .parquet may be compressed:
-    .gz, .bz2, .xz, .zst."""
+    .json, an element of a .json that is an array, a record of .parquet, and a file of .txt unless `text_separator` is
+    set. All but .parquet may be compressed: .gz, .bz2, .xz, .zst."""
     skip_documents: int = within(0, 2**63, 0)
     """Number of documents to leave out at the beginning of the source, at least 0."""
     max_documents: int | None = at_least_1(None)

@@ -1,0 +1,136 @@
+"""The bytes of tokens, against those of the text, and against the libraries that know the bytes of each token."""
+
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy_checks import check_modules
+
+from input_loader import FlatTokensConfig, FlatTokensLoader, MixtureLoader
+from text import byte_lengths as module
+from text import definitions
+from text.byte_lengths import byte_lengths
+from text.codec import byte_lengths_of_dataset
+from text.libraries import PROBES, Tokenizers
+from text.tokenizers import make_text_tokenizer, open_bytes, open_mistral
+from tools.huggingface_to_flat_tokens import __main__ as tool
+from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
+
+check_modules(module)
+
+ROOT = Path(__file__).parents[2]
+TEKKEN, SENTENCEPIECE = "tekken_240718.json", "tokenizer.model.v1"
+
+
+@pytest.fixture(scope="module")
+def texts():
+    with lzma.open(ROOT / "tests/data/austen_validation.jsonl.xz") as lines:
+        chapters = [json.loads(line)["text"] for line in lines]
+    # A text that quotes the space of SentencePiece means a space by it, of fewer bytes.
+    return [*[text for text in PROBES if "\u2581" not in text], *(chapter[:3000] for chapter in chapters)]
+
+
+@pytest.fixture(scope="module")
+def bpe(texts):
+    return definitions.train_bpe(texts, 600)
+
+
+def changed(definition, **changes):
+    return json.dumps(json.loads(definition) | changes)
+
+
+def check_documents(lengths, tokenizer, texts):
+    """Each document has its bytes."""
+    encoded = tokenizer.encode(texts)
+    for ids, size in zip(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), encoded.utf8_bytes, strict=True):
+        assert lengths.count(ids, np.arange(ids.size) == 0) == size
+
+
+def test_bytes(texts):
+    check_documents(byte_lengths(None, "</s>"), open_bytes("</s>"), texts)
+
+
+@pytest.mark.parametrize("end_token", [None, "<|end|>", "q"])
+def test_a_byte_level_bpe(texts, bpe, end_token):
+    texts = [text for text in texts if end_token != "q" or "q" not in text]
+    tokenizer, _ = make_text_tokenizer(bpe, Tokenizers(bpe), end_token, "reference")
+    lengths = byte_lengths(bpe, end_token)
+    check_documents(lengths, tokenizer, texts)
+    assert lengths.of_token[:2].tolist() == [0, 0]  # <|begin|> and <|end|>
+
+
+def test_a_space_before_documents(texts, bpe):
+    before = json.loads(bpe)["pre_tokenizer"] | {"add_prefix_space": True}
+    definition = changed(bpe, pre_tokenizer=before)
+    tokenizer, _ = make_text_tokenizer(definition, Tokenizers(definition), None, "reference")
+    check_documents(byte_lengths(definition, None), tokenizer, [text for text in texts if not text[0].isspace()])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [TEKKEN, SENTENCEPIECE])
+def test_those_of_mistral(texts, name):
+    """tiktoken and SentencePiece."""
+    pytest.importorskip("mistral_common", reason="needs the files of Mistral's tokenizers")
+    pytest.importorskip("sentencepiece", reason="needs sentencepiece")
+    definition, reference = open_mistral(name)
+    tokenizer, _ = make_text_tokenizer(definition, reference, "</s>", "reference")
+    lengths = byte_lengths(definition, "</s>")
+    check_documents(lengths, tokenizer, texts)
+    if name == TEKKEN:
+        ids = range(reference.encoding.n_vocab)
+        expected = [len(reference.encoding.decode_single_token_bytes(i)) for i in ids]
+        assert lengths.of_token[reference.offset :].tolist() == expected
+        assert not lengths.of_token[: reference.offset].any()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}]}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "bb"}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}},
+        {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
+    ],
+)
+def test_tokens_that_do_not_spell_the_text(bpe, changes):
+    assert byte_lengths(changed(bpe, **changes), None) is None
+
+
+def test_no_damage_ends_a_run(tmp_path):
+    about = {"tokenizer": {"kind": "huggingface"}}
+    assert byte_lengths_of_dataset(str(tmp_path), {}) is None
+    assert byte_lengths_of_dataset(str(tmp_path), about) is None
+    for content in ("", "{}", "[]", '{"model": 3}', '{"model": {"vocab": {}}, "normalizer": "x"}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        assert byte_lengths_of_dataset(str(tmp_path), about) is None
+
+
+@pytest.mark.parametrize("kind", ["bytes", "train_bpe", pytest.param("mistral", marks=pytest.mark.long)])
+def test_a_whole_split_has_the_bytes_that_the_tool_recorded(tmp_path, texts, kind):
+    """A part has fewer, and a mixture of both those of both."""
+    if kind == "mistral":
+        pytest.importorskip("mistral_common", reason="needs the files of Mistral's tokenizers")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    end = {"bytes": "</s>", "train_bpe": "<|end|>", "mistral": "</s>"}[kind]
+    name = SENTENCEPIECE if kind == "mistral" else None
+    tokenizer = TokenizerConfig(kind=TokenizerKind[kind], name=name, vocab_size=400, end_token=end)
+    split = SplitConfig(files=[str(tmp_path / "a.jsonl")])
+    tool.run(Config(str(tmp_path / "d"), train=split, validation=None, tokenizer=tokenizer, num_workers=1))
+    loader = FlatTokensLoader(FlatTokensConfig(filespec=str(tmp_path / "d"), shuffle=False), "train", 1, 1)
+    lengths, size = loader.byte_lengths, loader.dataset.attributes["utf8_bytes"]
+    assert size == sum(len(text.encode()) for text in texts)
+    whole = FlatTokensLoader(
+        FlatTokensConfig(filespec=str(tmp_path / "d"), shuffle=False), "train", 1, loader.num_tokens
+    )
+    assert whole.utf8_bytes(0) == size
+    half = loader.num_tokens // 2
+    parts = [FlatTokensLoader(whole.config, "train", 1, half).utf8_bytes(step) for step in range(2)]
+    rest = whole.sequences(0, np.arange(1)).targets[0, 2 * half :]
+    assert sum(parts) + lengths.count(rest, np.zeros(rest.size, bool)) == size
+    mixture = MixtureLoader({"a": whole, "b": whole}, [1, 1], 0)
+    assert mixture.utf8_bytes(0) == size
