@@ -52,9 +52,7 @@ def test_the_latest_whose_manifest_is_whole(checkpoints, tmp_path):
 
 def test_a_step_is_chosen(checkpoints, tmp_path):
     assert choose_checkpoint(checkpoints, 10, {})[0] == 10
-    with pytest.raises(
-        ValueError, match=r"training.resume_step is 7, but .* has the checkpoints \[5, 10, 15\]; choose"
-    ):
+    with pytest.raises(ValueError, match=r"training.resume_step is 7, but .* has the checkpoints \[5, 10, 15\]"):
         choose_checkpoint(checkpoints, 7, {})
     with pytest.raises(ValueError, match=r"no checkpoint .* step 10: spoiled"):
         choose_checkpoint(checkpoints, 10, {10: "spoiled."})
@@ -116,9 +114,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
     assert losses(directory) == whole
     for step in (2, 4):
         shutil.rmtree(tmp_path / f"other/checkpoints/{step:010}")
-    with pytest.raises(
-        ValueError, match="^no checkpoint in .* is whole that this run could go on from. step 6: cannot"
-    ):
+    with pytest.raises(ValueError, match=r"^no checkpoint in .* is whole that this run .* step 6: cannot read"):
         run(tmp_path / "other", 8)
 
 
@@ -134,7 +130,5 @@ def test_checkpoints_at_a_url(tmp_path):
     found, step = find_checkpoint(f"{url}/run")
     assert (found.store.url, step) == (f"{url}/run/checkpoints", 6)
     run(tmp_path / "next", 2, init_from=f"{url}/run/checkpoints/0000000004")
-    with pytest.raises(
-        ValueError, match=rf"no complete checkpoint in .* says that they are in '{url}/run/checkpoints'"
-    ):
+    with pytest.raises(ValueError, match=rf"no complete .* says that they are in '{url}/run/checkpoints'"):
         find_checkpoint(directory)

@@ -20,6 +20,7 @@ import pytest
 import zarr
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from s3_server import S3Server
 
 from configuration.differences import config_differences
 from training_io import manifest
@@ -488,6 +489,49 @@ def test_two_processes_save_and_restore_together(tmp_path):
     np.testing.assert_array_equal(group["x"][...], np.arange(2**16, dtype=np.float32).reshape(256, 256))
     assert group["n"][()] == 5
     assert not list(tmp_path.glob("*/.*"))
+
+
+def test_two_processes_save_and_restore_at_a_url(monkeypatch):
+    with S3Server() as server:
+        for name, value in {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        outputs = run_processes(
+            "s3://bucket/run",
+            """
+            checkpointer.save(7, {"x": x}, {})
+            checkpointer.wait()
+            struct = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("d", None)))}
+            restored = checkpointer.restore(checkpointer.latest_step(), struct)
+            for shard in restored["x"].addressable_shards:
+                assert (np.asarray(shard.data) == values[shard.index]).all()
+            print("restored")
+            """,
+        )
+        assert all("restored" in output for output in outputs), outputs
+        assert "/bucket/run/0000000007/zarr.json" in server.objects
+        assert not [path for path in server.objects if "written" in path]
+
+
+def test_damage_that_one_process_sees_is_told_by_all(tmp_path):
+    outputs = run_processes(
+        tmp_path,
+        """
+        from jax.experimental import multihost_utils
+        checkpointer.save(1, {"x": x}, {})
+        checkpointer.wait()
+        if rank == 1:
+            shard = x.addressable_shards[0]
+            chunk = "/".join(str(at.start // size) for at, size in zip(shard.index, shard.data.shape))
+            with open(f"{sys.argv[4]}/0000000001/x/c/{chunk}", "r+b") as file:
+                file.write(b"wrong")
+        multihost_utils.sync_global_devices("spoiled")
+        try:
+            checkpointer.restore(1, {"x": x})
+        except OSError as error:
+            print("told:", error)
+        """,
+    )
+    assert all("told: cannot read the array 'x': x/c/" in output for output in outputs), outputs
 
 
 def test_a_failure_in_one_process_is_told_to_all(tmp_path):
