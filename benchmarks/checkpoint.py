@@ -10,8 +10,9 @@ have targets:
     save      total time of our save over Orbax's: at most 1
     restore   our time to restore over Orbax's, on the mesh that saved, and on d=2 t=4: at most 1
 
-Both write durably, and read what is in the page cache. Orbax is StandardCheckpointer as it comes. The state and a
-checkpoint of each are on disk in DIR, by default a temporary directory. Restored values are compared in the last round.
+All read what is in the page cache. Orbax is PyTreeCheckpointHandler as it comes; beside it, for comparison, without
+OCDBT and in zarr 3 ("plain"). A checkpoint of each is on disk in DIR, by default a temporary directory. Restored values
+are compared in the last round.
 """
 
 import argparse
@@ -89,27 +90,36 @@ class Ours:
 
 
 class Orbax:
-    """Orbax's."""
+    """Orbax's. `plain`: without its own container of files, in zarr 3, as ours are."""
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    def __init__(self, directory: Path, plain: bool = False):
+        self.directory, self.plain = directory, plain
+
+    def _checkpointer(self) -> ocp.AsyncCheckpointer:
+        options = {"use_ocdbt": False, "use_zarr3": True} if self.plain else {}
+        return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**options))
 
     def save(self, state: dict) -> tuple[float, float]:
         """Seconds until the program may go on, and until all is written."""
-        with ocp.StandardCheckpointer() as checkpoints:
-            stall, _ = timed(lambda: checkpoints.save(self.directory / "1", state))
+        with self._checkpointer() as checkpoints:
+            stall, _ = timed(lambda: checkpoints.save(self.directory / "1", args=ocp.args.PyTreeSave(state)))
             rest, _ = timed(checkpoints.wait_until_finished)
         return stall, stall + rest
 
     def restore(self, structs: dict) -> dict:
         """The state."""
-        with ocp.StandardCheckpointer() as checkpoints:
-            return checkpoints.restore(self.directory / "1", structs)
+        arguments = ocp.checkpoint_utils.construct_restore_args(structs)
+        with self._checkpointer() as checkpoints:
+            return checkpoints.restore(self.directory / "1", args=ocp.args.PyTreeRestore(structs, arguments))
 
 
 def one_round(state: dict, meshes: dict[str, dict], directory: Path, first: int, check: bool) -> dict[str, dict]:
     """Seconds of each part, of both methods."""
-    methods = [("ours", Ours(directory / "ours")), ("orbax", Orbax(directory / "orbax"))]
+    methods = [
+        ("ours", Ours(directory / "ours")),
+        ("orbax", Orbax(directory / "orbax")),
+        ("plain", Orbax(directory / "plain", plain=True)),
+    ]
     methods = methods[first:] + methods[:first]
     found: dict[str, dict] = {name: {} for name, _ in methods}
     for name, method in methods:
@@ -140,16 +150,20 @@ def main() -> None:
     rounds = []
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         for i in range(arguments.rounds + 1):
-            found = one_round(state, meshes, Path(directory), i % 2, i == arguments.rounds)
+            found = one_round(state, meshes, Path(directory), i % 3, i == arguments.rounds)
             print(f"round {i}{' (not counted)' if i == 0 else ''}: {found}", flush=True)
             rounds += [found] if i else []
     print(f"\n{size / 2**20:,.0f} MiB, {len(jax.tree.leaves(state))} arrays, {arguments.rounds} rounds; medians")
-    print(f"{'':22}{'ours s':>9}{'Orbax s':>9}{'ratio':>9}{'target':>9}")
-    median = lambda part, name: statistics.median(found[name][part] for found in rounds)
+    print(f"{'':22}{'ours s':>9}{'Orbax s':>9}{'plain s':>9}{'ratio':>9}{'to plain':>9}{'target':>9}")
+    median = lambda get: f"{statistics.median(get(found) for found in rounds):9.3f}"
     for part, target in TARGETS.items():
-        over = lambda found, part=part: found["ours"]["save"] if part == "stall" else found["orbax"][part]
-        ratio = statistics.median(found["ours"][part] / over(found) for found in rounds)
-        print(f"{part:22}{median(part, 'ours'):9.3f}{median(part, 'orbax'):9.3f}{ratio:9.3f}{target:9.2f}")
+        seconds = [median(lambda found, name=name, part=part: found[name][part]) for name in ("ours", "orbax", "plain")]
+        if part == "stall":
+            ratios = [median(lambda found: found["ours"]["stall"] / found["ours"]["save"]), " " * 9]
+        else:
+            ratio = lambda name, part=part: median(lambda found: found["ours"][part] / found[name][part])
+            ratios = [ratio("orbax"), ratio("plain")]
+        print(f"{part:22}{''.join(seconds + ratios)}{target:9.2f}")
     print("The ratio of the stall is to our own save.")
 
 

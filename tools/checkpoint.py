@@ -66,9 +66,7 @@ def run(config: Config) -> None:
     """
     check_choice("action", config.action, ACTIONS)
     if (config.action == "copy") != (config.to is not None):
-        raise ValueError(
-            f"action is {config.action}, and to is {config.to}; give both to copy: action=copy to=<place>."
-        )
+        raise ValueError(f"action is {config.action}, and to is {config.to}; to copy, give action=copy to=<place>.")
     checkpoints, there = open_checkpoints(config.run)
     with checkpoints:
         steps = config.steps

@@ -28,7 +28,6 @@ from training_io.checkpoint_arrays import (
     named_leaves,
     read_arrays,
     start_copies,
-    together,
     write_arrays,
 )
 from training_io.manifest import (
@@ -40,7 +39,7 @@ from training_io.manifest import (
     read_manifest,
     saved_array,
 )
-from training_io.stores import MANIFEST, Store, open_store
+from training_io.stores import MANIFEST, Store, open_store, together
 
 T = TypeVar("T")
 
@@ -280,6 +279,7 @@ class Checkpointer:
                     commit(store, temporary, step, saved, [written, *others], metadata)
                     self._remove_oldest()
                 else:
+                    store.sync(temporary)
                     store.write(f"{temporary}/{own}", json.dumps({"written": written}).encode())
                     self._await(temporary, [0], lambda: store.read(f"{name}/{MANIFEST}") is not None)
             except OSError as error:

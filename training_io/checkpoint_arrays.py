@@ -5,7 +5,6 @@ The format is specified in docs/pytree-zarr-checkpoint.md.
 
 import collections
 import concurrent.futures
-import contextlib
 import itertools
 import math
 import re
@@ -19,14 +18,12 @@ import numpy as np
 
 from shardlib.placement import StackOrder
 from training_io.manifest import CHECKSUM_BYTES, Damaged, SavedArray
-from training_io.stores import Store, aligned
+from training_io.stores import WORKERS, Store, aligned, results, together
 
 DTYPES = frozenset(
     ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
 )  # fmt: skip
 """Types that both tensorstore and zarr-python read and write. zarr-python rejects bfloat16."""
-WORKERS = 16
-"""Files that a process reads or writes at a time."""
 READ_AHEAD = 2**30
 """Bytes of arrays that are read while the one before them goes to the devices."""
 CHECKSUM_PART = 2**22
@@ -169,32 +166,6 @@ def read_chunk(store: Store, directory: str, array: SavedArray, index: tuple[int
     return content[:-CHECKSUM_BYTES].view(array.dtype).reshape(array.chunk)
 
 
-def together(jobs: Sequence[Callable[[], Any]]) -> list:
-    """The results of all, which ran WORKERS at a time. After an error no other begins, and it is raised at the end."""
-    futures: list[concurrent.futures.Future] = []
-    with concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="chunk") as pool:
-        # In a program that is ending no thread begins; then the rest is done here.
-        with contextlib.suppress(RuntimeError):
-            for job in jobs:
-                futures.append(pool.submit(job))
-        return results(futures) + [job() for job in jobs[len(futures) :]]
-
-
-def results(futures: Sequence[concurrent.futures.Future]) -> list:
-    """The results of all. Raises the first error once all have ended; those that did not begin never do.
-
-    A write that continued would bring back files that the next save removes.
-    """
-    concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-    for future in futures:
-        future.cancel()
-    concurrent.futures.wait(futures)
-    for future in futures:
-        if not future.cancelled() and future.exception() is not None:
-            raise future.exception()
-    return [future.result() for future in futures]
-
-
 # ---- writing ------------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +195,6 @@ def write_arrays(store: Store, directory: str, arrays: list[HostArray]) -> dict[
             for index, at, _ in overlapping(array.saved, bounded(box, array.shape))
         ]
     )
-    store.sync(directory)
     return written
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from training_io.checkpoint import directory_of
-from training_io.checkpoint_arrays import read_file, together
+from training_io.checkpoint_arrays import read_file
 from training_io.manifest import Damaged, SavedArray, read_manifest, read_metadata, saved_array
-from training_io.stores import MANIFEST, Store
+from training_io.stores import MANIFEST, Store, together
 
 SET_ASIDE = "set_aside"
 """Directory, beside the checkpoints, of those that a run went back before."""

@@ -3,11 +3,13 @@
 A key is a path in a store, such as `0000000500/weights/embed/zarr.json`.
 """
 
+import concurrent.futures
 import contextlib
+import functools
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +31,8 @@ ATTEMPTS, FIRST_DELAY_S = 5, 0.5
 repeats a request by itself."""
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, TypeError)
 """Errors of a request that another attempt does not cure."""
+WORKERS = 16
+"""Files that a process reads or writes at a time."""
 STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
 """Exceptions of tensorstore, by the kind of the failure."""
 
@@ -81,6 +85,35 @@ def open_store(place: str | os.PathLike) -> Store:
     if "://" not in text or text.startswith("file://"):
         return Directory(Path(text.removeprefix("file://")))
     return (TensorstoreUrl if text.split("://")[0] in TENSORSTORE_SCHEMES else FsspecUrl)(text.rstrip("/"))
+
+
+# ---- many requests at a time ---------------------------------------------------------------------------------------
+
+
+def together(jobs: Sequence[Callable[[], Any]]) -> list:
+    """The results of all, which ran WORKERS at a time. After an error no other begins, and it is raised at the end."""
+    futures: list[concurrent.futures.Future] = []
+    with concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="chunk") as pool:
+        # In a program that is ending no thread begins; then the rest is done here.
+        with contextlib.suppress(RuntimeError):
+            for job in jobs:
+                futures.append(pool.submit(job))
+        return results(futures) + [job() for job in jobs[len(futures) :]]
+
+
+def results(futures: Sequence[concurrent.futures.Future]) -> list:
+    """The results of all. Raises the first error once all have ended; those that did not begin never do.
+
+    A write that continued would bring back files that the next save removes.
+    """
+    concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+    for future in futures:
+        future.cancel()
+    concurrent.futures.wait(futures)
+    for future in futures:
+        if not future.cancelled() and future.exception() is not None:
+            raise future.exception()
+    return [future.result() for future in futures]
 
 
 # ---- file systems -------------------------------------------------------------------------------------------------
@@ -154,8 +187,8 @@ class Directory:
 
     def sync(self, directory: str) -> None:
         """See Store."""
-        for path, _, _ in os.walk(self.path / directory, topdown=False):
-            _sync_directory(path)
+        paths = [path for path, _, _ in os.walk(self.path / directory)]
+        together([functools.partial(_sync_directory, path) for path in paths])
 
 
 def aligned(size: int) -> np.ndarray:
