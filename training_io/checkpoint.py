@@ -46,8 +46,6 @@ T = TypeVar("T")
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run in another directory."
-
-
 DAMAGED = "is damaged; restore another step, or copy it again"
 _STEP = re.compile(r"\d{10}")
 

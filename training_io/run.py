@@ -160,9 +160,7 @@ class Run:
             later = {*self.checkpoints.steps(), *self.checkpoints.lost()}
             if later := sorted(step for step in later if step > self.start or step in self._damaged):
                 place = set_aside(self.checkpoints.store, later)
-                self.print(
-                    f"WARNING    the run goes on from step {self.start}; checkpoints {later} are moved to {place}"
-                )
+                self.print(f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}")
             if not self.is_over:
                 self.checkpoints.probe()
                 self.checkpoints.remove_leftovers()
