@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from configuration.differences import config_differences
 from training_io.checkpoint import Checkpointer
@@ -61,7 +59,8 @@ def _elsewhere(place: str) -> str:
     try:
         paths = OmegaConf.to_container(OmegaConf.load(f"{place}/config.yaml"))["paths"]
         saved = checkpoints_of(paths["checkpoints"], paths["model_name"])
-    except (OSError, ValueError, KeyError, TypeError, YAMLError, OmegaConfBaseException):
+    # Whatever is wrong with that file is not what is being told here.
+    except Exception:
         return ""
     return f" The run's configuration says that they are in {saved!r}; give the directory above that, if you trust it."
 
