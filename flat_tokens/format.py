@@ -88,8 +88,18 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore:
-    """The directory `filespec`, a local path or a URL that tensorstore knows (`gs://`, `s3://`, `http://` …)."""
-    spec = filespec if "://" in filespec else {"driver": "file", "path": os.path.abspath(filespec)}
+    """The directory `filespec`, a local path or a URL that tensorstore knows (`gs://`, `s3://`, `http://` …).
+
+    The environment variable AWS_ENDPOINT_URL gives the address of a server of `s3://` that is not Amazon's.
+    """
+    scheme, _, rest = filespec.partition("://")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if scheme == "s3" and endpoint:
+        bucket, _, path = rest.partition("/")
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        spec = {"driver": "s3", "bucket": bucket, "path": path, "endpoint": endpoint.rstrip("/"), "aws_region": region}
+    else:
+        spec = filespec if rest else {"driver": "file", "path": os.path.abspath(filespec)}
     kvstore = ts.KvStore.open(spec, context=context).result()
     return kvstore if kvstore.path.endswith("/") else kvstore / "/"
 

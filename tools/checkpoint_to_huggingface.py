@@ -52,7 +52,7 @@ class Config:
     """Settings of the program."""
 
     run: str = MISSING
-    """Directory of a run, or of one of its checkpoints."""
+    """Directory or URL of a run, or of one of its checkpoints."""
     output: str = MISSING
     """The directory to write; it must not exist yet."""
     step: int | None = None

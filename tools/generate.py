@@ -40,7 +40,7 @@ class Config:
     """Settings of the program."""
 
     run: str = MISSING
-    """Directory of a run, or of one of its checkpoints."""
+    """Directory or URL of a run, or of one of its checkpoints."""
     step: int | None = None
     """Step of the checkpoint; null: the last one."""
     weights: str = "weights"
@@ -160,7 +160,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
     console = console or Console()
     check_ranges("", config)
     texts = read_prompts(config)
-    if not Path(config.run).is_dir():
+    if "://" not in config.run and not Path(config.run).is_dir():
         raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
     checkpoints, step = find_checkpoint(config.run, config.step)
     with checkpoints:

@@ -4,14 +4,14 @@ The format is specified in docs/pytree-zarr-checkpoint.md.
 """
 
 import concurrent.futures
+import contextlib
+import functools
 import json
 import os
 import re
-import shutil
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,44 +26,54 @@ from training_io.checkpoint_arrays import (
     as_stored,
     copy_to_host,
     named_leaves,
-    read_array,
+    read_arrays,
     start_copies,
     write_arrays,
 )
+from training_io.manifest import (
+    Damaged,
+    SavedArray,
+    check_json,
+    manifest_text,
+    metadata_files,
+    read_manifest,
+    saved_array,
+)
+from training_io.stores import MANIFEST, Store, open_store, together
 
-FORMAT = "pytree-zarr-checkpoint"
-FORMAT_VERSION = 1
-MANIFEST = "zarr.json"
-"""The metadata of the root group: zarr readers need this file, and complain about any other beside the arrays."""
+T = TypeVar("T")
+
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run in another directory."
+DAMAGED = "is damaged; restore another step, or copy it again"
+_STEP = re.compile(r"\d{10}")
 
 
 class Checkpointer:
-    """Saves and restores pytrees of jax.Arrays under `<directory>/<step, 10 digits>/<leaf path>`.
+    """Saves and restores pytrees of jax.Arrays under `<place>/<step, 10 digits>/<leaf path>`.
 
-    With several processes, `directory` is on a file system that all of them share, all make the same calls in the same
-    order, and each writes its own shards only (those with replica_id 0).
+    With several processes, all reach the same `place`, all make the same calls in the same order, and each writes its
+    own shards only (those with replica_id 0).
 
     Args:
-        directory: path in a file system; created by the first save.
+        place: path in a file system that all processes share, created by the first save; or a URL that tensorstore or
+            fsspec knows.
         keep: number of the latest complete checkpoints that are kept, at least 1; None keeps all. Older ones are
             removed when a new one is complete.
+
+    Raises:
+        ValueError: `keep` is below 1, or a URL cannot be read.
     """
 
-    def __init__(self, directory: str | os.PathLike, *, keep: int | None = None):
-        if "://" in str(directory):
-            raise ValueError(
-                f"checkpoint directory {str(directory)!r} is a URL: checkpoints are committed by renaming a directory, "
-                "which object stores cannot do. Give a path in a file system that all hosts share."
-            )
+    def __init__(self, place: str | os.PathLike, *, keep: int | None = None):
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}; keep at least 1 checkpoint, or None for all.")
-        self.directory = Path(directory)
+        self.store = open_store(place)
         self._keep = keep
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: concurrent.futures.Future | None = None
+        self._clean = False
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -73,15 +83,20 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending. A directory without a manifest is not a checkpoint."""
-        if not self.directory.is_dir():
-            return []
-        names = (entry.name for entry in self.directory.iterdir() if re.fullmatch(r"\d{10}", entry.name))
-        return sorted(int(name) for name in names if (self.directory / name / MANIFEST).is_file())
+        return sorted(int(name) for name, done in self.store.directories().items() if done and _STEP.fullmatch(name))
 
-    def latest_step(self) -> int | None:
-        """Step of the last complete checkpoint, or None. With several processes all get the answer of process 0."""
-        steps = self.steps()
-        latest = steps[-1] if steps else -1
+    def lost(self) -> list[int]:
+        """Steps of checkpoints whose manifest is gone. At a URL they are what killed saves left, and not listed."""
+        found = self.store.directories().items() if self.store.renames else ()
+        return sorted(int(name) for name, done in found if not done and _STEP.fullmatch(name))
+
+    def latest_step(self, without: Iterable[int] = ()) -> int | None:
+        """Step of the last complete checkpoint, or None. With several processes all get the answer of process 0.
+
+        Args:
+            without: steps to leave out.
+        """
+        latest = max({*self.steps()} - {*without}, default=-1)
         if jax.process_count() > 1:
             # Two 5-digit halves: without x64, JAX would cut a larger integer to 32 bits.
             halves = multihost_utils.broadcast_one_to_all(np.array(divmod(latest, 10**5), np.int32))
@@ -121,11 +136,12 @@ class Checkpointer:
             OSError: the previous save failed.
         """
         self.wait()
-        final = self._path(step)
-        if final.exists():
-            found = "a complete checkpoint" if (final / MANIFEST).is_file() else "a directory without a manifest"
+        name = directory_of(step)
+        if name in (found := self._found(name)):
+            what = "a complete checkpoint" if found[name] else "a directory without a manifest"
             raise ValueError(
-                f"cannot save step {step}: {final} already holds {found}. Save each step once, or move it away."
+                f"cannot save step {step}: {self.store.url}/{name} already holds {what}. Save each step once, or move "
+                "it away."
             )
         leaves = named_leaves(state)
         for name, leaf in leaves.items():
@@ -137,17 +153,16 @@ class Checkpointer:
                     f"Keep it as one of {', '.join(sorted(DTYPES))} (jax.random.key_data turns keys into integers)."
                 )
         shards = start_copies(leaves)
-        manifest = manifest_text(step, as_stored(leaves, orders), metadata)
-        temporary = final.with_name(final.name + ".tmp")
+        check_json(metadata)
         if jax.process_index() == 0:
-            self._remove_leftovers()
+            self.remove_leftovers()
         if jax.process_count() > 1:
             # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
             # copies below have to wait for the running step anyway.
             multihost_utils.sync_global_devices(f"checkpoint {step}")
         check()
         arrays = copy_to_host(leaves, shards, orders)
-        self._saving = self._executor.submit(self._write, temporary, final, arrays, manifest)
+        self._saving = self._executor.submit(self._write, step, arrays, metadata)
 
     @property
     def failure(self) -> BaseException | None:
@@ -181,8 +196,8 @@ class Checkpointer:
     ) -> Any:
         """The state that was saved at `step`, with the shardings of `like`.
 
-        The process of each device reads the device's own region from disk, leaf after leaf. Meanwhile the whole of each
-        chunk that overlaps the region is in host memory.
+        The process of each device reads the device's own region, leaf after leaf, each chunk once. Meanwhile the whole
+        of each chunk that overlaps the region is in host memory. All processes raise an error if one finds damage.
 
         Args:
             step: step of a complete checkpoint.
@@ -194,137 +209,187 @@ class Checkpointer:
 
         Raises:
             ValueError: the checkpoint has other arrays than `like`. The message names them.
-            OSError: an array is missing, truncated, corrupt, or contradicts the manifest.
+            Damaged: an array is missing, or not what was saved at this step.
+            OSError: the store fails.
         """
-        path = self._path(step)
-        arrays = self.manifest(step)["arrays"].items()
+        name = directory_of(step)
+        path, manifest = f"{self.store.url}/{name}", agreed(lambda: self.manifest(step))
+        arrays = manifest["arrays"].items()
         saved = {name: array for name, array in arrays if name.startswith(part) and not name.startswith(leave)}
         expected = named_leaves(like)
         unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
         if unplaced:
             raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
         _check_same_arrays(path, saved, as_stored(expected, orders), remedy)
-        restored = [read_array(path, name, leaf, orders.get(name)) for name, leaf in expected.items()]
-        return jax.tree.unflatten(jax.tree.structure(like), restored)
+        open_array = functools.partial(saved_array, self.store, name, manifest=manifest)
 
-    def _path(self, step: int) -> Path:
-        if not 0 <= step < 10**10:
-            raise ValueError(f"step {step} is outside 0 … 9,999,999,999.")
-        return self.directory / f"{step:010}"
+        def read() -> list[jax.Array]:
+            try:
+                return read_arrays(self.store, name, expected, orders, open_array)
+            except Damaged as error:
+                raise Damaged(f"{error} The checkpoint {path} {DAMAGED}.") from error
+
+        return jax.tree.unflatten(jax.tree.structure(like), agreed(read))
 
     def manifest(self, step: int) -> dict:
-        """The checkpoint's manifest. Raises ValueError if there is no such checkpoint, OSError if it is damaged."""
-        path = self._path(step) / MANIFEST
-        if not path.is_file():
-            raise ValueError(f"no complete checkpoint of step {step} in {self.directory}; there are {self.steps()}.")
-        try:
-            manifest = json.loads(path.read_text())["attributes"]
-            found = (manifest["format"], manifest["format_version"])
-            manifest["arrays"], manifest["metadata"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise OSError(f"{path} is not a checkpoint manifest ({error!r}); use another step.") from error
-        if found != (FORMAT, FORMAT_VERSION):
-            raise ValueError(
-                f"{path} is of format {found[0]!r} version {found[1]!r}; this program reads {FORMAT!r} version "
-                f"{FORMAT_VERSION}. Restore it with the version of the program that wrote it."
-            )
-        return manifest
+        """The checkpoint's manifest. Raises ValueError if there is no such checkpoint, Damaged if it is damaged."""
+        name = directory_of(step)
+        if self.store.read(f"{name}/{MANIFEST}") is None:
+            raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; there are {self.steps()}.")
+        return read_manifest(self.store, name, step)
 
-    def _remove_leftovers(self) -> None:
-        if self.directory.is_dir():
-            for entry in self.directory.iterdir():
-                if re.fullmatch(r"\d{10}\.tmp", entry.name):
-                    shutil.rmtree(entry)
+    def probe(self) -> None:
+        """Writes a file and removes it again. Raises OSError, with the place, if that is not possible."""
+        key = f".probe-{jax.process_index()}"
+        self.store.write(key, b"")
+        self.store.remove_file(key)
+
+    def remove_leftovers(self) -> None:
+        """Removes what killed saves left, once; again after a save that failed. One process calls this."""
+        if self._clean:
+            return
+        for name, done in self.store.directories().items():
+            if re.fullmatch(r"\d{10}\.tmp", name) or (not self.store.renames and not done and _STEP.fullmatch(name)):
+                self.store.remove(name)
+        self._clean = True
+
+    def _found(self, name: str) -> dict[str, bool]:
+        if self.store.renames:
+            return self.store.directories()
+        return {} if self.store.read(f"{name}/{MANIFEST}") is None else {name: True}
+
+    def remove(self, step: int) -> None:
+        """Removes a checkpoint. It never passes for a complete one when it is half removed."""
+        name = directory_of(step)
+        if self.store.renames:
+            self.store.rename(name, f"{name}.tmp")
+            name = f"{name}.tmp"
+        self.store.remove(name)
 
     def _remove_oldest(self) -> None:
         for step in self.steps()[: -self._keep] if self._keep else []:
-            # Renamed first, so that a checkpoint that is half removed does not pass for a complete one.
-            path = self._path(step)
-            shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))
+            self.remove(step)
 
-    def _write(self, temporary: Path, final: Path, arrays: list[HostArray], manifest: str) -> None:
+    def _write(self, step: int, arrays: list[HostArray], metadata: dict) -> None:
+        store, name, own = self.store, directory_of(step), f".written-{jax.process_index()}"
+        temporary = f"{name}.tmp" if store.renames else name
         try:
-            temporary.mkdir(parents=True, exist_ok=True)
-            write_arrays(temporary, arrays)
-            (temporary / f".written-{jax.process_index()}").touch()
-            if jax.process_index() == 0:
-                self._await(temporary, lambda: _count(temporary, "written") == jax.process_count())
-                commit(temporary, final, [array.name for array in arrays], manifest)
-                self._remove_oldest()
-            else:
-                self._await(temporary, (final / MANIFEST).is_file)
+            try:
+                written = write_arrays(store, temporary, arrays)
+                if jax.process_index() == 0:
+                    others = self._await(temporary, range(1, jax.process_count()))
+                    saved = [x.saved for x in arrays]
+                    commit(store, temporary, step, saved, [written, *others], metadata)
+                    self._remove_oldest()
+                else:
+                    store.sync(temporary)
+                    store.write(f"{temporary}/{own}", json.dumps({"written": written}).encode())
+                    self._await(temporary, [0], lambda: store.read(f"{name}/{MANIFEST}") is not None)
+            except OSError as error:
+                self._clean = False
+                if jax.process_count() > 1:
+                    with contextlib.suppress(OSError):
+                        store.write(f"{temporary}/{own}", json.dumps({"failed": str(error)}).encode())
+                raise
         except OSError as error:
-            if jax.process_count() == 1:
-                shutil.rmtree(temporary, ignore_errors=True)  # it may have filled the disk, which the metrics need
-            elif temporary.is_dir():
-                (temporary / f".failed-{jax.process_index()}").touch()
+            if jax.process_count() == 1:  # it may have filled the disk, which the metrics need
+                with contextlib.suppress(OSError):
+                    store.remove(temporary)
             raise OSError(
-                f"checkpoint {final} was not saved: {error} It stays invisible; the checkpoints before it are complete."
+                f"checkpoint {store.url}/{name} was not saved: {error} It stays invisible; the checkpoints before it "
+                "are complete."
             ) from error
 
-    def _await(self, temporary: Path, done: Callable[[], bool]) -> None:
-        # A barrier made of files. A collective on this background thread could come between the collectives of the
-        # training step in another order on each host, and hang them all.
+    def _await(self, temporary: str, processes: Iterable[int], done: Callable[[], bool] = lambda: False) -> list[dict]:
+        """What these processes wrote, or nothing once `done`.
+
+        A barrier made of files. A collective on this background thread could come between the collectives of the
+        training step in another order on each host, and hang them all.
+        """
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
-        while not done():
-            if _count(temporary, "failed"):
-                raise OSError("another process failed to write its part; see its own message.")
+        found: dict[int, dict] = {process: {} for process in processes}
+        while not (done() or all(found.values())):
+            for process in [process for process, content in found.items() if not content]:
+                content = self.store.read(f"{temporary}/.written-{process}")
+                found[process] = {} if content is None else json.loads(content.tobytes())
+                if "failed" in found[process]:
+                    raise OSError(f"another process failed to write its part: {found[process]['failed']}")
             if time.monotonic() > deadline:
                 raise OSError(
                     f"the other processes did not finish within {COMMIT_TIMEOUT_S:g} s. "
                     "Is the directory on a file system that all hosts share?"
                 )
-            time.sleep(0.2)
+            time.sleep(0.2 if self.store.renames else 1.0)
+        return [content["written"] for content in found.values() if content]
 
 
-def manifest_text(step: int, leaves: dict[str, jax.Array], metadata: dict) -> str:
-    """Text of the manifest of a checkpoint with `leaves`. Raises ValueError for metadata that is not JSON."""
-    arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in leaves.items()}
-    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": step, "arrays": arrays}
+def directory_of(step: int) -> str:
+    """Name of the directory of a checkpoint. Raises ValueError for a step out of range."""
+    if not 0 <= step < 10**10:
+        raise ValueError(f"step {step} is outside 0 … 9,999,999,999.")
+    return f"{step:010}"
+
+
+def agreed(read: Callable[[], T]) -> T:
+    """The result of `read`, which all processes call; if it raises Damaged in one, all raise Damaged."""
+    damage, result = "", None
     try:
-        return _group(manifest | {"metadata": metadata})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the checkpoint's metadata cannot be written as JSON: {error}.") from error
+        result = read()
+    except Damaged as error:
+        damage = str(error)
+    if jax.process_count() > 1:
+        text = np.frombuffer(damage.encode()[:1000].ljust(1000, b"\0"), np.uint8)
+        texts = [bytes(sent).rstrip(b"\0").decode(errors="replace") for sent in multihost_utils.process_allgather(text)]
+        damage = damage or next(filter(None, texts), "")
+    if damage:
+        raise Damaged(damage)
+    return result
 
 
-def _group(attributes: dict) -> str:
-    group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-    return json.dumps(group, indent=1, allow_nan=False) + "\n"
+def commit(
+    store: Store,
+    temporary: str,
+    step: int,
+    arrays: list[SavedArray],
+    written: Iterable[Mapping[str, Mapping[Any, int]]],
+    metadata: dict,
+) -> None:
+    """Turns the chunks in the directory `temporary` into a checkpoint: writes all metadata, and the manifest last.
 
+    Args:
+        store: where the checkpoints are.
+        temporary: where the chunks are. It gets the name of the step if it has another.
+        step: the step.
+        arrays: all arrays.
+        written: for each process, what write_arrays returned.
+        metadata: what the program adds to the manifest.
 
-def _count(directory: Path, marker: str) -> int:
-    return len(list(directory.glob(f".{marker}-*")))
-
-
-def commit(temporary: Path, final: Path, names: list[str], manifest: str) -> None:
-    """Turns the arrays written to `temporary` into a checkpoint: writes the manifest, then renames the directory."""
-    for group in {temporary / parent for name in names for parent in Path(name).parents} - {temporary}:
-        _write_durably(group / "zarr.json", _group({}))
-    for marker in temporary.glob(".written-*"):
-        marker.unlink()
-    _write_durably(temporary / MANIFEST, manifest)
-    _sync_directory(temporary)
-    temporary.rename(final)
-    _sync_directory(final.parent)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    Raises:
+        OSError: the store failed, or a chunk was not written.
+    """
+    checksums: dict[str, dict[int, int]] = {array.name: {} for array in arrays}
+    parts = list(written)
+    for part in parts:
+        for name, values in part.items():
+            checksums[name] |= {int(number): value for number, value in values.items()}
+    whole = []
+    for array in arrays:
+        numbers = range(len(list(array.chunks())))
+        if {*checksums[array.name]} != {*numbers}:
+            raise OSError(f"the array {array.name!r} has chunks that no process wrote.")
+        whole.append(array._replace(checksums=tuple(checksums[array.name][i] for i in numbers)))
+    files = metadata_files(whole)
+    together([functools.partial(store.write, f"{temporary}/{key}", text.encode()) for key, text in files.items()])
+    for process in range(len(parts)):
+        store.remove_file(f"{temporary}/.written-{process}")
+    store.write(f"{temporary}/{MANIFEST}", manifest_text(step, whole, files, metadata).encode())
+    store.sync(temporary)
+    if temporary != directory_of(step):
+        store.rename(temporary, directory_of(step))
 
 
 def _check_same_arrays(
-    path: Path, saved: dict[str, dict], expected: dict[str, jax.ShapeDtypeStruct], remedy: str
+    path: str, saved: dict[str, dict], expected: dict[str, jax.ShapeDtypeStruct], remedy: str
 ) -> None:
     wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in expected.items()}
     found = {name: f"{array['dtype']}{array['shape']}" for name, array in saved.items()}

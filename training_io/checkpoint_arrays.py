@@ -3,26 +3,31 @@
 The format is specified in docs/pytree-zarr-checkpoint.md.
 """
 
+import collections
+import concurrent.futures
 import itertools
 import math
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import google_crc32c
 import jax
 import numpy as np
-import tensorstore as ts
 
 from shardlib.placement import StackOrder
+from training_io.manifest import CHECKSUM_BYTES, Damaged, SavedArray
+from training_io.stores import WORKERS, Store, aligned, results, together
 
 DTYPES = frozenset(
     ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
 )  # fmt: skip
 """Types that both tensorstore and zarr-python read and write. zarr-python rejects bfloat16."""
-STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
-"""Exceptions of tensorstore, by the kind of the failure."""
+READ_AHEAD = 2**30
+"""Bytes of arrays that are read while the one before them goes to the devices."""
+CHECKSUM_PART = 2**22
+"""Bytes of one call for a checksum, during which the other threads of the program wait: about 1 ms."""
 
 Orders = Mapping[str, StackOrder]
 NO_ORDERS: Orders = MappingProxyType({})
@@ -36,6 +41,11 @@ class HostArray(NamedTuple):
     dtype: str
     chunk: tuple[int, ...]
     pieces: list[tuple[tuple[slice, ...], np.ndarray]]  # this process's regions of the global array
+
+    @property
+    def saved(self) -> SavedArray:
+        """The array without its values."""
+        return SavedArray(self.name, self.shape, self.dtype, self.chunk)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -99,91 +109,199 @@ def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]
     return arrays
 
 
-def array_spec(path: Path) -> dict:
-    """Spec with which tensorstore opens the array in the directory `path`."""
-    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+# ---- chunks -------------------------------------------------------------------------------------------------------
+
+Box = tuple[slice, ...]
 
 
-def _create_spec(path: Path, array: HostArray) -> dict:
-    # Without store_data_equal_to_fill_value a chunk of zeros would not be written, and look like a lost one.
-    return array_spec(path) | {
-        "metadata": {
-            "shape": array.shape,
-            "data_type": array.dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-            "fill_value": False if array.dtype == "bool" else 0,
-        },
-        "store_data_equal_to_fill_value": True,
-    }
+def overlapping(array: SavedArray, box: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], Box, Box]]:
+    """Index of each chunk that has a part of `box`, a region with bounds; its place in `box`, and in the chunk."""
+    spans = [range(at.start // size, -(-at.stop // size)) for at, size in zip(box, array.chunk, strict=True)]
+    if any(at.stop <= at.start for at in box):
+        return
+    for index in itertools.product(*spans):
+        low = [max(at.start, i * size) for at, i, size in zip(box, index, array.chunk, strict=True)]
+        high = [min(at.stop, (i + 1) * size) for at, i, size in zip(box, index, array.chunk, strict=True)]
+        in_box = tuple(slice(a - at.start, b - at.start) for a, b, at in zip(low, high, box, strict=True))
+        first = [i * size for i, size in zip(index, array.chunk, strict=True)]
+        yield index, in_box, tuple(slice(a - f, b - f) for a, b, f in zip(low, high, first, strict=True))
 
 
-def create_arrays(directory: Path, arrays: list[HostArray]) -> list[ts.TensorStore]:
-    """Creates the arrays, without contents. Raises OSError, with the array's name."""
-    opening = [(x.name, ts.open(_create_spec(directory / x.name, x), open=True, create=True)) for x in arrays]
-    return wait_for(opening, "creating")
+def bounded(box: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The same region, with bounds."""
+    return tuple(slice(*at.indices(size)[:2]) for at, size in zip(box, shape, strict=True))
 
 
-def write_arrays(directory: Path, arrays: list[HostArray]) -> None:
-    """Writes this process's part of the arrays. Raises OSError, with the array's name, once all writing has ended."""
-    stores = create_arrays(directory, arrays)
-    writing = [
-        (array.name, store[index].write(values, can_reference_source_data_indefinitely=True))
-        for array, store in zip(arrays, stores, strict=True)
-        for index, values in array.pieces
-    ]
-    wait_for(writing, "writing")
+def checksum(content: np.ndarray) -> int:
+    """The crc32c of u8[bytes]."""
+    value = 0
+    for start in range(0, content.size, CHECKSUM_PART):
+        value = google_crc32c.extend(value, content[start : start + CHECKSUM_PART])
+    return value
 
 
-def wait_for(futures: list[tuple[str, ts.Future]], action: str) -> list:
-    """The results of all, by the array's name, once all have ended. Raises OSError, with the name, if one failed.
+def read_file(store: Store, directory: str, array: SavedArray, index: tuple[int, ...]) -> np.ndarray:
+    """The file of a chunk, u8[array.chunk_bytes]. Raises Damaged if it is not the one that was saved there."""
+    key = array.key(index)
+    content = store.read(f"{directory}/{key}")
+    problem = None
+    if content is None:
+        problem = "is missing"
+    elif content.size != array.chunk_bytes:
+        problem = f"has {content.size} bytes instead of {array.chunk_bytes}"
+    else:
+        end = int.from_bytes(content[-CHECKSUM_BYTES:].tobytes(), "little")
+        if checksum(content[:-CHECKSUM_BYTES]) != end:
+            problem = "is not what was written: its checksum differs"
+        elif array.checksums is not None and end != array.checksums[array.number(index)]:
+            problem = "is one of another place or step: the manifest has another checksum"
+    if problem:
+        raise Damaged(f"cannot read the array {array.name!r}: {key} {problem}.")
+    return content
 
-    A write that continued would bring back files that the next save removes.
+
+def read_chunk(store: Store, directory: str, array: SavedArray, index: tuple[int, ...]) -> np.ndarray:
+    """The values of a chunk, of the shape of a chunk. Raises Damaged if they are not those that were saved there."""
+    content = read_file(store, directory, array, index)
+    return content[:-CHECKSUM_BYTES].view(array.dtype).reshape(array.chunk)
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+
+def write_arrays(store: Store, directory: str, arrays: list[HostArray]) -> dict[str, dict[int, int]]:
+    """Writes this process's part of the arrays. Raises OSError, with the array's name, once all writing has ended.
+
+    Returns:
+        by array: the crc32c of each chunk that was written, by the place of the chunk in C order.
     """
-    results, failures = [], []
-    for name, future in futures:
+    written: dict[str, dict[int, int]] = {array.name: {} for array in arrays}
+
+    def write(array: HostArray, index: tuple[int, ...], values: np.ndarray) -> None:
+        saved = array.saved
+        content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        value = checksum(content)
         try:
-            results.append(future.result())
-        except STORE_ERRORS as error:
-            failures.append(OSError(f"{action} the array {name!r} failed: {error}."))
-    if failures:
-        raise failures[0]
-    return results
+            store.write(f"{directory}/{saved.key(index)}", content, value.to_bytes(CHECKSUM_BYTES, "little"))
+        except OSError as error:
+            raise OSError(f"writing the array {array.name!r} failed: {error}.") from error
+        written[array.name][saved.number(index)] = value
+
+    together(
+        [
+            lambda array=array, index=index, values=values[at]: write(array, index, values)
+            for array in arrays
+            for box, values in array.pieces
+            for index, at, _ in overlapping(array.saved, bounded(box, array.shape))
+        ]
+    )
+    return written
 
 
-def read_array(path: Path, name: str, leaf: jax.ShapeDtypeStruct, order: StackOrder | None) -> jax.Array:
-    """The array `name` of the checkpoint in `path`, sharded as `leaf`. Raises OSError if it is damaged."""
-    shape = _stored_shape(leaf, order)
-    remedy = f"The checkpoint {path} is damaged; restore another step, or copy it again."
+# ---- reading ------------------------------------------------------------------------------------------------------
+
+
+class _Reading(NamedTuple):
+    """An array on its way from the store to the devices.
+
+    Attributes:
+        leaf: its shape and sharding.
+        regions: values by region, complete when `futures` are.
+        devices: region of each device.
+        futures: of the chunks.
+    """
+
+    leaf: jax.ShapeDtypeStruct
+    regions: dict[Any, np.ndarray]
+    devices: list[tuple[jax.Device, Any]]
+    futures: list[concurrent.futures.Future]
+
+    def finish(self) -> jax.Array:
+        results(self.futures)
+        shards = [jax.device_put(self.regions[region], device) for device, region in self.devices]
+        return jax.make_array_from_single_device_arrays(self.leaf.shape, self.leaf.sharding, shards)
+
+
+def read_arrays(
+    store: Store,
+    directory: str,
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    orders: Orders,
+    open_array: Callable[[str], SavedArray],
+) -> list[jax.Array]:
+    """Arrays of a checkpoint, sharded as `leaves`. Each process reads each chunk that has a part of its own once.
+
+    Raises Damaged, or OSError if the store fails, with the array's name.
+
+    Args:
+        store: the store.
+        directory: the checkpoint's.
+        leaves: arrays by name.
+        orders: as for `Checkpointer.save`.
+        open_array: by name, gives what the manifest says of an array.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="chunk")
+    waiting: collections.deque[_Reading] = collections.deque()
+    restored, ahead = [], 0
     try:
-        store = ts.open(array_spec(path / name) | {"fill_missing_data_reads": False}, open=True, read=True).result()
-    except STORE_ERRORS as error:
-        raise OSError(f"cannot open the array {name!r}: {error}. {remedy}") from error
-    if store.shape != shape or store.dtype.numpy_dtype != leaf.dtype:
-        raise OSError(
-            f"the array {name!r} is {store.dtype.name}{list(store.shape)} on disk, but {leaf.dtype}{list(shape)} "
-            f"in the manifest. {remedy}"
-        )
-    futures = {}
-    devices = []
+        opened = results([pool.submit(open_array, name) for name in leaves])
+        for array, (name, leaf) in zip(opened, leaves.items(), strict=True):
+            waiting.append(_begin(pool, store, directory, array, leaf, orders.get(name)))
+            ahead += _bytes(waiting[-1])
+            while ahead > READ_AHEAD and len(waiting) > 1:
+                ahead -= _bytes(waiting[0])
+                restored.append(waiting.popleft().finish())
+        return restored + [reading.finish() for reading in waiting]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    return aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+def _bytes(reading: _Reading) -> int:
+    regions = {region for _, region in reading.devices}
+    return sum(math.prod(b - a for a, b in region) for region in regions) * reading.leaf.dtype.itemsize
+
+
+def _begin(
+    pool: concurrent.futures.Executor,
+    store: Store,
+    directory: str,
+    array: SavedArray,
+    leaf: jax.ShapeDtypeStruct,
+    order: StackOrder | None,
+) -> _Reading:
+    devices, regions = [], {}
+    wanted: dict[tuple[int, ...], list] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        region = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
-        if region not in futures:
-            parts = [(index, ...)]
-            if order is not None:
-                parts = [((there, *index[1:]), own) for there, own in order.consecutive(index[0])]
-            futures[region] = [(own, store[there].read(order="C")) for there, own in parts]
+        box = bounded(index, leaf.shape)
+        region = tuple((at.start, at.stop) for at in box)
         devices.append((device, region))
-    regions = {}
-    for region, parts in futures.items():
-        try:
-            if order is None:
-                regions[region] = parts[0][1].result()
-                continue
-            regions[region] = np.zeros([stop - start for start, stop in region], leaf.dtype)
-            for own, future in parts:
-                regions[region][own] = future.result()
-        except STORE_ERRORS as error:
-            raise OSError(f"cannot read the array {name!r}: {error}. {remedy}") from error
-    shards = [jax.device_put(regions[region], device) for device, region in devices]
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+        if region in regions:
+            continue
+        regions[region] = None
+        # What a device needs often is one chunk, which then needs no copy.
+        whole = order is None and all(
+            b - a == size and a % size == 0 for (a, b), size in zip(region, array.chunk, strict=True)
+        )
+        regions[region] = None if whole else _empty([b - a for a, b in region], leaf.dtype)
+        if order is not None:
+            regions[region][...] = 0  # the padding
+        parts = [(box, ())] if order is None else [((at, *box[1:]), (own,)) for at, own in order.consecutive(index[0])]
+        for part, own in parts:
+            for chunk, at, source in overlapping(array, part):
+                wanted.setdefault(chunk, []).append((region, None if whole else (own, at), source))
+
+    def read(chunk: tuple[int, ...]) -> None:
+        values = read_chunk(store, directory, array, chunk)
+        for region, at, source in wanted[chunk]:
+            if at is None:
+                regions[region] = values
+            else:
+                own, box = at
+                regions[region][own][box] = values[source]
+
+    futures = [pool.submit(read, chunk) for chunk in wanted]
+    return _Reading(leaf, regions, devices, futures)

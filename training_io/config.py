@@ -43,8 +43,11 @@ class TrainingConfig:
     seed: int = within(0, 2**63, 0)
     """Random seed of the initial weights, in [0, 2**63)."""
     init_from: str | None = None
-    """Directory of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its model
-    must be the same. A resumed run reads its own checkpoint instead."""
+    """Directory or URL of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its
+    model must be the same. A resumed run reads its own checkpoint instead."""
+    resume_step: int | None = at_least_0(None)
+    """Step of the checkpoint that the run goes on from; later ones are set aside. If the latest was made by a run that
+    went back to this step already, that one. Null: the latest that is whole."""
     other_source: bool = False
     """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
     microbatches: int = at_least_1(1)
@@ -121,6 +124,9 @@ class PathsConfig:
     model_name: str | None = None
     """The run's directory inside of root_working_dir. If it has a run, that is resumed. Null: name of the
     configuration, and the time."""
+    checkpoints: str | None = None
+    """Directory, or URL that tensorstore or fsspec knows, such as s3://bucket/runs. The run's checkpoints are in it, in
+    <model_name>/checkpoints; all other files stay in the run's directory. Null: they too."""
 
 
 @dataclasses.dataclass

@@ -3,10 +3,10 @@
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
+from omegaconf import OmegaConf
 
 from configuration.differences import config_differences
 from training_io.checkpoint import Checkpointer
@@ -27,29 +27,47 @@ def find_checkpoint(
     """Checkpoints of a run, which the caller closes, and the step of one of them.
 
     Args:
-        path: directory of a run, or of one checkpoint.
+        path: directory or URL of a run, or of one checkpoint.
         step: step of the checkpoint; None for the last.
         latest: returns the last step. The default returns the same step in all processes.
 
     Raises:
         ValueError: there is no such checkpoint.
     """
-    path = Path(path)
-    if re.fullmatch(r"\d{10}", path.name) and not (path / "checkpoints").is_dir():
-        if step not in (None, int(path.name)):
-            raise ValueError(
-                f"{path} is the checkpoint of step {int(path.name)}, but step is {step}; give one of the two."
-            )
-        return Checkpointer(path.parent), int(path.name)
-    checkpoints = Checkpointer(path / "checkpoints")
+    place = os.fspath(path).rstrip("/")
+    above, _, name = place.rpartition("/")
+    if re.fullmatch(r"\d{10}", name) and not os.path.isdir(f"{place}/checkpoints"):
+        if step not in (None, int(name)):
+            raise ValueError(f"{place} is the checkpoint of step {int(name)}, but step is {step}; give one of the two.")
+        return Checkpointer(above or "."), int(name)
+    checkpoints = Checkpointer(f"{place}/checkpoints")
     found = latest(checkpoints) if step is None else step
     if found is None:
         checkpoints.close()
         raise ValueError(
-            f"no complete checkpoint in {checkpoints.directory}: give a run's directory, such as runs/<name>, or "
-            "that of one checkpoint, such as runs/<name>/checkpoints/0000000500."
+            f"no complete checkpoint in {checkpoints.store.url}: give a run's directory, such as runs/<name>, or "
+            f"that of one checkpoint, such as runs/<name>/checkpoints/0000000500.{_elsewhere(place)}"
         )
     return checkpoints, found
+
+
+def _elsewhere(place: str) -> str:
+    """A sentence about the checkpoints of a run that are not in its directory.
+
+    They are not looked for there: the configuration may be a stranger's, and its URL too.
+    """
+    try:
+        paths = OmegaConf.to_container(OmegaConf.load(f"{place}/config.yaml"))["paths"]
+        saved = checkpoints_of(paths["checkpoints"], paths["model_name"])
+    # Whatever is wrong with that file is not what is being told here.
+    except Exception:
+        return ""
+    return f" The run's configuration says that they are in {saved!r}; give the directory above that, if you trust it."
+
+
+def checkpoints_of(place: str, name: str) -> str:
+    """Path or URL of the checkpoints of the run `name`, where paths.checkpoints is `place`."""
+    return f"{place.rstrip('/')}/{name}/checkpoints"
 
 
 def read_weights(
@@ -63,7 +81,7 @@ def read_weights(
     Prints the differences of the models that are allowed.
 
     Args:
-        path: directory of a run, for its last checkpoint, or of one checkpoint.
+        path: directory or URL of a run, for its last checkpoint, or of one checkpoint.
         like: weights of the new run.
         config: configuration of the new run.
         orders: orders of the arrays `weights/…`, as for `Checkpointer.restore`.

@@ -49,7 +49,7 @@ def save_config(directory: Path, config: Any) -> None:
             OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
 
 
-def print_end(directory: Path, steps: int, loss: float, loader: Any, trace: Path | None, rendering: Any) -> None:
+def print_end(directory: Path, checkpoint: str, loss: float, loader: Any, trace: Path | None, rendering: Any) -> None:
     """Prints the last loss in nats a token and the files of a run, on process 0 alone.
 
     `rendering`: the future that start_rendering gives, which this waits for, or None.
@@ -60,7 +60,7 @@ def print_end(directory: Path, steps: int, loss: float, loader: Any, trace: Path
     known = f"; unigram entropy {entropy:.3f}" if entropy is not None else ""
     print(f"loss {loss:.3f} nats a token at the last step{known}")
     print(f"metrics    {directory / 'metrics.jsonl'}")
-    print(f"checkpoint {directory / 'checkpoints' / f'{steps:010}'}")
+    print(f"checkpoint {checkpoint}")
     if trace:
         print(f"trace      {trace}  (open it at ui.perfetto.dev)")
     if rendering:

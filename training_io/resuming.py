@@ -9,7 +9,9 @@ from omegaconf import OmegaConf
 from configuration.differences import config_differences
 from input_loader import fixed_settings as fixed_data_settings
 from modeling.model import module_of
+from training_io.checkpoint import Checkpointer, agreed
 from training_io.config import Config, register_schema, to_config
+from training_io.manifest import Damaged
 
 RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host")}
 """Settings of older checkpoints that no run has. None of them changes what a run computes."""
@@ -59,6 +61,49 @@ def check_resumes(saved: dict, c: Config, directory: Path) -> None:
             + "\n  ".join(differences)
             + "\nChange these back to resume it, or start another run with a new paths.model_name."
         )
+
+
+def choose_checkpoint(
+    checkpoints: Checkpointer, wanted: int | None, damaged: dict[int, str]
+) -> tuple[int, dict] | None:
+    """Step and metadata of the checkpoint that a run goes on from; None if it has none. The same in all processes.
+
+    It is the latest one whose manifest is whole. If `wanted` is a step, it is that one, unless the latest was made by a
+    run that went back to this step already: then the same command goes on with that run.
+
+    Args:
+        checkpoints: of the run.
+        wanted: training.resume_step.
+        damaged: by step, what is damaged in the checkpoints that were tried. Those that turn out to be are added.
+
+    Raises:
+        ValueError: there is no checkpoint of step `wanted`, or none that is whole.
+    """
+    damaged |= dict.fromkeys(checkpoints.lost(), "its manifest is missing.")
+    if wanted is not None and wanted not in (there := checkpoints.steps()):
+        raise ValueError(
+            f"training.resume_step is {wanted}, but {checkpoints.store.url} has the checkpoints {there}; choose one of "
+            "these, or null for the latest."
+        )
+    while (step := checkpoints.latest_step(without=damaged)) is not None:
+        try:
+            metadata = agreed(lambda step=step: checkpoints.metadata(step))
+        except Damaged as error:
+            damaged[step] = str(error)
+            continue
+        went_back = wanted is not None and step > wanted and metadata["config"]["training"].get("resume_step") == wanted
+        if wanted in (None, step) or went_back:
+            return step, metadata
+        if wanted not in damaged:
+            return wanted, agreed(lambda: checkpoints.metadata(wanted))
+        break
+    if damaged:
+        which = "; ".join(f"step {step}: {why}" for step, why in sorted(damaged.items(), reverse=True))
+        raise ValueError(
+            f"no checkpoint in {checkpoints.store.url} is whole that this run could go on from. {which} Copy one there "
+            "with tools.checkpoint, or start a run of another name."
+        )
+    return None
 
 
 def fixed_by_weights(config: dict) -> tuple[str, ...]:

@@ -21,18 +21,20 @@ from modeling.model import COMPUTE_DTYPES, inputs_of
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import Checkpointer
+from training_io.checkpoint_care import set_aside
 from training_io.config import Config
 from training_io.directory import override
 from training_io.evaluation import evaluate
 from training_io.flops import Speed, flops_of_model, peak_flops
 from training_io.hlo import compile_with_hlo_dump, start_rendering
-from training_io.initial_weights import read_weights
+from training_io.initial_weights import checkpoints_of, read_weights
+from training_io.manifest import Damaged
 from training_io.memory import peak_memory
 from training_io.metrics import RunLog, check_metrics, has_event
 from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
 from training_io.report import print_end, print_start, save_config
-from training_io.resuming import check_resumes
+from training_io.resuming import check_resumes, choose_checkpoint
 from training_io.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from training_io.soundness import check_steps
 from training_io.stages import describe_stages, placement_of, stack_orders
@@ -78,6 +80,7 @@ class Run:
         self._source_differs: str | None = None
         self._failure: str | None = None  # why the log ends the run
         self._failed_saves, self._told = 0, False
+        self._damaged: dict[int, str] = {}
         self._graph = self._rendering = self._loss = None
         self._cleanup = contextlib.ExitStack()
 
@@ -99,9 +102,16 @@ class Run:
                 "beside the tokens, which a drawn token does not have. Set training.sample_interval=null."
             )
         self.placement = placement_of(c, self.model)
-        self.checkpoints = Checkpointer(self.directory / "checkpoints", keep=t.keep_checkpoints)
+        place = c.paths.checkpoints and checkpoints_of(c.paths.checkpoints, c.paths.model_name)
+        self.checkpoints = Checkpointer(place or self.directory / "checkpoints", keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
         self.provenance = provenance_of(self.programs, c, self.model)
+        self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
+        self._resume()
+
+    def _resume(self) -> None:
+        """Chooses the checkpoint to go on from, and makes what depends on it: loaders and length of the run."""
+        c, t = self.c, self.c.training
         self.start, loader_state, skips = self._last_checkpoint()
         self._skips = SkippedSteps(t, skips, self._tell_skipped)
         self.done = self.start
@@ -112,14 +122,13 @@ class Run:
         self.validation = loader("validation") if t.eval_batches else None
         length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
         self.total = steps_for(self.loader, **length, skip_steps=c.data.skip_steps)
-        self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
     def _last_checkpoint(self) -> tuple[int, dict, dict]:
-        """Step of the last checkpoint, the state of the loader then, and of SkippedSteps; 0, {} and {} without one."""
-        done = self.checkpoints.latest_step()
-        if done is None:
+        """Step of the checkpoint to go on from, and the states of the loader and of SkippedSteps; 0, {}, {} without."""
+        found = choose_checkpoint(self.checkpoints, self.c.training.resume_step, self._damaged)
+        if found is None:
             return 0, {}, {}
-        metadata = self.checkpoints.metadata(done)
+        done, metadata = found
         check_resumes(metadata["config"], self.c, self.directory)
         check_skips(metadata["config"]["data"].get("skip_steps", []), self.c.data.skip_steps, done)
         allow = None if self.c.training.other_source else "training.other_source=true"
@@ -139,9 +148,31 @@ class Run:
             State: class of the state, generic in the class of the weights. Its fields are `weights`, those of the
                 optimizer, and `ema`, the average of each weight, or None.
         """
-        state = self._restored(init, State) if self.start else fresh_state(self.c, self.placement, init, State)
+        state = None
+        while self.start and state is None:
+            try:
+                state = self._restored(init, State)
+            except Damaged as error:
+                self._damaged[self.start] = str(error)
+                self._resume()
+        if state is None:
+            state = fresh_state(self.c, self.placement, init, State)
+        self._leave_later()
         self._introduce()
         return state
+
+    def _leave_later(self) -> None:
+        """Tells of damaged checkpoints, moves those aside that are later than the start, and cleans."""
+        for step, why in self._damaged.items():
+            self.print(f"WARNING    the checkpoint of step {step} is not used: {why}")
+        if jax.process_index() == 0:
+            later = {*self.checkpoints.steps(), *self.checkpoints.lost()}
+            if later := sorted(step for step in later if step > self.start or step in self._damaged):
+                place = set_aside(self.checkpoints.store, later)
+                self.print(f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}")
+            if not self.is_over:
+                self.checkpoints.probe()
+                self.checkpoints.remove_leftovers()
 
     def _restored(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
         shapes = jax.eval_shape(init, jax.random.key(self.c.training.seed))
@@ -182,6 +213,8 @@ class Run:
             see=lambda step, x: self._skips.see(step, x["loss"], x["grad_norm"], "skipped" in x),
         )
         self._log = self._cleanup.enter_context(log)
+        for step, why in self._damaged.items():
+            self._log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
         if not self.is_over:
             save_config(self.directory, c)
             keep_source(self.directory, self.start, self.model, self.provenance)
@@ -340,7 +373,8 @@ class Run:
         trace = self._profiler.close()
         if self._skips.count:
             self.print(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
-        print_end(self.directory, self.total, float(self._loss), self.loader, trace, self._rendering)
+        checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"
+        print_end(self.directory, checkpoint, float(self._loss), self.loader, trace, self._rendering)
         return None
 
 

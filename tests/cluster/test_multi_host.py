@@ -471,7 +471,7 @@ jax.stages.Lowered.compile = slowly_compile
 write = training_io.checkpoint.write_arrays
 def slowly_write(*arguments):
     time.sleep(18)
-    write(*arguments)
+    return write(*arguments)
 training_io.checkpoint.write_arrays = slowly_write
 """
 

@@ -1,7 +1,9 @@
+import hashlib
 import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import google_crc32c
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +20,13 @@ import pytest
 import zarr
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from s3_server import S3Server
 
 from configuration.differences import config_differences
+from training_io import manifest
 from training_io.checkpoint import Checkpointer
+from training_io.checkpoint_care import verify
+from training_io.manifest import Damaged
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -121,17 +128,34 @@ def test_zarr_python_reads_what_was_saved(tmp_path):
     assert len(list((path / "weights/embed/c").glob("*/*"))) == 8
 
 
+def grid(content):
+    chunk = content["chunk_grid"]["configuration"]["chunk_shape"]
+    return [-(-a // b) for a, b in zip(content["shape"], chunk, strict=True)]
+
+
 def test_manifest(tmp_path):
     metadata = {"config": {"lr": 1e-3, "name": "ä"}, "tokens": 12}
     path = save(tmp_path, metadata=metadata)
     manifest = json.loads((path / "zarr.json").read_text())["attributes"]
     assert dict(zarr.open_group(path, mode="r").attrs) == manifest
     assert manifest["format"] == "pytree-zarr-checkpoint"
-    assert manifest["format_version"] == 1
+    assert manifest["format_version"] == 2
     assert manifest["step"] == 3
     assert sorted(manifest["arrays"]) == NAMES
-    assert manifest["arrays"]["weights/w_q"] == {"shape": [3, 16, 5], "dtype": "float32"}
-    assert manifest["arrays"]["optimizer/0/step"] == {"shape": [], "dtype": "int32"}
+    for name, array in manifest["arrays"].items():
+        content = json.loads((path / name / "zarr.json").read_text())
+        files = [path / name / "c" / "/".join(map(str, i)) for i in np.ndindex(*grid(content))]
+        assert array == {
+            "shape": content["shape"],
+            "dtype": content["data_type"],
+            "chunk_shape": content["chunk_grid"]["configuration"]["chunk_shape"],
+            "crc32c": "".join(f"{google_crc32c.value(file.read_bytes()[:-4]):08x}" for file in files),
+        }
+    written = {str(file.relative_to(path)): file.read_bytes() for file in path.glob("?*/**/zarr.json")}
+    assert manifest["files"] == {name: hashlib.sha256(content).hexdigest() for name, content in written.items()}
+    kept = {key: value for key, value in manifest.items() if key != "sha256"}
+    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
+    assert manifest["sha256"] == hashlib.sha256(canonical).hexdigest()
     assert Checkpointer(tmp_path).metadata(3) == metadata
 
 
@@ -241,7 +265,7 @@ def test_a_save_killed_before_its_commit_is_invisible_and_cleaned(tmp_path):
 
 
 def test_a_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """Manifest and directory are synced before the rename, and the directory above after it."""
+    """Every file and directory is synced before the rename, the manifest after all others, the directory above last."""
     events, sync, rename = [], os.fsync, Path.rename
     monkeypatch.setattr(os, "fsync", lambda file: events.append(os.fstat(file).st_ino) or sync(file))
     monkeypatch.setattr(Path, "rename", lambda path, target: events.append("rename") or rename(path, target))
@@ -250,63 +274,100 @@ def test_a_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     final = tmp_path / "0000000001"
     names = {path.stat().st_ino: str(path.relative_to(tmp_path)) for path in (tmp_path, *tmp_path.rglob("*"))}
     found = [names.get(event, event) for event in events]
-    assert found[-4:] == [f"{final.name}/zarr.json", final.name, "rename", "."]
-    assert set(found[:-4]) == {f"{final.name}/a/zarr.json"}
+    assert found[-2:] == ["rename", "."]
+    files = {name for name in names.values() if Path(tmp_path, name).is_file()}
+    directories = {name for name in names.values() if name != "."} - files
+    manifest = found.index(f"{final.name}/zarr.json")
+    assert files <= {*found[: manifest + 1]}
+    assert directories <= {*found[manifest:]}, "the names of files that were written before"
 
 
-def chunk_files(path, name):
-    return sorted(file for file in (path / name / "c").rglob("*") if file.is_file())
+def edit(change):
+    """Changes JSON in a file, as an editor does who does not know of checksums."""
+
+    def spoil(path, older):
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return spoil
 
 
-def test_a_flipped_bit_is_caught(tmp_path):
-    path = save(tmp_path)
-    chunk = chunk_files(path, "weights/embed")[5]
-    data = bytearray(chunk.read_bytes())
-    data[7] ^= 1
-    chunk.write_bytes(data)
-    with pytest.raises(
-        OSError, match=r"cannot read the array 'weights/embed'.*(?s:.*)is damaged; restore another step"
-    ):
-        Checkpointer(tmp_path).restore(3, like(make_mesh(2, 4)))
+def flip(path, older):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
-def test_a_truncated_chunk_is_caught(tmp_path):
-    chunk = chunk_files(save(tmp_path), "optimizer/1")[0]
-    chunk.write_bytes(chunk.read_bytes()[:-5])
-    with pytest.raises(OSError, match="cannot read the array 'optimizer/1'"):
-        Checkpointer(tmp_path).restore(3, like(make_mesh(4, 2)))
+def exchange(path, older):
+    other = next(file for file in path.parent.iterdir() if file != path and file.is_file())
+    mine = path.read_bytes()
+    assert mine != other.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(mine)
 
 
-@pytest.mark.parametrize("name", ["weights/w_q", "optimizer/0/zeros"])
-def test_a_missing_chunk_is_caught(tmp_path, name):
-    chunk_files(save(tmp_path), name)[-1].unlink()
-    with pytest.raises(OSError, match=f"cannot read the array '{name}'"):
-        Checkpointer(tmp_path).restore(3, like(make_mesh(4, 2)))
+DAMAGES = {
+    "a flipped bit": ("weights/embed/c/1/2", flip),
+    "a truncated chunk": ("optimizer/1/c/0/1", lambda path, older: path.write_bytes(path.read_bytes()[:-5])),
+    "an empty chunk": ("optimizer/0/step/c", lambda path, older: path.write_bytes(b"")),
+    "a longer chunk": ("weights/norm/c/0", lambda path, older: path.write_bytes(path.read_bytes() + b"1234")),
+    "a missing chunk": ("weights/w_q/c/0/3/0", lambda path, older: path.unlink()),
+    "a missing chunk of zeros": ("optimizer/0/zeros/c/0", lambda path, older: path.unlink()),
+    "two chunks exchanged": ("weights/embed/c/0/1", exchange),
+    "a chunk of an older step": ("weights/embed/c/0/1", lambda path, older: shutil.copy(older, path)),
+    "a scalar of an older step": ("optimizer/0/step/c", lambda path, older: shutil.copy(older, path)),
+    "an array of an older step": (
+        "weights/w_q",
+        lambda path, older: shutil.copytree(older, path, dirs_exist_ok=True),
+    ),
+    "metadata of another array": (
+        "weights/embed/zarr.json",
+        lambda path, older: shutil.copy(path.parents[1] / "norm/zarr.json", path),
+    ),
+    "no metadata": ("weights/norm/zarr.json", lambda path, older: path.unlink()),
+    "another shape": ("weights/embed/zarr.json", edit(lambda content: content.update(shape=[16, 32]))),
+    "an older manifest": ("zarr.json", lambda path, older: shutil.copy(older, path)),
+    "a manifest cut off": ("zarr.json", lambda path, older: path.write_text(path.read_text()[:50])),
+    "a manifest of another step": ("zarr.json", edit(lambda content: content["attributes"].update(step=4))),
+    "a manifest with other metadata": (
+        "zarr.json",
+        edit(lambda content: content["attributes"]["metadata"].update(tokens=13)),
+    ),
+    "a manifest with another checksum": (
+        "zarr.json",
+        edit(lambda content: content["attributes"]["arrays"]["weights/norm"].update(crc32c="0" * 16)),
+    ),
+    "a manifest that says it is of version 1": (
+        "zarr.json",
+        edit(lambda content: content["attributes"].update(format_version=1)),
+    ),
+    "a manifest without its checksum": ("zarr.json", edit(lambda content: content["attributes"].pop("sha256"))),
+    "a deep manifest": ("zarr.json", lambda path, older: path.write_text("[" * 10**6)),
+}
 
 
-def test_a_missing_array_is_caught(tmp_path):
-    path = save(tmp_path)
-    (path / "weights/norm/zarr.json").unlink()
-    with pytest.raises(OSError, match="cannot open the array 'weights/norm'"):
-        Checkpointer(tmp_path).restore(3, like(make_mesh(4, 2)))
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_no_damage_is_silent(tmp_path, damage):
+    other = jax.tree.map(lambda x: x ^ True if x.dtype == bool else x + np.ones((), x.dtype), make_state())
+    older = save(tmp_path, 2, placed(make_mesh(4, 2), other), {"tokens": 10})
+    path = save(tmp_path, 3, metadata={"tokens": 12})
+    file, spoil = DAMAGES[damage]
+    spoil(path / file, older / file)
+    checkpoints = Checkpointer(tmp_path)
+    with pytest.raises(Damaged, match=r"^\S.*\.$") as told:
+        checkpoints.restore(3, like(make_mesh(2, 4)))
+    name = "the array" if file != "zarr.json" else str(path / file)
+    assert name in str(told.value)
+    assert len(verify(checkpoints.store, path.name)) >= 1
+    assert verify(checkpoints.store, older.name) == []
+    assert_bits_equal(checkpoints.restore(2, like(make_mesh(2, 4))), other)
 
 
-def test_an_array_that_contradicts_the_manifest_is_caught(tmp_path):
-    path = save(tmp_path)
-    zarr.create_array(path / "weights/norm", shape=(8,), chunks=(8,), dtype="float32", overwrite=True)
-    message = r"the array 'weights/norm' is float32\[8\] on disk, but float16\[8\] in the manifest"
-    with pytest.raises(OSError, match=message):
-        Checkpointer(tmp_path).restore(3, like(make_mesh(4, 2)))
-
-
-def test_a_broken_manifest_is_told(tmp_path):
-    path = save(tmp_path)
-    text = (path / "zarr.json").read_text()
-    (path / "zarr.json").write_text(text[:50])
-    with pytest.raises(OSError, match="is not a checkpoint manifest"):
-        Checkpointer(tmp_path).metadata(3)
-    (path / "zarr.json").write_text(text.replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(ValueError, match=r"version 2; this program reads .* version 1"):
+def test_a_checkpoint_of_a_later_version_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", 3)
+    save(tmp_path)
+    with pytest.raises(ValueError, match=r"version 3; this program reads .* versions 1, 2\."):
         Checkpointer(tmp_path).metadata(3)
 
 
@@ -360,8 +421,8 @@ def test_user_mistakes_are_explained(tmp_path):
             checkpointer.save(2, state, {"loss": float("nan")})
         with pytest.raises(ValueError, match="restore needs a sharding for 'x'"):
             checkpointer.restore(1, {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
-    with pytest.raises(ValueError, match="'gs://bucket/run' is a URL"):
-        Checkpointer("gs://bucket/run")
+    with pytest.raises(ValueError, match="nothing installed reads nonsense://x: Protocol not known"):
+        Checkpointer("nonsense://x")
 
 
 def run_processes(tmp_path, program, count=2):
@@ -428,6 +489,49 @@ def test_two_processes_save_and_restore_together(tmp_path):
     np.testing.assert_array_equal(group["x"][...], np.arange(2**16, dtype=np.float32).reshape(256, 256))
     assert group["n"][()] == 5
     assert not list(tmp_path.glob("*/.*"))
+
+
+def test_two_processes_save_and_restore_at_a_url(monkeypatch):
+    with S3Server() as server:
+        for name, value in {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        outputs = run_processes(
+            "s3://bucket/run",
+            """
+            checkpointer.save(7, {"x": x}, {})
+            checkpointer.wait()
+            struct = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("d", None)))}
+            restored = checkpointer.restore(checkpointer.latest_step(), struct)
+            for shard in restored["x"].addressable_shards:
+                assert (np.asarray(shard.data) == values[shard.index]).all()
+            print("restored")
+            """,
+        )
+        assert all("restored" in output for output in outputs), outputs
+        assert "/bucket/run/0000000007/zarr.json" in server.objects
+        assert not [path for path in server.objects if "written" in path]
+
+
+def test_damage_that_one_process_sees_is_told_by_all(tmp_path):
+    outputs = run_processes(
+        tmp_path,
+        """
+        from jax.experimental import multihost_utils
+        checkpointer.save(1, {"x": x}, {})
+        checkpointer.wait()
+        if rank == 1:
+            shard = x.addressable_shards[0]
+            chunk = "/".join(str(at.start // size) for at, size in zip(shard.index, shard.data.shape))
+            with open(f"{sys.argv[4]}/0000000001/x/c/{chunk}", "r+b") as file:
+                file.write(b"wrong")
+        multihost_utils.sync_global_devices("spoiled")
+        try:
+            checkpointer.restore(1, {"x": x})
+        except OSError as error:
+            print("told:", error)
+        """,
+    )
+    assert all("told: cannot read the array 'x': x/c/" in output for output in outputs), outputs
 
 
 def test_a_failure_in_one_process_is_told_to_all(tmp_path):

@@ -1,0 +1,104 @@
+"""A server of `s3://` for tests: objects in memory, requests as tensorstore makes them, and failures on demand.
+
+As a program it prints its port: python tests/s3_server.py
+"""
+
+import re
+import sys
+import threading
+import urllib.parse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from xml.sax.saxutils import escape
+
+PAGE = 100
+"""Keys in one answer to a list, so that tests see lists of several answers."""
+
+
+class S3Server(ThreadingHTTPServer):
+    """Objects by their path `/bucket/key`. A context manager.
+
+    Attributes:
+        objects: contents by path.
+        failures: answers 503 that are still to be given to writes, and to reads.
+        requests: method and path of each request.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port: int = 0):
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.objects: dict[str, bytes] = {}
+        self.failures = {"PUT": 0, "GET": 0}
+        self.requests: list[tuple[str, str]] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status: int, content: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), "ETag": '"1"', **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def handle_any(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = urllib.parse.urlsplit(self.path)
+        path, query = urllib.parse.unquote(parts.path), dict(urllib.parse.parse_qsl(parts.query))
+        objects = self.server.objects
+        with self.server.lock:
+            self.server.requests.append((self.command, path))
+            if self.server.failures.get(self.command, 0):
+                self.server.failures[self.command] -= 1
+                return self.answer(503, b"<Error><Code>SlowDown</Code></Error>")
+            if self.command == "PUT":
+                objects[path] = content
+                return self.answer(200)
+            if self.command == "DELETE":
+                objects.pop(path, None)
+                return self.answer(204)
+            if "list-type" in query:
+                return self.list(path, query)
+            if path not in objects:
+                return self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            found = objects[path]
+            if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+                start, end = int(asked[1]), min(int(asked[2] or len(found)) + 1, len(found))
+                return self.answer(206, found[start:end], **{"Content-Range": f"bytes {start}-{end - 1}/{len(found)}"})
+            return self.answer(200, found)
+
+    def list(self, path: str, query: dict[str, str]) -> None:
+        prefix, after = path + query.get("prefix", ""), path + query.get("continuation-token", "")
+        found = sorted(key for key in self.server.objects if key.startswith(prefix) and key > after)
+        page, more = found[:PAGE], len(found) > PAGE
+        key = lambda name: f"<Contents><Key>{escape(name[len(path) :])}</Key><Size>1</Size></Contents>"
+        token = f"<NextContinuationToken>{escape(page[-1][len(path) :])}</NextContinuationToken>" if more else ""
+        body = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}" + "".join(map(key, page))
+        text = f'<?xml version="1.0"?><ListBucketResult>{body}<KeyCount>{len(page)}</KeyCount></ListBucketResult>'
+        self.answer(200, text.encode(), **{"Content-Type": "application/xml"})
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = handle_any
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    server = S3Server(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    print(server.server_port, flush=True)
+    server.serve_forever()

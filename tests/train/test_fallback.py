@@ -1,0 +1,135 @@
+"""A run whose newest checkpoint is damaged goes on from the newest whole one, and says so; training.resume_step."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from losses_of_runs import losses
+
+import train
+from modeling.model import load_model
+from training_io.checkpoint import Checkpointer
+from training_io.initial_weights import find_checkpoint
+from training_io.resuming import choose_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+def spoil(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+# ---- the choice ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    with Checkpointer(tmp_path) as checkpoints:
+        for step in (5, 10, 15):
+            checkpoints.save(step, {"x": jnp.ones(4)}, {"config": {"training": {"resume_step": None}}})
+    return checkpoints
+
+
+def test_the_latest_whose_manifest_is_whole(checkpoints, tmp_path):
+    assert choose_checkpoint(checkpoints, None, {})[0] == 15
+    spoil(tmp_path / "0000000015/zarr.json")
+    (tmp_path / "0000000010/zarr.json").unlink()
+    damaged = {}
+    assert choose_checkpoint(checkpoints, None, damaged)[0] == 5
+    assert "is not a checkpoint manifest" in damaged[15]
+    assert damaged[10] == "its manifest is missing."
+    damaged[5] = "spoiled."
+    with pytest.raises(ValueError, match=r"^no checkpoint in .* is whole .*step 15: .*; step 10: its .*; step 5: .*$"):
+        choose_checkpoint(checkpoints, None, damaged)
+
+
+def test_a_step_is_chosen(checkpoints, tmp_path):
+    assert choose_checkpoint(checkpoints, 10, {})[0] == 10
+    with pytest.raises(ValueError, match=r"training.resume_step is 7, but .* has the checkpoints \[5, 10, 15\]"):
+        choose_checkpoint(checkpoints, 7, {})
+    with pytest.raises(ValueError, match=r"no checkpoint .* step 10: spoiled"):
+        choose_checkpoint(checkpoints, 10, {10: "spoiled."})
+
+
+def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
+    with Checkpointer(checkpoints.store.url) as again:
+        again.save(20, {"x": jnp.ones(4)}, {"config": {"training": {"resume_step": 10}}})
+        again.wait()
+        assert choose_checkpoint(again, 10, {})[0] == 20
+        assert choose_checkpoint(again, 5, {})[0] == 5
+
+
+def test_no_checkpoint(tmp_path):
+    assert choose_checkpoint(Checkpointer(tmp_path / "none"), None, {}) is None
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+def run(directory: Path, steps: int, checkpoints: str | None = None, **changes) -> Path:
+    c = tiny.config(tiny.model(vocab=1280, layers=1), checkpoint_interval=2, eval_batches=0, **changes)
+    c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
+    c.training.steps, c.paths = steps, dataclasses.replace(c.paths, checkpoints=checkpoints, model_name=directory.name)
+    directory.mkdir(exist_ok=True)
+    with jax.set_mesh(tiny.mesh("one device")):
+        train.train(c, load_model(c.model), directory)
+    return directory
+
+
+def events(directory):
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("event") == "damaged_checkpoint"]
+
+
+@pytest.mark.long
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
+    directory = run(tmp_path / "run", 6)
+    before, checkpoints = losses(directory), directory / "checkpoints"
+    (checkpoints / "0000000009.tmp").mkdir()
+    spoil(next(path for path in (checkpoints / "0000000006/weights/layers/w_q/c").rglob("*") if path.is_file()))
+    shutil.copytree(directory, tmp_path / "other")
+    run(directory, 8)
+    told = capsys.readouterr().out
+    assert "WARNING    the checkpoint of step 6 is not used: cannot read the array 'weights/layers/w_q'" in told
+    assert f"WARNING    going on from step 4; the checkpoints [6] are moved to {checkpoints}/set_aside/" in told
+    assert losses(directory)[:6] == before
+    assert sorted(path.name for path in checkpoints.iterdir() if path.name != "set_aside") == [
+        "0000000004",
+        "0000000006",
+        "0000000008",
+    ]
+    (event,) = events(directory)
+    assert (event["step"], event["damaged_step"]) == (3, 6)
+    assert [path.name for path in checkpoints.glob("set_aside/*/*")] == ["0000000006"]
+    # Back to step 4 by choice: the same losses again, and no checkpoint of the other future is mixed in.
+    whole = losses(directory)
+    run(directory, 8, resume_step=4)
+    assert "going on from step 4; the checkpoints [6, 8] are moved to" in capsys.readouterr().out
+    assert losses(directory) == whole
+    for step in (2, 4):
+        shutil.rmtree(tmp_path / f"other/checkpoints/{step:010}")
+    with pytest.raises(ValueError, match=r"^no checkpoint in .* is whole that this run .* step 6: cannot read"):
+        run(tmp_path / "other", 8)
+
+
+@pytest.mark.long
+def test_checkpoints_at_a_url(tmp_path):
+    """The run's other files stay in its directory; another run begins with the weights there."""
+    url = f"memory://{tmp_path.name}"
+    directory = run(tmp_path / "run", 4, url)
+    run(directory, 6, url)
+    assert losses(directory) == losses(run(tmp_path / "local", 6))
+    assert not (directory / "checkpoints").exists()
+    assert Checkpointer(f"{url}/run/checkpoints").steps() == [2, 4, 6]
+    found, step = find_checkpoint(f"{url}/run")
+    assert (found.store.url, step) == (f"{url}/run/checkpoints", 6)
+    run(tmp_path / "next", 2, init_from=f"{url}/run/checkpoints/0000000004")
+    with pytest.raises(ValueError, match=rf"no complete .* says that they are in '{url}/run/checkpoints'"):
+        find_checkpoint(directory)

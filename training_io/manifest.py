@@ -1,0 +1,212 @@
+"""Manifests of checkpoints, which bind every file of a checkpoint to its place and step by a checksum.
+
+The format is specified in docs/pytree-zarr-checkpoint.md.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from training_io.stores import MANIFEST, Store
+
+FORMAT = "pytree-zarr-checkpoint"
+FORMAT_VERSION = 2
+VERSIONS = (1, FORMAT_VERSION)
+"""Versions that are read. Version 1 has no checksums in its manifest."""
+CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+CHECKSUM_BYTES = 4
+
+
+class Damaged(OSError, ValueError):
+    """A checkpoint is damaged: something in it is missing, or is not what was written. The message says what."""
+
+
+class SavedArray(NamedTuple):
+    """An array of a checkpoint.
+
+    Attributes:
+        name: its path.
+        shape: its global shape.
+        dtype: name of its NumPy dtype.
+        chunk: shape of its chunks.
+        checksums: crc32c of each chunk, in C order of the grid of chunks; None in version 1.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    checksums: tuple[int, ...] | None = None
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks in each dim."""
+        return tuple(-(-size // part) for size, part in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of the file of a chunk."""
+        return math.prod(self.chunk) * np.dtype(self.dtype).itemsize + CHECKSUM_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the files of all chunks."""
+        return math.prod(self.grid) * self.chunk_bytes
+
+    def chunks(self) -> Iterable[tuple[int, ...]]:
+        """Index of each chunk, in C order."""
+        return itertools.product(*map(range, self.grid))
+
+    def number(self, index: tuple[int, ...]) -> int:
+        """Place of a chunk in C order."""
+        return int(np.ravel_multi_index(index, self.grid)) if index else 0
+
+    def key(self, index: tuple[int, ...]) -> str:
+        """Key of the file of a chunk, in the checkpoint."""
+        return "/".join([self.name, "c", *map(str, index)])
+
+
+def array_text(array: SavedArray) -> str:
+    """Content of the file zarr.json of an array."""
+    content = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": array.shape,
+        "data_type": array.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": CODECS,
+        "fill_value": False if array.dtype == "bool" else 0,
+        "attributes": {},
+    }
+    return json.dumps(content) + "\n"
+
+
+def group_text(attributes: Mapping[str, Any]) -> str:
+    """Content of the file zarr.json of a group."""
+    group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    return json.dumps(group, indent=1, allow_nan=False) + "\n"
+
+
+def metadata_files(arrays: Iterable[SavedArray]) -> dict[str, str]:
+    """Content of each zarr.json of a checkpoint but the manifest, by its key in the checkpoint."""
+    files = {f"{array.name}/zarr.json": array_text(array) for array in arrays}
+    groups = {str(parent) for name in files for parent in PurePosixPath(name).parents[1:]} - {"."}
+    return files | {f"{group}/zarr.json": group_text({}) for group in groups}
+
+
+def check_json(metadata: Any) -> None:
+    """Raises ValueError for metadata of a checkpoint that is not JSON."""
+    try:
+        json.dumps(metadata, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the checkpoint's metadata cannot be written as JSON: {error}.") from error
+
+
+def _digest(attributes: Mapping[str, Any]) -> str:
+    kept = {key: value for key, value in attributes.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def manifest_text(step: int, arrays: Iterable[SavedArray], files: Mapping[str, str], metadata: Any) -> str:
+    """Text of a manifest: of `arrays` with their checksums, and `files`, all metadata files with their contents."""
+    entries = {
+        array.name: {
+            "shape": array.shape,
+            "dtype": array.dtype,
+            "chunk_shape": array.chunk,
+            "crc32c": "".join(f"{checksum:08x}" for checksum in array.checksums or ()),
+        }
+        for array in arrays
+    }
+    attributes = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "arrays": entries,
+        "files": {key: hashlib.sha256(text.encode()).hexdigest() for key, text in sorted(files.items())},
+        "metadata": metadata,
+    }
+    return group_text(attributes | {"sha256": _digest(attributes)})
+
+
+def read_manifest(store: Store, directory: str, step: int | None = None) -> dict:
+    """The attributes of the manifest of the checkpoint in `directory`, of step `step`.
+
+    Raises:
+        Damaged: it is missing, or is not what was written.
+        ValueError: it is of a version that this program does not read.
+    """
+    where = f"{store.url}/{directory}/{MANIFEST}"
+    content = store.read(f"{directory}/{MANIFEST}")
+    if content is None:
+        raise Damaged(f"{where} is missing.")
+    try:
+        manifest = json.loads(content.tobytes())["attributes"]
+        found = (manifest["format"], manifest["format_version"])
+        if found != (FORMAT, 1) and manifest["sha256"] != _digest(manifest):
+            raise Damaged(f"{where} is not what was written: its own checksum differs.")
+        manifest["arrays"], manifest["metadata"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, Damaged):
+            raise
+        raise Damaged(f"{where} is not a checkpoint manifest ({error!r}).") from error
+    if found[0] != FORMAT or found[1] not in VERSIONS:
+        raise ValueError(
+            f"{where} is of format {found[0]!r} version {found[1]!r}; this program reads {FORMAT!r} versions "
+            f"{', '.join(map(str, VERSIONS))}. Restore it with the version of the program that wrote it."
+        )
+    if found[1] == 1 and "sha256" in manifest:
+        raise Damaged(f"{where} has the checksum of a later version than it names.")
+    if step is not None and manifest["step"] != step:
+        raise Damaged(f"{where} is of step {manifest['step']}: another checkpoint was copied over it.")
+    return manifest
+
+
+def saved_array(store: Store, directory: str, name: str, manifest: Mapping[str, Any]) -> SavedArray:
+    """The array `name` of the checkpoint in `directory`, after its zarr.json was compared with the manifest.
+
+    Raises:
+        Damaged: its zarr.json is missing, or is not what was written.
+    """
+    entry, key = manifest["arrays"][name], f"{name}/zarr.json"
+    shape, dtype = tuple(entry["shape"]), entry["dtype"]
+    content = read_metadata(store, directory, key, manifest)
+    if manifest["format_version"] > 1:
+        text = entry["crc32c"]
+        checksums = tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
+        return SavedArray(name, shape, dtype, tuple(entry["chunk_shape"]), checksums)
+    try:
+        array = json.loads(content)
+        found, chunk = tuple(array["shape"]), tuple(array["chunk_grid"]["configuration"]["chunk_shape"])
+        # The codec's configuration may be written or left out where it has none.
+        codecs = [codec["name"] for codec in array["codecs"]]
+        if codecs != [codec["name"] for codec in CODECS]:
+            raise ValueError(f"codecs {codecs}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"cannot open the array {name!r}: {key} is no metadata of an array ({error!r}).") from error
+    if (found, array["data_type"]) != (shape, dtype):
+        raise Damaged(
+            f"the array {name!r} is {array['data_type']}{list(found)} on disk, but {dtype}{list(shape)} in the "
+            "manifest."
+        )
+    return SavedArray(name, shape, dtype, chunk)
+
+
+def read_metadata(store: Store, directory: str, key: str, manifest: Mapping[str, Any]) -> bytes:
+    """Content of a metadata file of a checkpoint. Raises Damaged if it is missing or not what was written."""
+    content = store.read(f"{directory}/{key}")
+    if content is None:
+        raise Damaged(f"cannot open the array {key.removesuffix('/zarr.json')!r}: {key} is missing.")
+    whole = manifest.get("files", {}).get(key)
+    if manifest["format_version"] > 1 and hashlib.sha256(content.tobytes()).hexdigest() != whole:
+        raise Damaged(f"cannot open the array {key.removesuffix('/zarr.json')!r}: {key} is not what was written.")
+    return content.tobytes()
