@@ -37,6 +37,7 @@ from training_io.checkpoint import Checkpointer
 from training_io.initial_weights import find_checkpoint
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
+from training_io.saved import check_addresses, saved_config
 
 
 @dataclass
@@ -60,6 +61,9 @@ class Config:
     """weights: the trained ones; ema: their moving average (training.ema_decay)."""
     other_source: bool = False
     """Allows source that computes something else than the source that made the checkpoint."""
+    trust: bool = False
+    """Imports the modules that the run names beside those shipped here, and fetches the data and the tokenizer that it
+    names on servers. For a run that is not yours, read them first."""
     prompt: str | None = None
     """Text to continue, exactly as it is after `prompt=`; empty: a document from its beginning."""
     prompts: list[str] = field(default_factory=list)
@@ -128,6 +132,7 @@ def open_codec(config: Config, c: run_config.Config) -> TextCodec:
         return codec_by_name(config.tokenizer)
     if config.data is not None:
         return codec_of_dataset(config.data)
+    check_addresses(dataclasses.asdict(c.data), config.trust, "name it by data=… or tokenizer=…")
     return codec_of_data(c.data)
 
 
@@ -200,7 +205,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
     checkpoints, step = find_checkpoint(config.run, config.step)
     with checkpoints:
         metadata = checkpoints.metadata(step)
-        c = config_of(metadata["config"])
+        c = config_of(saved_config(metadata), config.trust)
         run_config.check_weights("weights", config.weights, c.training.ema_decay)
         if config.gather_weights is not None:
             c.training.gather_weights = config.gather_weights

@@ -9,9 +9,11 @@ The third reads the whole dataset and compares its parts. The last shows the bat
 the loss jumped. Text is decoded with the dataset's own tokenizer. Without one, token ids are shown.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,7 @@ from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import DataConfig, FlatTokensLoader, Loader, MixtureLoader, make_loader
 from text.codec import TextCodec, codec_of_attributes
+from training_io.saved import check_addresses, literal, read_config
 
 Places = Int64[np.ndarray, "places"]
 
@@ -42,6 +45,8 @@ class Config:
     """`train` or `validation`."""
     run: str | None = None
     """Directory of a run, whose config.yaml names its data."""
+    trust: bool = False
+    """Fetches the data that the run names on servers. For a run that is not yours, read its config.yaml first."""
     source: str | None = None
     """The source of the run's mixture to show, where no step is given."""
     step: int | None = None
@@ -358,7 +363,9 @@ def check(console: Console, reader: flat_tokens.Reader) -> None:
 
 def _data_config(config: Config, run: Any) -> DataConfig:
     data: DataConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), run.data))
-    if config.filespec is not None:
+    if config.filespec is None:
+        check_addresses(dataclasses.asdict(data), config.trust, "name a dataset by filespec=…")
+    else:
         if data.filespec is None:
             raise ValueError("Give either run or filespec: both go together only if the run reads a single dataset.")
         data.filespec = config.filespec
@@ -369,7 +376,7 @@ def _read_run(directory: str) -> Any:
     path = os.path.join(directory, "config.yaml")
     if not os.path.exists(path):
         raise ValueError(f"There is no {path}: `run` is a run's directory, for example runs/<name>.")
-    return OmegaConf.load(path)
+    return OmegaConf.create(literal(read_config(Path(path))))
 
 
 def _filespec(config: Config, run: Any) -> str:

@@ -12,6 +12,7 @@ from configuration.differences import config_differences
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import NO_ORDERS, Orders
 from training_io.resuming import fixed_by_weights, with_defaults
+from training_io.saved import saved_config
 
 REMEDY = (
     "training.init_from takes all weights of a model, and no others. Set it to a run whose model has these weights, or "
@@ -74,7 +75,7 @@ def read_weights(
     """
     checkpoints, step = find_checkpoint(path)
     with checkpoints:
-        saved = with_defaults(checkpoints.metadata(step)["config"])
+        saved = with_defaults(saved_config(checkpoints.metadata(step)), config["model"].get("module"))
         if differences := config_differences(saved, config, fixed_by_weights(config)):
             raise ValueError(
                 f"training.init_from is {path}, which has the weights of another model:\n  "

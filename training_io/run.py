@@ -32,6 +32,7 @@ from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
 from training_io.report import print_end, print_start, save_config
 from training_io.resuming import check_resumes
+from training_io.saved import saved_config
 from training_io.soundness import check_steps
 from training_io.stages import describe_stages, placement_of, stack_orders
 
@@ -112,7 +113,7 @@ class Run:
         if done is None:
             return 0, {}
         metadata = self.checkpoints.metadata(done)
-        check_resumes(metadata["config"], self.c, self.directory)
+        check_resumes(saved_config(metadata), self.c, self.directory)
         allow = None if self.c.training.other_source else "training.other_source=true"
         saved, which = metadata.get("provenance"), ("training", "evaluation")
         self._source_differs = compare_source(saved, self.provenance, which, allow)
