@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from cluster.watch import pause
+from configuration.foreign import parse_json
 from training_io.checkpoint_arrays import (
     DTYPES,
     NO_ORDERS,
@@ -25,6 +26,7 @@ from training_io.checkpoint_arrays import (
     Orders,
     as_stored,
     copy_to_host,
+    is_name,
     named_leaves,
     read_array,
     start_copies,
@@ -213,10 +215,15 @@ class Checkpointer:
         if not path.is_file():
             raise ValueError(f"no complete checkpoint of step {step} in {self.directory}; there are {self.steps()}.")
         try:
-            manifest = json.loads(path.read_text())["attributes"]
+            manifest = parse_json(path.read_text())["attributes"]
             found = (manifest["format"], manifest["format_version"])
-            manifest["arrays"], manifest["metadata"]
-        except (ValueError, KeyError, TypeError) as error:
+            manifest["metadata"]
+            for name, array in manifest["arrays"].items():
+                if not is_name(name):
+                    raise ValueError(f"{name!r} is no name of an array")
+                if not isinstance(array["shape"], list) or not isinstance(array["dtype"], str):
+                    raise ValueError(f"{name!r} has no shape or no dtype")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OSError(f"{path} is not a checkpoint manifest ({error!r}); use another step.") from error
         if found != (FORMAT, FORMAT_VERSION):
             raise ValueError(

@@ -5,6 +5,7 @@ The format is specified in docs/pytree-zarr-checkpoint.md.
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from configuration.foreign import parse_json
 from shardlib.placement import StackOrder
 
 DTYPES = frozenset(
@@ -23,6 +25,9 @@ DTYPES = frozenset(
 """Types that both tensorstore and zarr-python read and write. zarr-python rejects bfloat16."""
 STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
 """Exceptions of tensorstore, by the kind of the failure."""
+
+UNCHECKED_BYTES = 2**28
+"""Size of an array up to which it is not compared with that of its files."""
 
 Orders = Mapping[str, StackOrder]
 NO_ORDERS: Orders = MappingProxyType({})
@@ -38,6 +43,14 @@ class HostArray(NamedTuple):
     pieces: list[tuple[tuple[slice, ...], np.ndarray]]  # this process's regions of the global array
 
 
+def is_name(name: str) -> bool:
+    """Whether an array may have this name: each part between slashes is one that a directory can have."""
+    return all(
+        re.fullmatch(r"[\w\-+=. ]+", part) and not part.startswith(".") and part != "zarr.json"
+        for part in name.split("/")
+    )
+
+
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Leaves by their path, such as `weights/layers/w_q`: field names, dict keys, and indices, joined by slashes.
 
@@ -47,8 +60,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
         name = "/".join(parts)
-        bad = [part for part in parts if not re.fullmatch(r"[\w\-+=. ]+", part) or part.startswith(".")]
-        if bad or not parts or "zarr.json" in parts:
+        if not is_name(name):
             raise ValueError(
                 f"a leaf at {jax.tree_util.keystr(path)!r} has no usable name: each part of its path must be letters, "
                 "digits, or any of '_-+=. ', must not start with a dot, and must not be zarr.json."
@@ -104,6 +116,41 @@ def array_spec(path: Path) -> dict:
     return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
 
 
+def open_array(path: Path, name: str, cache: ts.Context | None = None) -> ts.TensorStore:
+    """The array `name` of the checkpoint in `path`, to be read.
+
+    Raises:
+        OSError: it is missing or damaged, or it is none that a run writes: one of these could be a file elsewhere, or
+            take more memory than there is.
+    """
+    remedy = f"The checkpoint {path} is damaged; restore another step, or copy it again."
+    directory, root = (path / name).resolve(), path.resolve()
+    if not directory.is_relative_to(root):
+        raise OSError(f"the array {name!r} is a link to {directory}, outside of the checkpoint. Copy it there instead.")
+    try:
+        metadata = parse_json((directory / "zarr.json").read_bytes())
+        codecs = [codec["name"] for codec in metadata["codecs"]]
+        shape, chunk = metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        size = math.prod(map(operator.index, shape)) * np.dtype(metadata["data_type"]).itemsize
+        large_chunk = any(of_chunk > max(1, whole) for of_chunk, whole in zip(chunk, shape, strict=True))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OSError(f"cannot open the array {name!r}: {error}. {remedy}") from error
+    if codecs != ["bytes", "crc32c"]:
+        raise OSError(
+            f"the array {name!r} has the codecs {', '.join(map(str, codecs))}, and a checkpoint bytes, crc32c. {remedy}"
+        )
+    if large_chunk:
+        raise OSError(f"the array {name!r} of shape {shape} has chunks that are larger than it: {chunk}. {remedy}")
+    # tensorstore would end the process where memory does not hold what it is to read.
+    if size > UNCHECKED_BYTES and size > sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()):
+        raise OSError(f"the array {name!r} of shape {shape} is larger than its files. {remedy}")
+    try:
+        spec = array_spec(directory) | {"fill_missing_data_reads": False}
+        return ts.open(spec, context=cache, open=True, read=True).result()
+    except STORE_ERRORS as error:
+        raise OSError(f"cannot open the array {name!r}: {error}. {remedy}") from error
+
+
 def _create_spec(path: Path, array: HostArray) -> dict:
     # Without store_data_equal_to_fill_value a chunk of zeros would not be written, and look like a lost one.
     return array_spec(path) | {
@@ -155,10 +202,7 @@ def read_array(path: Path, name: str, leaf: jax.ShapeDtypeStruct, order: StackOr
     """The array `name` of the checkpoint in `path`, sharded as `leaf`. Raises OSError if it is damaged."""
     shape = _stored_shape(leaf, order)
     remedy = f"The checkpoint {path} is damaged; restore another step, or copy it again."
-    try:
-        store = ts.open(array_spec(path / name) | {"fill_missing_data_reads": False}, open=True, read=True).result()
-    except STORE_ERRORS as error:
-        raise OSError(f"cannot open the array {name!r}: {error}. {remedy}") from error
+    store = open_array(path, name)
     if store.shape != shape or store.dtype.numpy_dtype != leaf.dtype:
         raise OSError(
             f"the array {name!r} is {store.dtype.name}{list(store.shape)} on disk, but {leaf.dtype}{list(shape)} "

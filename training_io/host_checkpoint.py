@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore as ts
 
 from training_io.checkpoint import commit, manifest_text
-from training_io.checkpoint_arrays import STORE_ERRORS, HostArray, array_spec, create_arrays, wait_for
+from training_io.checkpoint_arrays import STORE_ERRORS, HostArray, create_arrays, open_array, wait_for
 from training_io.initial_weights import find_checkpoint
 
 CHUNK_BYTES = 2**26
@@ -35,11 +35,7 @@ class StoredArray:
 
     def __init__(self, path: Path, name: str, cache: ts.Context):
         self._name, self._path = name, path
-        try:
-            spec = array_spec(path / name) | {"fill_missing_data_reads": False}
-            self._store = ts.open(spec, context=cache, open=True, read=True).result()
-        except STORE_ERRORS as error:
-            raise self._damage(error) from error
+        self._store = open_array(path, name, cache)
         self.shape, self.dtype = tuple(self._store.shape), self._store.dtype.numpy_dtype
 
     def __getitem__(self, index: Any) -> np.ndarray:

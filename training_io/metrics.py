@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from cluster.watch import now_at
+from configuration.foreign import parse_json
 from shardlib.layers import LayerMetrics
 from training_io.flops import Speed
 
@@ -240,7 +241,7 @@ def remove_later_lines(path: Path, step: int) -> int:
     kept, unreadable = [], 0
     for line in path.read_text(errors="replace").splitlines():
         try:
-            earlier = json.loads(line)["step"] < step
+            earlier = parse_json(line)["step"] < step
         except (ValueError, KeyError, TypeError):
             unreadable += 1
             continue

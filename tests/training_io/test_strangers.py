@@ -17,7 +17,7 @@ from modeling.model import is_shipped
 from tools import checkpoint_to_huggingface, inspect_data
 from tools.compare import __main__ as compare
 from tools.generate import Config, MeshChoice, generate
-from training_io.initial_weights import find_checkpoint, read_weights
+from training_io.initial_weights import read_weights
 from training_io.resuming import check_resumes, config_of
 from training_io.saved import check_addresses, literal, read_config, saved_config
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from configuration.differences import flat
+from configuration.foreign import parse_json
 from training_io.metrics import OF_A_STEP, duration
 from training_io.resuming import with_defaults
 from training_io.saved import read_config
@@ -153,9 +154,9 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
     events, unreadable = [], 0
     for line in path.read_text(errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             step = int(record["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             unreadable += 1
             continue
         if "event" in record:
