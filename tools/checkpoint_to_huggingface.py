@@ -32,6 +32,7 @@ from omegaconf import MISSING, OmegaConf
 
 import train
 from configuration.checks import at_least_1, check_choice, check_ranges
+from configuration.foreign import shown
 from configuration.program import run_program
 from modeling.model import inputs_of, load_model, module_of
 from models.huggingface import mapping_of
@@ -197,7 +198,7 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     log(f"model      {content['architectures'][0]}: {parameters:,} parameters after {step} steps")
     log(f"weights    {total:,} bytes, {config.dtype}")
     log(f"compared   {compared}")
-    log(f"tokenizer  {about}")
+    log(shown(f"tokenizer  {about}"))
     log(f'written    {output}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
 
 

@@ -24,6 +24,7 @@ from rich.text import Text
 import train
 from cluster.devices import make_mesh
 from configuration.checks import at_least_1, check_ranges
+from configuration.foreign import shown
 from configuration.program import run_program
 from input_loader.codec import codec_of_data
 from modeling.model import LanguageModel, load_model
@@ -188,7 +189,7 @@ def show(console: Console, result: Generated) -> None:
     """Prints the text. Its prompt is bold and ends with ▸."""
     how = "ended" if result.ended else "cut"
     console.rule(f"sample {result.sample}: {len(result.ids)} tokens, {how}", align="left", style="dim")
-    console.print(Text.assemble((result.prompt, "bold"), ("▸", "dim"), result.text), soft_wrap=True)
+    console.print(Text.assemble((shown(result.prompt), "bold"), ("▸", "dim"), shown(result.text)), soft_wrap=True)
 
 
 def generate(config: Config, console: Console | None = None) -> list[Generated]:
@@ -226,7 +227,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
             allow = None if config.other_source else "other_source=true"
             now = provenance_of(train.programs, c, model)
             if differs := compare_source(metadata.get("provenance"), now, ("evaluation",), allow):
-                console.print(f"source: {differs}", style="dim", highlight=False, soft_wrap=True)
+                console.print(Text(shown(f"source: {differs}"), style="dim"), soft_wrap=True)
             sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, now["source"])
             weights = restore_weights(checkpoints, step, model, config.weights)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
@@ -238,7 +239,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
             for result in results:
                 show(console, result)
             mesh = dict(jax.sharding.get_mesh().shape)
-            write_line = lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True)
+            write_line = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
             speed = sampler.speed
             write_line(
                 f"{speed.tokens:,} tokens of {len(drawn)} texts in {speed.seconds:.2f} s: "

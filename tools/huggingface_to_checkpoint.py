@@ -28,6 +28,7 @@ import jax
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
+from configuration.foreign import shown
 from configuration.program import run_program
 from modeling.model import is_shipped, load_model
 from modeling.weights import shapes_of
@@ -167,12 +168,13 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
 
     parameters = sum(array.size for array in arrays.values())
-    log(f"model      {kind}: {parameters:,} parameters, as model.module={name}")
+    log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
     log(f"compared   {compared}")
     log(f"checkpoint {checkpoint}")
     if has_tokenizer:
         log(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")
         end = _end_token(output / "tokenizer.json", content.get("eos_token_id"))
+        end = shown(end)
         log("A dataset with its tokenizer, for example:")
         log(
             "  python -m tools.huggingface_to_flat_tokens --config-name=austen_bytes out=data/<name>.zarr "

@@ -26,6 +26,7 @@ from rich.text import Text
 
 import flat_tokens
 from configuration.checks import at_least_1, check_ranges, within
+from configuration.foreign import shown
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import DataConfig, FlatTokensLoader, Loader, MixtureLoader, make_loader
@@ -190,7 +191,8 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
         f"[bold]Step {config.step:,}[/] of {config.run}: {loader.batch_size} sequences of {loader.seq_len} tokens"
     )
     if counts := loader.source_tokens(config.step):
-        console.print("Tokens by source: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
+        line = "Tokens by source: " + ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        console.print(Text(shown(line)))
     filespecs = {name: source.filespec for name, source in data.mixture.items()} | {None: data.filespec}
     codecs: dict[str | None, TextCodec] = {}
     for sequence in sequences_of_batch(loader, config.step, indices):
@@ -198,7 +200,9 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
         if sequence.source not in codecs:
             codecs[sequence.source] = open_codec(filespecs[sequence.source], reader.attributes)
         title = f"sequence {sequence.number}" + (f", {sequence.source}" if sequence.source else "")
-        table = Table(title=f"{title}, epoch {sequence.epoch}, tokens {first:,} to {first + sequence.length - 1:,}")
+        table = Table(
+            title=Text(shown(f"{title}, epoch {sequence.epoch}, tokens {first:,} to {first + sequence.length - 1:,}"))
+        )
         table.title_justify = "left"
         for name in ("at", "document", "its tokens", "of"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -231,15 +235,16 @@ def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
     attributes, tokens, documents = reader.attributes, reader.num_tokens, reader.num_documents
     about = attributes.get("tokenizer")
     tokenizer = f"{about.get('kind')} {about.get('name') or ''}".strip() if about else "none known: token ids are shown"
-    table = Table(show_header=False, box=None, title=f"{reader.path}", title_justify="left", title_style="bold")
+    table = Table(show_header=False, box=None, title_justify="left")
+    table.title = Text(shown(reader.path), style="bold")
     table.add_row("tokens", f"{tokens:,}")
     table.add_row("documents", f"{documents:,}, {tokens / max(documents, 1):,.1f} tokens on average")
     table.add_row("largest token id", f"{reader.max_token_id:,}")
-    table.add_row("tokenizer", tokenizer)
+    table.add_row("tokenizer", Text(shown(tokenizer)))
     if size := attributes.get("utf8_bytes"):
         table.add_row("text", f"{size:,} bytes, {size / max(tokens, 1):.2f} a token")
     if source := attributes.get("source"):
-        table.add_row("source", Text(", ".join(str(part) for part in source if part)))
+        table.add_row("source", Text(shown(", ".join(str(part) for part in source if part))))
     table.add_row("stored as", f"zarr v{reader.zarr_format}, {reader.file_tokens:,} tokens a file")
     console.print(table)
 
@@ -309,7 +314,7 @@ def show_document(console: Console, reader: flat_tokens.Reader, codec: TextCodec
         raise ValueError(f"document is {document}; {reader.path} has documents 0 to {reader.num_documents - 1}.")
     (start,), (length,) = reader.document_spans(np.array([document]))
     console.print(f"[bold]Document {document:,}[/]: tokens {start:,} to {start + length - 1:,}")
-    console.print(Text(_read_text(reader, codec, int(start), int(length))))
+    console.print(Text(shown(_read_text(reader, codec, int(start), int(length)))))
 
 
 def find_faults(reader: flat_tokens.Reader, blocks: Iterable[np.ndarray]) -> list[str]:

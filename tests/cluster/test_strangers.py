@@ -106,7 +106,13 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
     found = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, = line.split()
+            (
+                _,
+                local,
+                _,
+                state,
+                *_,
+            ) = line.split()
             if state == "0A" and line.split()[9] in inodes:
                 address, port = local.split(":")
                 words = [struct.pack("=I", int(address[i : i + 8], 16)) for i in range(0, len(address), 8)]
