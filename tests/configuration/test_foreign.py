@@ -28,13 +28,12 @@ def test_text_of_people_stays_as_it_is():
 
 
 def test_a_message_that_quotes_data_is_shown_so():
-    try:
+    with pytest.raises(ValueError, match="is unknown") as raised:
         raise ValueError("the token '\x1b]0;owned\x07\u202e' is unknown.")
-    except ValueError as error:
-        assert refusal(error) == "Error: the token '\ufffd]0;owned\ufffd\ufffd' is unknown."
+    assert refusal(raised.value) == "Error: the token '\ufffd]0;owned\ufffd\ufffd' is unknown."
 
 
 @pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**6, "1" * 10**5, "nope"])
 def test_json_that_python_cannot_take_is_a_value_error(text):
-    with pytest.raises(ValueError, match="deep|digits|Expecting"):
+    with pytest.raises(ValueError, match=r"deep|digits|Expecting"):
         parse_json(text)

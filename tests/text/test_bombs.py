@@ -11,7 +11,7 @@ import pytest
 
 from text import local_files, sources
 
-SIZE = 2**26
+SIZE = 2**27
 LIMIT = 2**24
 
 
@@ -22,6 +22,12 @@ def zstd(content: bytes) -> bytes:
 PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
 
 
+def read(path, separator) -> None:
+    for piece in local_files.open_files([str(path)], "text", separator):
+        for block in piece.blocks():
+            block.texts()
+
+
 @pytest.mark.parametrize("suffix", PACKED)
 @pytest.mark.parametrize(("kind", "separator"), [(".txt", None), (".txt", "\n\n"), (".jsonl", None)])
 def test_a_bomb_is_refused_in_one_line_with_little_memory(suffix, kind, separator, tmp_path, monkeypatch):
@@ -30,12 +36,10 @@ def test_a_bomb_is_refused_in_one_line_with_little_memory(suffix, kind, separato
     path.write_bytes(PACKED[suffix](bytes(SIZE)))
     assert path.stat().st_size < SIZE / 1000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match="has a document of more than 16,777,216 bytes. Split it") as error:
-        for piece in local_files.open_files([str(path)], "text", separator):
-            for block in piece.blocks():
-                block.texts()
+    with pytest.raises(ValueError, match=r"has a document of more than 16,777,216 bytes\. Split it") as error:
+        read(path, separator)
     assert "\n" not in str(error.value)
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < SIZE / 2 + LIMIT
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < SIZE
 
 
 def test_a_long_line_of_a_plain_file_is_refused(tmp_path, monkeypatch):
@@ -62,7 +66,7 @@ def test_xz_is_read_as_lzma_reads_it(streams, padding):
     file, found = local_files._XzFile(io.BytesIO(packed)), []
     while block := file.read(70_001):
         found.append(block)
-    assert b"".join(found) == lzma.open(io.BytesIO(packed)).read() == content * streams
+    assert b"".join(found) == content * streams
     assert {len(block) for block in found[:-1]} == {70_001}
 
 
@@ -71,5 +75,4 @@ def test_xz_that_is_cut_is_told(cut):
     packed = lzma.compress(random.Random(0).randbytes(10_000))
     file = local_files._XzFile(io.BytesIO(packed[:-cut]))
     with pytest.raises(EOFError):
-        while file.read(1000):
-            pass
+        file.read(10_001)

@@ -1,4 +1,4 @@
-"""Checkpoints of a stranger: names, shapes and codecs that no run writes are refused in one line, without much memory."""
+"""Checkpoints of a stranger: what no run writes is refused in one line, without much memory."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_a_link_that_leaves_the_checkpoint_is_refused(checkpoint):
     embed = checkpoint / "weights" / "embed"
     shutil.move(embed, checkpoint.parents[1] / "secret")
     os.symlink(checkpoint.parents[1] / "secret", embed)
-    with pytest.raises(OSError, match="'weights/embed' is a link to .*secret, outside of the checkpoint"):
+    with pytest.raises(OSError, match=r"'weights/embed' is a link to .*secret, outside of the checkpoint"):
         open_checkpoint(checkpoint)
 
 
