@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import socket
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -59,14 +60,18 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
     # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
-    if hardware.compilation_cache is not None and not unshared and not jax.config.jax_compilation_cache_dir:
+    if directory := jax.config.jax_compilation_cache_dir:
+        _check_kept(directory)
+    elif hardware.compilation_cache is not None and not unshared:
         _keep_programs(os.path.expanduser(hardware.compilation_cache))
     if processes.is_single or jax.distributed.is_initialized():
         return
-    if not processes.auto and processes.id == 0:
-        _check_port(processes.coordinator)
     named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
     named |= {"process_id": processes.id, "cluster_detection_method": "deactivate"}
+    if not processes.auto and processes.id == 0:
+        _check_port(processes.coordinator)
+        # Without it, JAX listens on all addresses of the host, 127.0.0.1 or not.
+        named["coordinator_bind_address"] = processes.coordinator
     waiting = threading.Timer(processes.join_timeout, _give_up_joining, [processes])
     waiting.daemon = True
     waiting.start()
@@ -99,20 +104,55 @@ def kept_programs(name: str) -> Path | None:
     """
     directory = jax.config.jax_compilation_cache_dir
     keeps = directory and jax.config.jax_enable_compilation_cache and jax.process_count() == 1
-    return Path(directory) / name if keeps and "://" not in directory else None
+    if not keeps or "://" in directory:
+        return None
+    path = Path(directory) / name
+    return None if path.exists() and others_write(path) else path
+
+
+def others_write(directory: Path) -> str | None:
+    """Why another user could put files into `directory`, with a remedy; None if none can, but the administrator.
+
+    He could where he owns it or a directory above it, or may write in one. In one with the sticky bit, such as /tmp, he
+    may add names but not replace them.
+    """
+    own, given = (0, os.getuid()) if hasattr(os, "getuid") else None, Path(os.path.abspath(directory))
+    if own is None:
+        return None
+    for path in dict.fromkeys([given, *given.resolve().parents, given.resolve(), *given.parents]):
+        if not os.path.lexists(path):
+            continue
+        about = path.lstat()
+        if about.st_uid not in own:
+            return f"{path} belongs to another user (number {about.st_uid}): choose another directory"
+        is_kept = path in (given, given.resolve())
+        writable = about.st_mode & 0o022 and (is_kept or not about.st_mode & stat.S_ISVTX)
+        if writable and not path.is_symlink():
+            return f"others may write in {path}: chmod go-w it, or choose another directory"
+    return None
+
+
+def _check_kept(directory: str) -> None:
+    """Makes JAX keep no compiled programs, and prints a line, where others could put some into `directory`."""
+    if "://" not in directory and (why := others_write(Path(directory))):
+        print(f"hardware.compilation_cache: compiled programs are neither read nor kept, as {why}.")
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 def _keep_programs(directory: str) -> None:
     """Makes JAX keep compiled programs in `directory`. Prints a line and keeps none where it cannot be written."""
     try:
         if "://" not in directory:
-            os.makedirs(directory, mode=0o700, exist_ok=True)
+            path = Path(os.path.abspath(directory))
+            for missing in reversed([parent for parent in (path, *path.parents) if not parent.exists()]):
+                missing.mkdir(mode=0o700, exist_ok=True)  # whatever the umask says, nobody else writes there
             with tempfile.TemporaryFile(dir=directory):
                 pass
     except OSError as error:
         print(f"hardware.compilation_cache cannot be written, so compiled programs are not kept: {error}")
         return
     jax.config.update("jax_compilation_cache_dir", directory)
+    _check_kept(directory)
     # Short compilations too: a start has some fifty, which together take as long as a small model's step.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -155,17 +195,19 @@ def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, Any] | No
 
 
 def _check_port(address: str) -> None:
-    """Raises ValueError if the port of process 0 is in use, on which JAX may crash without a message."""
+    """Raises ValueError if process 0 cannot listen at its address, on which JAX may crash without a message."""
+    host, _, port = address.rpartition(":")
     try:
-        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+        family = socket.getaddrinfo(host.strip("[]"), None)[0][0]
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
     except OSError as error:
         raise _cannot_listen(address, error) from error
 
 
 def _cannot_listen(address: str, error: Exception) -> ValueError:
     return ValueError(
-        f"process 0 cannot listen at {address}: {error}. Is the port in use? Give another one in "
-        "distributed.coordinator, or in JAX_COORDINATOR_PORT with distributed.auto."
+        f"process 0 cannot listen at {address}: {error}. Is the port in use? Give an address of its own host, and "
+        "a free port, in distributed.coordinator, or a port in JAX_COORDINATOR_PORT with distributed.auto."
     )
 
 

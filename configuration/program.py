@@ -17,15 +17,17 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configuration.foreign import shown
 from configuration.frames import is_raised_on_purpose
 
 
 def refusal(error: Exception) -> str | None:
     """What a user is told of `error` instead of its traceback; None if the traceback is needed.
 
-    That is the message of a ValueError with which this project, a model or the configuration refuses what it was given,
-    or of an OSError that it raises. One that Python or a library raises is a bug. Of an error in code that shardlib
-    checks, the message begins with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback.
+    That is the message of a ValueError or OSError with which this project, a model or the configuration refuses what it
+    was given. One that Python or a library raises is a bug. Of an error in code that shardlib checks, the message
+    begins with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback. What a terminal would obey in
+    a message, which may quote data, is left out.
     """
     refuses = isinstance(error, OmegaConfBaseException) or (
         isinstance(error, ValueError | OSError) and is_raised_on_purpose(error)
@@ -33,8 +35,8 @@ def refusal(error: Exception) -> str | None:
     if not refuses or os.environ.get("HYDRA_FULL_ERROR") == "1":
         return None
     if getattr(error, "place", ""):
-        return f"{error}\n  HYDRA_FULL_ERROR=1 shows the calls that lead there."
-    return f"Error: {error}"
+        return f"{shown(error)}\n  HYDRA_FULL_ERROR=1 shows the calls that lead there."
+    return f"Error: {shown(error)}"
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ TOKENS_SHARD = 2**24
 STARTS_SHARD = 2**22
 """Entries of seq_starts in one file, 32 MiB uncompressed."""
 
+CHUNK_BYTES = 2**30
+"""Largest size of a chunk that is read, unpacked: a reader holds a few of them."""
 STORE_REQUESTS = 256
 """Bound on the requests that a reader has under way at a remote store."""
 OPENING_RETRIES = 3

@@ -52,7 +52,7 @@ class FsspecReader(Reader):
             array = _run(zarr.api.asynchronous.open_array(store=self._store, path=key, mode="r")).result()
         except (ValueError, KeyError, TypeError) as e:
             raise self._no_array(key) from e
-        self._check_array(key, array.shape, array.dtype, dtype)
+        self._check_array(key, array.shape, array.dtype, dtype, array.chunks)
         return array
 
     def _file_size(self, array: Any) -> int:

@@ -1,7 +1,6 @@
 """A reader of one split of a flat-tokens dataset."""
 
 import functools
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +9,9 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from configuration.foreign import parse_json
 from flat_tokens.format import (
+    CHUNK_BYTES,
     FORMAT,
     FORMAT_VERSION,
     STORE_REQUESTS,
@@ -72,7 +73,7 @@ class Reader:
         if content is None:
             return {}
         try:
-            found = json.loads(content)
+            found = parse_json(content)
         except ValueError as e:
             raise ValueError(f"{self.path}: {key} is not JSON: {e}. Write or copy the dataset again.") from e
         if not isinstance(found, dict):
@@ -161,7 +162,7 @@ class Reader:
             array = ts.open(spec, open=True, read=True, context=self._context).result()
         except ValueError as e:
             raise self._no_array(key) from e
-        self._check_array(key, array.shape, array.dtype.numpy_dtype, dtype)
+        self._check_array(key, array.shape, array.dtype.numpy_dtype, dtype, array.chunk_layout.read_chunk.shape)
         return array
 
     def input_key(self, split: str, name: str) -> str:
@@ -192,18 +193,25 @@ class Reader:
         import zarr
 
         array = zarr.open_array(filespec, path=key, mode="r")
-        self._check_array(key, array.shape, array.dtype, np.uint64)
+        self._check_array(key, array.shape, array.dtype, np.uint64, array.chunks)
         return self._begin(array, [(0, array.size)], "seq_starts")() if array.nbytes <= memory else array
 
     def _no_array(self, key: str) -> ValueError:
         name = key.rsplit("/", 1)[-1]
         return ValueError(f"{self.path}: its array {name} is missing or not readable as {self._driver}.")
 
-    def _check_array(self, key: str, shape: tuple[int, ...], dtype: np.dtype, expected: type) -> None:
+    def _check_array(
+        self, key: str, shape: tuple[int, ...], dtype: np.dtype, expected: type, chunk: tuple[int, ...]
+    ) -> None:
         if len(shape) != 1 or dtype != expected:
             raise ValueError(
                 f"{self.path}: {key.rsplit('/', 1)[-1]} has rank {len(shape)} and dtype {dtype}; "
                 f"flat-tokens has rank 1 and {np.dtype(expected).name}."
+            )
+        if chunk[0] * dtype.itemsize > CHUNK_BYTES:
+            raise ValueError(
+                f"{self.path}: {key.rsplit('/', 1)[-1]} has chunks of {chunk[0]} values, which are unpacked whole; a "
+                f"chunk has at most {CHUNK_BYTES} bytes. Write the dataset again with smaller ones."
             )
 
     def _check_extent(self) -> None:

@@ -31,6 +31,6 @@ class PaddedLoader(Loader):
         """Batches until each sequence of a source has come once, by the source's name."""
         return self.inner.epoch_steps()
 
-    def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of the split's text for each of its tokens; None if unknown."""
-        return self.inner.bytes_per_token()
+    def utf8_bytes(self, step: int) -> int | None:
+        """UTF-8 bytes of the text of the batch's targets; None if unknown."""
+        return self.inner.utf8_bytes(step)

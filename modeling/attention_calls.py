@@ -154,7 +154,7 @@ def check_paths(forward: Any, length: int, cache: Path | None = None) -> None:
                 "set training.attention=einsum."
             )
         if known:
-            known.parent.mkdir(parents=True, exist_ok=True)
+            known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             known.touch()
 
 

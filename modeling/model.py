@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, Self
 
@@ -182,6 +183,12 @@ OPTIONAL = ("prepare",)
 def module_name(name: str) -> str:
     """The Python module that `model.module: name` names: one of models/, or else a module of that name."""
     return f"models.{name}" if "." not in name and importlib.util.find_spec(f"models.{name}") else name
+
+
+def is_shipped(name: str) -> bool:
+    """Whether `model.module: name` names train.py or a file in models/, by its place and not by what Python finds."""
+    own = name.removeprefix("models.")
+    return name == "train" or (own.isidentifier() and (Path(__file__).parents[1] / "models" / f"{own}.py").is_file())
 
 
 def module_of(name: str) -> ModuleType:

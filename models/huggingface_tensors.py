@@ -1,12 +1,12 @@
 """The tensors in a model's files, and checks of their names."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from configuration.foreign import parse_json
 from training_io.checkpoint_arrays import named_leaves
 
 
@@ -72,6 +72,17 @@ DTYPES = ("F32", "F16", "BF16")
 """Names in safetensors of the dtypes whose values are all in f32."""
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model. Raises ValueError if it cannot be read, or is none."""
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}. Copy or download it again.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object. Copy or download it again.")
+    return found
+
+
 class Tensors(Mapping):
     """The tensors in a model's safetensors, as finite f32 arrays, each read when it is indexed.
 
@@ -87,7 +98,7 @@ class Tensors(Mapping):
         index, single = directory / "model.safetensors.index.json", "model.safetensors"
         self._directory, self._open = directory, {}
         if index.exists():
-            self._files = dict(json.loads(index.read_text())["weight_map"])
+            self._files = self._listed(index)
         elif (directory / single).exists():
             self._files = dict.fromkeys(self._file(single).keys(), single)
         else:
@@ -96,10 +107,24 @@ class Tensors(Mapping):
                 "can be saved as safetensors by transformers: from_pretrained(…).save_pretrained(…)."
             )
 
+    def _listed(self, index: Path) -> dict[str, str]:
+        """The file of each tensor, by an index that may be a stranger's."""
+        try:
+            files = dict(read_object(index)["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} has no map of weights to files: {error}. Download it again.") from error
+        for tensor, file in files.items():
+            if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
+                raise ValueError(
+                    f"{index} says that {tensor} is in {file!r}; a file beside the index is wanted. Download it again."
+                )
+        return files
+
     def _file(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
         if name not in self._open:
+            self._check_inside(name)
             try:
                 self._open[name] = safe_open(self._directory / name, framework="numpy")
             except (OSError, SafetensorError) as error:
@@ -107,6 +132,15 @@ class Tensors(Mapping):
                     f"cannot read {self._directory / name}: {error}. Copy or download it again."
                 ) from error
         return self._open[name]
+
+    def _check_inside(self, name: str) -> None:
+        """Raises ValueError if the file is a link out of the directory; one of the hub's cache links to its blobs."""
+        here, there = self._directory.resolve(), (self._directory / name).resolve()
+        blobs = [here.parents[1] / "blobs"] if here.parent.name == "snapshots" else []
+        if not any(there.is_relative_to(place) for place in (here, *blobs)):
+            raise ValueError(
+                f"{self._directory / name} is a link to {there}, outside of the model. Copy it there instead."
+            )
 
     def __getitem__(self, name: str) -> np.ndarray:
         from safetensors import SafetensorError

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from configuration.foreign import parse_json
+
 # GPT-2's letters for bytes: the printable ones of Latin-1 for themselves, characters from 256 on for the others.
 _PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
 _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
@@ -76,7 +78,7 @@ def find_mistral(name: str) -> Tekken | bytes:
     if not os.path.basename(path).endswith(".json"):
         return content
     try:
-        return _read_tekken(json.loads(content))
+        return _read_tekken(parse_json(content))
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is not a tekken.json of Mistral's: {type(e).__name__} {e}.") from e
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from configuration.foreign import parse_json
 from text import sources
 from text.sources import Block, Piece
 
@@ -21,6 +22,8 @@ ELEMENT_CHARACTERS = 2**27
 
 # Byte order marks. That of UTF-16 is the beginning of that of UTF-32.
 _OTHER_MARKS = (("UTF-32", codecs.BOM_UTF32_LE), ("UTF-16", codecs.BOM_UTF16_LE), ("UTF-16", codecs.BOM_UTF16_BE))
+XZ_BYTES = 2**28
+"""Memory to unpack a .xz file, four times what xz -9 needs. A file can ask for 4 GiB."""
 
 
 def open_files(patterns: list[str], text_field: str, separator: str | None) -> list[Piece]:
@@ -111,13 +114,50 @@ def _read(path: str) -> Iterator[tuple[bytes, int]]:
 
 def _unpacked(file: Any, suffix: str) -> contextlib.AbstractContextManager[Any]:
     if suffix == ".xz":
-        return lzma.open(file)
+        return contextlib.nullcontext(_XzFile(file))
     if suffix in COMPRESSIONS:
         # Unlike zstandard's, its reader of .zst notices a truncated file.
         import pyarrow
 
         return pyarrow.CompressedInputStream(file, COMPRESSIONS[suffix])
     return contextlib.nullcontext(file)
+
+
+class _XzFile:
+    """Unpacks a .xz file within XZ_BYTES, which lzma.open does not limit."""
+
+    def __init__(self, file: Any):
+        self._file, self._packed = file, b""
+        self._stream: lzma.LZMADecompressor | None = None
+
+    def read(self, size: int) -> bytes:
+        """The next `size` bytes, fewer at the end."""
+        content = bytearray()
+        while len(content) < size:
+            if self._stream is None or self._stream.needs_input:
+                self._packed = self._packed or self._file.read(2**16)
+                if not self._packed and self._stream is not None:
+                    raise EOFError("it ends too early")
+            if self._stream is None:
+                self._packed = self._packed.lstrip(b"\0")  # padding between streams
+                if not self._packed:
+                    if not (more := self._file.read(2**16)):
+                        break
+                    self._packed = more
+                    continue
+                self._stream = lzma.LZMADecompressor(memlimit=XZ_BYTES)
+            packed, self._packed = self._packed, b""
+            content += self._stream.decompress(packed, size - len(content))
+            if self._stream.eof:
+                self._stream, self._packed = None, self._stream.unused_data
+        return bytes(content)
+
+
+def _check_document(where: str, size: int) -> None:
+    if size > sources.DOCUMENT_BYTES:
+        raise ValueError(
+            f"{where} has a document of more than {sources.DOCUMENT_BYTES:,} bytes. Split it, or set a separator."
+        )
 
 
 def _corrupt(path: str, error: Exception) -> ValueError:
@@ -160,7 +200,14 @@ def _text_piece(paths: list[str], size: int) -> Piece:
 
 
 def _read_texts(paths: list[str]) -> list[str]:
-    return [_decode_utf8(path, b"".join(content for content, _ in _read(path))) for path in paths]
+    texts = []
+    for path in paths:
+        document = bytearray()
+        for content, _ in _read(path):
+            document += content
+            _check_document(path, len(document))
+        texts.append(_decode_utf8(path, document))
+    return texts
 
 
 def _separated_blocks(path: str, separator: str) -> Iterator[Block]:
@@ -175,6 +222,7 @@ def _separated_blocks(path: str, separator: str) -> Iterator[Block]:
         searched = max(len(rest) - len(mark), 0)
         rest += content
         if rest.find(mark, searched) < 0:
+            _check_document(path, len(rest))
             continue
         *whole, rest = rest.split(mark)
         documents += whole
@@ -211,7 +259,8 @@ def _read_lines(path: str, start: int, stop: int, text_field: str) -> list[str]:
             first = file.tell()
             content = file.read(max(stop - first, 0))
             if content and not content.endswith(b"\n"):
-                content += file.readline()
+                content += file.readline(sources.DOCUMENT_BYTES + 1)
+                _check_document(path, len(content) - sources.BLOCK_BYTES)
     except OSError as e:
         raise ValueError(f"{path} cannot be read: {e}.") from e
 
@@ -233,6 +282,7 @@ def _compressed_line_blocks(path: str, text_field: str) -> Iterator[Block]:
         end = content.rfind(b"\n") + 1
         if not end:
             rest.append(content)
+            _check_document(path, sum(map(len, rest)))
             continue
         lines = b"".join([*rest, content[:end]])
         yield block(size, lines)
@@ -266,8 +316,8 @@ def _parse_lines(path: str, lines_before: Callable[[], int], content: bytes, tex
         if not line or line.isspace():
             continue
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as e:
+            record = parse_json(line)
+        except ValueError as e:
             raise ValueError(f"{where(number)} is not JSON: {e}. Each line must be one JSON object.") from e
         if not isinstance(record, dict):
             raise ValueError(f"{where(number)}: a JSON {type(record).__name__}; each line must be one JSON object.")

@@ -13,6 +13,8 @@ Item = TypeVar("Item")
 
 BLOCK_BYTES = 2**21
 """Size of a block: large enough that passing it to a process costs little, small enough to keep memory flat."""
+DOCUMENT_BYTES = 2**28
+"""Largest size of a document of a file, unpacked: it is in memory several times."""
 PIECE_BYTES = 2**24
 """Size of the pieces of a file that can be read from any place."""
 

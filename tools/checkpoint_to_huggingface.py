@@ -32,6 +32,7 @@ from omegaconf import MISSING, OmegaConf
 
 import train
 from configuration.checks import at_least_1, check_choice, check_ranges
+from configuration.foreign import shown
 from configuration.program import run_program
 from modeling.model import inputs_of, load_model, module_of
 from models.huggingface import mapping_of
@@ -42,6 +43,7 @@ from training_io.config import check_weights
 from training_io.host_checkpoint import StoredArray, open_checkpoint
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of, with_defaults
+from training_io.saved import check_addresses, check_modules, literal, saved_config
 
 DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(jnp.bfloat16))}
 """Names in torch, and numpy dtypes."""
@@ -61,6 +63,9 @@ class Config:
     """weights: the trained ones; ema: their moving average (training.ema_decay)."""
     other_source: bool = False
     """Allows source that computes something else than the source that made the checkpoint."""
+    trust: bool = False
+    """Imports the modules that the run names beside those shipped here, and fetches the tokenizer that it names on a
+    server. For a run that is not yours, read them first."""
     dtype: str = "f32"
     """Dtype of the weights: f32, as trained, or bf16, rounded to nearest."""
     dataset: str | None = None
@@ -69,17 +74,19 @@ class Config:
     """Largest size of a file of weights, at least 1. A tensor that is larger has a file of its own."""
 
 
-def read_model(run: str, step: int | None, which: str = "weights") -> tuple[int, Any, Any, dict]:
+def read_model(run: str, step: int | None, which: str = "weights", trust: bool = False) -> tuple[int, Any, Any, dict]:
     """Opens a checkpoint: its step, ModelConfig, `weights` or `ema` (read when they are indexed), and metadata.
 
     Raises:
         ValueError: there is no such checkpoint, or its weights are not those of its model.
     """
     found, arrays, metadata = open_checkpoint(run, step)
-    config = with_defaults(metadata["config"])
+    config = saved_config(metadata)
+    check_modules(config, trust)
+    config = with_defaults(config, config.get("model", {}).get("module"))
     check_weights("weights", which, config["training"]["ema_decay"])
     kind = module_of(config["model"]["module"]).ModelConfig
-    c = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), config["model"]))
+    c = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), literal(config["model"])))
     table = load_model(c).table
     leaves = []
     for name, weight in named_leaves({which: table}).items():
@@ -143,10 +150,10 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")
-    step, c, weights, metadata = read_model(config.run, config.step, config.weights)
+    step, c, weights, metadata = read_model(config.run, config.step, config.weights, config.trust)
     settings, allow = metadata["config"], None if config.other_source else "other_source=true"
     if saved := metadata.get("provenance"):
-        now = provenance_of(train.programs, config_of(metadata["config"]), load_model(c))
+        now = provenance_of(train.programs, config_of(metadata["config"], config.trust), load_model(c))
         if differs := compare_source(saved, now, ("evaluation",), allow):
             log(f"source     {differs}")
     if inputs := inputs_of(load_model(c)):
@@ -161,6 +168,8 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
 
     files, end, notes = {}, None, []
     try:
+        if config.dataset is None:
+            check_addresses(settings["data"], config.trust, "name it by dataset=…")
         definition, end_token = find_tokenizer(settings["data"], config.dataset)
         files, end, notes = tokenizer_files(definition, c.bos_id, end_token)
         about = "tokenizer.json" + "".join(f"; {note}" for note in notes)
@@ -189,7 +198,7 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     log(f"model      {content['architectures'][0]}: {parameters:,} parameters after {step} steps")
     log(f"weights    {total:,} bytes, {config.dtype}")
     log(f"compared   {compared}")
-    log(f"tokenizer  {about}")
+    log(shown(f"tokenizer  {about}"))
     log(f'written    {output}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
 
 

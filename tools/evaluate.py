@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from omegaconf import MISSING
 from rich.console import Console
 
@@ -34,7 +33,7 @@ from cluster.devices import known_options
 from configuration.checks import at_least_0, at_least_1, check_ranges
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
-from input_loader import Sequences, make_loader
+from input_loader import make_loader
 from input_loader.codec import codec_of_data
 from input_loader.padded import PaddedLoader
 from modeling.model import inputs_of, load_model
@@ -50,6 +49,7 @@ from training_io.initial_weights import find_checkpoint
 from training_io.opening import MeshChoice, mesh_for, restore_weights
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
+from training_io.saved import check_addresses, saved_config
 
 TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
 """End of the name of a file of texts."""
@@ -60,7 +60,7 @@ class Config:
     """Settings of the program."""
 
     run: str = MISSING
-    """Directory of a run, or of one of its checkpoints."""
+    """Directory or URL of a run, or of one of its checkpoints."""
     step: int | None = None
     """Step of the checkpoint; null: the last one."""
     weights: str | None = None
@@ -68,6 +68,9 @@ class Config:
     (training.eval_weights)."""
     other_source: bool = False
     """Allows source that computes something else than the source that made the checkpoint."""
+    trust: bool = False
+    """Imports the modules that the run names beside those shipped here, and fetches the data and the tokenizer that it
+    names on servers. For a run that is not yours, read them first."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d.
     Stages of the run are left out: d takes their devices."""
@@ -134,6 +137,7 @@ class OpenRun:
         """The tokenizer of the settings, or else of the run's data. Raises ValueError if there is none."""
         if self.config.tokenizer is not None:
             return codec_by_name(self.config.tokenizer)
+        self.check_addresses("tokenizer=…")
         try:
             codec = codec_of_data(self.c.data)
         except ValueError as e:
@@ -142,6 +146,10 @@ class OpenRun:
         if not codec.is_known:
             raise ValueError("the run's data names no tokenizer; tokenizer=<name> says which one made it.")
         return codec
+
+    def check_addresses(self, instead: str) -> None:
+        """Raises ValueError if the run's data is on a server, and the user neither trusts it nor gives `instead`."""
+        check_addresses(dataclasses.asdict(self.c.data), self.config.trust, f"name it by {instead}")
 
     def codec_or_none(self) -> TextCodec:
         """The same; one without a tokenizer if there is none."""
@@ -159,12 +167,12 @@ class OpenRun:
 
 def open_run(config: Config, write_line: Callable[[str], None] = print) -> OpenRun:
     """Reads the weights. Raises ValueError if there is no such run or checkpoint, or it does not fit the devices."""
-    if not Path(config.run).is_dir():
+    if "://" not in config.run and not Path(config.run).is_dir():
         raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
     checkpoints, step = find_checkpoint(config.run, config.step)
     with checkpoints:
         metadata = checkpoints.metadata(step)
-        c = config_of(metadata["config"])
+        c = config_of(saved_config(metadata), config.trust)
         which = config.weights or c.training.eval_weights
         run_config.check_weights("weights", which, c.training.ema_decay)
         mesh, model = mesh_for(config.mesh, c), load_model(c.model)
@@ -182,38 +190,22 @@ def open_run(config: Config, write_line: Callable[[str], None] = print) -> OpenR
 # ---- the run's own validation ---------------------------------------------------------------------------------------
 
 
-class Recorded(PaddedLoader):
-    """A loader that keeps what it read."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.read: list[Sequences] = []
-
-    def sequences(self, step: int, indices: Any) -> Sequences:
-        """Sequences of the batch of `step`."""
-        self.read.append(super().sequences(step, indices))
-        return self.read[-1]
-
-
 def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
     """The loss that the run logs on its validation split."""
     c, t, inputs = run.c, run.c.training, inputs_of(run.model)
     batches = run.config.batches or t.eval_batches
     if not batches:
         raise ValueError("the run has no validation (training.eval_batches is 0). Give batches=<number>, or data=….")
+    run.check_addresses("data=…")
     sizes = t.batch_size, t.seq_len, c.model.vocab
     loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches)
     with jax.set_mesh(run.mesh):
-        loader = Recorded(loader, run.mesh.shape["r"] * run.mesh.shape["d"])
+        loader = PaddedLoader(loader, run.mesh.shape["r"] * run.mesh.shape["d"])
         options = known_options(c.hardware.compiler_options, write_line)
         evaluation_step = train.make_evaluation_step(c, run.model, options)
         found = evaluate_batches(evaluation_step, run.weights, loader, batches)
-    joined = lambda field: np.concatenate([getattr(x, field)[x.loss_mask] for x in loader.read])
-    documents = np.split(joined("targets"), np.flatnonzero(joined("is_seq_start")))
-    codec = run.codec_or_none()
-    size = sum(map(codec.utf8_bytes, documents)) if codec.is_known else None
-    about = {"data": "the run's own validation", "batches": len(loader.read)}
-    return about | result_of(found["loss"] * found["targets"], found["targets"], size)
+    about = {"data": "the run's own validation"}
+    return about | result_of(found["loss"] * found["targets"], found["targets"], found.get("utf8_bytes"))
 
 
 def result_of(nats: float, tokens: int, utf8_bytes: int | None) -> dict[str, Any]:

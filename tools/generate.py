@@ -22,6 +22,7 @@ from rich.text import Text
 
 import train
 from configuration.checks import at_least_1, check_ranges
+from configuration.foreign import shown
 from configuration.program import run_program
 from input_loader.codec import codec_of_data
 from modeling.model import load_model
@@ -33,6 +34,7 @@ from training_io.initial_weights import find_checkpoint
 from training_io.opening import MeshChoice, mesh_for, restore_weights
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
+from training_io.saved import check_addresses, saved_config
 
 
 @dataclass
@@ -47,6 +49,9 @@ class Config:
     """weights: the trained ones; ema: their moving average (training.ema_decay)."""
     other_source: bool = False
     """Allows source that computes something else than the source that made the checkpoint."""
+    trust: bool = False
+    """Imports the modules that the run names beside those shipped here, and fetches the data and the tokenizer that it
+    names on servers. For a run that is not yours, read them first."""
     prompt: str | None = None
     """Text to continue, exactly as it is after `prompt=`; empty: a document from its beginning."""
     prompts: list[str] = field(default_factory=list)
@@ -100,6 +105,7 @@ def open_codec(config: Config, c: run_config.Config) -> TextCodec:
         return codec_by_name(config.tokenizer)
     if config.data is not None:
         return codec_of_dataset(config.data)
+    check_addresses(dataclasses.asdict(c.data), config.trust, "name it by data=… or tokenizer=…")
     return codec_of_data(c.data)
 
 
@@ -148,7 +154,7 @@ def show(console: Console, result: Generated) -> None:
     """Prints the text. Its prompt is bold and ends with ▸."""
     how = "ended" if result.ended else "cut"
     console.rule(f"sample {result.sample}: {len(result.ids)} tokens, {how}", align="left", style="dim")
-    console.print(Text.assemble((result.prompt, "bold"), ("▸", "dim"), result.text), soft_wrap=True)
+    console.print(Text.assemble((shown(result.prompt), "bold"), ("▸", "dim"), shown(result.text)), soft_wrap=True)
 
 
 def generate(config: Config, console: Console | None = None) -> list[Generated]:
@@ -165,7 +171,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
     checkpoints, step = find_checkpoint(config.run, config.step)
     with checkpoints:
         metadata = checkpoints.metadata(step)
-        c = config_of(metadata["config"])
+        c = config_of(saved_config(metadata), config.trust)
         run_config.check_weights("weights", config.weights, c.training.ema_decay)
         if config.gather_weights is not None:
             c.training.gather_weights = config.gather_weights
@@ -186,7 +192,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
             allow = None if config.other_source else "other_source=true"
             now = provenance_of(train.programs, c, model)
             if differs := compare_source(metadata.get("provenance"), now, ("evaluation",), allow):
-                console.print(f"source: {differs}", style="dim", highlight=False, soft_wrap=True)
+                console.print(Text(shown(f"source: {differs}"), style="dim"), soft_wrap=True)
             sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, now["source"])
             weights = restore_weights(checkpoints, step, model, config.weights)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
@@ -198,7 +204,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
             for result in results:
                 show(console, result)
             mesh = dict(jax.sharding.get_mesh().shape)
-            write_line = lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True)
+            write_line = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
             speed = sampler.speed
             write_line(
                 f"{speed.tokens:,} tokens of {len(drawn)} texts in {speed.seconds:.2f} s: "

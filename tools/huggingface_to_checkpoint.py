@@ -17,7 +17,6 @@ so that training.init_from=<output> with --config-dir=<output> model=imported st
 """
 
 import dataclasses
-import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -30,12 +29,13 @@ import numpy as np
 from omegaconf import MISSING, OmegaConf
 
 from configuration.checks import check_ranges
+from configuration.foreign import shown
 from configuration.program import run_program
-from modeling.model import load_model
+from modeling.model import is_shipped, load_model
 from modeling.weights import shapes_of
 from models.huggingface import mapping_of
 from models.huggingface_check import check_rules, compare
-from models.huggingface_tensors import Tensors
+from models.huggingface_tensors import Tensors, read_object
 from models.llama_huggingface import ARCHITECTURES
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import named_leaves
@@ -107,7 +107,7 @@ def parts_of(weights: Any, table: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
 def _end_token(tokenizer: Path, ids: Any) -> str:
     """The setting, quoted for a shell, that makes the model's eos token the end of documents."""
     ids = ids if isinstance(ids, list) else [ids]
-    added = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens", [])
+    added = read_object(tokenizer).get("added_tokens", [])
     ends = [token["content"] for token in added if token["id"] in ids]
     return shlex.quote(f'tokenizer.end_token="{ends[0]}"') if ends else "tokenizer.end_token=null"
 
@@ -130,14 +130,14 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     directory, output = find_model(config.model), Path(config.output)
     if Checkpointer(output / "checkpoints").steps():
         raise ValueError(f"output is {config.output}, which has checkpoints already. Give another directory.")
-    whole = json.loads((directory / "config.json").read_text())
+    whole = read_object(directory / "config.json")
     content = {key: value for key, value in whole.items() if key not in config.ignore}
     bos = content.get("bos_token_id") if config.bos_id is None else config.bos_id
     if not isinstance(bos, int):
         raise ValueError(f"config.json: bos_token_id is {bos!r}; give bos_id=<the id that begins each document>.")
     kind = content.get("model_type")
     name = config.module or ("train" if kind in ARCHITECTURES else str(kind))
-    if not config.module and name != "train" and not (Path(__file__).parents[1] / "models" / f"{name}.py").exists():
+    if not config.module and name != "train" and not is_shipped(name):
         raise ValueError(
             f"config.json: model_type is {kind!r}, and models/ has no module of that name; give module=<its module>."
         )
@@ -170,12 +170,13 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
 
     parameters = sum(array.size for array in arrays.values())
-    log(f"model      {kind}: {parameters:,} parameters, as model.module={name}")
+    log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
     log(f"compared   {compared}")
     log(f"checkpoint {checkpoint}")
     if has_tokenizer:
         log(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")
         end = _end_token(output / "tokenizer.json", content.get("eos_token_id"))
+        end = shown(end)
         log("A dataset with its tokenizer, for example:")
         log(
             "  python -m tools.huggingface_to_flat_tokens --config-name=austen_bytes out=data/<name>.zarr "

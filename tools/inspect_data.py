@@ -9,9 +9,11 @@ The third reads the whole dataset and compares its parts. The last shows the bat
 the loss jumped. Text is decoded with the dataset's own tokenizer. Without one, token ids are shown.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,13 @@ from rich.text import Text
 
 import flat_tokens
 from configuration.checks import at_least_1, check_ranges, within
+from configuration.foreign import shown
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import DataConfig, batch_of, make_loader
 from input_loader.origins import pieces_of, sequences_of_batch
 from text.codec import TextCodec, codec_of_attributes
+from training_io.saved import check_addresses, literal, read_config
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Config:
     """`train` or `validation`."""
     run: str | None = None
     """Directory of a run, whose config.yaml names its data."""
+    trust: bool = False
+    """Fetches the data that the run names on servers. For a run that is not yours, read its config.yaml first."""
     source: str | None = None
     """The source of the run's mixture to show, where no step is given."""
     step: int | None = None
@@ -102,7 +108,8 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
         "tokens"
     )
     if counts := loader.source_tokens(batch):
-        console.print("Tokens by source: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
+        line = "Tokens by source: " + ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        console.print(Text(shown(line)))
     filespecs = {name: source.filespec for name, source in data.mixture.items()} | {None: data.filespec}
     codecs: dict[str | None, TextCodec] = {}
     for sequence in sequences_of_batch(loader, batch, indices):
@@ -110,7 +117,9 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
         if sequence.source not in codecs:
             codecs[sequence.source] = open_codec(filespecs[sequence.source], reader.attributes)
         title = f"sequence {sequence.number}" + (f", {sequence.source}" if sequence.source else "")
-        table = Table(title=f"{title}, epoch {sequence.epoch}, tokens {first:,} to {first + sequence.length - 1:,}")
+        table = Table(
+            title=Text(shown(f"{title}, epoch {sequence.epoch}, tokens {first:,} to {first + sequence.length - 1:,}"))
+        )
         table.title_justify = "left"
         for name in ("at", "document", "its tokens", "of"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -143,15 +152,16 @@ def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
     attributes, tokens, documents = reader.attributes, reader.num_tokens, reader.num_documents
     about = attributes.get("tokenizer")
     tokenizer = f"{about.get('kind')} {about.get('name') or ''}".strip() if about else "none known: token ids are shown"
-    table = Table(show_header=False, box=None, title=f"{reader.path}", title_justify="left", title_style="bold")
+    table = Table(show_header=False, box=None, title_justify="left")
+    table.title = Text(shown(reader.path), style="bold")
     table.add_row("tokens", f"{tokens:,}")
     table.add_row("documents", f"{documents:,}, {tokens / max(documents, 1):,.1f} tokens on average")
     table.add_row("largest token id", f"{reader.max_token_id:,}")
-    table.add_row("tokenizer", tokenizer)
+    table.add_row("tokenizer", Text(shown(tokenizer)))
     if size := attributes.get("utf8_bytes"):
         table.add_row("text", f"{size:,} bytes, {size / max(tokens, 1):.2f} a token")
     if source := attributes.get("source"):
-        table.add_row("source", Text(", ".join(str(part) for part in source if part)))
+        table.add_row("source", Text(shown(", ".join(str(part) for part in source if part))))
     table.add_row("stored as", f"zarr v{reader.zarr_format}, {reader.file_tokens:,} tokens a file")
     console.print(table)
 
@@ -221,7 +231,7 @@ def show_document(console: Console, reader: flat_tokens.Reader, codec: TextCodec
         raise ValueError(f"document is {document}; {reader.path} has documents 0 to {reader.num_documents - 1}.")
     (start,), (length,) = reader.document_spans(np.array([document]))
     console.print(f"[bold]Document {document:,}[/]: tokens {start:,} to {start + length - 1:,}")
-    console.print(Text(_read_text(reader, codec, int(start), int(length))))
+    console.print(Text(shown(_read_text(reader, codec, int(start), int(length)))))
 
 
 def find_faults(reader: flat_tokens.Reader, blocks: Iterable[np.ndarray]) -> list[str]:
@@ -275,7 +285,9 @@ def check(console: Console, reader: flat_tokens.Reader) -> None:
 
 def _data_config(config: Config, run: Any) -> DataConfig:
     data: DataConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), run.data))
-    if config.filespec is not None:
+    if config.filespec is None:
+        check_addresses(dataclasses.asdict(data), config.trust, "name a dataset by filespec=…")
+    else:
         if data.filespec is None:
             raise ValueError("Give either run or filespec: both go together only if the run reads a single dataset.")
         data.filespec = config.filespec
@@ -286,7 +298,7 @@ def _read_run(directory: str) -> Any:
     path = os.path.join(directory, "config.yaml")
     if not os.path.exists(path):
         raise ValueError(f"There is no {path}: `run` is a run's directory, for example runs/<name>.")
-    return OmegaConf.load(path)
+    return OmegaConf.create(literal(read_config(Path(path))))
 
 
 def _filespec(config: Config, run: Any) -> str:

@@ -19,7 +19,6 @@ from jax.experimental import multihost_utils
 
 from cluster.watch import pause
 from training_io.checkpoint_arrays import (
-    DTYPES,
     NO_ORDERS,
     HostArray,
     Orders,
@@ -31,6 +30,7 @@ from training_io.checkpoint_arrays import (
     write_arrays,
 )
 from training_io.manifest import (
+    DTYPES,
     Damaged,
     SavedArray,
     check_json,

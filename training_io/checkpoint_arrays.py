@@ -7,7 +7,6 @@ import collections
 import concurrent.futures
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,13 +16,9 @@ import jax
 import numpy as np
 
 from shardlib.placement import StackOrder
-from training_io.manifest import CHECKSUM_BYTES, Damaged, SavedArray
+from training_io.manifest import CHECKSUM_BYTES, Damaged, SavedArray, is_name
 from training_io.stores import WORKERS, Store, aligned, results, together
 
-DTYPES = frozenset(
-    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
-)  # fmt: skip
-"""Types that both tensorstore and zarr-python read and write. zarr-python rejects bfloat16."""
 READ_AHEAD = 2**30
 """Bytes of arrays that are read while the one before them goes to the devices."""
 CHECKSUM_PART = 2**22
@@ -57,8 +52,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
         name = "/".join(parts)
-        bad = [part for part in parts if not re.fullmatch(r"[\w\-+=. ]+", part) or part.startswith(".")]
-        if bad or not parts or "zarr.json" in parts:
+        if not is_name(name):
             raise ValueError(
                 f"a leaf at {jax.tree_util.keystr(path)!r} has no usable name: each part of its path must be letters, "
                 "digits, or any of '_-+=. ', must not start with a dot, and must not be zarr.json."

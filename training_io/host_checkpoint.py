@@ -72,7 +72,10 @@ class StoredArray:
             if not isinstance(i, slice) and not 0 <= i < size:
                 raise IndexError(f"{self._array.name}: index {i} is outside 0 … {size - 1}.")
         box = bounded([i if isinstance(i, slice) else slice(i, i + 1) for i in given], self.shape)
-        found = np.empty([at.stop - at.start for at in box], self.dtype)
+        try:
+            found = np.empty([at.stop - at.start for at in box], self.dtype)
+        except (MemoryError, ValueError) as error:
+            raise Damaged(f"the array {self._array.name!r} of shape {self.shape} is larger than the memory.") from error
         for chunk, at, source in overlapping(self._array, box):
             try:
                 found[at] = self._chunks.read(self._array, chunk)[source]

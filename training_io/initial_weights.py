@@ -3,15 +3,16 @@
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
-from omegaconf import OmegaConf
 
 from configuration.differences import config_differences
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import NO_ORDERS, Orders
 from training_io.resuming import fixed_by_weights, with_defaults
+from training_io.saved import read_config, saved_config
 
 REMEDY = (
     "training.init_from takes all weights of a model, and no others. Set it to a run whose model has these weights, or "
@@ -57,11 +58,12 @@ def _elsewhere(place: str) -> str:
     They are not looked for there: the configuration may be a stranger's, and its URL too.
     """
     try:
-        paths = OmegaConf.to_container(OmegaConf.load(f"{place}/config.yaml"))["paths"]
-        saved = checkpoints_of(paths["checkpoints"], paths["model_name"])
-    # Whatever is wrong with that file is not what is being told here.
-    except Exception:
+        paths = read_config(Path(place) / "config.yaml")["paths"]
+    except (KeyError, ValueError):  # what is wrong with that file is not what is being told here
         return ""
+    if not paths.get("checkpoints"):
+        return ""
+    saved = checkpoints_of(str(paths["checkpoints"]), str(paths.get("model_name")))
     return f" The run's configuration says that they are in {saved!r}; give the directory above that, if you trust it."
 
 
@@ -92,7 +94,7 @@ def read_weights(
     """
     checkpoints, step = find_checkpoint(path)
     with checkpoints:
-        saved = with_defaults(checkpoints.metadata(step)["config"])
+        saved = with_defaults(saved_config(checkpoints.metadata(step)), config["model"].get("module"))
         if differences := config_differences(saved, config, fixed_by_weights(config)):
             raise ValueError(
                 f"training.init_from is {path}, which has the weights of another model:\n  "

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from configuration.foreign import parse_json
 from training_io.stores import MANIFEST, Store
 
 FORMAT = "pytree-zarr-checkpoint"
@@ -22,6 +24,10 @@ VERSIONS = (1, FORMAT_VERSION)
 """Versions that are read. Version 1 has no checksums in its manifest."""
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 CHECKSUM_BYTES = 4
+DTYPES = frozenset(
+    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
+)  # fmt: skip
+"""Types that both tensorstore and zarr-python read and write. zarr-python rejects bfloat16."""
 
 
 class Damaged(OSError, ValueError):
@@ -71,6 +77,14 @@ class SavedArray(NamedTuple):
     def key(self, index: tuple[int, ...]) -> str:
         """Key of the file of a chunk, in the checkpoint."""
         return "/".join([self.name, "c", *map(str, index)])
+
+
+def is_name(name: str) -> bool:
+    """Whether an array may have this name: each part between slashes is one that a directory can have."""
+    return all(
+        re.fullmatch(r"[\w\-+=. ]+", part) and not part.startswith(".") and part != "zarr.json"
+        for part in name.split("/")
+    )
 
 
 def array_text(array: SavedArray) -> str:
@@ -138,6 +152,24 @@ def manifest_text(step: int, arrays: Iterable[SavedArray], files: Mapping[str, s
     return group_text(attributes | {"sha256": _digest(attributes)})
 
 
+def _check_entry(name: str, array: Mapping[str, Any]) -> None:
+    """Raises ValueError for an array that no run saves."""
+    if not is_name(name):
+        raise ValueError(f"{name!r} is no name of an array")
+    shape, chunk = array["shape"], array.get("chunk_shape", array["shape"])
+    are_sizes = lambda sizes: isinstance(sizes, list) and all(type(n) is int and 0 <= n < 2**63 for n in sizes)
+    if not are_sizes(shape) or not are_sizes(chunk) or len(shape) != len(chunk):
+        raise ValueError(f"{name!r} has the shape {shape!r} and chunks of {chunk!r}")
+    if array["dtype"] not in DTYPES:
+        raise ValueError(f"{name!r} has the dtype {array['dtype']!r}")
+    if any(part > max(1, size) or part < 1 for part, size in zip(chunk, shape, strict=True)):
+        raise ValueError(f"{name!r} of shape {shape} has chunks that are larger than it, or empty: {chunk}")
+    if "crc32c" in array:
+        saved = SavedArray(name, tuple(shape), array["dtype"], tuple(chunk))
+        if not re.fullmatch("([0-9a-f]{8})*", array["crc32c"]) or len(array["crc32c"]) != 8 * math.prod(saved.grid):
+            raise ValueError(f"{name!r} has not one checksum for each of its {math.prod(saved.grid)} chunks")
+
+
 def read_manifest(store: Store, directory: str, step: int | None = None) -> dict:
     """The attributes of the manifest of the checkpoint in `directory`, of step `step`.
 
@@ -150,12 +182,14 @@ def read_manifest(store: Store, directory: str, step: int | None = None) -> dict
     if content is None:
         raise Damaged(f"{where} is missing.")
     try:
-        manifest = json.loads(content.tobytes())["attributes"]
+        manifest = parse_json(content.tobytes())["attributes"]
         found = (manifest["format"], manifest["format_version"])
         if found != (FORMAT, 1) and manifest["sha256"] != _digest(manifest):
             raise Damaged(f"{where} is not what was written: its own checksum differs.")
-        manifest["arrays"], manifest["metadata"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        manifest["metadata"]
+        for name, array in manifest["arrays"].items():
+            _check_entry(name, array)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, Damaged):
             raise
         raise Damaged(f"{where} is not a checkpoint manifest ({error!r}).") from error
@@ -185,13 +219,16 @@ def saved_array(store: Store, directory: str, name: str, manifest: Mapping[str, 
         checksums = tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
         return SavedArray(name, shape, dtype, tuple(entry["chunk_shape"]), checksums)
     try:
-        array = json.loads(content)
+        array = parse_json(content)
         found, chunk = tuple(array["shape"]), tuple(array["chunk_grid"]["configuration"]["chunk_shape"])
         # The codec's configuration may be written or left out where it has none.
         codecs = [codec["name"] for codec in array["codecs"]]
         if codecs != [codec["name"] for codec in CODECS]:
             raise ValueError(f"codecs {codecs}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if extra := array.keys() - json.loads(array_text(SavedArray(name, shape, dtype, chunk))).keys():
+            raise ValueError(f"it has {', '.join(sorted(extra))}")
+        _check_entry(name, {"shape": list(found), "dtype": array["data_type"], "chunk_shape": list(chunk)})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"cannot open the array {name!r}: {key} is no metadata of an array ({error!r}).") from error
     if (found, array["data_type"]) != (shape, dtype):
         raise Damaged(

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from cluster.watch import now_at
+from configuration.foreign import parse_json, shown
 from shardlib.layers import LayerMetrics
 from training_io.flops import Speed
 
@@ -251,22 +252,22 @@ class RunLog:
                 self._print(f"WARNING: the {event} {name} is {value} at step {step}")
 
     def _show(self, step: int, values: Mapping[str, Any]) -> None:
-        shown = [f"{name} {_short(values[name])}" for name in sorted(values, key=lambda name: name != "loss")]
+        parts = [f"{name} {_short(values[name])}" for name in sorted(values, key=lambda name: name != "loss")]
         if self._validation is not None:
-            shown.insert(1, f"validation {_short(self._validation)}")
+            parts.insert(1, f"validation {_short(self._validation)}")
         if self._durations:
             seconds = sum(self._durations) / len(self._durations)
             speed = self.speed.of_step(seconds)
-            shown += [f"{_si(speed['tokens_per_second'])} tokens/s", f"MFU {100 * speed['mfu']:.1f}%"]
-            shown += [f"ETA {duration((self.total_steps - step - 1) * seconds)}"]
+            parts += [f"{_si(speed['tokens_per_second'])} tokens/s", f"MFU {100 * speed['mfu']:.1f}%"]
+            parts += [f"ETA {duration((self.total_steps - step - 1) * seconds)}"]
         if self._progress is not None:
-            self._progress.update(self._task, completed=step + 1, description="  ".join(shown))
+            self._progress.update(self._task, completed=step + 1, description=shown("  ".join(parts)))
         elif step in (self.start_step, self.total_steps - 1) or (step + 1) % self._print_every == 0:
-            self._print(f"step {step + 1}/{self.total_steps}  " + "  ".join(shown))
+            self._print(f"step {step + 1}/{self.total_steps}  " + "  ".join(parts))
 
     def _print(self, text: str) -> None:
         if jax.process_index() == 0:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def has_event(directory: str | os.PathLike, step: int, event: str) -> bool:
@@ -290,7 +291,7 @@ def remove_later_lines(path: Path, step: int) -> int:
     kept, unreadable = [], 0
     for line in path.read_text(errors="replace").splitlines():
         try:
-            earlier = json.loads(line)["step"] < step
+            earlier = parse_json(line)["step"] < step
         except (ValueError, KeyError, TypeError):
             unreadable += 1
             continue

@@ -8,21 +8,30 @@ from omegaconf import OmegaConf
 
 from configuration.differences import config_differences
 from input_loader import fixed_settings as fixed_data_settings
-from modeling.model import module_of
+from modeling.model import is_shipped, module_of
 from training_io.checkpoint import Checkpointer, agreed
 from training_io.config import Config, register_schema, to_config
 from training_io.manifest import Damaged
+from training_io.saved import check_modules, literal, saved_config
 
 RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host")}
 """Settings of older checkpoints that no run has. None of them changes what a run computes."""
 
 
-def with_defaults(saved: dict) -> dict:
-    """A checkpoint's configuration, with defaults for the settings that it does not have."""
+def with_defaults(saved: dict, named: str | None = None) -> dict:
+    """A checkpoint's configuration, with defaults for the settings that it does not have.
+
+    A model has defaults if its module is shipped here, or is the one that the user named: no other is imported.
+    """
     filled = {}
     for section in dataclasses.fields(Config):
         given = saved.get(section.name, {})
-        kind = module_of(given.get("module", "train")).ModelConfig if section.name == "model" else section.type
+        kind = section.type
+        if section.name == "model":
+            module = str(given.get("module", "train"))
+            if not (is_shipped(module) or module == named):
+                continue
+            kind = module_of(module).ModelConfig
         defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
         made = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
         kept = {name: value for name, value in given.items() if name not in RETIRED.get(section.name, ())}
@@ -30,11 +39,16 @@ def with_defaults(saved: dict) -> dict:
     return saved | filled
 
 
-def config_of(saved: dict) -> Config:
-    """A checkpoint's configuration, typed and checked."""
+def config_of(saved: dict, trust: bool = False) -> Config:
+    """A checkpoint's configuration, typed and checked.
+
+    Raises ValueError for a setting that is missing, unknown or out of its range, and for a module that is not shipped
+    here unless `trust`.
+    """
+    check_modules(saved, trust)
     register_schema()
     schema = ConfigStore.instance().load("config_schema.yaml").node
-    return to_config(OmegaConf.merge(schema, with_defaults(saved)))
+    return to_config(OmegaConf.merge(schema, literal(with_defaults(saved, saved["model"].get("module")))))
 
 
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
@@ -53,7 +67,7 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
 
 def check_resumes(saved: dict, c: Config, directory: Path) -> None:
     """Raises ValueError if `c` cannot resume the run in `directory`, made with `saved`: with the differences."""
-    saved, current = with_defaults(saved), dataclasses.asdict(c)
+    saved, current = with_defaults(saved, c.model.module), dataclasses.asdict(c)
     differences = config_differences(saved, current, fixed_settings(saved, current))
     if differences:
         raise ValueError(
@@ -91,7 +105,9 @@ def choose_checkpoint(
         except Damaged as error:
             damaged[step] = str(error)
             continue
-        went_back = wanted is not None and step > wanted and metadata["config"]["training"].get("resume_step") == wanted
+        went_back = (
+            wanted is not None and step > wanted and saved_config(metadata)["training"].get("resume_step") == wanted
+        )
         if wanted in (None, step) or went_back:
             return step, metadata
         if wanted not in damaged:

@@ -35,6 +35,7 @@ from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
 from training_io.report import print_end, print_start, save_config
 from training_io.resuming import check_resumes, choose_checkpoint
+from training_io.saved import saved_config
 from training_io.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from training_io.soundness import check_steps
 from training_io.stages import describe_stages, placement_of, stack_orders
@@ -129,8 +130,9 @@ class Run:
         if found is None:
             return 0, {}, {}
         done, metadata = found
-        check_resumes(metadata["config"], self.c, self.directory)
-        check_skips(metadata["config"]["data"].get("skip_steps", []), self.c.data.skip_steps, done)
+        config = saved_config(metadata)
+        check_resumes(config, self.c, self.directory)
+        check_skips(config["data"].get("skip_steps", []), self.c.data.skip_steps, done)
         allow = None if self.c.training.other_source else "training.other_source=true"
         saved, which = metadata.get("provenance"), ("training", "evaluation")
         self._source_differs = compare_source(saved, self.provenance, which, allow)

@@ -78,7 +78,7 @@ def _refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) 
         more = f"\n… and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise ShardError("\n".join(map(str, found[:SHOWN])) + more, place="")
     if record:
-        record.parent.mkdir(parents=True, exist_ok=True)
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         record.touch()
 
 

@@ -129,7 +129,7 @@ class Directory:
 
     def read(self, key: str) -> np.ndarray | None:
         """See Store."""
-        path = self.path / key
+        path = self._inside(key)
         try:
             with open(path, "rb", buffering=0) as file:
                 content = aligned(os.fstat(file.fileno()).st_size)
@@ -141,6 +141,13 @@ class Directory:
         except OSError as error:
             raise OSError(f"cannot read {path}: {error.strerror}") from error
         return content[:done]
+
+    def _inside(self, key: str) -> Path:
+        """Path of a key. Raises OSError if it is a link out of its checkpoint, which a stranger may have made."""
+        path, root = self.path / key, self.path / key.partition("/")[0]
+        if not (to := path.resolve()).is_relative_to(root.resolve()):
+            raise OSError(f"{path} is a link to {to}, outside of the checkpoint. Copy that there instead.")
+        return path
 
     def write(self, key: str, *parts: Any) -> None:
         """See Store."""

@@ -339,3 +339,29 @@ def test_the_command_line(tmp_path):
     assert sorted(p.name for p in tmp_path.rglob("*")) == sorted(
         ["runs", "a", "b", "compare.html", *["config.yaml", "metrics.jsonl"] * 2]
     )
+
+
+EVIL = "\x1b]0;owned\x07\u202e[bold]<script>alert(1)</script>\"'&"
+"""What a terminal, rich and a browser would each obey."""
+
+
+def test_names_of_strangers_are_text_on_the_terminal_and_in_the_files(tmp_path):
+    runs = []
+    for i, value in enumerate((EVIL, "plain")):
+        name = EVIL.replace("/", "") if i == 0 else "b"
+        runs.append(write(tmp_path / name, events=[VALIDATION | {EVIL: EVIL}]))
+        saved = json.loads((runs[-1] / "config.yaml").read_text())
+        saved["model"][EVIL] = value
+        (runs[-1] / "config.yaml").write_text(json.dumps(saved))
+        lines = [json.loads(line) for line in (runs[-1] / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | {EVIL: 1.0} if "event" not in line else line for line in lines]
+        (runs[-1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = printed(runs=str(tmp_path), output=str(tmp_path / "a.html"))
+    assert not {"\x1b", "\x07", "\u202e"} & set(text)
+    assert "[bold]<script>" in text
+    page = (tmp_path / "a.html").read_text()
+    shown = page[page.index("</head>") :] if "</head>" in page else page
+    assert "<script>alert" not in shown
+    assert f'"{EVIL}' not in shown
+    printed(runs=str(tmp_path), output=str(tmp_path / "a.svg"))
+    assert "<script>" not in (tmp_path / "a.svg").read_text()

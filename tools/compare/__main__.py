@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from configuration.checks import at_least_1, check_ranges
+from configuration.foreign import shown
 from configuration.program import run_program
 from tools.compare.page import write
 from tools.compare.runs import Comparison, Run, compare, find_runs, name_of, read_run, remarks
@@ -65,25 +66,27 @@ def show(c: Comparison, console: Console) -> None:
     number = _Column("#", [str(i + 1) for i in range(len(c.runs))])
     settings = [_Column(c.header(name), [c.setting(run, name) for run in c.runs], "cyan") for name in c.differing]
     metrics = [_Column(name, [c.metric(run, name) for run in c.runs]) for name in c.metrics]
-    shown, left_out, used = [], [], 0
+    chosen, left_out, used = [], [], 0
     # Losses and speeds are more important than the fifth setting and those after it.
     for column in [number, *settings[:4], *metrics, *settings[4:]]:
         if used + column.width <= console.width:
-            shown.append(column)
+            chosen.append(column)
             used += column.width + 2
         else:
             left_out.append(column.header)
-    shown = [column for column in [number, *settings, *metrics] if column in shown]
+    chosen = [column for column in [number, *settings, *metrics] if column in chosen]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for column in shown:
-        header = "\n".join(column.header_lines)
+    for column in chosen:
+        header = Text("\n".join(map(shown, column.header_lines)), style="bold")
         table.add_column(header, justify="right", style=column.style, no_wrap=True, vertical="bottom")
     best = {name: c.best(name) for name in c.metrics}
     for i, run in enumerate(c.runs):
         is_best = lambda column, run=run: column in metrics and str(run.directory) in best[column.header]
-        table.add_row(*(Text(column.cells[i], style="bold green" if is_best(column) else "") for column in shown))
+        table.add_row(
+            *(Text(shown(column.cells[i]), style="bold green" if is_best(column) else "") for column in chosen)
+        )
     console.print(table)
-    write_line = lambda text, **style: console.print(Text(text, **style), soft_wrap=True)
+    write_line = lambda text, **style: console.print(Text(shown(text), **style), soft_wrap=True)
     if left_out:
         write_line(f"Too narrow for: {', '.join(left_out)}; they are in the file.", style="dim")
     for text in remarks(c):
@@ -91,9 +94,11 @@ def show(c: Comparison, console: Console) -> None:
     console.print()
     write_line(f"Runs in {c.parent}:")
     for i, run in enumerate(c.runs):
-        console.print(Text.assemble(f"{i + 1:>3}  {name_of(c, run)}", (_notes(run), "yellow")), soft_wrap=True)
+        console.print(
+            Text.assemble(shown(f"{i + 1:>3}  {name_of(c, run)}"), (shown(_notes(run)), "yellow")), soft_wrap=True
+        )
     for run in c.left_out:
-        console.print(Text.assemble(f"  –  {run.directory}", (_notes(run), "yellow")), soft_wrap=True)
+        console.print(Text.assemble(shown(f"  –  {run.directory}"), (shown(_notes(run)), "yellow")), soft_wrap=True)
 
 
 def _notes(run: Run) -> str:

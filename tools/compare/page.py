@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from configuration.foreign import shown
 from tools.compare.runs import IGNORED_SETTINGS, METRICS, Comparison, Curve, Run, name_of, remarks, smoothed
 
 # ---- panels -------------------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def bars(c: Comparison, title: str, metric: str) -> Panel:
 def own_metric(c: Comparison, name: str) -> Panel:
     """A metric of the user's own by steps: of layers their mean, and a thin line for each."""
     layers = max(run.own[name].shape[1] for run in c.runs if name in run.own)
-    panel = Panel(f"{name}{f': mean of {layers} layers, and each' if layers > 1 else ''}", x={"title": "steps"})
+    panel = Panel(f"{shown(name)}{f': mean of {layers} layers, and each' if layers > 1 else ''}", x={"title": "steps"})
     for i, run in enumerate(c.runs):
         values = run.own.get(name, np.empty((len(run.step), 0)))
         if values.shape[1]:
@@ -107,7 +108,7 @@ def own_metric(c: Comparison, name: str) -> Panel:
 
 
 def _trace(c: Comparison, i: int) -> dict[str, Any]:
-    return {"type": "scatter", "name": f"{i + 1}  {c.label(c.runs[i])}", "legendgroup": str(i)}
+    return {"type": "scatter", "name": shown(f"{i + 1}  {c.label(c.runs[i])}"), "legendgroup": str(i)}
 
 
 def _line(c: Comparison, i: int, x: Curve, y: Curve, **style: Any) -> dict[str, Any]:

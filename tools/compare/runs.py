@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
-from omegaconf import OmegaConf
 
 from configuration.differences import flat
+from configuration.foreign import parse_json
 from training_io.metrics import OF_A_STEP, duration
 from training_io.resuming import with_defaults
+from training_io.saved import read_config
 
 Curve = Float64[np.ndarray, "steps"]
 
@@ -133,9 +134,9 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
         notes.append("no config.yaml")
         return {}
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # of YAML or of OmegaConf
-        notes.append(f"config.yaml cannot be read ({type(error).__name__})")
+        saved = read_config(path)
+    except ValueError:
+        notes.append("config.yaml cannot be read")
         return {}
     # The settings of another version, or of a model that is not here, stay as they are in the file.
     with contextlib.suppress(Exception):
@@ -153,9 +154,9 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
     events, unreadable = [], 0
     for line in path.read_text(errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             step = int(record["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             unreadable += 1
             continue
         if "event" in record:

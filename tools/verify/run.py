@@ -396,7 +396,7 @@ def main(path: str) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     progress, copy = Console(stderr=True), shown_path(str(Path(path).parent / "program"))
     try:
-        c = config_of(job["config"])
+        c = config_of(job["config"], trust=True)  # what the user composed
         meshes, others = all_meshes(c, settings["devices"])
         if settings["meshes"] is not None:
             meshes, others = chosen(settings["meshes"], meshes, others)

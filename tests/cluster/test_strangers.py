@@ -1,0 +1,147 @@
+"""What other users of the machine and the network can do to a run: its compiled programs, and its ports."""
+
+import contextlib
+import os
+import socket
+import struct
+from pathlib import Path
+
+import jax
+import pytest
+from processes import Run
+
+from cluster.config import DistributedConfig, HardwareConfig
+from cluster.devices import kept_programs, others_write, start_devices
+
+IS_ROOT = hasattr(os, "getuid") and os.getuid() == 0
+
+
+@pytest.fixture
+def no_cache():
+    """No directory of compiled programs, before and after."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", True)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def start(directory: Path) -> str | None:
+    start_devices(DistributedConfig(), HardwareConfig(compilation_cache=str(directory)))
+    return jax.config.jax_compilation_cache_dir
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+@pytest.mark.parametrize("level", ["itself", "above"])
+def test_a_cache_that_others_can_write_is_neither_read_nor_kept(mode, level, tmp_path, no_cache, capsys):
+    directory = tmp_path / "above" / "cache"
+    directory.mkdir(parents=True)
+    (tmp_path / "above").chmod(0o755)
+    directory.chmod(0o755)
+    assert start(directory) == str(directory)
+    assert kept_programs("soundness") == directory / "soundness"
+    jax.config.update("jax_compilation_cache_dir", None)
+    capsys.readouterr()
+    open_one = directory if level == "itself" else tmp_path / "above"
+    open_one.chmod(mode)
+    if (mode, level) == (0o1777, "above"):  # as /tmp: nobody can replace what is in it
+        assert start(directory) == str(directory)
+        return
+    assert start(directory) is None
+    assert kept_programs("soundness") is None
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"others may write in {open_one}: chmod go-w it, or choose another directory" in line
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only the administrator can give a directory away")
+def test_a_cache_that_belongs_to_another_user_is_refused(tmp_path, no_cache):
+    directory = tmp_path / "cache"
+    directory.mkdir(mode=0o755)
+    os.chown(directory, 12345, 12345)
+    assert "belongs to another user (number 12345)" in others_write(directory)
+    assert start(directory) is None
+    link = tmp_path / "link"
+    (tmp_path / "own").mkdir(mode=0o755)
+    link.symlink_to(tmp_path / "own")
+    assert others_write(link) is None
+    os.lchown(link, 12345, 12345)
+    assert f"{link} belongs to another user" in others_write(link)
+
+
+def test_a_cache_that_the_environment_names_is_checked_too(tmp_path, no_cache, capsys):
+    tmp_path.chmod(0o777)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))  # as JAX_COMPILATION_CACHE_DIR does
+    start_devices(DistributedConfig(), HardwareConfig())
+    assert jax.config.jax_compilation_cache_dir is None
+    assert "others may write" in capsys.readouterr().out
+
+
+def test_what_is_made_nobody_else_can_write_whatever_the_umask(tmp_path, no_cache):
+    before = os.umask(0)
+    try:
+        assert start(tmp_path / "a" / "b" / "c") is not None
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a").rglob("*")} == {0o700}
+    finally:
+        os.umask(before)
+
+
+def test_verdicts_that_others_can_write_are_not_used(tmp_path, no_cache):
+    tmp_path.chmod(0o755)
+    start(tmp_path)
+    (tmp_path / "soundness").mkdir()
+    (tmp_path / "soundness").chmod(0o777)
+    assert kept_programs("soundness") is None
+    assert kept_programs("attention") == tmp_path / "attention"
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """Addresses and ports at which these processes listen."""
+    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = set()
+    for link in links:
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            (
+                _,
+                local,
+                _,
+                state,
+                *_,
+            ) = line.split()
+            if state == "0A" and line.split()[9] in inodes:
+                address, port = local.split(":")
+                words = [struct.pack("=I", int(address[i : i + 8], 16)) for i in range(0, len(address), 8)]
+                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are looked up in Linux's /proc")
+def test_a_run_of_one_host_listens_there_alone_and_strangers_do_not_end_it(tmp_path):
+    run = Run(tmp_path, 2, 1, "training.steps=30", "distributed.heartbeat_timeout=20", "mesh.d=2", "mesh.t=1")
+    opened = []
+    try:
+        run.wait_for_step(0)
+        found = listening([process.pid for process in run.processes])
+        assert found
+        assert {address for address, _ in found} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        garbage = (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\0" * 65536)
+        for address, port in found:
+            for i in range(300):
+                with contextlib.suppress(OSError):  # an answer of the other side: it closed
+                    opened.append(socket.create_connection((address, port), timeout=5))
+                    opened[-1].sendall(garbage[i % len(garbage)])
+                    if i % 7 == 0:  # ended by a reset
+                        opened[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        opened[-1].close()
+        run.succeed()
+        assert len(run.losses()) == 30
+    finally:
+        run.kill()
+        for one in opened:
+            one.close()

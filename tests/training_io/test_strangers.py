@@ -1,0 +1,249 @@
+"""Runs and checkpoints of a stranger: programs that read them import nothing, fetch nothing and resolve nothing."""
+
+import io
+import json
+import re
+import sys
+import tarfile
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from modeling.model import is_shipped
+from tools import checkpoint_to_huggingface, inspect_data
+from tools.compare import __main__ as compare
+from tools.generate import Config, MeshChoice, generate
+from training_io.initial_weights import read_weights
+from training_io.resuming import check_resumes, config_of
+from training_io.saved import check_addresses, literal, read_config, saved_config
+
+ROOT = Path(__file__).parents[2]
+PAYLOAD = """
+import pathlib
+from train import *
+pathlib.Path(__file__).with_name("ran").touch()
+def main(p, m, v): return []
+"""
+IDS = {"prompt_ids": [5], "max_tokens": 1, "mesh": MeshChoice(r=1, d=8, t=1)}
+QUIET = Console(file=io.StringIO())
+
+
+class Stranger:
+    """A run that came in an archive, with a module in it, and with the settings that `write` gives it."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        with tarfile.open(ROOT / "tests" / "data" / "checkpoint_of_3_steps.tar.xz") as archive:
+            archive.extractall(directory, filter="data")
+        (directory / "payload.py").write_text(PAYLOAD)
+        self.manifest = directory / "checkpoints" / "0000000003" / "zarr.json"
+        self.content = json.loads(self.manifest.read_text())
+        self.config = self.content["attributes"]["metadata"]["config"]
+
+    def write(self, **settings) -> str:
+        for name, value in settings.items():
+            section, _, key = name.partition("__")
+            self.config[section][key] = value
+        self.manifest.write_text(json.dumps(self.content))
+        OmegaConf.save(self.config, self.directory / "config.yaml")
+        return str(self.directory)
+
+    @property
+    def ran(self) -> bool:
+        return (self.directory / "ran").exists()
+
+    def init_from(self) -> None:
+        with jax.set_mesh(tiny.mesh("d=8")):
+            read_weights(self.directory, None, {"model": {"module": "train"}})
+
+    def resume(self) -> None:
+        c = config_of(self.config | {"model": self.config["model"] | {"module": "train"}, "pipeline": {}})
+        check_resumes(self.config, c, self.directory)
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as `python -m` does
+    yield Stranger(tmp_path / "runs" / "evil")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "runs"]:
+        del sys.modules[name]
+
+
+READERS = {
+    "generate": lambda s: generate(Config(run=str(s.directory), **IDS), QUIET),
+    "export": lambda s: checkpoint_to_huggingface.run(
+        checkpoint_to_huggingface.Config(run=str(s.directory), output=str(s.directory / "out")), QUIET.print
+    ),
+    "init_from": lambda s: s.init_from(),
+    "resume": lambda s: s.resume(),
+    "compare": lambda s: compare.run(compare.Config(runs=str(s.directory)), QUIET),
+    "inspect_data": lambda s: inspect_data.run(inspect_data.Config(run=str(s.directory), step=0), QUIET),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    "settings", [{"model__module": "runs.evil.payload"}, {"pipeline__schedule": "runs.evil.payload:main"}]
+)
+def test_no_module_of_a_saved_configuration_is_imported(stranger, reader, settings):
+    stranger.write(**settings)
+    try:
+        READERS[reader](stranger)
+    except ValueError as error:
+        print(error)
+    assert not stranger.ran
+
+
+@pytest.mark.parametrize("reader", ["generate", "export"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model__module": "runs.evil.payload"}, "model.module of the checkpoint is 'runs.evil.payload', which is not"),
+        ({"pipeline__schedule": "runs.evil.payload:main"}, "pipeline.schedule of the checkpoint is 'runs.evil.payload"),
+    ],
+)
+def test_the_message_names_the_module_and_the_flag(stranger, reader, settings, message):
+    stranger.write(**settings)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        READERS[reader](stranger)
+    assert "trust=true" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_module_that_the_user_trusts_or_names_too_is_imported(stranger):
+    stranger.write(model__module="runs.evil.payload")
+    assert config_of(stranger.config, trust=True).model.module == "runs.evil.payload"
+    assert stranger.ran
+    (stranger.directory / "ran").unlink()
+    del sys.modules["runs.evil.payload"]
+    c = config_of(stranger.config, trust=True)
+    assert stranger.ran
+    check_resumes(stranger.config, c, stranger.directory)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "shipped"),
+    [("train", True), ("gpt2", True), ("models.gpt2", True), ("models", False), ("runs.evil.payload", False)]
+    + [(name, False) for name in ("json", "models.huggingface.x", "models/../runs/evil", "", "models.", "../train")],
+)
+def test_what_is_shipped(name, shipped):
+    assert is_shipped(name) == shipped
+
+
+ADDRESS = "https://evil.example/${oc.env:SECRET}/data.zarr"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The addresses that are asked, in place of asking them."""
+    asked = []
+
+    def ask(what, *_, **__):
+        asked.append(what)
+        raise ValueError("no network here")
+
+    monkeypatch.setenv("SECRET", "s3cr3t")
+    for name in ("text.codec.open_reader", "text.huggingface.open_reader", "tools.inspect_data.open_reader"):
+        monkeypatch.setattr(name, ask)
+    monkeypatch.setattr("input_loader.flat.open_reader", ask)
+    monkeypatch.setattr("text.definitions._download", ask)
+    return asked
+
+
+def ask(reader: str, s: Stranger, **settings) -> None:
+    if reader == "generate":
+        generate(Config(run=str(s.directory), prompt="a", max_tokens=1, mesh=IDS["mesh"], **settings), QUIET)
+    elif reader == "export":
+        settings = {"run": str(s.directory), "output": str(s.directory / "out"), **settings}
+        checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(**settings), QUIET.print)
+    else:
+        inspect_data.run(inspect_data.Config(run=str(s.directory), **settings), QUIET)
+
+
+@pytest.mark.parametrize("reader", ["generate", "export", "inspect_data"])
+@pytest.mark.parametrize("trust", [False, True])
+def test_no_address_of_a_saved_configuration_is_asked_and_nothing_in_it_is_resolved(stranger, asked, reader, trust):
+    stranger.write(data__stream=None, data__filespec=ADDRESS)
+    if reader == "export":
+        ask(reader, stranger, trust=trust)  # written without a tokenizer
+    else:
+        with pytest.raises(ValueError, match="no network here" if trust else "give trust=true, or name"):
+            ask(reader, stranger, trust=trust)
+    assert asked == ([ADDRESS] if trust else [])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("data", "refused"),
+    [
+        ({"filespec": "data/a.zarr"}, None),
+        ({"filespec": "simplecache::https://x"}, "filespec"),
+        ({"mixture": {"a": {"filespec": "here"}, "b": {"filespec": "s3://x/y"}}}, "mixture.b.filespec"),
+        ({"stream": {"train_files": ["here", "http://x"]}}, "stream.train_files.1"),
+        ({"stream": {"dataset": "someone/else"}}, "stream.dataset"),
+        ({"stream": {"tokenizer_kind": "huggingface", "tokenizer": "someone/else"}}, "stream.tokenizer"),
+        ({"stream": {"tokenizer_kind": "mistral", "tokenizer": "someone/else"}}, "stream.tokenizer"),
+        ({"stream": {"tokenizer_kind": "tiktoken", "tokenizer": "gpt2"}}, None),
+        ({"stream": "text"}, None),
+    ],
+)
+def test_what_would_be_fetched(data, refused):
+    check_addresses(data, True, "x")
+    if refused is None:
+        check_addresses(data, False, "x")
+        return
+    with pytest.raises(ValueError, match=re.escape(f"data.{refused} of the run is")):
+        check_addresses(data, False, "x")
+
+
+TEXTS = ["${oc.env:SECRET}", r"\${oc.env:SECRET}", r"\\${oc.env:SECRET}", "a${b", "$${now:}", "\\", "${", "'${x}'\\"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_saved_setting_is_the_text_that_it_was(text, monkeypatch):
+    monkeypatch.setenv("SECRET", "s3cr3t")
+    config = OmegaConf.create(literal({"a": text, "b": [{"c": text}]}))
+    assert OmegaConf.to_container(config, resolve=True) == {"a": text, "b": [{"c": text}]}
+
+
+def bomb(levels: int = 40) -> str:
+    """YAML whose aliases are 2**levels entries."""
+    lines = ["a0: &a0 [1, 1]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, levels)]
+    return "model:\n" + "".join(f"  {line}\n" for line in lines)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (bomb(), "it has aliases"),
+        ("model: " + "[" * 10**5, "nested too deeply"),
+        ("model: " + "[" * 30 + "]" * 30, "nested too deeply"),
+        ("model: !!python/object/apply:os.system ['true']", "cannot be read: could not determine a constructor"),
+        ("[1, 2]", "has no configuration of a run"),
+        ("model: 3", "has no configuration of a run"),
+        ("model: {when: 2020-01-01}", "which is no setting"),
+        ("model: \xff", "has no configuration of a run"),
+        ("\x00", "cannot be read"),
+    ],
+)
+def test_a_config_yaml_that_is_none_is_refused_in_one_line(text, message, tmp_path):
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as error:
+        read_config(tmp_path / "config.yaml")
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("metadata", [None, [], {}, {"config": 3}, {"config": {"model": []}}])
+def test_a_checkpoint_without_a_configuration_is_refused(metadata):
+    with pytest.raises(ValueError, match="has no configuration of a run"):
+        saved_config(metadata)

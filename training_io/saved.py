@@ -1,0 +1,118 @@
+"""Configurations that runs and checkpoints keep. A saved configuration is data: it may be a stranger's.
+
+Nothing in it is resolved. A module that it names is imported, and an address opened, only if the module is shipped
+here, the user named it himself, or he trusts the configuration.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from modeling.model import is_shipped
+from shardlib.schedules import SCHEDULES
+
+DEPTH = 20
+"""Levels of groups and lists that no saved configuration has."""
+PLAIN = (str, int, float, type(None))
+"""Types of a setting that is not a list or a group of others."""
+
+
+def saved_config(metadata: Any) -> dict[str, dict]:
+    """The configuration in the metadata of a checkpoint. Raises ValueError if it has none."""
+    return _as_config(metadata.get("config") if isinstance(metadata, dict) else None, "the checkpoint's metadata")
+
+
+def read_config(path: Path) -> dict[str, dict]:
+    """The configuration in a run's config.yaml. Raises ValueError if the file has none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        _check_yaml(text)
+        found = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        what = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read: {what}. Copy it again.") from error
+    return _as_config(found, str(path))
+
+
+def _check_yaml(text: str) -> None:
+    """Raises ValueError for what no run writes, and what takes hours or all memory to read from a short file."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has aliases")
+        if depth > DEPTH:
+            raise ValueError("it is nested too deeply")
+
+
+def _as_config(found: Any, where: str) -> dict[str, dict]:
+    if not isinstance(found, dict) or not all(isinstance(section, dict) for section in found.values()):
+        raise ValueError(f"{where} has no configuration of a run: sections of settings. Is it a run of this program?")
+    for name, value in settings_in(found):
+        if not isinstance(value, PLAIN):
+            raise ValueError(f"{where}: {name} is {value!r}, which is no setting. Is it a run of this program?")
+    return found
+
+
+def settings_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The values in nested dicts and lists, by dotted names. Raises ValueError for what is DEPTH deep."""
+    if depth == DEPTH:
+        raise ValueError(f"{name[:40]}… is nested too deeply: a setting is at most {DEPTH - 1} deep.")
+    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if inside is None:
+        yield name, value
+    else:
+        for key, part in inside:
+            yield from settings_in(part, f"{name}.{key}" if name else str(key), depth + 1)
+
+
+def literal(value: Any) -> Any:
+    """A saved value as OmegaConf takes it for what it says: `${oc.env:HOME}` is that text, and not a directory."""
+    if isinstance(value, Mapping):
+        return {key: literal(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [literal(part) for part in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def check_modules(saved: Mapping[str, Any], trust: bool) -> None:
+    """Raises ValueError for a module, of the model or of the schedule, that is not shipped here, unless `trust`."""
+    schedule = saved.get("pipeline", {}).get("schedule", "gpipe")
+    module = saved.get("model", {}).get("module", "train")
+    for name, value, known in (
+        ("model.module", module, is_shipped(str(module))),
+        ("pipeline.schedule", schedule, schedule in SCHEDULES),
+    ):
+        if not (known or trust):
+            raise ValueError(
+                f"{name} of the checkpoint is {value!r}, which is not shipped here: importing it runs its code. If the "
+                "run is yours, or you have read that file, give trust=true."
+            )
+
+
+def check_addresses(data: Mapping[str, Any], trust: bool, instead: str) -> None:
+    """Raises ValueError for data or a tokenizer of a run that is not a local file, unless `trust`.
+
+    Args:
+        data: the run's data section.
+        trust: whether the user trusts it.
+        instead: the settings with which the user can name them himself, for the message.
+    """
+    remote = [(name, v) for name, v in settings_in(data) if isinstance(v, str) and re.search("://|::", v)]
+    stream = data["stream"] if isinstance(data.get("stream"), Mapping) else {}
+    tokenizer, kind = stream.get("tokenizer"), stream.get("tokenizer_kind")
+    if stream.get("dataset"):
+        remote.append(("stream.dataset", stream["dataset"]))
+    on_hub = kind == "huggingface" or (kind == "mistral" and "/" in str(tokenizer))
+    if on_hub and not os.path.exists(str(tokenizer)):
+        remote.append(("stream.tokenizer", tokenizer))
+    if remote and not trust:
+        name, value = remote[0]
+        raise ValueError(
+            f"data.{name} of the run is {value!r}, which would be fetched. If you trust that address, give trust=true, "
+            f"or {instead}."
+        )
