@@ -17,7 +17,9 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configuration.composing import Program, check_command, parse_arguments
 from configuration.frames import is_raised_on_purpose
+from configuration.help import help_text
 
 
 def refusal(error: Exception) -> str | None:
@@ -34,7 +36,20 @@ def refusal(error: Exception) -> str | None:
         return None
     if getattr(error, "place", ""):
         return f"{error}\n  HYDRA_FULL_ERROR=1 shows the calls that lead there."
-    return f"Error: {error}"
+    return printable(f"Error: {message_of(error)}")
+
+
+def message_of(error: Exception) -> str:
+    """The message of an error, in words for a user."""
+    if not isinstance(error, OmegaConfBaseException):
+        return str(error)
+    name, first = error.full_key or "a setting", str(error).splitlines()[0].rstrip(".")
+    return f"{name}: {first}. Correct the value of {name}."
+
+
+def printable(text: str) -> str:
+    """`text` with escapes in place of characters that steer a terminal or turn the order of a text."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextlib.contextmanager
@@ -53,6 +68,41 @@ def refusals_shown() -> Iterator[None]:
         sys.exit(message)
 
 
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """Context around the reading of a command line: a refusal ends the program with its message and status 1."""
+    try:
+        yield
+    except ValueError as error:
+        if (message := refusal(error)) is None:
+            raise
+        sys.exit(message)
+
+
+def start(
+    program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]] = dict, version: str | None = None
+) -> Any:
+    """Calls `job` with what Hydra composes from the command line, or answers what is wrong in it, or prints the help.
+
+    Args:
+        program: the program and its settings.
+        job: function of the configuration that Hydra composed. It shows its own refusals, with refusals_shown.
+        sections: gives dataclasses of sections whose type the schema leaves open, for the help.
+        version: Hydra's version_base.
+    """
+    with answered():
+        given = parse_arguments(program, sys.argv[1:])
+        if given.help:
+            print(help_text(program, sections()))
+            return None
+        if not (given.hydra_help or given.version or given.shell_completion or given.experimental_rerun):
+            check_command(program, given)
+    # Hydra wants the overrides together, after the flags.
+    flags = [text for text in sys.argv[1:] if text.startswith("-") or text not in given.overrides]
+    sys.argv[1:] = [*flags, *given.overrides]
+    return hydra.main(version_base=version, config_path=str(program.configs), config_name=program.config_name)(job)()
+
+
 def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
     """Calls `run` with the settings of the command line.
 
@@ -64,7 +114,7 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
         run: function of the program's main module, called with a `schema`.
     """
 
-    # functools.wraps: Hydra looks for the configs beside the file of the wrapped function.
+    # functools.wraps: Hydra looks for the program's name in the file of the wrapped function.
     @functools.wraps(run)
     def job(config: Any) -> None:
         with refusals_shown():
@@ -74,5 +124,6 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
 
     ConfigStore.instance().store(f"{name}_schema", schema)
     # The configs of a program that is a folder are beside the folder.
-    configs = "../configs" if Path(inspect.getfile(run)).name == "__main__.py" else "configs"
-    hydra.main(version_base=None, config_path=configs, config_name=name)(job)()
+    file = Path(inspect.getfile(run)).absolute()
+    configs = (file.parent.parent if file.name == "__main__.py" else file.parent) / "configs"
+    start(Program(f"python -m tools.{name}", configs, name, schema, inspect.getmodule(run).__doc__ or ""), job)

@@ -53,7 +53,7 @@ class StreamConfig:
     kinds: what tools/huggingface_to_flat_tokens takes for a name. None for `bytes`."""
     end_token: str | None = None
     """Token added at the end of each document, `</s>` for bytes. Null: none."""
-    shuffle_block: int = at_least_1(1024)
+    shuffle_block: int = within(1, 2**24, 1024)
     """With `shuffle`, documents change places within blocks of this many, at least 1, which are held in memory
     and read again after a restart."""
 

@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hydra
 import jax
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -16,8 +16,11 @@ from omegaconf import OmegaConf
 from cluster.devices import make_mesh, start_devices
 from cluster.watch import watched
 from configuration.checks import check_booleans
-from modeling.model import LanguageModel, load_model
+from configuration.composing import Program
+from configuration.program import start
+from modeling.model import LanguageModel, load_model, module_of
 from training_io.config import Config, check_divides, register_schema, to_config
+from training_io.memory import check_memory
 from training_io.sweeps import PickledByName
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -25,12 +28,14 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
     """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line."""
-    compose = hydra.main(version_base="1.3", config_path=str(CONFIGS))(PickledByName(run))
 
     @functools.wraps(run)
     def main() -> Any:
         register_schema()
-        return compose()
+        doc = inspect.getmodule(run).__doc__ or ""
+        sections = lambda: {"model": module_of("train").ModelConfig}
+        about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, doc)
+        return start(about, PickledByName(run), sections, "1.3")
 
     return main
 
@@ -42,7 +47,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     Raises ValueError for a setting that is missing, unknown or out of its range, before anything is computed.
     """
     if not composed:
-        raise ValueError("name a run: --config-name=<file in configs/>")
+        raise ValueError("name a run: --config-name=<file in configs/>. `python -m train --help` lists them.")
     c = to_config(composed)
     check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
     start_devices(c.distributed, c.hardware)
@@ -54,5 +59,6 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     with watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
         check_divides(c, jax.sharding.get_mesh().shape)
         model = load_model(c.model)
+        check_memory(c, model)
         directory.mkdir(parents=True, exist_ok=True)
         yield c, model, directory

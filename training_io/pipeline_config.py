@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from configuration.checks import at_least_1
+from configuration.checks import within
 from shardlib.schedules import schedule_of
 
 
@@ -13,7 +13,7 @@ class PipelineConfig:
 
     schedule: str = "interleaved_1f1b"
     """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, or your own as module:function (shardlib/schedules.py)."""
-    virtual_stages: int = at_least_1(1)
+    virtual_stages: int = within(1, 2**10, 1)
     """Number v of stages on each device of p, at least 1; more than 1 for interleaved_1f1b or your own schedule only.
     With layers_per_stage=null the number of layers is a multiple of p·v."""
     layers_per_stage: Any = None
