@@ -50,14 +50,14 @@ def _setting(setting: Any) -> list[str]:
 
 
 def _item(name: str, text: str) -> list[str]:
-    if len(name) < 26:
-        return _wrapped(text, 30, f"  {name:26}  ") if text else [f"  {name}"]
-    return [f"  {name}", *_wrapped(text, 30)]
+    if len(name) <= 28:
+        return _wrapped(text, 32, f"  {name:28}  ") if text else [f"  {name}"]
+    return [f"  {name}", *_wrapped(text, 32)]
 
 
 def _wrapped(text: str, indent: int, first: str | None = None) -> list[str]:
     first = " " * indent if first is None else first
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * (indent or 4))
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * indent)
 
 
 def _shown(value: Any) -> str:
@@ -74,8 +74,8 @@ def _sentence(text: str) -> str:
 
 
 def _is_own(program: Program, path: Path) -> bool:
-    """Whether a configuration is one of this program, and one to start: it is the default, or says its command."""
-    return path.stem == program.config_name or f"--config-name={path.stem}" in path.read_text().partition("defaults:")[0]
+    """Whether a configuration is one of this program, and one to start: its header has its command."""
+    return f"{program.command} --config-name={path.stem}" in path.read_text().partition("defaults:")[0]
 
 
 def _header(path: Path) -> str:

@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configuration.checks import check_ranges
 from configuration.composing import Program, check_command, parse_arguments
 from configuration.frames import is_raised_on_purpose
 from configuration.help import help_text
@@ -93,7 +94,7 @@ def start(
     with answered():
         given = parse_arguments(program, sys.argv[1:])
         if given.help:
-            print(help_text(program, sections()))
+            _print(help_text(program, sections()))
             return None
         if not (given.hydra_help or given.version or given.shell_completion or given.experimental_rerun):
             check_command(program, given)
@@ -101,6 +102,14 @@ def start(
     flags = [text for text in sys.argv[1:] if text.startswith("-") or text not in given.overrides]
     sys.argv[1:] = [*flags, *given.overrides]
     return hydra.main(version_base=version, config_path=str(program.configs), config_name=program.config_name)(job)()
+
+
+def _print(text: str) -> None:
+    """Prints `text`, of which a reader such as `head` may read a part."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
@@ -120,7 +129,9 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
         with refusals_shown():
             if missing := sorted(OmegaConf.missing_keys(config)):
                 raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")
-            run(OmegaConf.to_object(config))
+            settings = OmegaConf.to_object(config)
+            check_ranges("", settings)
+            run(settings)
 
     ConfigStore.instance().store(f"{name}_schema", schema)
     # The configs of a program that is a folder are beside the folder.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configuration.checks import at_least_1
+from configuration.checks import within
 from input_loader import shuffle
 from input_loader.batches import Loader, Sequences
 from input_loader.flat import ReadingConfig

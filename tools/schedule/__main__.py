@@ -9,6 +9,7 @@ The last one compares. No devices are needed: times follow from the costs in the
 the output.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from configuration.checks import within
 from configuration.program import run_program
 from shardlib.schedule_simulator import Costs, Timeline, simulate, simulate_ticks
 from shardlib.schedules import ONE_CHUNK, TickTable, schedule_of, tick_table
@@ -32,9 +34,9 @@ class Config:
 
     schedule: Any = MISSING
     """gpipe, 1f1b, interleaved_1f1b, eager_1f1b, or `module:function` of your own schedule; a list compares."""
-    p: int = MISSING
+    p: int = within(1, 2**12, MISSING)
     """Devices of the pipeline axis, at least 1."""
-    m: int = MISSING
+    m: int = within(1, 2**16, MISSING)
     """Microbatches of a step, at least 1."""
     v: Any = 1
     """Chunks of a device, at least 1. In a comparison: one number for all schedules that are defined for it (those
@@ -43,7 +45,7 @@ class Config:
     """Time of one microbatch's forward through a device's layers, all its chunks; or a list with one time a stage."""
     backward: Any = 2.0
     """Time of a backward, from what its forward kept, in the same form."""
-    transfer: float = 0.0
+    transfer: float = within(0, math.inf, 0.0)
     """Time from one device to the next, where no task hides it."""
     recompute: bool = False
     """The backward begins with the forward again: only stage inputs are kept. The last stage's forward is then part of
