@@ -1,7 +1,7 @@
 """Mistakes in settings: what `train` and each tool print for some 500 of them.
 
     python -m benchmarks.bad_settings              # all: minutes on one core
-    python -m benchmarks.bad_settings generate     # those with this in their command
+    python -m benchmarks.bad_settings generate     # those with this in their command, or of this kind
 
 A mistake is answered well with exit status 1 or 2, nothing on standard output, a message on standard error that begins
 with "Error: ", names what is wrong and says what to do, no traceback, and no file left behind. The program prints each
@@ -643,8 +643,8 @@ def _become(program: str, arguments: list[str], parent: Path, directory: Path) -
 
 
 def main(wanted: Sequence[str]) -> int:
-    """Runs the cases whose commands contain one of `wanted`, or all. Returns the exit status."""
-    chosen = [case for case in cases() if not wanted or any(text in str(case) for text in wanted)]
+    """Runs the cases of which `wanted` has the kind or a part of the command, or all. Returns the exit status."""
+    chosen = [case for case in cases() if not wanted or any(text in str(case) or text == case.kind for text in wanted)]
     counts: dict[str, list[int]] = {}
     bad = 0
     for outcome in run(chosen):

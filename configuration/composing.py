@@ -116,8 +116,8 @@ def check_command(program: Program, given: argparse.Namespace) -> None:
                 compose(name, overrides=[*overrides, *search])
             except MissingConfigException as error:
                 raise _missing_config(program, name, given, error) from error
-            except (HydraException, OmegaConfBaseException, ValueError, AssertionError, RecursionError) as error:
-                raise ValueError(_composition(program, error, overrides)) from error
+            except Exception as error:  # Hydra and OmegaConf raise whatever their code meets
+                raise ValueError(_composition(program, name, error, overrides)) from error
 
 
 def _parsed(program: Program, overrides: Sequence[str]) -> list[Override]:
@@ -216,6 +216,8 @@ def _missing_config(
             f"{near} `{program.command} --help` lists the configurations."
         )
     group, _, choice = missing.rpartition("/")
+    if "submitit" in choice:
+        return ValueError(f"{group} is {choice}, which needs hydra-submitit-launcher: pip install -e '.[slurm]'")
     options = list(error.options or [])
     known = f" Choose one of {', '.join(options)}." if options else ""
     return ValueError(
@@ -229,7 +231,7 @@ def _starting_with(name: str, known: list[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def _composition(program: Program, error: Exception, overrides: Sequence[str]) -> str:
+def _composition(program: Program, name: str | None, error: Exception, overrides: Sequence[str]) -> str:
     """The message for an error of Hydra's composition."""
     cause = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
@@ -239,7 +241,21 @@ def _composition(program: Program, error: Exception, overrides: Sequence[str]) -
     if cause is not None and cause.full_key:
         return place + wrong_setting(program.schema, cause, overrides)
     lines = str(error).splitlines() or [type(error).__name__]
+    if where is None and (culprit := _culprit(name, overrides)):
+        key = culprit.partition("=")[0].lstrip("+~")
+        place = f"cannot set {culprit}: "
+        return f"{place}{lines[0].rstrip('.')}. Write {key} into a configuration, or choose a group that sets it."
     return f"{place}{lines[0].rstrip('.')}. Correct the setting, or the configuration; {program.remedy}"
+
+
+def _culprit(name: str | None, overrides: Sequence[str]) -> str | None:
+    """The first override that cannot be composed alone; None if each can."""
+    for override in overrides:
+        try:
+            compose(name, overrides=[override])
+        except Exception:
+            return override
+    return None
 
 
 def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequence[str] = (), prefix: str = "") -> str:
@@ -249,11 +265,16 @@ def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequen
     try:
         kind = kind_of(schema, key)
     except ValueError as unknown:
-        return str(unknown) if not prefix else str(unknown).replace(key, prefix + key, 1)
+        said = str(unknown).replace(f"setting {key}", f"setting {prefix}{key}").replace("mean ", f"mean {prefix}")
+        return said.replace("There are ", f"The section {prefix.rstrip('.')} has ") if prefix else str(unknown)
     said = {text.partition("=")[0].lstrip("+"): text.partition("=")[2] for text in overrides}
     name = f"{prefix}{error.full_key}"
     if "nterpolation" in type(error).__name__:
         return f"{name}: {first}. Correct the name in ${{...}}, or write the value itself."
+    if "not in struct" in first:
+        path, _, entry = name.rpartition(".")
+        what = f"{path} has no entry {entry}" if path else f"the configuration has no {entry}"
+        return f"{what}. Write + before the setting, to add it: +{name}=<value>."
     value = said.get(name)
     if value is None:
         match = re.match(r"Value '(.*?)'(?: of type| is not|\()", first)

@@ -22,16 +22,33 @@ from configuration.composing import Program, check_command, parse_arguments
 from configuration.frames import is_raised_on_purpose
 from configuration.help import help_text
 
+EXTRAS = {
+    "tools": (
+        *("datasets", "gigatoken", "huggingface_hub", "matplotlib", "plotly", "pyarrow", "safetensors", "tiktoken"),
+        *("tokenizers", "zstandard"),
+    ),
+    "mistral": ("mistral_common", "sentencepiece"),
+    "slurm": ("hydra_plugins", "submitit"),
+    "oracle": ("torch", "transformers"),
+}
+"""Modules of optional packages, by the extra of pyproject.toml that installs them."""
+FILES = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | FileExistsError
+"""Errors of the system about a file that a setting names."""
+
 
 def refusal(error: Exception) -> str | None:
     """What a user is told of `error` instead of its traceback; None if the traceback is needed.
 
-    That is the message of a ValueError with which this project, a model or the configuration refuses what it was given.
-    A ValueError that Python or a library raises is a bug. Of an error in code that shardlib checks, the message begins
+    That is the message of a ValueError with which this project, a model or the configuration refuses what it was given;
+    of an error of the system about a file; and of a missing package that an extra installs. A ValueError that Python or
+    a library raises is a bug. Of an error in code that shardlib checks, the message begins
     with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback.
     """
-    refuses = isinstance(error, OmegaConfBaseException) or (
-        isinstance(error, ValueError) and is_raised_on_purpose(error)
+    refuses = (
+        isinstance(error, OmegaConfBaseException)
+        or (isinstance(error, FILES) and error.filename is not None)
+        or (isinstance(error, ModuleNotFoundError) and extra_of(error) is not None)
+        or (isinstance(error, ValueError) and is_raised_on_purpose(error))
     )
     if not refuses or os.environ.get("HYDRA_FULL_ERROR") == "1":
         return None
@@ -42,10 +59,21 @@ def refusal(error: Exception) -> str | None:
 
 def message_of(error: Exception) -> str:
     """The message of an error, in words for a user."""
+    if isinstance(error, ModuleNotFoundError):
+        package, extra = extra_of(error)
+        return f"this needs the package {package}, which is not installed: pip install -e '.[{extra}]'"
+    if isinstance(error, OSError):
+        return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
     if not isinstance(error, OmegaConfBaseException):
         return str(error)
     name, first = error.full_key or "a setting", str(error).splitlines()[0].rstrip(".")
     return f"{name}: {first}. Correct the value of {name}."
+
+
+def extra_of(error: ImportError) -> tuple[str, str] | None:
+    """The missing package, and the extra of pyproject.toml that installs it; None if none does."""
+    package = (error.name or "").partition(".")[0]
+    return next(((package, extra) for extra, packages in EXTRAS.items() if package in packages), None)
 
 
 def printable(text: str) -> str:

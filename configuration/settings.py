@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import difflib
 import enum
 import inspect
 import textwrap
@@ -11,8 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import MISSING
-
-from configuration.checks import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,7 @@ def kind_of(schema: type, name: str) -> Any:
         if is_section(kind):
             kinds = typing.get_type_hints(kind)
             if part not in kinds:
-                raise ValueError(f"there is no setting {name}.{_known(schema, path, part, [*kinds], parts[-1])}")
+                raise ValueError(f"there is no setting {name}.{_known(schema, parts, i, [*kinds])}")
             kind = kinds[part]
         elif typing.get_origin(kind) in (list, dict):
             kind = typing.get_args(kind)[-1]
@@ -65,15 +64,15 @@ def kind_of(schema: type, name: str) -> Any:
     return kind
 
 
-def _known(schema: type, path: str, wrong: str, known: list[str], last: str) -> str:
-    """Which name was meant in the section `path`, or elsewhere; or else the names of the section."""
-    if near := did_you_mean(wrong, known):
-        return near if not path else near.replace("mean ", f"mean {path}.")
-    elsewhere = [s.name for s in settings_of(schema) if s.name.rpartition(".")[2] == last and not is_section(s.kind)]
-    if elsewhere:
+def _known(schema: type, parts: list[str], i: int, known: list[str]) -> str:
+    """Which name was meant where part `i` is unknown, in its section or elsewhere; or else the names of the section."""
+    path = ".".join(parts[:i])
+    if near := difflib.get_close_matches(parts[i], known, n=1):
+        return f" Did you mean {'.'.join([*parts[:i], near[0], *parts[i + 1 :]])}?"
+    names = [s.name for s in settings_of(schema) if not is_section(s.kind)]
+    if elsewhere := [name for name in names if name.rpartition(".")[2] == parts[-1]]:
         return f" Did you mean {elsewhere[0]}?"
-    owner = f"The section {path} has" if path else "There are"
-    return f" {owner} {', '.join(known)}."
+    return f" {f'The section {path} has' if path else 'There are'} {', '.join(known)}."
 
 
 def without_null(kind: Any) -> Any:

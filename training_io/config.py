@@ -180,6 +180,12 @@ def check_config(c: Config) -> None:
     for axis in ("r", "d", "t"):
         if (size := getattr(c.mesh, axis)) == 0:
             raise ValueError(f"mesh.{axis} is {size}; give the number of devices, or -1 for those that are left.")
+    tasks = c.training.microbatches * c.mesh.p * c.pipeline.virtual_stages
+    if c.mesh.p > 1 and tasks >= 2**18:
+        raise ValueError(
+            f"training.microbatches {c.training.microbatches} · mesh.p {c.mesh.p} · pipeline.virtual_stages "
+            f"{c.pipeline.virtual_stages} are {tasks} tasks of the schedule; it must have fewer than 2**18."
+        )
     check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.attention", c.training.attention, PATHS)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from configuration.checks import within
+from configuration.checks import did_you_mean, within
 from shardlib.schedules import schedule_of
 
 
@@ -26,11 +26,14 @@ class PipelineConfig:
 
 def check_pipeline(c: PipelineConfig) -> None:
     """Raises ValueError for a setting that is not allowed."""
-    schedule_of(c.schedule)
+    try:
+        schedule_of(c.schedule)
+    except ValueError as error:
+        raise ValueError(f"pipeline.schedule: {error}") from error
     counts = c.layers_per_stage
     is_list = isinstance(counts, list) and all(type(n) is int and n > 0 for n in counts)
     if not (counts is None or counts == "balanced" or is_list):
         raise ValueError(
             f"pipeline.layers_per_stage is {counts!r}; give a list of the layers of each stage, at least 1 each, "
-            "balanced, or null for the same number in all."
+            f"balanced, or null for the same number in all.{did_you_mean(counts, ['balanced'])}"
         )
