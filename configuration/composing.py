@@ -53,7 +53,7 @@ class Program:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        raise ValueError(f"{message}.")
+        raise ValueError(f"{message}. Write a flag as --flag=value.")
 
 
 def parse_arguments(program: Program, arguments: Sequence[str]) -> argparse.Namespace:
@@ -102,12 +102,14 @@ def check_command(program: Program, given: argparse.Namespace) -> None:
     if given.config_name is not None and not given.config_name.strip():
         raise ValueError(f"--config-name is empty; give the name of a file in {program.configs.name}/.")
     name = given.config_name or program.config_name
+    if name is None and not given.info:
+        raise ValueError(f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them.")
     directory = Path(given.config_path) if given.config_path else program.configs
     search = []
     if given.config_dir is not None:
         search = [f"hydra.searchpath=[{_quoted('file://' + os.path.abspath(given.config_dir))}]"]
     with initialize_config_dir(str(directory.absolute()), version_base="1.3"):
-        if name is None and not parsed:
+        if name is None:
             return
         for override in parsed:
             _check_override(program, override)
@@ -123,6 +125,8 @@ def check_command(program: Program, given: argparse.Namespace) -> None:
 def _parsed(program: Program, overrides: Sequence[str]) -> list[Override]:
     parsed = []
     for text in overrides:
+        if re.match(r"[+~]*=", text):
+            raise ValueError(f"{text} has no name before the sign =. Write name=value.")
         if re.fullmatch(r"[\w./@-]+", text) and not text.startswith(("~", "-")):
             raise ValueError(f"{text} is no setting with a value. Write {text}=<value>.")
         try:
@@ -273,8 +277,9 @@ def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequen
         return f"{name}: {first}. Correct the name in ${{...}}, or write the value itself."
     if "not in struct" in first:
         path, _, entry = name.rpartition(".")
-        what = f"{path} has no entry {entry}" if path else f"the configuration has no {entry}"
-        return f"{what}. Write + before the setting, to add it: +{name}=<value>."
+        if not path:
+            return f"the configuration has no {entry}: it is part of one. Choose another --config-name."
+        return f"{path} has no entry {entry}. Write + before the setting, to add it: +{name}=<value>."
     value = said.get(name)
     if value is None:
         match = re.match(r"Value '(.*?)'(?: of type| is not|\()", first)

@@ -46,7 +46,10 @@ def help_text(program: Program, sections: dict[str, type] | None = None) -> str:
 
 def _setting(setting: Any) -> list[str]:
     default = "must be given" if setting.default == MISSING else f"= {_shown(setting.default)}"
-    return [*_wrapped(f"{setting.name} ({short_type(setting.kind)}) {default}", 2), *_wrapped(_sentence(setting.doc), 6)]
+    return [
+        *_wrapped(f"{setting.name} ({short_type(setting.kind)}) {default}", 2),
+        *_wrapped(_sentence(setting.doc), 6),
+    ]
 
 
 def _item(name: str, text: str) -> list[str]:
@@ -63,7 +66,11 @@ def _wrapped(text: str, indent: int, first: str | None = None) -> list[str]:
 def _shown(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return value.name
-    text = {None: "null", True: "true", False: "false", "": "''"}.get(value) if isinstance(value, str | bool | None) else None
+    text = (
+        {None: "null", True: "true", False: "false", "": "''"}.get(value)
+        if isinstance(value, str | bool | None)
+        else None
+    )
     return text or str(value)
 
 

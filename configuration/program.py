@@ -62,7 +62,7 @@ def message_of(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         package, extra = extra_of(error)
         return f"this needs the package {package}, which is not installed: pip install -e '.[{extra}]'"
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
     if not isinstance(error, OmegaConfBaseException):
         return str(error)
@@ -109,7 +109,10 @@ def answered() -> Iterator[None]:
 
 
 def start(
-    program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]] = dict, version: str | None = None
+    program: Program,
+    job: Callable[[Any], Any],
+    sections: Callable[[], dict[str, type]] = dict,
+    version: str | None = None,
 ) -> Any:
     """Calls `job` with what Hydra composes from the command line, or answers what is wrong in it, or prints the help.
 

@@ -124,7 +124,9 @@ def _docstrings(schema: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for owner in reversed(schema.__mro__):
         try:
-            (node,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body if dataclasses.is_dataclass(owner) else []
+            (node,) = (
+                ast.parse(textwrap.dedent(inspect.getsource(owner))).body if dataclasses.is_dataclass(owner) else []
+            )
         except (OSError, TypeError, ValueError):
             continue
         for field, doc in zip(node.body, node.body[1:], strict=False):

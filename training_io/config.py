@@ -150,7 +150,10 @@ def to_config(composed: DictConfig) -> Config:
     Raises ValueError for a setting that is missing, unknown, or out of its range.
     """
     config = composed.copy()
-    module = module_of(config.model.module)
+    name = config.model.module
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"model.module is {name!r}; give the name of a Python module, such as train or gpt2.")
+    module = module_of(name)
     try:
         config.model = OmegaConf.merge(OmegaConf.structured(module.ModelConfig), config.model)
     except OmegaConfBaseException as error:
@@ -202,6 +205,8 @@ def check_config(c: Config) -> None:
         )
     if not c.distributed.is_single and c.paths.model_name is None:
         raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
+    if c.training.init_from == "":
+        raise ValueError("training.init_from is empty; give the directory of a run or of a checkpoint, or null.")
     if c.paths.model_name == "":
         raise ValueError("paths.model_name is empty; give the run a name.")
 
@@ -210,7 +215,10 @@ def check_weights(name: str, which: str, ema_decay: float | None) -> None:
     """Raises ValueError for a setting `name` that is not one of WEIGHTS, or is the average in a run without one."""
     check_choice(name, which, WEIGHTS)
     if which == "ema" and ema_decay is None:
-        raise ValueError(f"{name} is ema, but training.ema_decay is null: the run keeps no average of its weights.")
+        raise ValueError(
+            f"{name} is ema, but training.ema_decay is null: the run keeps no average of its weights. Set "
+            "training.ema_decay, or choose weights."
+        )
 
 
 def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:

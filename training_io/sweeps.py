@@ -124,11 +124,14 @@ class Sweep(Callback):
 
 def _check_swept(swept: set[str], launcher: str) -> None:
     if "paths.model_name" in swept:
-        sys.exit("paths.model_name is swept, but it names the whole sweep; its jobs are named by what else is swept.")
+        sys.exit(
+            "Error: paths.model_name is swept, but it names the whole sweep; its jobs are named by what else is swept. "
+            "Give one name."
+        )
     fixed = sorted(key for key in swept if key.split(".")[0] in ("hardware", "distributed"))
     if fixed and launcher.endswith(".BasicLauncher"):
         sys.exit(
-            f"{', '.join(fixed)} cannot be swept in one process, whose devices start once. "
+            f"Error: {', '.join(fixed)} cannot be swept in one process, whose devices start once. "
             "Give each job its own, with hydra/launcher=submitit_slurm or submitit_local, or start it by itself."
         )
 

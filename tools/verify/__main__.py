@@ -145,7 +145,9 @@ def job(config: Any) -> None:
     """Verifies the composed configuration. What is refused is one line, as in other programs."""
     with refusals_shown():
         if not config:
-            raise ValueError("name a run: --config-name=<file in configs/>. `python -m tools.verify --help` lists them.")
+            raise ValueError(
+                "name a run: --config-name=<file in configs/>. `python -m tools.verify --help` lists them."
+            )
         settings: VerifyConfig = OmegaConf.to_object(config.verify)
         check(settings)
         with open_dict(config):
