@@ -49,7 +49,7 @@ SECONDS = 20
 MEMORY = 24 * 2**30
 """Largest address space of a command, in bytes, so that none takes the memory of the machine."""
 REMEDY = re.compile(
-    r"must|choose|[Gg]ive|[Dd]id you mean|\b[Ss]et |[Ww]rite|[Ll]eave|\b[Uu]se |\b[Pp]ut |install|lists|[Cc]orrect|"
+    r"must|[Cc]hoose|[Cc]heck|[Gg]ive|[Dd]id you mean|\b[Ss]et |[Ww]rite|[Ll]eave|\b[Uu]se |\b[Pp]ut |install|lists|[Cc]orrect|"
     r"[Tt]here (are|is)|[Ss]tart|[Mm]ove|name a run|[Rr]emove|[Mm]ake|[Rr]ead|[Ll]et|fit"
 )
 """Words of which a message that says what to do has one."""
@@ -262,7 +262,6 @@ UNKNOWN = [
 
 VALUES = [
     ("model=null", "model"),
-    ("model={}", "model"),
     ("training=null", "training"),
     ("training=3", "training"),
     ("training=[1]", "training"),
@@ -311,12 +310,13 @@ VALUES = [
     ("data.filespec=/dev/null", "/dev/null"),
     ("data.filespec=/etc/passwd", "/etc/passwd"),
     ("data.filespec=s3://x/y", "s3"),
-    ("data.mixture={a:{filespec:x,weight:1}}", "data.filespec"),
-    ("data.filespec=null data.mixture={a:{filespec:{tmp}/none,weight:1}}", "none"),
-    ("data.filespec=null data.mixture={a:{filespec:x,weight:0}}", "weight"),
-    ("data.filespec=null data.mixture={a:{weight:1}}", "filespec"),
-    ("data.filespec=null data.mixture={a:null}", "data.mixture"),
-    ("data.filespec=null data.mixture={a:3}", "data.mixture"),
+    ("data.mixture={a:{filespec:x,weight:1}}", "data.mixture"),
+    ("+data.mixture={a:{filespec:x,weight:1}}", "data.filespec"),
+    ("data.filespec=null +data.mixture={a:{filespec:{tmp}/none,weight:1}}", "none"),
+    ("data.filespec=null +data.mixture={a:{filespec:x,weight:0}}", "weight"),
+    ("data.filespec=null +data.mixture={a:{weight:1}}", "filespec"),
+    ("data.filespec=null +data.mixture={a:null}", "data.mixture"),
+    ("data.filespec=null +data.mixture={a:3}", "data.mixture"),
     ("data.filespec=null data.stream={files:[{tmp}/none.jsonl]}", "none.jsonl"),
     ("data.filespec=null data.stream={}", "data.stream"),
     ("data.filespec=null data.stream={files:[/etc/passwd],tokenizer:{tmp}/none}", "none"),
@@ -324,7 +324,7 @@ VALUES = [
     ("pipeline.layers_per_stage=[0,1]", "pipeline.layers_per_stage"),
     ("pipeline.layers_per_stage=3", "pipeline.layers_per_stage"),
     ("mesh.p=2 mesh.d=2 pipeline.virtual_stages=3", "layers"),
-    ("mesh.p=2 mesh.d=2 model.layers=3", "model.layers"),
+    ("mesh.p=2 mesh.d=2 model.layers=3", "layers"),
     ("hardware.memory_fraction=0", "hardware.memory_fraction"),
     ("hardware.memory_fraction=2", "hardware.memory_fraction"),
     ("hardware.compiler_options={--xla_x:1}", "xla_x"),
@@ -341,7 +341,7 @@ VALUES = [
     ("--config-name=gpt2", "did you mean"),
     ("--config-name=../x", "../x"),
     ("--config-name={tmp}/x", "x"),
-    ("--config-name=model/demo", "model/demo"),
+    ("--config-name=model/demo", "--config-name"),
     ("--config-name=base", "model"),
     ("--config-name=", "--config-name"),
     ("--config-name", "config-name"),
@@ -360,7 +360,7 @@ SIZES = [
     ("training.microbatches=1000000", "training.microbatches"),
     ("training.eval_batches=1000000000000", "training.eval_batches"),
     ("training.sample_tokens=1000000000", "training.sample_tokens"),
-    ("training.sample_interval=10 training.sample_top_k=1000000000", "training.sample_top_k"),
+    ("training.sample_top_k=1000000000000", "training.sample_top_k"),
     ("training.keep_checkpoints=100000000000", "training.keep_checkpoints"),
     ("training.unroll=100000000000", "training.unroll"),
     ("training.steps=1000000000000000", "training.steps"),
@@ -532,7 +532,7 @@ def cases() -> list[Case]:
     found: list[Case] = []
 
     def add(program: str, base: Sequence[str], text: str, names: str, kind: str, split: bool = True) -> None:
-        own = re.split(r" (?=[\w.]+=|--)", text) if split else [text]
+        own = re.split(r" (?=\+?[\w.]+=|--)", text) if split else [text]
         given = {argument.partition("=")[0] for argument in own}
         kept = [argument for argument in base if argument.partition("=")[0] not in given]
         flags = [argument for argument in own if argument.startswith("--")]

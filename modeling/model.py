@@ -219,9 +219,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def _refusal(name: str, problem: str) -> ValueError:
-    return ValueError(
-        f"model.module is {name!r}, {problem}; correct the module, or choose another: see docs/models.md."
-    )
+    return ValueError(f"model.module is {name!r}, {problem}; see docs/models.md for what a module must have.")
 
 
 def _check_has(name: str, owner: str, thing: Any, parts: Any) -> None:

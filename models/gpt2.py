@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from configuration.checks import at_least_0, at_least_1, within
+from configuration.checks import at_least_0, within
 from jax_extra import save_for_backward
 from modeling.model import Tokens, act
 from modeling.rules import CAUSAL

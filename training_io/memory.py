@@ -88,7 +88,7 @@ def check_memory(c: Config, model: LanguageModel) -> None:
 
 
 def _memory_of_devices() -> float | None:
-    """Bytes of memory of all devices of the run; None where it is not known. Devices of a CPU share that of the host."""
+    """Bytes of memory of all devices of the run; None where not known. Simulated devices share that of their host."""
     if jax.devices()[0].platform != "cpu":
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
         return limit and limit * jax.device_count()

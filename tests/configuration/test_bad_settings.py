@@ -72,7 +72,7 @@ def test_all_mistakes():
     [
         (
             "train",
-            ["local_test_synthetic", "120 steps of 4,096 tokens on eight simulated", "training.batch_size (int)"],
+            ["local_test_synthetic", "120 steps of 4,096 tokens", "training.batch_size (int)"],
         ),
         ("tools.generate", ["max_tokens (int) = 200", "Largest number of tokens to add to a prompt"]),
         ("tools.verify", ["verify.devices (int) = 8", "model.vocab (int) must be given"]),
@@ -111,7 +111,16 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
             "tools",
             ["tools.huggingface_to_flat_tokens", "train.files=[a.txt]", "tokenizer.kind=train_bpe"],
         ),
-        ("tiktoken", "tools", ["tools.huggingface_to_flat_tokens", "train.files=[a.txt]", "tokenizer.kind=tiktoken"]),
+        (
+            "tiktoken",
+            "tools",
+            [
+                "tools.huggingface_to_flat_tokens",
+                "train.files=[a.txt]",
+                "tokenizer.kind=tiktoken",
+                "tokenizer.name=cl100k_base",
+            ],
+        ),
         ("pyarrow", "tools", ["tools.huggingface_to_flat_tokens", "train.files=[a.parquet]"]),
         ("huggingface_hub", "tools", ["tools.huggingface_to_checkpoint", "model=a/b", "output=x"]),
         ("matplotlib", "tools", ["tools.schedule", "schedule=gpipe", "p=2", "m=4"]),
@@ -122,7 +131,7 @@ def test_a_missing_package_names_its_extra(tmp_path, package, extra, arguments):
     (tmp_path / "a.txt").write_text("a text")
     (tmp_path / "a.parquet").write_bytes(b"")
     if "flat_tokens" in arguments[0]:
-        arguments = [*arguments, f"out={tmp_path}/x.zarr", "tokenizer.name=cl100k_base"]
+        arguments = [*arguments, f"out={tmp_path}/x.zarr"]
         arguments += [] if "validation=null" in arguments else ["validation=null"]
     program = f"import os; os.chdir({str(tmp_path)!r})" + BLOCKED.format(package=package, arguments=arguments)
     done = python(program)

@@ -255,8 +255,8 @@ def configure(*arguments: str) -> None:
             "Value '3.5' of type 'float' could not be converted to Integer\n    full_key: training.steps",
         ),
         ("training.steps=many", "full_key: training.steps"),
-        ("model.tied_embeddings=perhaps", "model.tied_embeddings: Value 'perhaps' is not a valid bool (type str)."),
-        ("model.d_modl=3", "model.d_modl: Key 'd_modl' not in 'ModelConfig'. There are module, vocab, d_model,"),
+        ("model.tied_embeddings=perhaps", "model.tied_embeddings is perhaps; it must be true or false."),
+        ("model.d_modl=3", "there is no setting model.d_modl. Did you mean model.d_model?"),
         ("model.module=nowhere", "model.module is 'nowhere', and Python finds no module of that name"),
         (
             "model.module=json",
@@ -278,8 +278,8 @@ def configure(*arguments: str) -> None:
         ("optimizer.warmup_steps=500", "optimizer.warmup_steps is 500 and optimizer.schedule_steps 120"),
         ("model.logit_softcap=0", "model.logit_softcap is 0"),
         ("optimizer.final_fraction=1.5", "optimizer.final_fraction is 1.5; it must be at least 0 and at most 1."),
-        ("training.log_interval=0", "training.log_interval is 0; it must be at least 1 and below 2**63."),
-        ("training.microbatches=0", "training.microbatches is 0; it must be at least 1 and below 2**63."),
+        ("training.log_interval=0", "training.log_interval is 0; it must be at least 1 and below 2**31."),
+        ("training.microbatches=0", "training.microbatches is 0; it must be at least 1 and below 2**16."),
         ("optimizer.weight_decay=-1", "optimizer.weight_decay is -1.0; it must be at least 0 and finite."),
         ("model.bos_id=1280", "model.bos_id is 1280; it must be at least 0 and below 1280."),
         ("training.seed=-1", "training.seed is -1; it must be at least 0"),
@@ -291,9 +291,12 @@ def configure(*arguments: str) -> None:
         ("model.d_model=252", "model.d_model is 252; on the mesh r=1 d=4 t=2 it must be a multiple of t·d = 8."),
         ("training.compute_dtype=f8", "training.compute_dtype is 'f8'; choose one of bf16, f32."),
         ("distributed.auto=true", "distributed says that there are several processes; give paths.model_name"),
-        ("mesh.d=3", "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2"),
-        ("mesh.t=5", "mesh r=1 d=-1 t=5 does not fit 8 devices."),
-        ("mesh.p=3", "mesh p=3 r=1 d=-1 t=2 does not fit 8 devices. Those that do: p=1 …, p=2 …, p=4 …, p=8 …."),
+        (
+            "mesh.d=3",
+            "mesh r=1 d=3 t=2 does not fit 8 devices (cpu). Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2",
+        ),
+        ("mesh.t=5", "mesh r=1 d=-1 t=5 does not fit 8 devices (cpu)."),
+        ("mesh.p=3", "mesh p=3 r=1 d=-1 t=2 does not fit 8 devices (cpu). Those that do: p=1 …, p=2 …, p=4 …, p=8 …."),
     ],
 )
 def test_bad_settings_get_one_clear_error(argument, message):

@@ -9,7 +9,6 @@ The last one compares. No devices are needed: times follow from the costs in the
 the output.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
