@@ -49,7 +49,8 @@ SECONDS = 20
 MEMORY = 24 * 2**30
 """Largest address space of a command, in bytes, so that none takes the memory of the machine."""
 REMEDY = re.compile(
-    r"must|[Cc]hoose|[Cc]heck|[Gg]ive|[Dd]id you mean|\b[Ss]et |[Ww]rite|[Ll]eave|\b[Uu]se |\b[Pp]ut |install|lists|[Cc]orrect|"
+    r"must|[Cc]hoose|[Cc]heck|[Gg]ive|[Dd]id you mean|"
+    r"\b[Ss]et |[Ww]rite|[Ll]eave|\b[Uu]se |\b[Pp]ut |install|lists|[Cc]orrect|"
     r"[Tt]here (are|is)|[Ss]tart|[Mm]ove|name a run|[Rr]emove|[Mm]ake|[Rr]ead|[Ll]et|fit"
 )
 """Words of which a message that says what to do has one."""
@@ -338,7 +339,7 @@ VALUES = [
     ("paths.model_name=", "paths.model_name"),
     ("--config-name=local_test_synth", "Did you mean local_test_synthetic?"),
     ("--config-name=local_tst_pipeline", "Did you mean local_test_pipeline?"),
-    ("--config-name=gpt2", "did you mean"),
+    ("--config-name=gpt2", "Did you mean gpt2_124m?"),
     ("--config-name=../x", "../x"),
     ("--config-name={tmp}/x", "x"),
     ("--config-name=model/demo", "--config-name"),

@@ -38,7 +38,7 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1)
         kind, wanted = devices[0].platform, math.prod(abs(n) for n in (p, r, d, t))
         simulate = f" On a CPU hardware.simulated_devices={wanted} simulates {wanted} devices." if kind == "cpu" else ""
         raise ValueError(
-            f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices ({kind}). Those that do: "
+            f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
             f"{', '.join(shapes[:24])}{more}. (-1, for one axis, takes what is left.) "
             f"Set mesh.p, mesh.r, mesh.d and mesh.t.{simulate if 0 < wanted <= 4096 else ''}"
         )

@@ -1,6 +1,7 @@
 """What programs print for mistakes in settings: a sample of benchmarks/bad_settings.py, and all of it; and --help."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -89,6 +90,7 @@ def test_help_lists_configurations_and_settings(program, shown):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+TIKTOKEN = ("tokenizer.kind=tiktoken", "tokenizer.name=cl100k_base")
 BLOCKED = """
 import runpy, sys
 class Blocked:
@@ -145,7 +147,7 @@ def test_extras_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     renamed = {"hydra_submitit_launcher": "hydra_plugins"}
     for extra, packages in EXTRAS.items():
-        names = {name.partition("==")[0].replace("-", "_") for name in project[extra]}
+        names = {re.split("==|;", name)[0].replace("-", "_") for name in project[extra]}
         names = {renamed.get(name, name) for name in names}
         assert set(packages) - names <= {"submitit"}
         assert names <= set(packages) | set(EXTRAS["mistral"])

@@ -293,10 +293,10 @@ def configure(*arguments: str) -> None:
         ("distributed.auto=true", "distributed says that there are several processes; give paths.model_name"),
         (
             "mesh.d=3",
-            "mesh r=1 d=3 t=2 does not fit 8 devices (cpu). Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2",
+            "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2",
         ),
-        ("mesh.t=5", "mesh r=1 d=-1 t=5 does not fit 8 devices (cpu)."),
-        ("mesh.p=3", "mesh p=3 r=1 d=-1 t=2 does not fit 8 devices (cpu). Those that do: p=1 …, p=2 …, p=4 …, p=8 …."),
+        ("mesh.t=5", "mesh r=1 d=-1 t=5 does not fit 8 devices."),
+        ("mesh.p=3", "mesh p=3 r=1 d=-1 t=2 does not fit 8 devices. Those that do: p=1 …, p=2 …, p=4 …, p=8 …."),
     ],
 )
 def test_bad_settings_get_one_clear_error(argument, message):
