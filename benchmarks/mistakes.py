@@ -244,7 +244,6 @@ OF_TOOLS = {
         ("samples=1000000000000", "samples"),
         ("batch=1000000000000", "batch"),
         ("top_k=0", "top_k"),
-        ("top_p=2", "top_p"),
         ("temperature=-1", "temperature"),
         ("seed=-1", "seed"),
         ("step=-1", "step"),

@@ -24,7 +24,7 @@ from rich.text import Text
 
 import train
 from cluster.devices import make_mesh
-from configuration.checks import check_ranges, within
+from configuration.checks import check_choice, check_ranges, within
 from configuration.program import run_program
 from input_loader.codec import codec_of_data
 from modeling.model import LanguageModel, load_model
@@ -195,6 +195,9 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
     """
     console = console or Console()
     check_ranges("", config)
+    check_choice("weights", config.weights, run_config.WEIGHTS)
+    if config.gather_weights is not None:
+        check_choice("gather_weights", config.gather_weights, ("layer", "step"))
     texts = read_prompts(config)
     if not Path(config.run).is_dir():
         raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
