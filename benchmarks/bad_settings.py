@@ -40,7 +40,11 @@ TOOLS = {
     "tools.generate": ("run={tmp}/none", "prompt=a"),
     "tools.checkpoint_to_huggingface": ("run={tmp}/none", "output={tmp}/out"),
     "tools.huggingface_to_checkpoint": ("model={tmp}/none", "output={tmp}/out"),
-    "tools.huggingface_to_flat_tokens": ("out={tmp}/x.zarr", "train.files=[{tmp}/none.jsonl]", "validation=null"),
+    "tools.huggingface_to_flat_tokens": (
+        "out={tmp}/x.zarr",
+        f"train.files=[{ROOT}/tests/data/austen_validation.jsonl.xz]",
+        "validation=null",
+    ),
     "tools.inspect_data": (f"filespec={ROOT}/synthetic_dataset.zarr",),
     "tools.merge_flat_tokens": ("out={tmp}/x.zarr",),
     "tools.write_synthetic_dataset": ("out={tmp}/x.zarr",),
