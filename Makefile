@@ -20,8 +20,7 @@ help: ## list the targets
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS)"
 
 demo: $(RUNTIME) ## train a small sharded model on 8 simulated devices
-	JAX_PLATFORMS=cpu XLA_FLAGS="$$XLA_FLAGS --xla_force_host_platform_device_count=8" \
-	  $(RUN) train --config-name=local_test_synthetic
+	JAX_PLATFORMS=cpu $(RUN) train --config-name=local_test_synthetic
 
 verify: $(RUNTIME) ## compare a small step on two meshes of 8 simulated devices with one device: a minute
 	$(RUN) tools.verify --config-name=local_test_synthetic verify.small=true mesh.p=2 \

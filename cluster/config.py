@@ -10,11 +10,14 @@ from configuration.checks import check_choice, check_range, within
 class MeshConfig:
     """Number of devices along each axis. At most one may be -1, which takes the devices that are left."""
 
-    p: int = 1
+    p: int = within(1, 2**20, 1)
     """Devices that each hold some of the layers, as stages of a pipeline (docs/pipeline.md)."""
-    r: int = 1
-    d: int = -1
-    t: int = 1
+    r: int = within(-1, 2**20, 1)
+    """Replicas: each has all weights."""
+    d: int = within(-1, 2**20, -1)
+    """Devices over which the batch, and the weights at rest, are sharded (FSDP)."""
+    t: int = within(-1, 2**20, 1)
+    """Devices of tensor parallelism."""
 
 
 @dataclasses.dataclass
@@ -31,6 +34,9 @@ class HardwareConfig:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables, such as NCCL's, that are set before the devices start. A variable that is set already
     keeps its value."""
+    simulated_devices: int | None = within(1, 4097, None)
+    """Number of devices, at most 4096, that this host's CPU simulates where JAX uses the CPU; null: one. Without effect
+    on other devices, and where XLA_FLAGS in the environment has xla_force_host_platform_device_count."""
     memory_fraction: float | None = None
     """Part of a GPU's memory that JAX reserves when it starts, in (0, 1]; null: JAX's own default, 0.75. The variable
     XLA_PYTHON_CLIENT_MEM_FRACTION overrides it."""

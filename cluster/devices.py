@@ -1,5 +1,6 @@
 """The devices of a run: their mesh, their compiler, and the processes that they belong to."""
 
+import contextlib
 import ctypes
 import itertools
 import math
@@ -33,10 +34,14 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1)
         divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
         fits = itertools.product([sizes[0]], *[divisors] * 3)
         shapes = [shown(fit) for fit in fits if math.prod(fit) == len(devices)]
+        shapes = shapes or [f"p={n} …" for n in divisors]
+        more = f" and {len(shapes) - 24} more" if len(shapes) > 24 else ""
+        kind, wanted = devices[0].platform, math.prod(abs(n) for n in (p, r, d, t))
+        simulate = f" On a CPU hardware.simulated_devices={wanted} simulates {wanted} devices." if kind == "cpu" else ""
         raise ValueError(
             f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
-            + ", ".join(shapes or [f"p={n} …" for n in divisors])
-            + ". (-1, for one axis, takes what is left.)"
+            f"{', '.join(shapes[:24])}{more}. (-1, for one axis, takes what is left.) "
+            f"Set mesh.p, mesh.r, mesh.d and mesh.t.{simulate if 0 < wanted <= 4096 else ''}"
         )
     axes = ("r", "d", "t")
     if sizes[0] > 1:
@@ -56,6 +61,7 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
     """
     for name, value in hardware.environment.items():
         os.environ.setdefault(name, value)
+    simulate_devices(hardware)
     if hardware.memory_fraction is not None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
     # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
@@ -95,6 +101,15 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
         ) from error
     finally:
         waiting.cancel()
+
+
+def simulate_devices(hardware: HardwareConfig) -> None:
+    """Applies hardware.simulated_devices. Has no effect once devices have started."""
+    count = hardware.simulated_devices
+    if count is None or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    with contextlib.suppress(RuntimeError):  # in a later job of a sweep
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def kept_programs(name: str) -> Path | None:

@@ -1,14 +1,15 @@
 """Checks of settings. Each raises ValueError with the name of the setting, its value and the allowed values."""
 
 import dataclasses
+import difflib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
 
-_UPPER = {2**31: "below 2**31", 2**63: "below 2**63", math.inf: "finite", math.nextafter(1, 2): "at most 1"}
+_UPPER = {math.inf: "finite", math.nextafter(1, 2): "at most 1"} | {2**n: f"below 2**{n}" for n in range(10, 64)}
 """Words for the upper limits of ranges, which are exclusive."""
 
 
@@ -18,7 +19,7 @@ def within(low: float, end: float, default: Any = dataclasses.MISSING, **options
 
 
 at_least_0 = functools.partial(within, 0, math.inf)
-at_least_1 = functools.partial(within, 1, 2**63)
+at_least_1 = functools.partial(within, 1, 2**31)
 
 
 def check_ranges(section: str, settings: Any) -> None:
@@ -31,16 +32,22 @@ def check_ranges(section: str, settings: Any) -> None:
             check_ranges(name, value)
 
 
-def check_range(name: str, value: float | None, low: float = 1, end: float = 2**63) -> None:
+def check_range(name: str, value: float | None, low: float = 1, end: float = 2**31) -> None:
     """Checks that a number is in [low, end). None is in every range."""
     if value is not None and not low <= value < end:  # NaN is in no range
         raise ValueError(f"{name} is {value}; it must be at least {low} and {_UPPER.get(end, f'below {end}')}.")
 
 
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raises ValueError for a value that is not allowed."""
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.")
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.{did_you_mean(value, allowed)}")
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The question for the known name that is nearest to `name`, after a space; empty where none is near."""
+    nearest = difflib.get_close_matches(str(name), [*known], n=1)
+    return f" Did you mean {nearest[0]}?" if nearest else ""
 
 
 def check_booleans(overrides: Sequence[str], config) -> None:

@@ -17,26 +17,66 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configuration.checks import check_ranges
+from configuration.composing import Program, check_command, parse_arguments
 from configuration.foreign import shown
 from configuration.frames import is_raised_on_purpose
+from configuration.help import help_text
+
+EXTRAS = {
+    "tools": (
+        *("datasets", "gigatoken", "huggingface_hub", "matplotlib", "plotly", "pyarrow", "safetensors", "tiktoken"),
+        *("tokenizers", "zstandard"),
+    ),
+    "mistral": ("mistral_common", "sentencepiece"),
+    "slurm": ("hydra_plugins", "submitit"),
+    "oracle": ("torch", "transformers"),
+}
+"""Modules of optional packages, by the extra of pyproject.toml that installs them."""
+FILES = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | FileExistsError
+"""Errors of the system about a file that a setting names."""
 
 
 def refusal(error: Exception) -> str | None:
     """What a user is told of `error` instead of its traceback; None if the traceback is needed.
 
-    That is the message of a ValueError or OSError with which this project, a model or the configuration refuses what it
-    was given. One that Python or a library raises is a bug. Of an error in code that shardlib checks, the message
-    begins with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback. What a terminal would obey in
-    a message, which may quote data, is left out.
+    That is the message of a ValueError, OSError or FloatingPointError with which this project, a model or the
+    configuration refuses what it was given; of an error of the system about a file; and of a missing package that an
+    extra installs. A ValueError that Python or a library raises is a bug. Of an error in code that shardlib checks, the
+    message begins with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback. What a terminal would
+    obey in a message, which may quote data, is left out.
     """
-    refuses = isinstance(error, OmegaConfBaseException) or (
-        isinstance(error, ValueError | OSError) and is_raised_on_purpose(error)
+    on_purpose = isinstance(error, ValueError | OSError | FloatingPointError) and is_raised_on_purpose(error)
+    refuses = (
+        on_purpose
+        or isinstance(error, OmegaConfBaseException)
+        or (isinstance(error, FILES) and error.filename is not None)
+        or (isinstance(error, ModuleNotFoundError) and extra_of(error) is not None)
     )
     if not refuses or os.environ.get("HYDRA_FULL_ERROR") == "1":
         return None
     if getattr(error, "place", ""):
         return f"{shown(error)}\n  HYDRA_FULL_ERROR=1 shows the calls that lead there."
-    return f"Error: {shown(error)}"
+    return f"Error: {shown(message_of(error))}"
+
+
+def message_of(error: Exception) -> str:
+    """The message of an error, in words for a user."""
+    if isinstance(error, ModuleNotFoundError):
+        package, extra = extra_of(error)
+        return f"this needs the package {package}, which is not installed: pip install -e '.[{extra}]'"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
+    if not isinstance(error, OmegaConfBaseException):
+        return str(error)
+    name, first = error.full_key or "a setting", str(error).splitlines()[0].rstrip(".")
+    return f"{name}: {first}. Correct the value of {name}."
+
+
+def extra_of(error: ImportError) -> tuple[str, str] | None:
+    """The missing package, and the extra of pyproject.toml that installs it; None if none does."""
+    package = (error.name or "").partition(".")[0]
+    return next(((package, extra) for extra, packages in EXTRAS.items() if package in packages), None)
 
 
 @contextlib.contextmanager
@@ -55,6 +95,52 @@ def refusals_shown() -> Iterator[None]:
         sys.exit(message)
 
 
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """Context around the reading of a command line: a refusal ends the program with its message and status 1."""
+    try:
+        yield
+    except ValueError as error:
+        if (message := refusal(error)) is None:
+            raise
+        sys.exit(message)
+
+
+def start(
+    program: Program,
+    job: Callable[[Any], Any],
+    sections: Callable[[], dict[str, type]] = dict,
+    version: str | None = None,
+) -> Any:
+    """Calls `job` with what Hydra composes from the command line, or answers what is wrong in it, or prints the help.
+
+    Args:
+        program: the program and its settings.
+        job: function of the configuration that Hydra composed. It shows its own refusals, with refusals_shown.
+        sections: gives dataclasses of sections whose type the schema leaves open, for the help.
+        version: Hydra's version_base.
+    """
+    with answered():
+        given = parse_arguments(program, sys.argv[1:])
+        if given.help:
+            _print(help_text(program, sections()))
+            return None
+        if not (given.hydra_help or given.version or given.shell_completion or given.experimental_rerun):
+            check_command(program, given)
+    # Hydra wants the overrides together, after the flags.
+    flags = [text for text in sys.argv[1:] if text.startswith("-") or text not in given.overrides]
+    sys.argv[1:] = [*flags, *given.overrides]
+    return hydra.main(version_base=version, config_path=str(program.configs), config_name=program.config_name)(job)()
+
+
+def _print(text: str) -> None:
+    """Prints `text`, of which a reader such as `head` may read a part."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
     """Calls `run` with the settings of the command line.
 
@@ -66,15 +152,18 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
         run: function of the program's main module, called with a `schema`.
     """
 
-    # functools.wraps: Hydra looks for the configs beside the file of the wrapped function.
+    # functools.wraps: Hydra looks for the program's name in the file of the wrapped function.
     @functools.wraps(run)
     def job(config: Any) -> None:
         with refusals_shown():
             if missing := sorted(OmegaConf.missing_keys(config)):
                 raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")
-            run(OmegaConf.to_object(config))
+            settings = OmegaConf.to_object(config)
+            check_ranges("", settings)
+            run(settings)
 
     ConfigStore.instance().store(f"{name}_schema", schema)
     # The configs of a program that is a folder are beside the folder.
-    configs = "../configs" if Path(inspect.getfile(run)).name == "__main__.py" else "configs"
-    hydra.main(version_base=None, config_path=configs, config_name=name)(job)()
+    file = Path(inspect.getfile(run)).absolute()
+    configs = (file.parent.parent if file.name == "__main__.py" else file.parent) / "configs"
+    start(Program(f"python -m tools.{name}", configs, name, schema, inspect.getmodule(run).__doc__ or ""), job)

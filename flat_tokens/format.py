@@ -102,7 +102,12 @@ def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore
         spec = {"driver": "s3", "bucket": bucket, "path": path, "endpoint": endpoint.rstrip("/"), "aws_region": region}
     else:
         spec = filespec if rest else {"driver": "file", "path": os.path.abspath(filespec)}
-    kvstore = ts.KvStore.open(spec, context=context).result()
+    try:
+        kvstore = ts.KvStore.open(spec, context=context).result()
+    except ValueError as error:  # an address that is not one, such as s3:// with a bucket's name of one letter
+        raise ValueError(
+            f"{filespec} cannot be opened: {str(error).partition(' [')[0]}. Correct the address."
+        ) from error
     return kvstore if kvstore.path.endswith("/") else kvstore / "/"
 
 
@@ -119,7 +124,11 @@ def list_splits(filespec: str) -> str:
         return "There is no such directory: write the dataset with one of the programs in tools/, or correct the path."
     groups = (path for marker in MARKERS for path in glob.glob(f"*/{marker}", root_dir=filespec))
     splits = sorted({os.path.dirname(path) for path in groups})
-    return f"The splits there are {splits}." if splits else "The directory holds no flat-tokens dataset."
+    return (
+        f"The splits there are {splits}."
+        if splits
+        else ("The directory holds no flat-tokens dataset: write one with a program in tools/, or correct the path.")
+    )
 
 
 def read_file(root: ts.KvStore, name: str) -> bytes | None:

@@ -107,4 +107,8 @@ class GrowingArray:
                 "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
             },
         }
-        return ts.open(spec, **how).result()
+        try:
+            return ts.open(spec, **how).result()
+        except ValueError as error:
+            reason = str(error).partition(" [")[0]
+            raise ValueError(f"cannot write the dataset: {reason}. Check the path and its permissions.") from error

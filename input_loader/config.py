@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from configuration.checks import at_least_1, check_range, check_ranges
+from configuration.checks import check_range, check_ranges, within
 from input_loader.batches import Loader
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.mixture import MixtureLoader, SourceConfig, check_sources
@@ -24,7 +24,7 @@ class DataConfig(ReadingConfig):
     """Several flat-tokens datasets by name, with their weights."""
     stream: StreamConfig | None = None
     """Text that is tokenized while training, for quick trials."""
-    prefetch: int = at_least_1(8)
+    prefetch: int = within(1, 2**16, 8)
     """Batches that are loaded ahead of use, at least 1."""
     skip_steps: list[int] = field(default_factory=list)
     """Training batches that are left out, by the steps that read them in a run without this setting. The others keep
@@ -185,6 +185,8 @@ def steps_for(
     else:
         count = _epochs_to_steps(loader, epochs)
         count -= sum(step < count for step in {*skip_steps})
+    if count >= 2**31:
+        raise ValueError(f"{name}={value} is {count} steps; a run has fewer than 2**31. Train for a shorter time.")
     if count < 1:
         raise ValueError(
             f"{name}={value} is less than one batch of {loader.tokens_per_batch} tokens. Train for longer, or set a "

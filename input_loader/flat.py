@@ -37,7 +37,7 @@ class ReadingConfig:
     at its start how many tokens it never sees because of that."""
     max_epochs: float | None = None
     """Bound on the epochs of a run, above 0: a longer run is an error at its start. Null for no bound."""
-    cache_bytes: int = within(0, 2**63, 2**28)
+    cache_bytes: int = within(0, 2**50, 2**28)
     """Host memory for decoded chunks, in bytes, at least 0; divided evenly among the sources of a mixture."""
 
 

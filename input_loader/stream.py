@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configuration.checks import at_least_1
+from configuration.checks import within
 from input_loader import shuffle
 from input_loader.batches import Loader, Sequences
 from input_loader.flat import ReadingConfig
@@ -55,7 +55,7 @@ class StreamConfig:
     kinds: what tools/huggingface_to_flat_tokens takes for a name. None for `bytes`."""
     end_token: str | None = None
     """Token added at the end of each document, `</s>` for bytes. Null: none."""
-    shuffle_block: int = at_least_1(1024)
+    shuffle_block: int = within(1, 2**24, 1024)
     """With `shuffle`, documents change places within blocks of this many, at least 1, which are held in memory
     and read again after a restart."""
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from configuration.checks import did_you_mean
 from modeling.rules import Places
 from shardlib.op_checks import varying
 from shardlib.shardtypes import Scope, bool_, dtype_name, i32, pytree_dataclass, typed, u32
@@ -201,7 +202,7 @@ def module_of(name: str) -> ModuleType:
             raise
         raise ValueError(
             f"model.module is {name!r}, and Python finds no module of that name; put {name}.py where you start, or its "
-            "directory into PYTHONPATH."
+            f"directory into PYTHONPATH.{did_you_mean(name, ('train', 'gpt2', 'models.gpt2'))}"
         ) from None
     _check_has(name, "which", module, ("ModelConfig", "Model"))
     if not dataclasses.is_dataclass(module.ModelConfig):
@@ -225,7 +226,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def _refusal(name: str, problem: str) -> ValueError:
-    return ValueError(f"model.module is {name!r}, {problem}; see docs/models.md.")
+    return ValueError(f"model.module is {name!r}, {problem}; see docs/models.md for what a module must have.")
 
 
 def _check_has(name: str, owner: str, thing: Any, parts: Any) -> None:

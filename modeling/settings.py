@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from configuration.checks import at_least_0, at_least_1, check_choice
+from configuration.checks import at_least_0, at_least_1, check_choice, within
 
 
 @dataclasses.dataclass
@@ -30,16 +30,16 @@ class ModelConfig:
     """Python module of the model. The other fields of this section are those of its own ModelConfig."""
     vocab: int = dataclasses.field(kw_only=True)
     """Number of token ids, more than the largest id of the data. Sharded over t."""
-    d_model: int = at_least_1(kw_only=True)
+    d_model: int = within(1, 2**24, kw_only=True)
     """Width of the residual stream. A multiple of t·d·p devices, over which the final norm is sharded."""
     layers: int = dataclasses.field(kw_only=True)
-    n_kv: int = at_least_1(kw_only=True)
+    n_kv: int = within(1, 2**24, kw_only=True)
     """Key/value heads. Sharded over t."""
-    n_q_per_kv: int = at_least_1(kw_only=True)
+    n_q_per_kv: int = within(1, 2**24, kw_only=True)
     """Query heads for each key/value head: 1 is multi-head attention, more is grouped-query attention."""
-    d_head: int = at_least_1(kw_only=True)
+    d_head: int = within(1, 2**24, kw_only=True)
     """Entries of one head; even, since RoPE turns pairs."""
-    d_ff: int = at_least_1(kw_only=True)
+    d_ff: int = within(1, 2**24, kw_only=True)
     """Hidden width of the MLP (SwiGLU). Sharded over t."""
     rope_base: float = at_least_0(10_000.0)
     """Base of the rotary wavelengths (arXiv 2104.09864)."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from configuration.checks import at_least_0, at_least_1, within
+from configuration.checks import at_least_0, within
 from jax_extra import save_for_backward
 from modeling.model import Tokens, act
 from modeling.rules import CAUSAL
@@ -35,12 +35,12 @@ class ModelConfig:
     module: str = "gpt2"
     vocab: int = 50304
     """Number of token ids: the 50257 of GPT-2, rounded up for the mesh. Sharded over t."""
-    positions: int = at_least_1(1024)
+    positions: int = within(1, 2**25, 1024)
     """Number of learned positions, the length of the longest sequence. Sharded over t."""
-    d_model: int = at_least_1(768)
+    d_model: int = within(1, 2**24, 768)
     """Width of the residual stream. A multiple of t·d·p devices."""
     layers: int = 12
-    heads: int = at_least_1(12)
+    heads: int = within(1, 2**24, 12)
     """Sharded over t. The entries of a head, d_model / heads of them, are sharded over d at rest."""
     dropout: float = within(0, 1, 0.0)
     """Probability, in [0, 1), that an entry of embeddings, attention weights and layer outputs is 0 while training."""

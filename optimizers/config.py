@@ -27,7 +27,7 @@ class OptimizerConfig:
 
     learning_rate: float = at_least_0()
     """Peak learning rate, reached at the end of the warmup."""
-    warmup_steps: int = within(0, 2**63)
+    warmup_steps: int = within(0, 2**31)
     """Steps of linear warmup, at least 0. With a warmup, step 0 has learning rate 0."""
     schedule_steps: int | None = at_least_1(None)
     """Step at which the learning rate reaches its floor; more than warmup_steps. Null for schedule=constant, which has
@@ -54,8 +54,8 @@ class OptimizerConfig:
     """Weights that are updated in another way. If two groups match a weight, the later one decides."""
     muon_momentum: float = within(0, 1, 0.95)
     """Nesterov momentum of the gradients of matrices, in [0, 1)."""
-    muon_iterations: int = at_least_1(5)
-    """Number of Newton-Schulz iterations that orthogonalize an update, at least 1."""
+    muon_iterations: int = within(1, 101, 5)
+    """Number of Newton-Schulz iterations that orthogonalize an update, in [1, 100]."""
     muon_rms: float = at_least_0(0.2)
     """Root mean square of the entries of a matrix's update, before the learning rate. 0.2 is about that of AdamW, so
     that AdamW's learning rates fit (arXiv 2502.16982, section 2.2)."""

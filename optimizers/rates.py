@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from configuration.checks import check_choice
+from configuration.checks import check_choice, did_you_mean
 from modeling.weights import Weight
 from optimizers.config import OptimizerConfig
 from shardlib.shardtypes import f32, i32
@@ -83,8 +83,8 @@ def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> A
         check_choice(f"optimizer.groups[{i}].algorithm", group.algorithm or FROZEN, known)
         if not fnmatch.filter(names, group.match):
             raise ValueError(
-                f"optimizer.groups[{i}].match is {group.match!r}, which matches no weight; there are "
-                f"{', '.join(names)}."
+                f"optimizer.groups[{i}].match is {group.match!r}, which matches no weight; choose among "
+                f"{', '.join(names)}.{did_you_mean(group.match, names)}"
             )
     if all(update.algorithm == FROZEN for update in jax.tree.leaves(updates)):
         raise ValueError("optimizer.groups freezes every weight, so that nothing is trained; let a group match fewer.")

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from configuration.checks import did_you_mean
+
 
 class Task(NamedTuple):
     """The forward or the backward of one microbatch through one stage."""
@@ -147,7 +149,7 @@ def schedule_of(name: str) -> Schedule:
     module_name, colon, function_name = name.partition(":")
     choices = f"Choose {', '.join(SCHEDULES)}, or write module:function of your own schedule."
     if not (module_name and colon and function_name):
-        raise ValueError(f"no schedule is called {name!r}. {choices}")
+        raise ValueError(f"no schedule is called {name!r}. {choices}{did_you_mean(name, SCHEDULES)}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:

@@ -31,7 +31,7 @@ import numpy as np
 from omegaconf import MISSING, OmegaConf
 
 import train
-from configuration.checks import at_least_1, check_choice, check_ranges
+from configuration.checks import check_choice, check_ranges, within
 from configuration.foreign import shown
 from configuration.program import run_program
 from modeling.model import inputs_of, load_model, module_of
@@ -57,7 +57,7 @@ class Config:
     """Directory or URL of a run, or of one of its checkpoints."""
     output: str = MISSING
     """The directory to write; it must not exist yet."""
-    step: int | None = None
+    step: int | None = within(0, 2**31, None)
     """Step of the checkpoint; null: the last one."""
     weights: str = "weights"
     """weights: the trained ones; ema: their moving average (training.ema_decay)."""
@@ -70,7 +70,7 @@ class Config:
     """Dtype of the weights: f32, as trained, or bf16, rounded to nearest."""
     dataset: str | None = None
     """A flat-tokens dataset whose tokenizer is written. Null: the run's."""
-    file_bytes: int = at_least_1(2**31)
+    file_bytes: int = within(1, 2**63, 2**31)
     """Largest size of a file of weights, at least 1. A tensor that is larger has a file of its own."""
 
 

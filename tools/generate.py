@@ -9,6 +9,7 @@ The weights are sharded as in training, on any mesh. docs/sampling.md explains h
 
 import dataclasses
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 import train
-from configuration.checks import at_least_1, check_ranges
+from configuration.checks import check_choice, check_ranges, within
 from configuration.foreign import shown
 from configuration.program import run_program
 from input_loader.codec import codec_of_data
@@ -43,7 +44,7 @@ class Config:
 
     run: str = MISSING
     """Directory or URL of a run, or of one of its checkpoints."""
-    step: int | None = None
+    step: int | None = within(0, 2**31, None)
     """Step of the checkpoint; null: the last one."""
     weights: str = "weights"
     """weights: the trained ones; ema: their moving average (training.ema_decay)."""
@@ -60,24 +61,24 @@ class Config:
     """A file with a prompt on each line."""
     prompt_ids: list[int] | None = None
     """A prompt as token ids."""
-    samples: int = at_least_1(1)
+    samples: int = within(1, 2**20, 1)
     """Number of texts for each prompt, at least 1."""
-    max_tokens: int = 200
+    max_tokens: int = within(1, 2**24, 200)
     """Largest number of tokens to add to a prompt, at least 1."""
-    temperature: float = 1.0
+    temperature: float = within(0, math.inf, 1.0)
     """Divisor of the logits, at least 0; 0 always takes the likeliest token."""
-    top_k: int | None = None
+    top_k: int | None = within(1, 2**31, None)
     """Draw only from the likeliest this many tokens, at least 1; null: all."""
     top_p: float = 1.0
     """Draw only from the likeliest tokens that together have this probability, in (0, 1]."""
-    seed: int = 0
+    seed: int = within(0, 2**63, 0)
     """In [0, 2**63). A text depends on it and on the number of the text; on batch or mesh only by rounding."""
     stop: list[str] | None = None
     """Tokens that end a text. Null: the end token of the run's data, if any; []: none."""
-    context: int | None = None
+    context: int | None = within(2, 2**25, None)
     """Number of tokens that the next one can see, bos included; at least 2. Null: training.seq_len. A text that
     outgrows it keeps the last half of it as context."""
-    batch: int = at_least_1(64)
+    batch: int = within(1, 2**20, 64)
     """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d."""
@@ -165,6 +166,9 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
     """
     console = console or Console()
     check_ranges("", config)
+    check_choice("weights", config.weights, run_config.WEIGHTS)
+    if config.gather_weights is not None:
+        check_choice("gather_weights", config.gather_weights, ("layer", "step"))
     texts = read_prompts(config)
     if "://" not in config.run and not Path(config.run).is_dir():
         raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
-from configuration.checks import check_ranges
+from configuration.checks import check_ranges, within
 from configuration.foreign import shown
 from configuration.program import run_program
 from modeling.model import is_shipped, load_model
@@ -55,7 +55,7 @@ class Config:
     """The directory to write, runs/<name> for example; it must not have checkpoints yet."""
     module: str | None = None
     """Value of model.module. Null: train for Llama, Mistral and Qwen3, else the module named like the model_type."""
-    bos_id: int | None = None
+    bos_id: int | None = within(0, 2**31, None)
     """The id before the first token of each document. Null: the config's bos_token_id."""
     ignore: list[str] = field(default_factory=list)
     """Fields of config.json to ignore, because they do not change the logits."""

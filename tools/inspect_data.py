@@ -48,21 +48,21 @@ class Config:
     """Fetches the data that the run names on servers. For a run that is not yours, read its config.yaml first."""
     source: str | None = None
     """The source of the run's mixture to show, where no step is given."""
-    step: int | None = None
+    step: int | None = within(0, 2**31, None)
     """Show the batch of this step of `run`, at least 0."""
     sequences: int = at_least_1(4)
     """Largest number of sequences of the batch to show, at least 1."""
-    first: int = 0
+    first: int = within(0, 2**31, 0)
     """The first of them, in [0, batch_size)."""
-    document: int | None = None
+    document: int | None = within(0, 2**50, None)
     """Show this document, whole, in [0, num_documents)."""
-    documents: int = within(0, 2**63, 5)
+    documents: int = within(0, 2**20, 5)
     """Number of documents to show otherwise, evenly spaced over the split, at least 0."""
     characters: int = at_least_1(200)
     """Most characters of a document to show, at least 1; `document` is not cut."""
     sample: int = at_least_1(2**22)
     """Number of tokens and of documents for the statistics, at least 1: the first ones of the split."""
-    top: int = within(0, 2**63, 15)
+    top: int = within(0, 2**31, 15)
     """Number of the most frequent tokens to list, at least 0."""
     check: bool = False
     """Read everything, and compare the parts of the dataset."""

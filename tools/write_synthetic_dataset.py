@@ -40,19 +40,19 @@ class Config:
     """Replace a dataset that is there."""
     seed: int = within(0, 2**32, 0)
     """In [0, 2**32). The same seed writes the same bytes."""
-    train_tokens: int = at_least_1(2**18)
+    train_tokens: int = within(1, 2**40, 2**18)
     """Size of the training split in tokens, at least 1; it ends with the first document that reaches it."""
-    validation_tokens: int = at_least_1(2**16)
+    validation_tokens: int = within(1, 2**40, 2**16)
     """Size of the validation split in tokens, at least 1."""
-    max_digits: int = at_least_1(40)
+    max_digits: int = within(1, 2**16, 40)
     """Most digits to copy or to reverse, at least 1."""
     max_distance: int = within(1, FIRST_BIN - FIRST_DISTANCE, 16)
     """Largest distance to copy over, in [1, 223]."""
-    max_length: int = at_least_1(64)
+    max_length: int = within(1, 2**16, 64)
     """Most digits or samples in a document of the other tasks, at least 1."""
     num_bins: int = within(1, flat_tokens.MAX_TOKEN_ID - FIRST_BIN + 1, 768)
     """Tokens that the samples of the Gaussian mixtures fall into, at least 1."""
-    max_components: int = at_least_1(3)
+    max_components: int = within(1, 2**16, 3)
     """Most components of a Gaussian mixture, at least 1."""
     max_sigma: float = at_least_1(8.0)
     """Largest standard deviation of a component in bins, above 1."""

@@ -11,10 +11,11 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
 from configuration.checks import at_least_0, at_least_1, check_choice, check_range, check_ranges, within
+from configuration.composing import wrong_setting
 from input_loader import DataConfig
 from jax_extra import KEPT
 from modeling.attention import PATHS
@@ -30,15 +31,15 @@ WEIGHTS = ("weights", "ema")
 class TrainingConfig:
     """Settings of the training loop, its step, and what it does between steps."""
 
-    batch_size: int = at_least_1()
+    batch_size: int = within(1, 2**24)
     """Sequences in a step, over all devices. A multiple of the r·d devices."""
-    seq_len: int = at_least_1()
+    seq_len: int = within(1, 2**25)
     """Tokens in a sequence. A multiple of the t devices."""
     steps: int | None = at_least_1(None)
     """Length of the run in steps. Give one of steps, tokens and epochs."""
-    tokens: int | None = at_least_1(None)
+    tokens: int | None = within(1, 2**50, None)
     """Length of the run in tokens, padding included; a last batch that would exceed it is left out."""
-    epochs: float | None = at_least_0(None)
+    epochs: float | None = within(0, 2**20, None)
     """Length of the run in passes over the dataset."""
     seed: int = within(0, 2**63, 0)
     """Random seed of the initial weights, in [0, 2**63)."""
@@ -50,7 +51,7 @@ class TrainingConfig:
     went back to this step already, that one. Null: the latest that is whole."""
     other_source: bool = False
     """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
-    microbatches: int = at_least_1(1)
+    microbatches: int = within(1, 2**16, 1)
     """Parts of the batch that go through the model one after the other, each with the same consecutive sequences on
     every mesh. batch_size must be a multiple of r·d times this number. For interleaved_1f1b the number must be a
     multiple of p."""
@@ -70,17 +71,17 @@ class TrainingConfig:
     fp8: bool = False
     """Whether the products of a layer with its weights have operands rounded to FP8: faster on NVIDIA GPUs from Hopper
     on, slower elsewhere, and less exact (modeling/fp8.py)."""
-    loss_chunk: int | None = at_least_1(None)
+    loss_chunk: int | None = within(1, 2**25, None)
     """Positions of each sequence whose logits are in memory at a time: a multiple of t that divides seq_len. Null: all,
     which is faster while they fit."""
     save: str = "marked"
     """Values that the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: those
     that the model marks with save_for_backward. nothing: the layer's input only. dots: products with weights.
     everything: all that it needs."""
-    unroll: int | None = at_least_1(1)
+    unroll: int | None = within(1, 2**16, 1)
     """Layers in one iteration of the loop over layers, at least 1. Null: all, so that there is no loop. That takes
     longer to compile, and a GPU copies less of what is kept for the backward pass."""
-    eval_batches: int = within(0, 2**63, 8)
+    eval_batches: int = within(0, 2**31, 8)
     """Largest number of batches of the validation split in an evaluation; 0 for no evaluations."""
     eval_interval: int | None = at_least_1(None)
     """Steps between evaluations. There is one after the last step too. Null: only that one."""
@@ -89,7 +90,7 @@ class TrainingConfig:
     after the last too. Null: none."""
     sample_prompts: list[str] = dataclasses.field(default_factory=lambda: [""])
     """Beginnings of the samples. An empty one is the beginning of a document."""
-    sample_tokens: int = at_least_1(64)
+    sample_tokens: int = within(1, 2**24, 64)
     """Tokens to add to each prompt, at least 1; fewer where a document ends."""
     sample_temperature: float = at_least_0(0.8)
     """Number that logits are divided by, at least 0; 0 always takes the likeliest token."""
@@ -162,13 +163,14 @@ def to_config(composed: DictConfig) -> Config:
     Raises ValueError for a setting that is missing, unknown, or out of its range.
     """
     config = composed.copy()
-    module = module_of(config.model.module)
+    name = config.model.module
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"model.module is {name!r}; give the name of a Python module, such as train or gpt2.")
+    module = module_of(name)
     try:
         config.model = OmegaConf.merge(OmegaConf.structured(module.ModelConfig), config.model)
     except OmegaConfBaseException as error:
-        known = ", ".join(field.name for field in dataclasses.fields(module.ModelConfig))
-        remedy = f" There are {known}." if isinstance(error, ConfigKeyError) else ""
-        raise ValueError(f"model.{error.full_key}: {str(error).splitlines()[0]}.{remedy}") from None
+        raise ValueError(wrong_setting(module.ModelConfig, error, prefix="model.")) from None
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>, or a group that sets it.")
@@ -182,7 +184,7 @@ def check_config(c: Config) -> None:
     for section in dataclasses.fields(c):
         check_ranges(section.name, getattr(c, section.name))
     check_range("model.vocab", c.model.vocab)
-    check_range("model.layers", c.model.layers)
+    check_range("model.layers", c.model.layers, 1, 2**16)
     check_range("model.bos_id", c.model.bos_id, 0, c.model.vocab)
     c.model.check(c.training.seq_len)
     check_optimizer(c.optimizer)
@@ -191,6 +193,15 @@ def check_config(c: Config) -> None:
     fraction = c.hardware.memory_fraction
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"hardware.memory_fraction is {fraction}; it must be above 0 and at most 1.")
+    for axis in ("r", "d", "t"):
+        if (size := getattr(c.mesh, axis)) == 0:
+            raise ValueError(f"mesh.{axis} is {size}; give the number of devices, or -1 for those that are left.")
+    tasks = c.training.microbatches * c.mesh.p * c.pipeline.virtual_stages
+    if c.mesh.p > 1 and tasks >= 2**18:
+        raise ValueError(
+            f"training.microbatches {c.training.microbatches} · mesh.p {c.mesh.p} · pipeline.virtual_stages "
+            f"{c.pipeline.virtual_stages} are {tasks} tasks of the schedule; it must have fewer than 2**18."
+        )
     check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.attention", c.training.attention, PATHS)
@@ -207,13 +218,18 @@ def check_config(c: Config) -> None:
         )
     if not c.distributed.is_single and c.paths.model_name is None:
         raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
+    if c.training.init_from == "":
+        raise ValueError("training.init_from is empty; give the directory of a run or of a checkpoint, or null.")
 
 
 def check_weights(name: str, which: str, ema_decay: float | None) -> None:
     """Raises ValueError for a setting `name` that is not one of WEIGHTS, or is the average in a run without one."""
     check_choice(name, which, WEIGHTS)
     if which == "ema" and ema_decay is None:
-        raise ValueError(f"{name} is ema, but training.ema_decay is null: the run keeps no average of its weights.")
+        raise ValueError(
+            f"{name} is ema, but training.ema_decay is null: the run keeps no average of its weights. Set "
+            "training.ema_decay, or choose weights."
+        )
 
 
 def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:

@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hydra
 import jax
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -16,26 +16,28 @@ from omegaconf import OmegaConf
 from cluster.devices import make_mesh, start_devices
 from cluster.watch import watched
 from configuration.checks import check_booleans
-from modeling.model import LanguageModel, load_model
+from configuration.composing import Program
+from configuration.program import start
+from modeling.model import LanguageModel, load_model, module_of
 from training_io.config import Config, check_divides, register_schema, to_config
 from training_io.directory import check_place, run_directory
+from training_io.memory import check_memory
 from training_io.optional import Forgiving
-from training_io.sweeps import SHARED, UNNAMED, PickledByName
+from training_io.sweeps import PickledByName
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line.
-
-    Without --config-name Hydra composes what all configurations share, so that it writes no files of its own then too.
-    """
-    compose = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=SHARED)(PickledByName(run))
+    """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line."""
 
     @functools.wraps(run)
     def main() -> Any:
         register_schema()
-        return compose()
+        doc = inspect.getmodule(run).__doc__ or ""
+        sections = lambda: {"model": module_of("train").ModelConfig}
+        about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, doc)
+        return start(about, PickledByName(run), sections, "1.3")
 
     return main
 
@@ -46,8 +48,6 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
 
     Raises ValueError for a setting that is missing, unknown or out of its range, before anything is computed.
     """
-    if HydraConfig.get().job.config_name == SHARED:
-        raise ValueError(UNNAMED)
     c = to_config(composed)
     check_place(c.paths.root_working_dir, c.paths.model_name)
     check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
@@ -57,6 +57,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     with output, watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
         check_divides(c, jax.sharding.get_mesh().shape)
         model = load_model(c.model)
+        check_memory(c, model)
         where = run_directory(c.paths.root_working_dir, c.paths.model_name, HydraConfig.get().job.config_name)
         with where as (name, directory):
             c.paths = dataclasses.replace(c.paths, model_name=name)

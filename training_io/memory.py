@@ -1,8 +1,14 @@
 """Peak memory of a device in the training step: measured by the device, or predicted by the compiler."""
 
+import math
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
+
+from modeling.model import COMPUTE_DTYPES, LanguageModel
+from training_io.config import Config
 
 _seen: dict[jax.Device, int] = {}
 """Highest peak so far of each device. A sweep runs many jobs in one process, in which a device's peak never falls."""
@@ -48,3 +54,50 @@ def peak_memory(compiled: jax.stages.Compiled, done: Any) -> dict[str, int | str
     found = {"peak_memory_bytes": peak, "source": source if peak is not None else None}
     found |= {"predicted_bytes": predicted if risen else None, "device_memory_bytes": min(limits, default=None)}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def check_memory(c: Config, model: LanguageModel) -> None:
+    """Raises ValueError for a run that needs more memory than its devices have, whatever the compiler does.
+
+    Counts what is certain: weights, gradients and one average of gradients in f32; in the forward pass of a microbatch
+    the input of each layer, and logits; the batches that are loaded ahead. The run needs more.
+    """
+    t, item = c.training, jax.numpy.dtype(COMPUTE_DTYPES[c.training.compute_dtype]).itemsize
+    parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(model.table) if hasattr(weight, "shape"))
+    sequences = t.batch_size / t.microbatches
+    width = getattr(c.model, "d_model", 0)
+    tokens = f"training.batch_size {t.batch_size} · training.seq_len {t.seq_len} tokens"
+    parts = {
+        f"the {parameters:,} weights with gradients and optimizer state, of model.layers {c.model.layers}, model.vocab "
+        f"{c.model.vocab} and the other sizes of the model": 12 * parameters,
+        f"the inputs of the layers, of {tokens} in training.microbatches {t.microbatches} parts": (
+            sequences * t.seq_len * width * c.model.layers * item
+        ),
+        f"the logits, of {tokens} and training.loss_chunk {t.loss_chunk}": (
+            4 * sequences * min(t.seq_len, t.loss_chunk or t.seq_len) * c.model.vocab
+        ),
+        f"data.prefetch {c.data.prefetch} batches of {tokens}": 6 * c.data.prefetch * t.batch_size * t.seq_len,
+    }
+    memory = _memory_of_devices()
+    if memory is not None and sum(parts.values()) > memory:
+        largest = max(parts, key=parts.__getitem__)
+        raise ValueError(
+            f"the run needs more than {_gib(sum(parts.values()))} of memory, and its devices have {_gib(memory)}: "
+            f"{_gib(parts[largest])} for {largest}. Choose smaller sizes, or more devices."
+        )
+
+
+def _memory_of_devices() -> float | None:
+    """Bytes of memory of all devices of the run; None where not known. Simulated devices share that of their host."""
+    if jax.devices()[0].platform != "cpu":
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        return limit and limit * jax.device_count()
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if Path(file).is_file() and (text := Path(file).read_text().strip()).isdecimal():
+            host = min(host, int(text))
+    return host * jax.process_count()
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:,.1f} GiB"

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from cluster.devices import make_mesh
+from cluster.devices import make_mesh, simulate_devices
+from configuration.checks import within
 from modeling.model import LanguageModel
 from modeling.weights import shapes_of
 from shardlib.shardtypes import make_shardings
@@ -18,13 +19,14 @@ from training_io.checkpoint import Checkpointer
 class MeshChoice:
     """Devices along each axis; None: not chosen."""
 
-    r: int | None = None
-    d: int | None = None
-    t: int | None = None
+    r: int | None = within(-1, 2**20, None)
+    d: int | None = within(-1, 2**20, None)
+    t: int | None = within(-1, 2**20, None)
 
 
 def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
     """Makes the mesh. Raises ValueError if it does not fit the devices, or the model does not fit it."""
+    simulate_devices(c.hardware)
     devices, chosen = jax.devices(), dataclasses.asdict(choice)
     if any(size is not None for size in chosen.values()):
         sizes = {"r": 1, "t": 1} | {axis: size for axis, size in chosen.items() if size is not None}

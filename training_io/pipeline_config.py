@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from configuration.checks import at_least_1
+from configuration.checks import did_you_mean, within
 from shardlib.schedules import schedule_of
 
 
@@ -13,7 +13,7 @@ class PipelineConfig:
 
     schedule: str = "interleaved_1f1b"
     """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, or your own as module:function (shardlib/schedules.py)."""
-    virtual_stages: int = at_least_1(1)
+    virtual_stages: int = within(1, 2**10, 1)
     """Number v of stages on each device of p, at least 1; more than 1 for interleaved_1f1b or your own schedule only.
     With layers_per_stage=null the number of layers is a multiple of p·v."""
     layers_per_stage: Any = None
@@ -26,11 +26,14 @@ class PipelineConfig:
 
 def check_pipeline(c: PipelineConfig) -> None:
     """Raises ValueError for a setting that is not allowed."""
-    schedule_of(c.schedule)
+    try:
+        schedule_of(c.schedule)
+    except ValueError as error:
+        raise ValueError(f"pipeline.schedule: {error}") from error
     counts = c.layers_per_stage
     is_list = isinstance(counts, list) and all(type(n) is int and n > 0 for n in counts)
     if not (counts is None or counts == "balanced" or is_list):
         raise ValueError(
             f"pipeline.layers_per_stage is {counts!r}; give a list of the layers of each stage, at least 1 each, "
-            "balanced, or null for the same number in all."
+            f"balanced, or null for the same number in all.{did_you_mean(counts, ['balanced'])}"
         )

@@ -22,10 +22,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from configuration.program import refusals_shown
 from training_io.directory import check_place, make_default, missing, place, quoted, remove_empty
 
-SHARED = "base"
-"""Configuration in configs/ of what all configurations share."""
-UNNAMED = "name a run: --config-name=<file in configs/>"
-
 
 class PickledByName:
     """Decorator, below hydra.main: what it refuses is shown without a traceback, in any process.
@@ -66,8 +62,6 @@ class Sweep(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Adds the directory of each job to its overrides, which reach it with any launcher, in any process."""
-        if config.hydra.job.config_name == SHARED:
-            sys.exit(f"Error: {UNNAMED}")
         params = OmegaConf.select(config, "hydra.sweeper.params") or {}
         overrides = [f"{key}={value}" for key, value in params.items()] + list(config.hydra.overrides.task)
         parsed = OverridesParser.create().parse_overrides(overrides)
@@ -139,11 +133,14 @@ class Sweep(Callback):
 
 def _check_swept(swept: set[str], launcher: str) -> None:
     if "paths.model_name" in swept:
-        sys.exit("paths.model_name is swept, but it names the whole sweep; its jobs are named by what else is swept.")
+        sys.exit(
+            "Error: paths.model_name is swept, but it names the whole sweep; its jobs are named by what else is swept. "
+            "Give one name."
+        )
     fixed = sorted(key for key in swept if key.split(".")[0] in ("hardware", "distributed"))
     if fixed and launcher.endswith(".BasicLauncher"):
         sys.exit(
-            f"{', '.join(fixed)} cannot be swept in one process, whose devices start once. "
+            f"Error: {', '.join(fixed)} cannot be swept in one process, whose devices start once. "
             "Give each job its own, with hydra/launcher=submitit_slurm or submitit_local, or start it by itself."
         )
 

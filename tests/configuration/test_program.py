@@ -13,7 +13,7 @@ MESSAGES = [
     ("huggingface_to_flat_tokens", ["train.files=[a.jsonl]"], "Error: out must be given, as out=<value>."),
     ("merge_flat_tokens", ["out=nowhere.zarr"], "Error: There are no shards in nowhere.zarr.shards"),
     ("write_synthetic_dataset", ["out=x.zarr", "train_tokens=0"], "Error: train_tokens is 0; it must be at least 1"),
-    ("inspect_data", ["filspec=x"], "Key 'filspec' not in 'Config'"),
+    ("inspect_data", ["filspec=x"], "Error: there is no setting filspec. Did you mean filespec?"),
 ]
 
 

@@ -31,8 +31,9 @@ FLOORS = [
 FLOOR = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 PROGRAMS = ("tools", "benchmarks")
 BY_NAME = {"modeling.model", "shardlib.schedules", "training_io.sweeps", "benchmarks.throughput.peers.worker"}
-"""Modules that import what a configuration, or a pickled function, names."""
-SHARED = {"benchmarks.steps"}
+BY_NAME |= {"benchmarks.bad_settings"}
+"""Modules that import what a configuration, a pickled function, or a list of programs names."""
+SHARED = {"benchmarks.steps", "benchmarks.mistakes"}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE = 450, 0.25
 MAX_TRAIN_LINES, MAX_TRAIN_NAMES = 560, 30

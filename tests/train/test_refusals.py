@@ -32,7 +32,7 @@ def train(tmp_path):
 def test_a_wrong_setting(train):
     done = train("", "", "training.steps=-1")
     assert done.returncode == 1
-    assert done.stderr == "Error: training.steps is -1; it must be at least 1 and below 2**63.\n"
+    assert done.stderr == "Error: training.steps is -1; it must be at least 1 and below 2**31.\n"
 
 
 @pytest.mark.slow

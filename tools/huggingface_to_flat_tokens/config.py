@@ -46,7 +46,7 @@ class TokenizerConfig:
     backend: Backend = Backend.auto
     """The library that encodes. `reference`: the one that defines the tokenizer. `gigatoken`: an error where its ids
     differ. `auto`: gigatoken where it gives the same ids, else the reference."""
-    vocab_size: int = 4096
+    vocab_size: int = within(258, 2**31, 4096)
     """For `train_bpe`: bound on the size of the vocabulary, at least 258."""
     train_documents: int = at_least_1(100_000)
     """For `train_bpe`: number of documents to train on, from the beginning of the training split, at least 1."""
@@ -62,11 +62,11 @@ class SplitConfig:
     """Local files or globs to read, in this order, the matches of a glob sorted. A document is a line of .jsonl and
     .json, an element of a .json that is an array, a record of .parquet, and a file of .txt unless `text_separator` is
     set. All but .parquet may be compressed: .gz, .bz2, .xz, .zst."""
-    skip_documents: int = within(0, 2**63, 0)
+    skip_documents: int = within(0, 2**50, 0)
     """Number of documents to leave out at the beginning of the source, at least 0."""
-    max_documents: int | None = at_least_1(None)
+    max_documents: int | None = within(1, 2**50, None)
     """Number of documents to read after these, at least 1; null for all."""
-    max_tokens: int | None = at_least_1(None)
+    max_tokens: int | None = within(1, 2**50, None)
     """Number of tokens to write, at least 1; null for all. The last document is cut to give exactly this number."""
 
 
@@ -96,7 +96,7 @@ class Config:
     """Null to leave the training split out."""
     validation: SplitConfig | None = field(default_factory=SplitConfig)
     """Null to leave the validation split out."""
-    num_workers: int | None = at_least_1(None)
+    num_workers: int | None = within(1, 2**10, None)
     """Number of processes that tokenize, at least 1. Null for one for each core, or 1 for 2 cores and a tokenizer that
     is very fast or has threads. With 1, this process tokenizes. The result does not depend on it."""
     shard: str | None = None

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from configuration.checks import did_you_mean, within
 from configuration.program import run_program
 from shardlib.schedule_simulator import Costs, Timeline, simulate, simulate_ticks
 from shardlib.schedules import ONE_CHUNK, TickTable, schedule_of, tick_table
@@ -32,9 +33,9 @@ class Config:
 
     schedule: Any = MISSING
     """gpipe, 1f1b, interleaved_1f1b, eager_1f1b, or `module:function` of your own schedule; a list compares."""
-    p: int = MISSING
+    p: int = within(1, 2**12, MISSING)
     """Devices of the pipeline axis, at least 1."""
-    m: int = MISSING
+    m: int = within(1, 2**16, MISSING)
     """Microbatches of a step, at least 1."""
     v: Any = 1
     """Chunks of a device, at least 1. In a comparison: one number for all schedules that are defined for it (those
@@ -43,7 +44,7 @@ class Config:
     """Time of one microbatch's forward through a device's layers, all its chunks; or a list with one time a stage."""
     backward: Any = 2.0
     """Time of a backward, from what its forward kept, in the same form."""
-    transfer: float = 0.0
+    transfer: float = within(0, 1e9, 0.0)
     """Time from one device to the next, where no task hides it."""
     recompute: bool = False
     """The backward begins with the forward again: only stage inputs are kept. The last stage's forward is then part of
@@ -123,8 +124,8 @@ def _chunks(v: Any, names: Sequence[str]) -> list[int]:
                 f"v is {v} for {len(names)} schedules: give one number of chunks, or one for each of them."
             )
         return v
-    if type(v) is not int:
-        raise ValueError(f"v is {v}; it is a number of chunks, at least 1.")
+    if type(v) is not int or not 1 <= v < 2**10:
+        raise ValueError(f"v is {v}; it must be a number of chunks, at least 1 and below 2**10.")
     return [1 if len(names) > 1 and name in ONE_CHUNK else v for name in names]
 
 
@@ -255,7 +256,8 @@ def run(config: Config, console: Console | None = None) -> None:
     """
     console = console or Console()
     if config.model not in ("ticks", "asynchronous"):
-        raise ValueError(f"model is {config.model}; it must be ticks or asynchronous.")
+        near = did_you_mean(config.model, ("ticks", "asynchronous"))
+        raise ValueError(f"model is {config.model}; it must be ticks or asynchronous.{near}")
     if config.output is not None and Path(config.output).suffix != ".svg":
         raise ValueError(f"output is {config.output}; its name must end in .svg.")
     results = simulated(config)

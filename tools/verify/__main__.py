@@ -18,16 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from configuration.checks import check_choice, check_ranges, within
-from configuration.program import refusals_shown
-from modeling.model import module_name
+from configuration.composing import Program
+from configuration.program import refusals_shown, start
+from modeling.model import module_name, module_of
 from tools.verify.program import find_sources, write_copy
 from training_io.config import Config, register_schema, to_config
+from training_io.launch import CONFIGS
 
 
 @dataclass
@@ -144,7 +145,9 @@ def job(config: Any) -> None:
     """Verifies the composed configuration. What is refused is one line, as in other programs."""
     with refusals_shown():
         if not config:
-            raise ValueError("name a run: --config-name=<file in configs/>")
+            raise ValueError(
+                "name a run: --config-name=<file in configs/>. `python -m tools.verify --help` lists them."
+            )
         settings: VerifyConfig = OmegaConf.to_object(config.verify)
         check(settings)
         with open_dict(config):
@@ -157,6 +160,14 @@ def job(config: Any) -> None:
         sys.exit(status)
 
 
+@dataclass
+class VerifiedConfig(Config):
+    """All settings of a run, and the section `verify`."""
+
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+
+
 if __name__ == "__main__":
     register()
-    hydra.main(version_base="1.3", config_path="../../configs")(job)()
+    about = Program("python -m tools.verify", CONFIGS, None, VerifiedConfig, __doc__)
+    start(about, job, lambda: {"model": module_of("train").ModelConfig}, "1.3")

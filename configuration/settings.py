@@ -1,0 +1,135 @@
+"""What is known of settings from their dataclasses: names, types, defaults, docstrings."""
+
+import ast
+import dataclasses
+import difflib
+import enum
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A setting, or a section of settings.
+
+    Attributes:
+        name: its name with those of its sections, as on the command line.
+        kind: its type.
+        default: its value where none is given; MISSING where one must be given.
+        doc: its docstring.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    doc: str
+
+
+def settings_of(schema: type, prefix: str = "") -> Iterator[Setting]:
+    """The settings of a dataclass in their order. A section comes before its own settings."""
+    kinds, docs = typing.get_type_hints(schema), _docstrings(schema)
+    for field in dataclasses.fields(schema):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = MISSING if default is dataclasses.MISSING else default
+        name, kind = f"{prefix}{field.name}", kinds[field.name]
+        yield Setting(name, kind, default, docs.get(field.name, ""))
+        if is_section(kind):
+            yield from settings_of(without_null(kind), f"{name}.")
+
+
+def kind_of(schema: type, name: str) -> Any:
+    """The type of the setting `name`. Raises ValueError for a name that does not exist, with the nearest one."""
+    kind: Any = schema
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        kind = without_null(kind)
+        path = ".".join(parts[:i])
+        if is_section(kind):
+            kinds = typing.get_type_hints(kind)
+            if part not in kinds:
+                raise ValueError(f"there is no setting {name}.{_known(schema, parts, i, [*kinds])}")
+            kind = kinds[part]
+        elif typing.get_origin(kind) in (list, dict):
+            kind = typing.get_args(kind)[-1]
+        elif kind is not Any:
+            raise ValueError(f"there is no setting {name}: {path} is {words_for(kind)}. Set {path}=<value>.")
+        else:
+            return Any
+    return kind
+
+
+def _known(schema: type, parts: list[str], i: int, known: list[str]) -> str:
+    """Which name was meant where part `i` is unknown, in its section or elsewhere; or else the names of the section."""
+    path = ".".join(parts[:i])
+    if near := difflib.get_close_matches(parts[i], known, n=1):
+        return f" Did you mean {'.'.join([*parts[:i], near[0], *parts[i + 1 :]])}?"
+    names = [s.name for s in settings_of(schema) if not is_section(s.kind)]
+    if elsewhere := [name for name in names if name.rpartition(".")[2] == parts[-1]]:
+        return f" Did you mean {elsewhere[0]}?"
+    return f" {f'The section {path} has' if path else 'There are'} {', '.join(known)}."
+
+
+def without_null(kind: Any) -> Any:
+    """The type without None."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        (kind,) = [part for part in typing.get_args(kind) if part is not type(None)][:1]
+    return kind
+
+
+def is_section(kind: Any) -> bool:
+    """Whether settings of this type have settings of their own."""
+    return dataclasses.is_dataclass(without_null(kind))
+
+
+def words_for(kind: Any) -> str:
+    """What a value of this type is, after "it must be"."""
+    inner = without_null(kind)
+    origin = typing.get_origin(inner)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    if is_section(inner):
+        said = f"a section, with {', '.join(field.name for field in dataclasses.fields(inner))}"
+    elif isinstance(inner, type) and issubclass(inner, enum.Enum):
+        said = f"one of {', '.join(value.name for value in inner)}"
+    elif origin is list:
+        said = f"a list, each entry {words_for(typing.get_args(inner)[0])}, such as [a,b]"
+    elif origin is dict:
+        said = "a mapping, such as {name:value}"
+    else:
+        said = words.get(inner, "a value")
+    return said if inner is kind else f"{said}, or null"
+
+
+def short_type(kind: Any) -> str:
+    """The type in a few letters, for a list of settings."""
+    inner = without_null(kind)
+    if isinstance(inner, type) and issubclass(inner, enum.Enum):
+        said = "|".join(value.name for value in inner)
+    elif typing.get_origin(inner) in (list, dict):
+        said = f"{typing.get_origin(inner).__name__} of {short_type(typing.get_args(inner)[-1])}"
+    elif inner is Any:
+        said = "any"
+    else:
+        said = "section" if is_section(inner) else inner.__name__
+    return said if inner is kind else f"{said} or null"
+
+
+def _docstrings(schema: type) -> dict[str, str]:
+    """The docstring below each field of a dataclass, in one line; none where the source is not there."""
+    found: dict[str, str] = {}
+    for owner in reversed(schema.__mro__):
+        try:
+            (node,) = (
+                ast.parse(textwrap.dedent(inspect.getsource(owner))).body if dataclasses.is_dataclass(owner) else []
+            )
+        except (OSError, TypeError, ValueError):
+            continue
+        for field, doc in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+                found[field.target.id] = " ".join(str(doc.value.value).split())
+    return found
