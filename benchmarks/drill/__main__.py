@@ -46,8 +46,8 @@ class Played:
 
     @property
     def broken(self) -> int:
-        """Number of cases with a broken promise."""
-        return sum(bool(finding.wrong) for finding in self.findings)
+        """Number of broken promises."""
+        return sum(len(finding.wrong) for finding in self.findings)
 
     @property
     def line(self) -> str:
@@ -131,7 +131,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def drill(options: argparse.Namespace, scratch: Path) -> int:
-    """Plays the kinds, prints the table, and returns the number of cases with a broken promise."""
+    """Plays the kinds, prints the table, and returns the number of broken promises."""
     lines, broken = {}, 0
     for name in options.kinds:
         kind = KINDS[name]
