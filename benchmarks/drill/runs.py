@@ -248,15 +248,19 @@ def farthest_loss(directory: Path, unkilled: Path) -> float:
 
 
 def cache_of(field: Field) -> Path:
-    """Directory of compiled programs, which all runs of a kind share."""
-    return field.scratch / "compiled"
+    """Directory of compiled programs, which all runs of a drill share."""
+    return field.scratch.parent / "compiled"
+
+
+def unkilled(field: Field, mesh: Mesh) -> Path:
+    """Directory of a finished run that nothing disturbed. Made once for each mesh, for all kinds of fault."""
+    return _unkilled(field.scratch.parent / "unkilled", cache_of(field), mesh)
 
 
 @functools.cache
-def unkilled(field: Field, mesh: Mesh) -> Path:
-    """Directory of a finished run that nothing disturbed. Made once for each mesh."""
-    directory = field.scratch / "unkilled" / f"r{mesh.r}d{mesh.d}t{mesh.t}_in_{mesh.processes}"
-    with Start(directory, mesh, cache=cache_of(field)) as start:
+def _unkilled(root: Path, cache: Path, mesh: Mesh) -> Path:
+    directory = root / f"r{mesh.r}d{mesh.d}t{mesh.t}_in_{mesh.processes}"
+    with Start(directory, mesh, cache=cache) as start:
         codes = start.wait()
         if any(code != 0 for code in codes):
             raise RuntimeError(f"the undisturbed run on {mesh} ended with {codes}: {start.ending()}")

@@ -20,7 +20,8 @@ from training_io.checkpoint import Checkpointer
 
 
 def field(path: Path, kind: str, count: int = 1) -> Field:
-    return Field(kind, 0, count, path)
+    (path / kind).mkdir(exist_ok=True)
+    return Field(kind, 0, count, path / kind)
 
 
 # ---- the program ------------------------------------------------------------------------------------------------
