@@ -38,6 +38,8 @@ RUN = ("--config-name=local_test_synthetic", f"data.filespec={ROOT}/synthetic_da
 """Arguments of a run that would start."""
 TOOLS = {
     "tools.generate": ("run={tmp}/none", "prompt=a"),
+    "tools.evaluate": ("run={tmp}/none",),
+    "tools.checkpoint": ("run={tmp}/none",),
     "tools.checkpoint_to_huggingface": ("run={tmp}/none", "output={tmp}/out"),
     "tools.huggingface_to_checkpoint": ("model={tmp}/none", "output={tmp}/out"),
     "tools.huggingface_to_flat_tokens": (

@@ -30,7 +30,7 @@ from rich.console import Console
 
 import train
 from cluster.devices import known_options
-from configuration.checks import at_least_0, at_least_1, check_ranges
+from configuration.checks import at_least_0, at_least_1, check_ranges, within
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import make_loader
@@ -61,7 +61,7 @@ class Config:
 
     run: str = MISSING
     """Directory or URL of a run, or of one of its checkpoints."""
-    step: int | None = None
+    step: int | None = within(0, 2**31, None)
     """Step of the checkpoint; null: the last one."""
     weights: str | None = None
     """weights: the trained ones; ema: their moving average (training.ema_decay). Null: those that the run validates

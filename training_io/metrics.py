@@ -18,6 +18,7 @@ from cluster.watch import now_at
 from configuration.foreign import parse_json, shown
 from shardlib.layers import LayerMetrics
 from training_io.flops import Speed
+from training_io.optional import optional
 
 _SPEED_WINDOW = 20
 """Steps over which the speed on the terminal is averaged."""
@@ -177,7 +178,7 @@ class RunLog:
             self._last_end = time.perf_counter()  # the time that the event took is not the next step's
 
     def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
-        """Writes an event of an earlier step that became known later. Waits for nothing, and prints nothing.
+        """Writes an event of an earlier step that became known later. Waits for nothing, and prints only if it cannot.
 
         May come from any thread, and after `close`.
 
@@ -187,7 +188,7 @@ class RunLog:
             values: as for `log_event`, but no arrays.
         """
         if self._path is not None:
-            with open(self._path, "a") as file:
+            with optional(f"the event {event} of step {step}"), open(self._path, "a") as file:
                 file.write(_line({"step": step, "event": event} | {name: _plain(x) for name, x in values.items()}))
 
     @property
