@@ -52,7 +52,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
         name = "/".join(parts)
-        if not is_name(name):
+        if not is_name(name) or any("/" in part for part in parts):
             raise ValueError(
                 f"a leaf at {jax.tree_util.keystr(path)!r} has no usable name: each part of its path must be letters, "
                 "digits, or any of '_-+=. ', must not start with a dot, and must not be zarr.json."

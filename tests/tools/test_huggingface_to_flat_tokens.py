@@ -405,7 +405,7 @@ def test_bad_content(tmp_path, content, message):
         ),
         (
             {"tokenizer": TokenizerConfig(kind=TokenizerKind.train_bpe, vocab_size=257)},
-            "vocab_size is 257; 256 bytes and .* need 258 or more",
+            "vocab_size is 257; it must be at least 258",
         ),
     ],
 )

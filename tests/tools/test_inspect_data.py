@@ -201,7 +201,7 @@ def test_check_reads_in_blocks(tmp_path):
         ({"run": "nowhere"}, "There is no nowhere/config.yaml"),
         ({"filespec": "D", "document": 60}, "document is 60; .* has documents 0 to 59"),
         ({"filespec": "D", "sequences": 0}, "sequences is 0; it must be at least 1"),
-        ({"run": "R", "step": -1}, "step is -1; steps count from 0"),
+        ({"run": "R", "step": -1}, "step is -1; it must be at least 0"),
         ({"run": "R", "step": 0, "first": 8}, "first is 8; the batch has sequences 0 to 7"),
         ({"run": "M", "filespec": "D"}, "Give either run or filespec"),
         ({"run": "S", "step": 0}, "The run reads a stream, whose batches are not known"),

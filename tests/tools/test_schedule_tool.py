@@ -155,7 +155,7 @@ def test_costs_by_stage():
         (["schedule=3"], "schedule is 3; give a name"),
         (["v=2"], "gpipe is defined for one chunk per device, not for v=2"),
         (["v=[1,2]"], "v is [1, 2] for 1 schedules: give one number of chunks, or one for each"),
-        (["v=many"], "v is many; it is a number of chunks"),
+        (["v=many"], "v is many; it must be a number of chunks"),
         (["p=0"], "0 devices of the axis p: there must be at least 1"),
         (["forward=[1,2]"], "forward lists 2 times; there are 4 stages"),
         (["backward=long"], "backward is long; give a time, or a list with one for each of 4 stages"),

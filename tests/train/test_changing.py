@@ -277,7 +277,7 @@ def test_groups_are_optaxs():
         ({"algorithm": "adam"}, "optimizer.algorithm is 'adam'; choose one of adamw, muon, frozen"),
         (
             {"groups": [GroupConfig("w_q", rate=0.5)]},
-            r"groups\[0\].match is 'w_q', which matches no weight; there are",
+            r"groups\[0\].match is 'w_q', which matches no weight; choose among",
         ),
         ({"groups": [GroupConfig("embed", algorithm="sgd")]}, r"groups\[0\].algorithm is 'sgd'; choose one of"),
     ],

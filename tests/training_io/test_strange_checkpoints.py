@@ -56,14 +56,14 @@ SHARDED["configuration"]["index_codecs"] = [*COMPRESSED[:1], {"name": "crc32c"}]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (shape(shape=[2**40, 8]), "is larger than its files"),
-        (shape(shape=[2**62, 8], chunk=[1, 8]), "is larger than its files"),
+        (shape(shape=[2**40, 8]), "on disk, but float32[272, 8] in the manifest"),
+        (shape(shape=[2**62, 8], chunk=[1, 8]), "on disk, but float32[272, 8] in the manifest"),
         (shape(shape=[272, 8], chunk=[2**33, 8]), "has chunks that are larger than it"),
-        (lambda array: array.update(codecs=COMPRESSED), "has the codecs bytes, gzip, and a checkpoint bytes, crc32c"),
-        (lambda array: array.update(codecs=[SHARDED]), "has the codecs sharding_indexed, and"),
+        (lambda array: array.update(codecs=COMPRESSED), "codecs ['bytes', 'gzip']"),
+        (lambda array: array.update(codecs=[SHARDED]), "codecs ['sharding_indexed']"),
         (lambda array: array.update(kvstore={"driver": "file", "path": "/etc/"}), "cannot open the array"),
         (lambda array: array.update(storage_transformers=[{"name": "x"}]), "cannot open the array"),
-        (lambda array: array.update(data_type="bfloat16"), "read"),
+        (lambda array: array.update(data_type="bfloat16"), "has the dtype 'bfloat16'"),
     ],
 )
 def test_an_array_that_no_run_writes_is_refused_in_one_line(checkpoint, change, message):
@@ -90,7 +90,7 @@ def test_a_link_that_leaves_the_checkpoint_is_refused(checkpoint):
     embed = checkpoint / "weights" / "embed"
     shutil.move(embed, checkpoint.parents[1] / "secret")
     os.symlink(checkpoint.parents[1] / "secret", embed)
-    with pytest.raises(OSError, match=r"'weights/embed' is a link to .*secret, outside of the checkpoint"):
+    with pytest.raises(OSError, match=r"weights/embed/zarr.json is a link to .*secret.*, outside of the checkpoint"):
         open_checkpoint(checkpoint)
 
 
