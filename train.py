@@ -540,10 +540,10 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
             run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
             if samples and run.due(t.sample_interval):
                 samples.write(evaluated(state))
-            if run.due(t.checkpoint_interval) or run.stopped_by:
-                run.save(state)
             if run.due(t.eval_interval):
                 run.validate(evaluation_step, evaluated(state))
+            if run.due(t.checkpoint_interval) or run.stopped_by:
+                run.save(state)  # after what is logged of these steps, which a run resumed from here does not log again
         return run.end()
 
 

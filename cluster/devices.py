@@ -37,11 +37,12 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1)
         shapes = shapes or [f"p={n} …" for n in divisors]
         more = f" and {len(shapes) - 24} more" if len(shapes) > 24 else ""
         kind, wanted = devices[0].platform, math.prod(abs(n) for n in (p, r, d, t))
-        simulate = f" On a CPU hardware.simulated_devices={wanted} simulates {wanted} devices." if kind == "cpu" else ""
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
+        simulate = f" {flag}, or in train hardware.simulated_devices={wanted}, simulates {wanted}." * (kind == "cpu")
         raise ValueError(
             f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
             f"{', '.join(shapes[:24])}{more}. (-1, for one axis, takes what is left.) "
-            f"Set mesh.p, mesh.r, mesh.d and mesh.t.{simulate if 0 < wanted <= 4096 else ''}"
+            f"Set mesh.<axis>.{simulate if 0 < wanted <= 4096 else ''}"
         )
     axes = ("r", "d", "t")
     if sizes[0] > 1:

@@ -10,7 +10,7 @@ from configuration.checks import check_range, check_ranges, within
 from input_loader.batches import Loader
 from input_loader.flat import FlatTokensConfig, FlatTokensLoader, ReadingConfig
 from input_loader.mixture import MixtureLoader, SourceConfig, check_sources
-from input_loader.stream import StreamConfig, StreamLoader
+from input_loader.stream import KEPT_STATES, StreamConfig, StreamLoader
 
 
 @dataclass(kw_only=True)
@@ -81,6 +81,12 @@ def make_loader(
                 f"data.stream is set, but the model reads {', '.join(inputs)} beside the tokens, which a stream "
                 "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
             )
+        if (ahead := config.prefetch + len(config.skip_steps)) >= KEPT_STATES:
+            raise ValueError(
+                f"data.prefetch and the length of data.skip_steps are {ahead} together; with a stream, whose place is "
+                f"known for the last {KEPT_STATES:,} batches, they must be less. Load fewer batches ahead, or write a "
+                "dataset with tools/huggingface_to_flat_tokens."
+            )
         return StreamLoader(config.stream, reading, dict(state) if state else None, *batches, microbatches=microbatches)
 
     def open_dataset(filespec: str, **settings: Any) -> FlatTokensLoader:
@@ -139,12 +145,15 @@ def batch_of(step: int, skip_steps: Sequence[int]) -> int:
 
 def check_skips(saved: Sequence[int], current: Sequence[int], done: int) -> None:
     """Raises ValueError if two settings of data.skip_steps differ in the batches of the first `done` steps."""
+    for step in current:
+        check_range("data.skip_steps", step, 0)
     last = batch_of(done - 1, saved) if done else -1
     differing = sorted(step for step in {*saved} ^ {*current} if step <= last)
     if differing:
         raise ValueError(
-            f"data.skip_steps differs from that of the checkpoint in {differing[0]}, but the run has passed batch "
-            f"{last}. Change it for later batches alone, or resume from an earlier step with training.resume_step."
+            f"data.skip_steps is {list(current)}, and {list(saved)} in the checkpoint: they differ in {differing[0]}. "
+            f"The run has passed batch {last}. Give data.skip_steps={list(saved)}, with later ones if you like, or "
+            "resume from an earlier step with training.resume_step."
         )
 
 

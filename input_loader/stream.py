@@ -22,7 +22,7 @@ from text.byte_lengths import ByteLengths, byte_lengths
 from text.sources import clean_text
 from text.tokenizers import Tokenizer, open_tokenizer
 
-KEPT_STATES = 256
+KEPT_STATES = 1024
 """Most recent steps whose states are kept: a checkpoint may be that many steps older than what is prefetched."""
 TOKENIZER_KINDS = ("bytes", "huggingface", "tiktoken", "mistral")
 TOKENIZED_AT_ONCE = 64

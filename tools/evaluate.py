@@ -31,6 +31,7 @@ from rich.console import Console
 import train
 from cluster.devices import known_options
 from configuration.checks import at_least_0, at_least_1, check_ranges, within
+from configuration.foreign import shown
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import make_loader
@@ -45,7 +46,7 @@ from text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
 from text.local_files import match
 from training_io import config as run_config
 from training_io.evaluation import evaluate as evaluate_batches
-from training_io.initial_weights import find_checkpoint
+from training_io.initial_weights import find_checkpoint, last_step
 from training_io.opening import MeshChoice, mesh_for, restore_weights
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
@@ -151,6 +152,14 @@ class OpenRun:
         """Raises ValueError if the run's data is on a server, and the user neither trusts it nor gives `instead`."""
         check_addresses(dataclasses.asdict(self.c.data), self.config.trust, f"name it by {instead}")
 
+    def compiler_options(self, write_line: Callable[[str], None]) -> dict[str, Any]:
+        """The run's options of XLA. Without trust none that is a text, which could be the place of files or of code."""
+        options, trust = self.c.hardware.compiler_options, self.config.trust
+        left = [name for name, value in options.items() if isinstance(value, str) and not trust]
+        for name in left:
+            write_line(f"compiler    {shown(name)} of the run is left out: trust=true takes it")
+        return {name: value for name, value in options.items() if name not in left}
+
     def codec_or_none(self) -> TextCodec:
         """The same; one without a tokenizer if there is none."""
         try:
@@ -169,7 +178,7 @@ def open_run(config: Config, write_line: Callable[[str], None] = print) -> OpenR
     """Reads the weights. Raises ValueError if there is no such run or checkpoint, or it does not fit the devices."""
     if "://" not in config.run and not Path(config.run).is_dir():
         raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
-    checkpoints, step = find_checkpoint(config.run, config.step)
+    checkpoints, step = find_checkpoint(config.run, config.step, last_step)
     with checkpoints:
         metadata = checkpoints.metadata(step)
         c = config_of(saved_config(metadata), config.trust)
@@ -201,7 +210,7 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
     loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches)
     with jax.set_mesh(run.mesh):
         loader = PaddedLoader(loader, run.mesh.shape["r"] * run.mesh.shape["d"])
-        options = known_options(c.hardware.compiler_options, write_line)
+        options = known_options(run.compiler_options(write_line), write_line)
         evaluation_step = train.make_evaluation_step(c, run.model, options)
         found = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}

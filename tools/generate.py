@@ -31,7 +31,7 @@ from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler
 from text.codec import TextCodec, codec_by_name, codec_of_dataset
 from training_io import config as run_config
-from training_io.initial_weights import find_checkpoint
+from training_io.initial_weights import find_checkpoint, last_step
 from training_io.opening import MeshChoice, mesh_for, restore_weights
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
@@ -172,7 +172,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
     texts = read_prompts(config)
     if "://" not in config.run and not Path(config.run).is_dir():
         raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
-    checkpoints, step = find_checkpoint(config.run, config.step)
+    checkpoints, step = find_checkpoint(config.run, config.step, last_step)
     with checkpoints:
         metadata = checkpoints.metadata(step)
         c = config_of(saved_config(metadata), config.trust)

@@ -39,6 +39,7 @@ from models.huggingface_tensors import Tensors, read_object
 from models.llama_huggingface import ARCHITECTURES
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import named_leaves
+from training_io.directory import remove_empty
 from training_io.host_checkpoint import StoredArray, write_checkpoint
 
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
@@ -167,7 +168,13 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
         compared = compare(c, jax.tree.unflatten(jax.tree.structure(table), leaves), whole, directory)
 
     compared = ""
-    checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
+    try:
+        checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
+    except BaseException:
+        (output / "model" / "imported.yaml").unlink()
+        (output / "tokenizer.json").unlink(missing_ok=True)
+        remove_empty([output / "model", output / "checkpoints", output])
+        raise
 
     parameters = sum(array.size for array in arrays.values())
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")

@@ -104,8 +104,8 @@ class TrainingConfig:
     """Weights for the validation and the samples. weights: those that are trained; ema: their average."""
     skip_above: float | None = within(1, math.inf, None)
     """A step is skipped if the norm of its gradients is above this many times the median of the last 128 steps: the
-    state stays as it was. At least 1; 4 is a usual value. Null: only steps are skipped whose loss or gradients are not
-    finite."""
+    state stays as it was. At least 1; 4 is a usual value. It begins when 16 norms are known. Null: only steps are
+    skipped whose loss or gradients are not finite."""
     max_skipped: int | None = at_least_1(10)
     """Skipped steps in a row that end the run, at least 1; null: they never do."""
     log_interval: int = at_least_1(10)

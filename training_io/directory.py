@@ -30,7 +30,7 @@ from training_io.optional import why
 LOCK = ".lock"
 TRACE = "trace.tmp"
 """Directory in that of a run in which JAX writes a trace."""
-_UNFINISHED = ("*.jsonl.tmp", "training_step_optimized_hlo_*.tmp", TRACE)
+_UNFINISHED = ("metrics.jsonl.tmp", "samples.jsonl.tmp", "training_step_optimized_hlo_*.tmp", TRACE)
 _OF_A_START = (*_UNFINISHED, "metrics.jsonl", "samples.jsonl", "config.yaml", "source", "training_step_optimized_hlo_*")
 """Files that a start may write before its first step."""
 _PROBE_BYTES = 2**20
@@ -49,6 +49,8 @@ def check_place(root: str, name: str | None) -> None:
             )
         if not value.isprintable():
             raise ValueError(f"{setting} is {value!a}; leave out the characters that cannot be printed.")
+    if root == "":
+        raise ValueError("paths.root_working_dir is empty; give a directory, . for the current one.")
     if name is None:
         return
     if name == "":
@@ -161,9 +163,12 @@ def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -
         cleanup.enter_context(locked(directory))
         # Before the lock is released.
         cleanup.push(lambda kind, *_: _remove_start(directory) if kind and directory in made else None)
-        for path in itertools.chain(*map(directory.glob, _UNFINISHED)):
-            _remove(path)
-        (directory / "checkpoints").mkdir(exist_ok=True)
+        if (directory / "metrics.jsonl").exists() or (directory / "config.yaml").exists():  # else it is of no run
+            for path in itertools.chain(*map(directory.glob, _UNFINISHED)):
+                _remove(path)
+        if not (checkpoints := directory / "checkpoints").exists():
+            checkpoints.mkdir()
+            cleanup.push(lambda kind, *_: remove_empty([checkpoints]) if kind else None)
     except OSError as error:
         raise _cannot_write(directory, error) from error
 

@@ -147,12 +147,12 @@ def write_checkpoint(
     if temporary.exists():
         shutil.rmtree(temporary)
     saved = [SavedArray(key, x.shape, str(x.dtype), _chunk(x)) for key, x in arrays.items()]
-    stores = {array.name: _create(temporary, array) for array in saved}
-    for key, index, values in parts:
-        _wait(stores[key][index].write(values), key)
-    stores.clear()
-    checksums = {array.name: _checksums(temporary, array) for array in saved}
     try:
+        stores = {array.name: _create(temporary, array) for array in saved}
+        for key, index, values in parts:
+            _wait(stores[key][index].write(values), key)
+        stores.clear()
+        checksums = {array.name: _checksums(temporary, array) for array in saved}
         check(_stored(store, temporary.name, saved))
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

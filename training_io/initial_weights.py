@@ -72,6 +72,11 @@ def checkpoints_of(place: str, name: str) -> str:
     return f"{place.rstrip('/')}/{name}/checkpoints"
 
 
+def last_step(checkpoints: Checkpointer) -> int | None:
+    """Step of the last complete checkpoint, without starting the devices to ask other processes."""
+    return max(checkpoints.steps(), default=None)
+
+
 def read_weights(
     path: str | os.PathLike,
     like: Any,

@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -280,6 +281,15 @@ def has_event(directory: str | os.PathLike, step: int, event: str) -> bool:
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
+
+
+def keep_metrics(directory: Path) -> Path | None:
+    """Copy of the metrics of a run that goes back to an earlier step; None if it has none."""
+    path = Path(directory) / "metrics.jsonl"
+    if not path.exists():
+        return None
+    kept = path.with_name(f"metrics_{time.strftime('%Y_%m_%d_%H_%M_%S', time.gmtime())}.jsonl")
+    return Path(shutil.copyfile(path, kept))
 
 
 def remove_later_lines(path: Path, step: int) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from cluster.devices import kept_programs, known_options
 from cluster.stopping import StopRequest
 from cluster.watch import watched_batches
+from configuration.foreign import shown
 from input_loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
@@ -30,7 +31,7 @@ from training_io.hlo import compile_with_hlo_dump, start_rendering
 from training_io.initial_weights import checkpoints_of, read_weights
 from training_io.manifest import Damaged
 from training_io.memory import peak_memory
-from training_io.metrics import RunLog, check_metrics, has_event
+from training_io.metrics import RunLog, check_metrics, has_event, keep_metrics
 from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
 from training_io.report import print_end, print_start, save_config
@@ -76,7 +77,7 @@ class Run:
     def __init__(self, c: Config, forward: Any, directory: Path, programs: Callable):
         self.c, self.forward, self.model, self.directory = c, forward, forward.model, directory
         self.programs = programs
-        self.print = print if jax.process_index() == 0 else lambda *_: None
+        self.print = lambda text: print(shown(text)) if jax.process_index() == 0 else None
         self.stopped_by: str | None = None
         self._source_differs: str | None = None
         self._failure: str | None = None  # why the log ends the run
@@ -170,8 +171,11 @@ class Run:
         if jax.process_index() == 0:
             later = {*self.checkpoints.steps(), *self.checkpoints.lost()}
             if later := sorted(step for step in later if step > self.start or step in self._damaged):
-                place = set_aside(self.checkpoints.store, later)
-                self.print(f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}")
+                place, metrics = set_aside(self.checkpoints.store, later), keep_metrics(self.directory)
+                kept = f", and their metrics kept as {metrics}" * bool(metrics)
+                self.print(
+                    f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}{kept}"
+                )
             if not self.is_over:
                 self.checkpoints.probe()
                 self.checkpoints.remove_leftovers()
@@ -314,13 +318,17 @@ class Run:
             FloatingPointError: a value of the state is not finite.
             OSError: MAX_FAILED_SAVES saves failed, one after the other.
         """
-        check = functools.partial(check_finite, are_finite(state), self.done, self.checkpoints.latest_step)
+        finite = are_finite(state)
         self._finish_last_save()
-        if self.c.training.skip_above is not None:
-            self._log.flush()  # the checkpoint holds the norms of all steps before it
         following = self._batch_of(self.done - 1) + 1
         metadata = {"config": dataclasses.asdict(self.c), "loader": self.loader.state(following)}
-        metadata |= {"skips": self._skips.state(), "provenance": self.provenance}
+        metadata["provenance"] = self.provenance
+
+        def check() -> None:
+            self._log.flush()  # a complete checkpoint has the lines of all its steps
+            metadata["skips"] = self._skips.state()
+            check_finite(finite, self.done, self.checkpoints.latest_step)
+
         orders = stack_orders(self.placement, type(state), state)
         self.checkpoints.save(self.done, state, metadata, orders, check=check)
 

@@ -22,6 +22,10 @@ DELAY = 2
 """A limit takes the norms of steps at least this much earlier: the others may still be computed."""
 SHOWN = 8
 """Stretches of documents that the terminal shows."""
+SMALLER_RATE = (
+    "begin another run with the weights of an earlier checkpoint (training.init_from) and a smaller "
+    "optimizer.learning_rate"
+)
 
 
 class SkippedSteps:
@@ -64,13 +68,13 @@ class SkippedSteps:
         numbers = [x if isinstance(x, str) else f"{x:.4g}" for x in (loss, grad_norm)]
         why = "loss {}, gradient norm {}".format(*numbers)
         if not isinstance(loss, str) and not isinstance(grad_norm, str):
-            why += f", above the limit {self.limit(step):.4g} of training.skip_above"
+            why += f", above the limit {self.limit(step):.4g} of training.skip_above" * bool(self._above)
         self._tell(step, why)
         if self._most is not None and self._in_a_row >= self._most:
             raise FloatingPointError(
                 f"{self._in_a_row} steps in a row were skipped, the last of them step {step} ({why}); "
-                f"training.max_skipped is {self._most}. Resume with a smaller optimizer.learning_rate, without these "
-                "batches (data.skip_steps), or from an earlier checkpoint (training.resume_step)."
+                f"training.max_skipped is {self._most}. Leave these batches out (data.skip_steps), from an earlier "
+                f"checkpoint (training.resume_step); or {SMALLER_RATE}."
             )
 
     def state(self) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def check_finite(finite: Any, step: int, saved: Callable[[], int | None]) -> Non
         resume = "there is no checkpoint yet" if last is None else f"the last checkpoint is of step {last}"
         raise FloatingPointError(
             f"{_listed(bad)}: values are not finite after step {step}, so this state is not saved; {resume}. "
-            "A smaller optimizer.learning_rate is the usual remedy."
+            f"The usual remedy: {SMALLER_RATE}."
         )
 
 

@@ -258,7 +258,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_comput
         (tmp_path / "file", "x", f"{tmp_path}/file/x cannot be written: Not a directory. Make room"),
         (tmp_path / "file", None, "cannot be written: "),
         (tmp_path, "file", f"{tmp_path}/file cannot be written: File exists. Make room"),
-        (tmp_path, "run", f"{tmp_path}/run cannot be written: File exists. Make room"),
+        (tmp_path, "run", f"{tmp_path}/run/checkpoints cannot be written: Not a directory. Make room"),
         (tmp_path, "x" * 300, "cannot be written: File name too long. Make room"),
         (Path("/proc"), "x", "/proc/x cannot be written: No such file or directory. Make room"),
     ]:
