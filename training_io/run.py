@@ -373,7 +373,8 @@ class Run:
         if self.stopped_by and not self.is_over:
             self.checkpoints.wait()
             self.print(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
-            self.print(f"To resume: the same command, with {override('paths.model_name', self.c.paths.model_name)}")
+            name = self.c.paths.model_name or self.directory.name
+            self.print(f"To resume: the same command, with {override('paths.model_name', name)}")
             self._log.close()
             if self._failure:
                 raise OSError(self._failure)

@@ -374,3 +374,9 @@ def test_damaged_files(tmp_path):
     loader = make([whole, cut])
     with pytest.raises(ValueError, match=r"The stream .*cut.jsonl.gz is corrupt, or cannot be read: EOFError Compr"):
         batches(loader, range(10000))
+
+
+def test_more_batches_ahead_than_places_are_kept_is_refused(files):
+    config = DataConfig(stream=StreamConfig(train_files=files), prefetch=1000, skip_steps=list(range(30)))
+    with pytest.raises(ValueError, match=r"data\.prefetch and the length of data\.skip_steps are 1030 together"):
+        make_loader(config, "train", 2, 8)

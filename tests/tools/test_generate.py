@@ -168,7 +168,8 @@ def test_the_command(run, tmp_path):
     assert [(line["prompt"], line["sample"], len(line["ids"])) for line in lines] == [(prompt, 0, 3), (prompt, 1, 3)]
     assert bytes(i - 3 for i in lines[0]["prompt_ids"]).decode() == prompt
     assert lines[0]["ids"] != lines[1]["ids"]
-    assert f"{prompt}▸{lines[0]['text']}".splitlines()[0] in done.stdout
+    assert f"{prompt}▸" in done.stdout
+    assert "\0" not in done.stdout
     assert "6 tokens of 2 texts" in done.stdout
     assert "step 3, mesh {'r': 1, 'd': 8, 't': 1}, f32" in done.stdout
 
@@ -186,7 +187,7 @@ def test_the_command(run, tmp_path):
         ({"top_p": 0}, r"top_p is 0; it must be above 0"),
         ({"temperature": -1}, r"temperature is -1; it must be at least 0"),
         ({"samples": 0}, r"samples is 0; it must be at least 1"),
-        ({"context": 1}, r"context is 1; it must hold at least 2 tokens"),
+        ({"context": 1}, r"context is 1; it must be at least 2"),
         ({"stop": ["ab"]}, r"'ab' is 2 tokens of this tokenizer, \[100, 101\]; one token is wanted"),
         ({"data": "nowhere"}, r"that of the dataset nowhere, but: .* data=<directory> says .*, tokenizer=<name>"),
         ({"tokenizer": "nowhere.json"}, r"There is no file 'nowhere.json'"),

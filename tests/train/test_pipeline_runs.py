@@ -1,5 +1,7 @@
 """Runs with stages: their checkpoints on other meshes, several processes, many steps, texts that they sample."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -58,7 +60,7 @@ def saved(tmp_path_factory):
         with jax.set_mesh(mesh_of(place)), Checkpointer(tmp_path_factory.mktemp("saved")) as checkpoints:
             state = fresh(c)
             checkpoints.save(7, state, {}, stack_orders(placement(c), train.State, state))
-            paths[place] = checkpoints.directory
+            paths[place] = Path(checkpoints.store.url)
     return paths
 
 

@@ -324,5 +324,7 @@ def test_a_run_needs_a_name(sweep, tmp_path):
     command, env = [sys.executable, "-m", "train", *sweep], os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 1
-    assert result.stderr == "Error: name a run: --config-name=<file in configs/>\n"
+    assert (
+        result.stderr == "Error: name a run: --config-name=<file in configs/>. `python -m train --help` lists them.\n"
+    )
     assert list(tmp_path.iterdir()) == []

@@ -14,6 +14,7 @@ from losses_of_runs import losses
 import train
 from flat_tokens import Writer
 from modeling.model import load_model
+from training_io.checkpoint import Checkpointer
 from training_io.skipping import DELAY, FEWEST, WINDOW, SkippedSteps
 
 BAD_TOKEN, BAD_DOCUMENT, DOCUMENTS = 63, 21, 64
@@ -211,3 +212,28 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, dataset):
     with pytest.raises(FloatingPointError, match=r"values are not finite after step 4, .* there is no checkpoint yet"):
         run(tmp_path / "third", dataset, steps=8, learning_rate=3e38, warmup_steps=0, weight_decay=1e3)
     assert not list((tmp_path / "third" / "checkpoints").glob("0*"))
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_written_after_the_lines_of_its_steps(tmp_path, dataset, monkeypatch):
+    """Otherwise a run that is killed in between, and resumed, would lack them."""
+    write, lines = Checkpointer._write, {}
+
+    def counted(self, step, *arguments):
+        lines[step] = [line["step"] for line in lines_of(tmp_path / "run") if "event" not in line]
+        write(self, step, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "_write", counted)
+    run(tmp_path / "run", dataset)
+    assert lines == {4: [0, 1, 2, 3], 8: [*range(8)]}
+
+
+@pytest.mark.long
+def test_a_run_that_goes_back_keeps_its_metrics(tmp_path, dataset):
+    directory = run(tmp_path / "run", dataset)
+    metrics, before = (directory / "metrics.jsonl").read_bytes(), losses(directory)
+    run(directory, dataset, resume_step=4, skip_steps=[5])
+    (kept,) = directory.glob("metrics_*.jsonl")
+    assert kept.read_bytes() == metrics
+    assert losses(directory)[:5] == before[:5]
+    assert losses(directory)[5] != before[5]
