@@ -97,7 +97,8 @@ def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]
                 for stored, own in order.consecutive(index[0])
             ]
             # No chunk may be shared by two processes: both would write it.
-            every = [stored for stored, _ in order.consecutive(slice(None))]
+            indices = leaf.sharding.devices_indices_map(leaf.shape).values()
+            every = [stored for index in indices for stored, _ in order.consecutive(index[0])]
             chunk = (math.gcd(*(edge for layers in every for edge in (layers.start, layers.stop))), *chunk[1:])
         arrays.append(HostArray(name, _stored_shape(leaf, order), str(leaf.dtype), chunk, pieces))
     return arrays
