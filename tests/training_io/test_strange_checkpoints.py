@@ -57,7 +57,7 @@ SHARDED["configuration"]["index_codecs"] = [*COMPRESSED[:1], {"name": "crc32c"}]
     ("change", "message"),
     [
         (shape(shape=[2**40, 8]), "on disk, but float32[272, 8] in the manifest"),
-        (shape(shape=[2**62, 8], chunk=[1, 8]), "on disk, but float32[272, 8] in the manifest"),
+        (shape(shape=[2**62, 8], chunk=[1, 8]), "has 4611686018427387904 chunks, more than 1048576"),
         (shape(shape=[272, 8], chunk=[2**33, 8]), "has chunks that are larger than it"),
         (lambda array: array.update(codecs=COMPRESSED), "codecs ['bytes', 'gzip']"),
         (lambda array: array.update(codecs=[SHARDED]), "codecs ['sharding_indexed']"),
