@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -78,7 +78,7 @@ class Checkpointer:
         self._clean = False
         self._told: set[str] = set()
         self.check_owner: Callable[[], None] = lambda: None
-        """Called by process 0 before a checkpoint is complete, which it is not if this raises OSError."""
+        """Called by process 0 before anything is written, and before a checkpoint is complete. It may raise OSError."""
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -284,6 +284,7 @@ class Checkpointer:
 
     def _make_room(self, step: int) -> None:
         """Makes sure that nothing is where the checkpoint goes. Raises ValueError if a checkpoint is."""
+        self.check_owner()
         name = directory_of(step)
         if name in (found := self._found(name)):
             what = "a complete checkpoint" if found[name] else "a directory without a manifest"
@@ -343,6 +344,7 @@ class Checkpointer:
         except OSError as error:
             if jax.process_count() == 1:  # it may have filled the disk, which the metrics need
                 with contextlib.suppress(OSError):
+                    self.check_owner()  # what is there may be another run's
                     store.remove(temporary)
             raise self._not_saved(step, error) from error
 
