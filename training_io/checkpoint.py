@@ -278,8 +278,8 @@ class Checkpointer:
 
     def _tell_left(self, what: str, error: OSError) -> None:
         self._clean = False
-        if what not in self._told:
-            self._told.add(what)
+        if (about := what[:10]) not in self._told:  # the step, however the directory is named
+            self._told.add(about)
             print(f"WARNING: {what}, in {self.store.url}, cannot be removed: {error}. Remove it, or leave it there.")
 
     def _make_room(self, step: int) -> None:
