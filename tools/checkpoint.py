@@ -17,6 +17,7 @@ import sys
 from omegaconf import MISSING
 
 from configuration.checks import check_choice
+from configuration.foreign import shown
 from configuration.program import run_program
 from training_io.checkpoint import Checkpointer, directory_of
 from training_io.checkpoint_care import copy, size, verify
@@ -96,7 +97,7 @@ def _line(checkpoints: Checkpointer, step: int) -> str:
     try:
         found, saved_at = size(checkpoints.store, directory_of(step))
     except Damaged as error:
-        return f"{step:>10}  DAMAGED: {error}"
+        return shown(f"{step:>10}  DAMAGED: {error}")
     return f"{step:>10}  {saved_at or 'time unknown':20}  {found / 2**20:12,.1f} MiB  all files are there"
 
 
@@ -104,7 +105,7 @@ def _verify(checkpoints: Checkpointer, step: int) -> bool:
     problems = verify(checkpoints.store, directory_of(step))
     print(f"{step:>10}  {f'DAMAGED in {len(problems)} places' if problems else 'whole'}", flush=True)
     for problem in problems:
-        print(f"            {problem}")
+        print(shown(f"            {problem}"))
     return not problems
 
 

@@ -9,8 +9,9 @@ import functools
 import json
 import os
 import re
+import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -31,15 +32,15 @@ from training_io.checkpoint_arrays import (
 )
 from training_io.manifest import (
     DTYPES,
+    MANIFEST_BYTES,
     Damaged,
-    SavedArray,
     check_json,
-    manifest_text,
-    metadata_files,
+    commit,
+    directory_of,
     read_manifest,
     saved_array,
 )
-from training_io.stores import MANIFEST, Store, open_store, together
+from training_io.stores import MANIFEST, open_store
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ COMMIT_TIMEOUT_S = 1800.0
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run in another directory."
 DAMAGED = "is damaged; restore another step, or copy it again"
 _STEP = re.compile(r"\d{10}")
+_MESSAGE_BYTES = 2000
 
 
 class Checkpointer:
@@ -74,6 +76,9 @@ class Checkpointer:
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: concurrent.futures.Future | None = None
         self._clean = False
+        self._told: set[str] = set()
+        self.check_owner: Callable[[], None] = lambda: None
+        """Called by process 0 before anything is written, and before a checkpoint is complete. It may raise OSError."""
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -96,7 +101,7 @@ class Checkpointer:
         Args:
             without: steps to leave out.
         """
-        latest = max({*self.steps()} - {*without}, default=-1)
+        latest = agreed(lambda: max({*self.steps()} - {*without}, default=-1))
         if jax.process_count() > 1:
             # Two 5-digit halves: without x64, JAX would cut a larger integer to 32 bits.
             halves = multihost_utils.broadcast_one_to_all(np.array(divmod(latest, 10**5), np.int32))
@@ -120,7 +125,7 @@ class Checkpointer:
         """Copies `state` to host memory, then writes it in the background.
 
         Afterwards the buffers of `state` may be donated or deleted. Waits for the previous save first, and raises its
-        error.
+        error. If the store fails here, that too is told by the next `save` or `wait`.
 
         Args:
             step: 0 to 9,999,999,999; not saved before.
@@ -136,13 +141,7 @@ class Checkpointer:
             OSError: the previous save failed.
         """
         self.wait()
-        name = directory_of(step)
-        if name in (found := self._found(name)):
-            what = "a complete checkpoint" if found[name] else "a directory without a manifest"
-            raise ValueError(
-                f"cannot save step {step}: {self.store.url}/{name} already holds {what}. Save each step once, or move "
-                "it away."
-            )
+        directory_of(step)
         leaves = named_leaves(state)
         for name, leaf in leaves.items():
             if not isinstance(leaf, jax.Array):
@@ -154,13 +153,16 @@ class Checkpointer:
                 )
         shards = start_copies(leaves)
         check_json(metadata)
-        if jax.process_index() == 0:
-            self.remove_leftovers()
-        if jax.process_count() > 1:
+        try:
             # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
             # copies below have to wait for the running step anyway.
-            multihost_utils.sync_global_devices(f"checkpoint {step}")
+            agreed(lambda: self._make_room(step) if jax.process_index() == 0 else None)
+        except OSError as error:
+            self._saving = concurrent.futures.Future()
+            self._saving.set_exception(self._not_saved(step, error))
         check()
+        if self._saving is not None:
+            return
         arrays = copy_to_host(leaves, shards, orders)
         self._saving = self._executor.submit(self._write, step, arrays, metadata)
 
@@ -234,7 +236,7 @@ class Checkpointer:
     def manifest(self, step: int) -> dict:
         """The checkpoint's manifest. Raises ValueError if there is no such checkpoint, Damaged if it is damaged."""
         name = directory_of(step)
-        if self.store.read(f"{name}/{MANIFEST}") is None:
+        if self.store.read(f"{name}/{MANIFEST}", MANIFEST_BYTES) is None:
             raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; there are {self.steps()}.")
         return read_manifest(self.store, name, step)
 
@@ -244,14 +246,53 @@ class Checkpointer:
         self.store.write(key, b"")
         self.store.remove_file(key)
 
-    def remove_leftovers(self) -> None:
-        """Removes what killed saves left, once; again after a save that failed. One process calls this."""
+    def remove_leftovers(self, needed: str = "") -> None:
+        """Removes what killed saves left, once; again after a save that failed. One process calls this.
+
+        What cannot be removed is told in a line, and tried again by the next save.
+
+        Args:
+            needed: name of a directory that must be gone.
+
+        Raises:
+            OSError: it is not.
+        """
         if self._clean:
             return
-        for name, done in self.store.directories().items():
-            if re.fullmatch(r"\d{10}\.tmp", name) or (not self.store.renames and not done and _STEP.fullmatch(name)):
-                self.store.remove(name)
         self._clean = True
+        try:
+            found = self.store.directories().items()
+        except OSError as error:
+            self._tell_left("what killed saves left", error)
+            found = ()
+        for name, done in found:
+            if re.fullmatch(r"\d{10}(\.\w+)?\.tmp", name) or (
+                not self.store.renames and not done and _STEP.fullmatch(name)
+            ):
+                try:
+                    self._discard(name)
+                except OSError as error:
+                    self._tell_left(name, error)
+                    if name == needed:
+                        raise
+
+    def _tell_left(self, what: str, error: OSError) -> None:
+        self._clean = False
+        if (about := what[:10]) not in self._told:  # the step, however the directory is named
+            self._told.add(about)
+            print(f"WARNING: {what}, in {self.store.url}, cannot be removed: {error}. Remove it, or leave it there.")
+
+    def _make_room(self, step: int) -> None:
+        """Makes sure that nothing is where the checkpoint goes. Raises ValueError if a checkpoint is."""
+        self.check_owner()
+        name = directory_of(step)
+        if name in (found := self._found(name)):
+            what = "a complete checkpoint" if found[name] else "a directory without a manifest"
+            raise ValueError(
+                f"cannot save step {step}: {self.store.url}/{name} already holds {what}. Save each step once, or move "
+                "it away."
+            )
+        self.remove_leftovers(f"{name}.tmp" if self.store.renames else name)
 
     def _found(self, name: str) -> dict[str, bool]:
         if self.store.renames:
@@ -260,15 +301,21 @@ class Checkpointer:
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint. It never passes for a complete one when it is half removed."""
-        name = directory_of(step)
-        if self.store.renames:
-            self.store.rename(name, f"{name}.tmp")
-            name = f"{name}.tmp"
+        self._discard(directory_of(step))
+
+    def _discard(self, name: str) -> None:
+        if self.store.renames and name.count(".") < 2:
+            # At once: who still writes into it notices.
+            name, old = f"{name[:10]}.{secrets.token_hex(4)}.tmp", name
+            self.store.rename(old, name)
         self.store.remove(name)
 
     def _remove_oldest(self) -> None:
         for step in self.steps()[: -self._keep] if self._keep else []:
-            self.remove(step)
+            try:
+                self.remove(step)
+            except OSError as error:
+                self._tell_left(directory_of(step), error)
 
     def _write(self, step: int, arrays: list[HostArray], metadata: dict) -> None:
         store, name, own = self.store, directory_of(step), f".written-{jax.process_index()}"
@@ -279,8 +326,11 @@ class Checkpointer:
                 if jax.process_index() == 0:
                     others = self._await(temporary, range(1, jax.process_count()))
                     saved = [x.saved for x in arrays]
-                    commit(store, temporary, step, saved, [written, *others], metadata)
-                    self._remove_oldest()
+                    commit(store, temporary, step, saved, [written, *others], metadata, self.check_owner)
+                    try:
+                        self._remove_oldest()
+                    except OSError as error:
+                        self._tell_left("old checkpoints", error)
                 else:
                     store.sync(temporary)
                     store.write(f"{temporary}/{own}", json.dumps({"written": written}).encode())
@@ -294,11 +344,15 @@ class Checkpointer:
         except OSError as error:
             if jax.process_count() == 1:  # it may have filled the disk, which the metrics need
                 with contextlib.suppress(OSError):
+                    self.check_owner()  # what is there may be another run's
                     store.remove(temporary)
-            raise OSError(
-                f"checkpoint {store.url}/{name} was not saved: {error} It stays invisible; the checkpoints before it "
-                "are complete."
-            ) from error
+            raise self._not_saved(step, error) from error
+
+    def _not_saved(self, step: int, error: OSError) -> OSError:
+        return OSError(
+            f"checkpoint {self.store.url}/{directory_of(step)} was not saved: {error} It stays invisible; the "
+            "checkpoints before it are complete."
+        )
 
     def _await(self, temporary: str, processes: Iterable[int], done: Callable[[], bool] = lambda: False) -> list[dict]:
         """What these processes wrote, or nothing once `done`.
@@ -323,69 +377,24 @@ class Checkpointer:
         return [content["written"] for content in found.values() if content]
 
 
-def directory_of(step: int) -> str:
-    """Name of the directory of a checkpoint. Raises ValueError for a step out of range."""
-    if not 0 <= step < 10**10:
-        raise ValueError(f"step {step} is outside 0 … 9,999,999,999.")
-    return f"{step:010}"
-
-
 def agreed(read: Callable[[], T]) -> T:
-    """The result of `read`, which all processes call; if it raises Damaged in one, all raise Damaged."""
-    damage, result = "", None
+    """The result of `read`, which all processes call. If it raises Damaged, OSError or ValueError in one, all raise."""
+    if jax.process_count() == 1:
+        return read()
+    kinds, raised, result, sent = (Damaged, OSError, ValueError), None, None, b""
     try:
         result = read()
-    except Damaged as error:
-        damage = str(error)
-    if jax.process_count() > 1:
-        text = np.frombuffer(damage.encode()[:1000].ljust(1000, b"\0"), np.uint8)
-        texts = [bytes(sent).rstrip(b"\0").decode(errors="replace") for sent in multihost_utils.process_allgather(text)]
-        damage = damage or next(filter(None, texts), "")
-    if damage:
-        raise Damaged(damage)
+    except kinds as error:
+        raised = error
+        kind = next(i for i, kind in enumerate(kinds) if isinstance(error, kind))
+        sent = f"{kind}{error}".encode(errors="replace")[:_MESSAGE_BYTES]
+    sent = np.frombuffer(sent.ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
+    texts = [bytes(text).rstrip(b"\0").decode(errors="replace") for text in multihost_utils.process_allgather(sent)]
+    if raised is not None:
+        raise raised
+    if failed := next(filter(None, texts), ""):
+        raise kinds[int(failed[0])](failed[1:])
     return result
-
-
-def commit(
-    store: Store,
-    temporary: str,
-    step: int,
-    arrays: list[SavedArray],
-    written: Iterable[Mapping[str, Mapping[Any, int]]],
-    metadata: dict,
-) -> None:
-    """Turns the chunks in the directory `temporary` into a checkpoint: writes all metadata, and the manifest last.
-
-    Args:
-        store: where the checkpoints are.
-        temporary: where the chunks are. It gets the name of the step if it has another.
-        step: the step.
-        arrays: all arrays.
-        written: for each process, what write_arrays returned.
-        metadata: what the program adds to the manifest.
-
-    Raises:
-        OSError: the store failed, or a chunk was not written.
-    """
-    checksums: dict[str, dict[int, int]] = {array.name: {} for array in arrays}
-    parts = list(written)
-    for part in parts:
-        for name, values in part.items():
-            checksums[name] |= {int(number): value for number, value in values.items()}
-    whole = []
-    for array in arrays:
-        numbers = range(len(list(array.chunks())))
-        if {*checksums[array.name]} != {*numbers}:
-            raise OSError(f"the array {array.name!r} has chunks that no process wrote.")
-        whole.append(array._replace(checksums=tuple(checksums[array.name][i] for i in numbers)))
-    files = metadata_files(whole)
-    together([functools.partial(store.write, f"{temporary}/{key}", text.encode()) for key, text in files.items()])
-    for process in range(len(parts)):
-        store.remove_file(f"{temporary}/.written-{process}")
-    store.write(f"{temporary}/{MANIFEST}", manifest_text(step, whole, files, metadata).encode())
-    store.sync(temporary)
-    if temporary != directory_of(step):
-        store.rename(temporary, directory_of(step))
 
 
 def _check_same_arrays(

@@ -138,7 +138,10 @@ def checksum(content: np.ndarray) -> int:
 def read_file(store: Store, directory: str, array: SavedArray, index: tuple[int, ...]) -> np.ndarray:
     """The file of a chunk, u8[array.chunk_bytes]. Raises Damaged if it is not the one that was saved there."""
     key = array.key(index)
-    content = store.read(f"{directory}/{key}")
+    try:
+        content = store.read(f"{directory}/{key}", array.chunk_bytes)
+    except Damaged as error:
+        raise Damaged(f"cannot read the array {array.name!r}: {error}") from error
     problem = None
     if content is None:
         problem = "is missing"

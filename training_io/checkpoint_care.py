@@ -1,8 +1,10 @@
 """What is done with whole checkpoints: verifying, copying, moving aside."""
 
+import collections
 import functools
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from training_io.checkpoint import directory_of
@@ -12,6 +14,8 @@ from training_io.stores import MANIFEST, Store, together
 
 SET_ASIDE = "set_aside"
 """Directory, beside the checkpoints, of those that a run went back before."""
+_JOBS = 2**14
+"""Files that are waited for at a time: each waiting one takes about 1 kB."""
 
 
 def _found(job: Callable[[], Any]) -> str | None:
@@ -21,6 +25,13 @@ def _found(job: Callable[[], Any]) -> str | None:
     except Damaged as error:
         return str(error)
     return None
+
+
+def _in_turn(jobs: Iterable[Callable[[], Any]]) -> Iterator[Any]:
+    """The results of jobs, of which there may be more than fit into memory."""
+    jobs = iter(jobs)
+    while some := list(itertools.islice(jobs, _JOBS)):
+        yield from together(some)
 
 
 def _arrays(store: Store, directory: str, manifest: dict) -> tuple[list[SavedArray], list[str]]:
@@ -49,9 +60,10 @@ def verify(store: Store, directory: str) -> list[str]:
     except Damaged as error:
         return [str(error)]
     arrays, problems = _arrays(store, directory, manifest)
-    jobs = [functools.partial(read_metadata, store, directory, key, manifest) for key in _groups(manifest)]
-    jobs += [functools.partial(read_file, store, directory, array, at) for array in arrays for at in array.chunks()]
-    return problems + [problem for problem in together([functools.partial(_found, job) for job in jobs]) if problem]
+    groups = (functools.partial(read_metadata, store, directory, key, manifest) for key in _groups(manifest))
+    files = (functools.partial(read_file, store, directory, array, at) for array in arrays for at in array.chunks())
+    checks = (functools.partial(_found, job) for job in itertools.chain(groups, files))
+    return problems + [problem for problem in _in_turn(checks) if problem]
 
 
 def _step_of(directory: str) -> int:
@@ -65,11 +77,13 @@ def size(store: Store, directory: str) -> tuple[int, str]:
     """
     manifest = read_manifest(store, directory, _step_of(directory))
     arrays, problems = _arrays(store, directory, manifest)
+    if problems:
+        raise Damaged(problems[0])
     there = {*store.keys(directory)}
-    keys = [array.key(index) for array in arrays for index in array.chunks()] + _groups(manifest)
-    missing = [key for key in keys if f"{directory}/{key}" not in there]
-    if problems or missing:
-        raise Damaged(problems[0] if problems else f"{missing[0]} is missing, of {len(missing)} files.")
+    keys = itertools.chain((array.key(index) for array in arrays for index in array.chunks()), _groups(manifest))
+    missing = (key for key in keys if f"{directory}/{key}" not in there)
+    if first := next(missing, None):
+        raise Damaged(f"{first} is missing, of {1 + sum(1 for _ in missing)} files.")
     return sum(array.file_bytes for array in arrays), manifest.get("saved_at", "")
 
 
@@ -100,13 +114,13 @@ def copy(source: Store, directory: str, target: Store, name: str) -> None:
         target.write(f"{temporary}/{key}", read())
 
     metadata = [*_groups(manifest), *(f"{array.name}/zarr.json" for array in arrays)]
-    jobs = [(key, functools.partial(read_metadata, source, directory, key, manifest)) for key in metadata]
-    jobs += [
+    texts = ((key, functools.partial(read_metadata, source, directory, key, manifest)) for key in metadata)
+    files = (
         (array.key(at), functools.partial(read_file, source, directory, array, at))
         for array in arrays
         for at in array.chunks()
-    ]
-    together([functools.partial(transfer, *job) for job in jobs])
+    )
+    collections.deque(_in_turn(functools.partial(transfer, *job) for job in itertools.chain(texts, files)), maxlen=0)
     transfer(MANIFEST, functools.partial(source.read, f"{directory}/{MANIFEST}"))
     target.sync(temporary)
     if temporary != name:

@@ -3,20 +3,21 @@
 The format is specified in docs/pytree-zarr-checkpoint.md.
 """
 
+import functools
 import hashlib
 import itertools
 import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from configuration.foreign import parse_json
-from training_io.stores import MANIFEST, Store
+from training_io.stores import MANIFEST, Damaged, Store, together
 
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 2
@@ -28,10 +29,11 @@ DTYPES = frozenset(
     ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
 )  # fmt: skip
 """Types that both tensorstore and zarr-python read and write. zarr-python rejects bfloat16."""
-
-
-class Damaged(OSError, ValueError):
-    """A checkpoint is damaged: something in it is missing, or is not what was written. The message says what."""
+_LATER = ("sha256", "saved_at", "files", "chunk_shape", "crc32c")
+"""Keys that version 1 does not have."""
+MANIFEST_BYTES, METADATA_BYTES, MAX_CHUNKS = 2**30, 2**20, 2**20
+"""Largest size of a manifest and of another zarr.json, and number of chunks of an array, that are read. Far more than a
+run writes: without a bound a small file of a stranger takes all memory."""
 
 
 class SavedArray(NamedTuple):
@@ -77,6 +79,13 @@ class SavedArray(NamedTuple):
     def key(self, index: tuple[int, ...]) -> str:
         """Key of the file of a chunk, in the checkpoint."""
         return "/".join([self.name, "c", *map(str, index)])
+
+
+def directory_of(step: int) -> str:
+    """Name of the directory of a checkpoint. Raises ValueError for a step out of range."""
+    if not 0 <= step < 10**10:
+        raise ValueError(f"step {step} is outside 0 … 9,999,999,999.")
+    return f"{step:010}"
 
 
 def is_name(name: str) -> bool:
@@ -152,6 +161,65 @@ def manifest_text(step: int, arrays: Iterable[SavedArray], files: Mapping[str, s
     return group_text(attributes | {"sha256": _digest(attributes)})
 
 
+def commit(
+    store: Store,
+    temporary: str,
+    step: int,
+    arrays: list[SavedArray],
+    written: Iterable[Mapping[str, Mapping[Any, int]]],
+    metadata: dict,
+    check_owner: Callable[[], None] = lambda: None,
+) -> None:
+    """Turns the chunks in the directory `temporary` into a checkpoint: writes all metadata, and the manifest last.
+
+    Args:
+        store: where the checkpoints are.
+        temporary: where the chunks are. It gets the name of the step if it has another.
+        step: the step.
+        arrays: all arrays.
+        written: for each process, what write_arrays returned.
+        metadata: what the program adds to the manifest.
+        check_owner: called before the manifest is written; nothing is complete if it raises OSError.
+
+    Raises:
+        OSError: the store failed, or a chunk was not written or is gone.
+    """
+    checksums: dict[str, dict[int, int]] = {array.name: {} for array in arrays}
+    parts = list(written)
+    for part in parts:
+        for name, values in part.items():
+            checksums[name] |= {int(number): value for number, value in values.items()}
+    whole = []
+    for array in arrays:
+        numbers = range(len(list(array.chunks())))
+        if {*checksums[array.name]} != {*numbers}:
+            raise OSError(f"the array {array.name!r} has chunks that no process wrote.")
+        whole.append(array._replace(checksums=tuple(checksums[array.name][i] for i in numbers)))
+    files = metadata_files(whole)
+    together([functools.partial(store.write, f"{temporary}/{key}", text.encode()) for key, text in files.items()])
+    for process in range(len(parts)):
+        store.remove_file(f"{temporary}/.written-{process}")
+    check_owner()
+    written_keys = {*files, *(array.key(index) for array in whole for index in array.chunks())}
+    if not store.renames:
+        _check_there(store, temporary, written_keys)
+    store.write(f"{temporary}/{MANIFEST}", manifest_text(step, whole, files, metadata).encode())
+    store.sync(temporary)
+    if store.renames:
+        # A directory that somebody moves away after this cannot be renamed.
+        _check_there(store, temporary, written_keys)
+    if temporary != directory_of(step):
+        store.rename(temporary, directory_of(step))
+
+
+def _check_there(store: Store, directory: str, keys: set[str]) -> None:
+    if gone := sorted({f"{directory}/{key}" for key in keys} - {*store.keys(directory)}):
+        raise OSError(
+            f"{len(gone)} files that were written are gone, such as {gone[0]}. Does another program or run use "
+            f"{store.url}?"
+        )
+
+
 def _check_entry(name: str, array: Mapping[str, Any]) -> None:
     """Raises ValueError for an array that no run saves."""
     if not is_name(name):
@@ -164,10 +232,12 @@ def _check_entry(name: str, array: Mapping[str, Any]) -> None:
         raise ValueError(f"{name!r} has the dtype {array['dtype']!r}")
     if any(part > max(1, size) or part < 1 for part, size in zip(chunk, shape, strict=True)):
         raise ValueError(f"{name!r} of shape {shape} has chunks that are larger than it, or empty: {chunk}")
-    if "crc32c" in array:
-        saved = SavedArray(name, tuple(shape), array["dtype"], tuple(chunk))
-        if not re.fullmatch("([0-9a-f]{8})*", array["crc32c"]) or len(array["crc32c"]) != 8 * math.prod(saved.grid):
-            raise ValueError(f"{name!r} has not one checksum for each of its {math.prod(saved.grid)} chunks")
+    saved = SavedArray(name, tuple(shape), array["dtype"], tuple(chunk))
+    if math.prod(saved.grid) > MAX_CHUNKS:
+        raise ValueError(f"{name!r} of shape {shape} has {math.prod(saved.grid)} chunks, more than {MAX_CHUNKS}")
+    sums = array.get("crc32c", "0" * 8 * math.prod(saved.grid))
+    if not re.fullmatch("([0-9a-f]{8})*", sums) or len(sums) != 8 * math.prod(saved.grid):
+        raise ValueError(f"{name!r} has not one checksum for each of its {math.prod(saved.grid)} chunks")
 
 
 def read_manifest(store: Store, directory: str, step: int | None = None) -> dict:
@@ -178,17 +248,22 @@ def read_manifest(store: Store, directory: str, step: int | None = None) -> dict
         ValueError: it is of a version that this program does not read.
     """
     where = f"{store.url}/{directory}/{MANIFEST}"
-    content = store.read(f"{directory}/{MANIFEST}")
+    content = store.read(f"{directory}/{MANIFEST}", MANIFEST_BYTES)
     if content is None:
         raise Damaged(f"{where} is missing.")
     try:
         manifest = parse_json(content.tobytes())["attributes"]
-        found = (manifest["format"], manifest["format_version"])
+        found, saved_step = (manifest["format"], manifest["format_version"]), manifest["step"]
         if found != (FORMAT, 1) and manifest["sha256"] != _digest(manifest):
             raise Damaged(f"{where} is not what was written: its own checksum differs.")
         manifest["metadata"]
         for name, array in manifest["arrays"].items():
             _check_entry(name, array)
+        for key in manifest.get("files", {}).keys():  # noqa: SIM118 (a list has no keys)
+            if not (key.endswith("/zarr.json") and is_name(key.removesuffix("/zarr.json"))):
+                raise ValueError(f"{key!r} is no file of a checkpoint")
+        if not re.fullmatch("[0-9TZ:-]*", manifest.get("saved_at", "")):
+            raise ValueError(f"saved_at is {manifest['saved_at']!r}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, Damaged):
             raise
@@ -198,10 +273,12 @@ def read_manifest(store: Store, directory: str, step: int | None = None) -> dict
             f"{where} is of format {found[0]!r} version {found[1]!r}; this program reads {FORMAT!r} versions "
             f"{', '.join(map(str, VERSIONS))}. Restore it with the version of the program that wrote it."
         )
-    if found[1] == 1 and "sha256" in manifest:
-        raise Damaged(f"{where} has the checksum of a later version than it names.")
-    if step is not None and manifest["step"] != step:
-        raise Damaged(f"{where} is of step {manifest['step']}: another checkpoint was copied over it.")
+    if found[1] == 1:
+        later = [key for entry in (manifest, *manifest["arrays"].values()) for key in _LATER if key in entry]
+        if later:
+            raise Damaged(f"{where} is of version 1, but has {later[0]}, which a later version has.")
+    if step is not None and saved_step != step:
+        raise Damaged(f"{where} is of step {saved_step!r}: another checkpoint was copied over it.")
     return manifest
 
 
@@ -240,7 +317,7 @@ def saved_array(store: Store, directory: str, name: str, manifest: Mapping[str, 
 
 def read_metadata(store: Store, directory: str, key: str, manifest: Mapping[str, Any]) -> bytes:
     """Content of a metadata file of a checkpoint. Raises Damaged if it is missing or not what was written."""
-    content = store.read(f"{directory}/{key}")
+    content = store.read(f"{directory}/{key}", METADATA_BYTES)
     if content is None:
         raise Damaged(f"cannot open the array {key.removesuffix('/zarr.json')!r}: {key} is missing.")
     whole = manifest.get("files", {}).get(key)

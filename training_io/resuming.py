@@ -1,12 +1,14 @@
 """Settings that a run and the checkpoint that it starts from must agree on."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from configuration.differences import config_differences
+from input_loader import check_skips
 from input_loader import fixed_settings as fixed_data_settings
 from modeling.model import is_shipped, module_of
 from training_io.checkpoint import Checkpointer, agreed
@@ -78,41 +80,42 @@ def check_resumes(saved: dict, c: Config, directory: Path) -> None:
 
 
 def choose_checkpoint(
-    checkpoints: Checkpointer, wanted: int | None, damaged: dict[int, str]
+    checkpoints: Checkpointer, wanted: int | None, damaged: dict[int, str], skip_steps: Sequence[int] = ()
 ) -> tuple[int, dict] | None:
     """Step and metadata of the checkpoint that a run goes on from; None if it has none. The same in all processes.
 
     It is the latest one whose manifest is whole. If `wanted` is a step, it is that one, unless the latest was made by a
-    run that went back to this step already: then the same command goes on with that run.
+    run that went back to this step already, with the same batches: then the same command goes on with that run.
 
     Args:
         checkpoints: of the run.
         wanted: training.resume_step.
         damaged: by step, what is damaged in the checkpoints that were tried. Those that turn out to be are added.
+        skip_steps: data.skip_steps.
 
     Raises:
         ValueError: there is no checkpoint of step `wanted`, or none that is whole.
     """
-    damaged |= dict.fromkeys(checkpoints.lost(), "its manifest is missing.")
-    if wanted is not None and wanted not in (there := checkpoints.steps()):
-        raise ValueError(
-            f"training.resume_step is {wanted}, but {checkpoints.store.url} has the checkpoints {there}; choose one of "
-            "these, or null for the latest."
-        )
+    lost, there = agreed(lambda: (checkpoints.lost(), checkpoints.steps()))
+    damaged |= dict.fromkeys(lost, "its manifest is missing.")
+    # A run that went back may have deleted, as the oldest, the checkpoint that it went back to.
+    absent = wanted is not None and wanted not in there
     while (step := checkpoints.latest_step(without=damaged)) is not None:
         try:
             metadata = agreed(lambda step=step: checkpoints.metadata(step))
         except Damaged as error:
             damaged[step] = str(error)
             continue
-        went_back = (
-            wanted is not None and step > wanted and saved_config(metadata)["training"].get("resume_step") == wanted
-        )
-        if wanted in (None, step) or went_back:
+        if wanted in (None, step) or (step > wanted and _went_back(metadata, wanted, skip_steps, step)):
             return step, metadata
-        if wanted not in damaged:
+        if not absent and wanted not in damaged:
             return wanted, agreed(lambda: checkpoints.metadata(wanted))
         break
+    if absent:
+        raise ValueError(
+            f"training.resume_step is {wanted}, but {checkpoints.store.url} has the checkpoints {there}; choose one of "
+            "these, or null for the latest."
+        )
     if damaged:
         which = "; ".join(f"step {step}: {why}" for step, why in sorted(damaged.items(), reverse=True))
         raise ValueError(
@@ -120,6 +123,18 @@ def choose_checkpoint(
             "with tools.checkpoint, or start a run of another name."
         )
     return None
+
+
+def _went_back(metadata: dict, wanted: int, skip_steps: Sequence[int], step: int) -> bool:
+    """Whether a run with these settings made the checkpoint of `step`, with the batches up to there."""
+    config = saved_config(metadata)
+    if config["training"].get("resume_step") != wanted:
+        return False
+    try:
+        check_skips(config.get("data", {}).get("skip_steps", []), skip_steps, step)
+    except ValueError:
+        return False
+    return True
 
 
 def fixed_by_weights(config: dict) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from training_io.initial_weights import checkpoints_of, read_weights
 from training_io.manifest import Damaged
 from training_io.memory import peak_memory
 from training_io.metrics import RunLog, check_metrics, has_event, keep_metrics
+from training_io.owning import owned
 from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
 from training_io.report import print_end, print_start, save_config
@@ -106,6 +107,8 @@ class Run:
         self.placement = placement_of(c, self.model)
         place = c.paths.checkpoints and checkpoints_of(c.paths.checkpoints, c.paths.model_name)
         self.checkpoints = Checkpointer(place or self.directory / "checkpoints", keep=t.keep_checkpoints)
+        if place:  # the run's own directory is locked already
+            self._cleanup.enter_context(owned(self.checkpoints))
         self._cleanup.enter_context(self.checkpoints)
         self.provenance = provenance_of(self.programs, c, self.model)
         self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
@@ -127,7 +130,8 @@ class Run:
 
     def _last_checkpoint(self) -> tuple[int, dict, dict]:
         """Step of the checkpoint to go on from, and the states of the loader and of SkippedSteps; 0, {}, {} without."""
-        found = choose_checkpoint(self.checkpoints, self.c.training.resume_step, self._damaged)
+        wanted, skips = self.c.training.resume_step, self.c.data.skip_steps
+        found = choose_checkpoint(self.checkpoints, wanted, self._damaged, skips)
         if found is None:
             return 0, {}, {}
         done, metadata = found

@@ -37,6 +37,10 @@ STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedErr
 """Exceptions of tensorstore, by the kind of the failure."""
 
 
+class Damaged(OSError, ValueError):
+    """A checkpoint is damaged: something in it is missing, or is not what was written. The message says what."""
+
+
 class Store(Protocol):
     """A directory, or what looks like one.
 
@@ -50,8 +54,8 @@ class Store(Protocol):
     url: str
     renames: bool
 
-    def read(self, key: str) -> np.ndarray | None:
-        """The content as u8[bytes], None if it is missing."""
+    def read(self, key: str, most: int | None = None) -> np.ndarray | None:
+        """The content as u8[bytes], None if it is missing. Raises Damaged if it has more than `most` bytes."""
 
     def write(self, key: str, *parts: Any) -> None:
         """Writes a file of the bytes of `parts`, which are bytes or NumPy arrays. It is there as a whole or not."""
@@ -79,11 +83,17 @@ def open_store(place: str | os.PathLike) -> Store:
     """The store at a path, which need not exist, or at a URL.
 
     Raises:
-        ValueError: a URL that nothing installed reads, or that does not answer.
+        ValueError: a URL that nothing installed reads, or that does not answer, or that is mistyped.
     """
     text = os.fspath(place)
+    scheme, one_slash, rest = text.partition(":/")
+    if one_slash and not rest.startswith("/") and scheme in {*TENSORSTORE_SCHEMES, *fsspec.available_protocols()}:
+        raise ValueError(f"{text} has one slash after {scheme}: where a URL has two; write {scheme}://{rest}.")
     if "://" not in text or text.startswith("file://"):
-        return Directory(Path(text.removeprefix("file://")))
+        try:
+            return Directory(Path(text.removeprefix("file://")).expanduser())
+        except RuntimeError as error:  # no such user
+            raise ValueError(f"{text} is no directory: {error}. Write the path without ~.") from error
     return (TensorstoreUrl if text.split("://")[0] in TENSORSTORE_SCHEMES else FsspecUrl)(text.rstrip("/"))
 
 
@@ -127,17 +137,21 @@ class Directory:
     def __init__(self, path: Path):
         self.path, self.url = path, str(path)
 
-    def read(self, key: str) -> np.ndarray | None:
-        """See Store."""
+    def read(self, key: str, most: int | None = None) -> np.ndarray | None:
+        """See Store. A file that is too large takes no memory."""
         path = self._inside(key)
         try:
             with open(path, "rb", buffering=0) as file:
-                content = aligned(os.fstat(file.fileno()).st_size)
+                size = os.fstat(file.fileno()).st_size
+                _check_size(str(path), size, most)
+                content = aligned(size)
                 done = 0
                 while done < content.size and (count := file.readinto(content[done:])):
                     done += count
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
+        except Damaged:
+            raise
         except OSError as error:
             raise OSError(f"cannot read {path}: {error.strerror}") from error
         return content[:done]
@@ -145,17 +159,25 @@ class Directory:
     def _inside(self, key: str) -> Path:
         """Path of a key. Raises OSError if it is a link out of its checkpoint, which a stranger may have made."""
         path, root = self.path / key, self.path / key.partition("/")[0]
-        if not (to := path.resolve()).is_relative_to(root.resolve()):
+        if not (to := _resolved(path)).is_relative_to(_resolved(root)):
             raise OSError(f"{path} is a link to {to}, outside of the checkpoint. Copy that there instead.")
+        return path
+
+    def _own(self, key: str) -> Path:
+        """Path of a key that is changed. Raises OSError if that is not in this directory. A link is not followed."""
+        path = self.path / key
+        to = _resolved(path.parent)
+        if ".." in Path(key).parts or not to.is_relative_to(_resolved(self.path)):
+            raise OSError(f"{path} leads to {to}, outside of {self.path}. Nothing is changed there.")
         return path
 
     def write(self, key: str, *parts: Any) -> None:
         """See Store."""
-        path = self.path / key
+        path = self._own(key)
         temporary = path.with_name(path.name + ".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb", buffering=0) as file:
+            with open(temporary, "wb", buffering=0, opener=_open_no_link) as file:
                 for part in parts:
                     view = memoryview(part).cast("B")
                     while view:
@@ -173,29 +195,45 @@ class Directory:
 
     def keys(self, directory: str) -> list[str]:
         """See Store."""
-        below = (self.path / directory).rglob("*")
-        return [path.relative_to(self.path).as_posix() for path in below if path.is_file()]
+        found = os.walk(self.path / directory)
+        return [Path(at, name).relative_to(self.path).as_posix() for at, _, names in found for name in names]
 
     def remove(self, directory: str) -> None:
-        """See Store."""
-        if (self.path / directory).exists():
-            shutil.rmtree(self.path / directory)
+        """See Store. A link is removed, and not what it leads to."""
+        path = self._own(directory)
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
 
     def remove_file(self, key: str) -> None:
         """See Store."""
-        (self.path / key).unlink(missing_ok=True)
+        self._own(key).unlink(missing_ok=True)
 
     def rename(self, directory: str, name: str) -> None:
         """See Store."""
-        target = self.path / name
+        source, target = self._own(directory), self._own(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        (self.path / directory).rename(target)
+        source.rename(target)
         _sync_directory(target.parent)
 
     def sync(self, directory: str) -> None:
         """See Store."""
         paths = [path for path, _, _ in os.walk(self.path / directory)]
         together([functools.partial(_sync_directory, path) for path in paths])
+
+
+def _resolved(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for links that go around
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _check_size(place: str, size: int, most: int | None) -> None:
+    if most is not None and size > most:
+        raise Damaged(f"{place} has {size:,} bytes, more than the {most:,} that it may have.")
 
 
 def aligned(size: int) -> np.ndarray:
@@ -265,10 +303,13 @@ class TensorstoreUrl(Url):
         except STORE_ERRORS as error:
             raise OSError(f"cannot {action} {self.url}/{key}: {error}") from error
 
-    def read(self, key: str) -> np.ndarray | None:
+    def read(self, key: str, most: int | None = None) -> np.ndarray | None:
         """See Store."""
         found = self._result(self._kvstore.read(key), "read", key)
-        return np.frombuffer(found.value, np.uint8) if found.state == "value" else None
+        if found.state != "value":
+            return None
+        _check_size(f"{self.url}/{key}", len(found.value), most)
+        return np.frombuffer(found.value, np.uint8)
 
     def write(self, key: str, *parts: Any) -> None:
         """See Store."""
@@ -318,12 +359,13 @@ class FsspecUrl(Url):
             delay *= 2
         raise AssertionError
 
-    def read(self, key: str) -> np.ndarray | None:
+    def read(self, key: str, most: int | None = None) -> np.ndarray | None:
         """See Store."""
         try:
             content = self._try("read", key, lambda: self._files.cat_file(f"{self._root}/{key}"))
         except FileNotFoundError:
             return None
+        _check_size(f"{self.url}/{key}", len(content), most)
         return np.frombuffer(content, np.uint8)
 
     def write(self, key: str, *parts: Any) -> None:
@@ -350,7 +392,7 @@ class FsspecUrl(Url):
             self.remove_file(key)
         # A store with directories has empty ones left.
         path = f"{self._root}/{directory}"
-        if self._files.isdir(path):
+        if self._try("remove", directory, lambda: self._files.isdir(path)):
             self._try("remove", directory, lambda: self._files.rm(path, recursive=True))
 
     def remove_file(self, key: str) -> None:

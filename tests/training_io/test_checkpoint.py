@@ -554,6 +554,37 @@ def test_a_failure_in_one_process_is_told_to_all(tmp_path):
     assert all("latest: None" in output for output in outputs)
 
 
+def test_an_error_of_process_0_as_a_save_begins_fails_the_save_of_all(tmp_path):
+    outputs = run_processes(
+        tmp_path,
+        """
+        from training_io.stores import Directory
+        directories, failures = Directory.directories, ["Input/output error"] * (rank == 0)
+        def failing(self):
+            if failures:
+                raise OSError(5, failures.pop())
+            return directories(self)
+        Directory.directories = failing
+        checkpointer.save(1, {"x": x}, {})
+        try:
+            checkpointer.wait()
+        except OSError as error:
+            print("told:", error)
+        checkpointer.save(2, {"x": x}, {})
+        checkpointer.wait()
+        try:
+            checkpointer.save(2, {"x": x}, {})
+        except ValueError as error:
+            print("refused:", error)
+        print("latest:", checkpointer.latest_step())
+        """,
+    )
+    for output in outputs:
+        assert "0000000001 was not saved: [Errno 5] Input/output error" in output, output
+        assert "0000000002 already holds a complete checkpoint" in output, output
+        assert "latest: 2" in output, output
+
+
 def test_config_differences():
     saved = {"model": {"layers": 2, "d_model": 64}, "optimizer": {"lr": 0.001, "betas": [0.9, 0.95]}, "mesh": {"d": 4}}
     current = {

@@ -1,5 +1,6 @@
 """Checkpoints of a stranger: what no run writes is refused in one line, without much memory."""
 
+import hashlib
 import json
 import os
 import re
@@ -7,10 +8,16 @@ import shutil
 import tarfile
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from configuration.program import refusal
+from tools import checkpoint as tool
+from training_io.checkpoint import Checkpointer
+from training_io.checkpoint_care import copy, size, verify
 from training_io.host_checkpoint import open_checkpoint
+from training_io.manifest import Damaged
+from training_io.stores import open_store
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +64,7 @@ SHARDED["configuration"]["index_codecs"] = [*COMPRESSED[:1], {"name": "crc32c"}]
     ("change", "message"),
     [
         (shape(shape=[2**40, 8]), "on disk, but float32[272, 8] in the manifest"),
-        (shape(shape=[2**62, 8], chunk=[1, 8]), "on disk, but float32[272, 8] in the manifest"),
+        (shape(shape=[2**62, 8], chunk=[1, 8]), "has 4611686018427387904 chunks, more than 1048576"),
         (shape(shape=[272, 8], chunk=[2**33, 8]), "has chunks that are larger than it"),
         (lambda array: array.update(codecs=COMPRESSED), "codecs ['bytes', 'gzip']"),
         (lambda array: array.update(codecs=[SHARDED]), "codecs ['sharding_indexed']"),
@@ -112,3 +119,113 @@ def test_a_manifest_with_odd_arrays_is_refused(checkpoint, arrays):
     edit(checkpoint / "zarr.json", lambda content: content["attributes"].update(arrays=arrays))
     with pytest.raises(OSError, match="is not a checkpoint manifest"):
         open_checkpoint(checkpoint)
+
+
+# ---- checkpoints of version 2, with right checksums ------------------------------------------------------------------
+
+
+@pytest.fixture
+def signed(tmp_path):
+    """A checkpoint of version 2, and a program that changes its manifest and its checksum."""
+    with Checkpointer(tmp_path / "stranger") as checkpoints:
+        checkpoints.save(7, {"a": {"x": jnp.arange(4.0)}}, {})
+    directory = tmp_path / "stranger" / "0000000007"
+
+    def change(**values):
+        def sign(content):
+            kept = content["attributes"] | values
+            kept.pop("sha256")
+            text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+            content["attributes"] = kept | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+        edit(directory / "zarr.json", sign)
+
+    return directory, change
+
+
+@pytest.mark.parametrize(
+    "key", ["ln/../../../../owned", "../owned/zarr.json", "/owned/zarr.json", "owned", ".x/zarr.json"]
+)
+def test_a_file_that_is_none_of_a_checkpoint_is_not_copied(signed, tmp_path, key):
+    directory, change = signed
+    (directory / "d1/d2/d3/d4").mkdir(parents=True)
+    (directory / "ln").symlink_to("d1/d2/d3/d4")
+    (directory / "owned").write_text("x")
+    change(files={key: hashlib.sha256(b"x").hexdigest()})
+    with pytest.raises(Damaged, match=f"{re.escape(repr(key))} is no file of a checkpoint"):
+        copy(open_store(directory.parent), directory.name, open_store(tmp_path / "mine/runs"), directory.name)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_nothing_is_changed_outside_of_the_place(tmp_path):
+    outside, store = tmp_path / "outside", open_store(tmp_path / "place")
+    outside.mkdir()
+    (outside / "kept").write_text("")
+    (tmp_path / "place/inside").mkdir(parents=True)
+    (tmp_path / "place/link").symlink_to(outside)
+    (tmp_path / "place/inside/loop").symlink_to("loop")
+    (tmp_path / "place/inside/file.part").symlink_to(outside / "new")
+    for key in ("../outside/kept", "link/kept", "inside/../../outside/kept", f"{outside}/kept", "link/deep/kept"):
+        for action in (store.remove_file, store.remove, lambda key: store.write(key, b"x")):
+            with pytest.raises(OSError, match=r"outside of .*place. Nothing is changed there"):
+                action(key)
+        with pytest.raises(OSError, match="Nothing is changed there"):
+            store.rename("inside", key)
+        with pytest.raises(OSError, match="Nothing is changed there"):
+            store.rename(key, "new")
+    with pytest.raises(OSError, match="cannot write"):
+        store.write("inside/file", b"x")
+    store.remove("link")
+    assert [path.name for path in outside.iterdir()] == ["kept"]
+    assert [path.name for path in (tmp_path / "place").iterdir()] == ["inside"]
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "a/zarr.json", "a/x/c/0"])
+def test_a_file_that_is_too_large_is_refused_before_it_takes_memory(signed, name):
+    directory, _ = signed
+    os.truncate(directory / name, 2**40)  # sparse, and more than a machine has
+    store = open_store(directory.parent)
+    assert re.search(rf"{name} has 1,099,511,627,776 bytes, more than the ", verify(store, directory.name)[0])
+
+
+def test_the_chunks_of_a_small_file_are_not_counted_without_end(checkpoint, tmp_path):
+    edit(checkpoint / "weights" / "embed" / "zarr.json", shape(shape=[2**62], chunk=[1]))
+    change = lambda content: content["attributes"]["arrays"]["weights/embed"].update(shape=[2**62])
+    edit(checkpoint / "zarr.json", change)
+    store = open_store(checkpoint.parent)
+    assert "has 4611686018427387904 chunks, more than 1048576" in verify(store, checkpoint.name)[0]
+    for action in (
+        lambda: size(store, checkpoint.name),
+        lambda: copy(store, checkpoint.name, open_store(tmp_path / "mine"), checkpoint.name),
+    ):
+        with pytest.raises(Damaged, match="chunks, more than 1048576"):
+            action()
+
+
+@pytest.mark.parametrize("key", ["crc32c", "chunk_shape", "files", "saved_at", "sha256"])
+def test_version_1_has_nothing_of_version_2(signed, key):
+    directory, _ = signed
+
+    def downgrade(content):
+        attributes = content["attributes"]
+        attributes["format_version"] = 1
+        for name in {"files", "saved_at", "sha256"} - {key}:
+            del attributes[name]
+        for name in {"crc32c", "chunk_shape"} - {key}:
+            del attributes["arrays"]["a/x"][name]
+
+    edit(directory / "zarr.json", downgrade)
+    with pytest.raises(Damaged, match=f"is of version 1, but has {key}, which"):
+        open_checkpoint(directory)
+
+
+def test_nothing_of_a_manifest_reaches_the_terminal_raw(signed, capsys):
+    directory, change = signed
+    for values in ({"step": "\x1b]0;x\x07\x1b[2J"}, {"step": 7, "saved_at": "\x1b[31m"}, {"saved_at": 3}):
+        change(**values)
+        tool.run(tool.Config(str(directory)))
+        with pytest.raises(SystemExit):
+            tool.run(tool.Config(str(directory), "verify"))
+    told = capsys.readouterr().out
+    assert told.count("DAMAGED") == 6
+    assert told.replace("\n", "").isprintable()
