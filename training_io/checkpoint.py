@@ -131,7 +131,7 @@ class Checkpointer:
             step: 0 to 9,999,999,999; not saved before.
             state: a pytree of jax.Arrays of booleans, integers, f16, f32, or f64, in containers with named or numbered
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
-            metadata: what json can write, without NaN or infinity. Kept in the manifest.
+            metadata: what json can write, without NaN or infinity. Kept in the manifest. `check` may add to it.
             orders: by name, the orders of the stacks of layers, which are written in the order of the layers.
             check: called in every process before it waits for the devices. Nothing is written if it raises. A check
                 that waits for the step that computes `state` belongs here, as all work before it overlaps that step.
