@@ -1,0 +1,77 @@
+"""What the check of a command line takes and refuses, as Hydra does: --config-dir, --config-path, sweeps."""
+
+import pytest
+from hydra.plugins.sweeper import Sweeper
+
+from configuration.composing import Program, check_command, parse_arguments
+from training_io.config import Config, register_schema
+from training_io.launch import CONFIGS
+
+BASE = "--config-name=local_test_synthetic"
+
+
+def check(*arguments):
+    register_schema()
+    program = Program("python -m train", CONFIGS, None, Config)
+    check_command(program, parse_arguments(program, arguments))
+
+
+@pytest.fixture(name="mine")
+def _mine(tmp_path):
+    for name in ("model", "mygroup"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "mymodel.yaml").write_text("vocab: 1280\n")
+    (tmp_path / "mygroup" / "x.yaml").write_text("# @package _global_\ntraining:\n  steps: 3\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [local_test_synthetic, _self_]\ntraining: {steps: 5}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (BASE, "model=mymodel"),
+        (BASE, "+mygroup=x"),
+        (BASE, "--multirun", "model=mymodel,demo"),
+        (BASE, "--multirun", "model=glob(my*)"),
+        ("--config-name=mine", "model=mymodel"),
+    ],
+)
+def test_configurations_of_config_dir(mine, arguments):
+    check(f"--config-dir={mine}", *arguments)
+
+
+def test_what_config_dir_lacks(mine):
+    with pytest.raises(ValueError, match=r"model is mymodl; choose one of .*Did you mean mymodel\?"):
+        check(f"--config-dir={mine}", BASE, "model=mymodl")
+    with pytest.raises(ValueError, match=rf"configs/ and {mine.name}/ has no min.yaml. Did you mean mine\?"):
+        check(f"--config-dir={mine}", "--config-name=min")
+    with pytest.raises(ValueError, match=r"model is mymodel; choose one of"):  # the directory belongs to one command
+        check(BASE, "model=mymodel")
+
+
+def test_a_config_path_replaces_the_directory(mine):
+    (mine / "alone.yaml").write_text("defaults: [config_schema, _self_]\ntraining: {steps: 5}\n")
+    check(f"--config-path={mine}", "--config-name=alone", "+mygroup=x")
+    with pytest.raises(ValueError, match="has no local_text.yaml"):
+        check(f"--config-path={mine}", "--config-name=local_text")
+
+
+@pytest.mark.parametrize("sweep", ["model=glob(8*)", "training.seed=range(1,4)", "training.seed=shuffle(1,2)"])
+def test_sweeps(sweep):
+    check(BASE, "--multirun", sweep)
+
+
+def test_a_sweep_without_values():
+    with pytest.raises(ValueError, match=r"model is glob\(9\*\), which has no values"):
+        check(BASE, "--multirun", "model=glob(9*)")
+
+
+def test_an_interval_is_for_a_sweeper_that_reads_it(mine):
+    sweep = ("--multirun", "optimizer.learning_rate=interval(1,2)")
+    with pytest.raises(ValueError, match=r"optimizer.learning_rate is interval\(1,2\), which only a sweeper"):
+        check(BASE, *sweep)
+    (mine / "hydra" / "sweeper").mkdir(parents=True)
+    (mine / "hydra" / "sweeper" / "own.yaml").write_text(f"_target_: {Sweeper.__module__}.Sweeper\n")
+    check(f"--config-dir={mine}", BASE, *sweep, "hydra/sweeper=own")
+    with pytest.raises(ValueError, match=r"Did you mean training.steps\?"):
+        check(f"--config-dir={mine}", BASE, *sweep, "hydra/sweeper=own", "training.step=3")
