@@ -280,14 +280,27 @@ def _composition(program: Program, name: str | None, error: Exception, overrides
         cause = cause.__cause__ or cause.__context__
     where = re.match(r"In '(.+?)'", str(error))
     place = f"{where[1]}.yaml: " if where else ""
+    culprit = _culprit(name, overrides) if where is None else None
+    key = culprit.partition("=")[0].lstrip("+~") if culprit else ""
     if cause is not None and cause.full_key:
+        before, within, _ = f"{key}.".partition(f".{cause.full_key}.")
+        if within and typing.get_origin(kind_of(program.schema, before)) is dict:  # a new entry of a mapping
+            return _no_entry(program.schema, before, cause.full_key)
         return place + wrong_setting(program.schema, cause, overrides)
-    lines = str(error).splitlines() or [type(error).__name__]
-    if where is None and (culprit := _culprit(name, overrides)):
-        key = culprit.partition("=")[0].lstrip("+~")
-        place = f"cannot set {culprit}: "
-        return f"{place}{lines[0].rstrip('.')}. Write {key} into a configuration, or choose a group that sets it."
-    return f"{place}{lines[0].rstrip('.')}. Correct the setting, or the configuration; {program.remedy}"
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    if culprit:
+        reason = "it is null, and only a configuration makes a section of it" if "NoneType" in reason else reason
+        return f"cannot set {culprit}: {reason}. Write {key} into a configuration, or choose a group that sets it."
+    return f"{place}{reason}. Correct the setting, or the configuration; {program.remedy}"
+
+
+def _no_entry(schema: type, path: str, entry: str) -> str:
+    """The message for a setting of an entry that the mapping `path` does not have."""
+    kind = kind_of(schema, f"{path}.{entry}")
+    if not is_section(kind):
+        return f"{path} has no entry {entry}. Write + before the setting, to add it: +{path}.{entry}=<value>."
+    fields = ", ".join(f"{field.name}: …" for field in dataclasses.fields(without_null(kind)))
+    return f"{path} has no entry {entry}. Give the entry as a whole: '+{path}={{{entry}: {{{fields}}}}}'."
 
 
 def _culprit(name: str | None, overrides: Sequence[str]) -> str | None:
@@ -317,7 +330,7 @@ def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequen
         path, _, entry = name.rpartition(".")
         if not path:
             return f"the configuration has no {entry}: it is part of one. Choose another --config-name."
-        return f"{path} has no entry {entry}. Write + before the setting, to add it: +{name}=<value>."
+        return _no_entry(schema, path.removeprefix(prefix), entry)
     value = said.get(name)
     if value is None:
         match = re.match(r"Value '(.*?)'(?: of type| is not|\()", first)

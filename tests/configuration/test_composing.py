@@ -1,5 +1,7 @@
 """What the check of a command line takes and refuses, as Hydra does: --config-dir, --config-path, sweeps."""
 
+import re
+
 import pytest
 from hydra.plugins.sweeper import Sweeper
 
@@ -52,7 +54,7 @@ def test_what_config_dir_lacks(mine):
 def test_a_config_path_replaces_the_directory(mine):
     (mine / "alone.yaml").write_text("defaults: [config_schema, _self_]\ntraining: {steps: 5}\n")
     check(f"--config-path={mine}", "--config-name=alone", "+mygroup=x")
-    with pytest.raises(ValueError, match="has no local_text.yaml"):
+    with pytest.raises(ValueError, match=r"has no local_text\.yaml"):
         check(f"--config-path={mine}", "--config-name=local_text")
 
 
@@ -75,3 +77,24 @@ def test_an_interval_is_for_a_sweeper_that_reads_it(mine):
     check(f"--config-dir={mine}", BASE, *sweep, "hydra/sweeper=own")
     with pytest.raises(ValueError, match=r"Did you mean training.steps\?"):
         check(f"--config-dir={mine}", BASE, *sweep, "hydra/sweeper=own", "training.step=3")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("data.stream={seed:3}", "cannot set data.stream={seed:3}: it is null, and only a configuration makes"),
+        ("+data.mixture.a.filespec=x", "has no entry a. Give the entry as a whole: '+data.mixture={a: {filespec: …, "),
+        (
+            "+data.mixture.a={filespec: x}",
+            "has no entry a. Give the entry as a whole: '+data.mixture={a: {filespec: …, ",
+        ),
+        ("data.mixture.a.filespec=x", "has no entry a. Give the entry as a whole: '+data.mixture={a: {filespec: …, "),
+    ],
+)
+def test_sections_that_are_not_there(setting, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check(BASE, setting)
+
+
+def test_an_entry_is_added_as_the_message_says():
+    check(BASE, "data.filespec=null", "+data.mixture={a: {filespec: x, weight: 1}}")
