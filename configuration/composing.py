@@ -304,10 +304,10 @@ def _no_entry(schema: type, path: str, entry: str) -> str:
 
 
 def _culprit(name: str | None, overrides: Sequence[str]) -> str | None:
-    """The first override that cannot be composed alone; None if each can."""
-    for override in overrides:
+    """The first override that cannot be composed with those before it; None if each can."""
+    for number, override in enumerate(overrides, 1):
         try:
-            compose(name, overrides=[override])
+            compose(name, overrides=[*overrides[:number]])
         except Exception:
             return override
     return None

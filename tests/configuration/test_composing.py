@@ -1,14 +1,18 @@
 """What the check of a command line takes and refuses, as Hydra does: --config-dir, --config-path, sweeps."""
 
 import re
+from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from hydra.plugins.sweeper import Sweeper
 
 from configuration.composing import Program, check_command, parse_arguments
+from tools.huggingface_to_flat_tokens import config as tool
 from training_io.config import Config, register_schema
 from training_io.launch import CONFIGS
 
+ROOT = Path(__file__).parents[2]
 BASE = "--config-name=local_test_synthetic"
 
 
@@ -98,3 +102,11 @@ def test_sections_that_are_not_there(setting, said):
 
 def test_an_entry_is_added_as_the_message_says():
     check(BASE, "data.filespec=null", "+data.mixture={a: {filespec: x, weight: 1}}")
+
+
+def test_a_setting_of_a_section_that_is_null():
+    program = Program("python -m tools.x", ROOT / "tools" / "configs", "huggingface_to_flat_tokens", tool.Config)
+    ConfigStore.instance().store("huggingface_to_flat_tokens_schema", tool.Config)
+    arguments = ["validation=null", "validation.skip_documents=3"]
+    with pytest.raises(ValueError, match=r"^cannot set validation.skip_documents=3: it is null, and only"):
+        check_command(program, parse_arguments(program, arguments))
