@@ -2,6 +2,7 @@
 
     python -m benchmarks.bad_settings              # all: minutes on one core
     python -m benchmarks.bad_settings generate     # those with this in their command, or of this kind
+    python -m benchmarks.bad_settings --seconds=60 # on a busy machine: the longest time of a command
 
 A mistake is answered well with exit status 1 or 2, nothing on standard output, a message on standard error that begins
 with "Error: ", names what is wrong and says what to do, no traceback, and no file left behind. The program prints each
@@ -11,6 +12,7 @@ Each command runs in a process that is forked after the imports, which take most
 `python -m train` itself is in tests/configuration.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import math
@@ -283,12 +285,17 @@ def _become(program: str, arguments: list[str], parent: Path, directory: Path) -
         os._exit(code)
 
 
-def main(wanted: Sequence[str]) -> int:
-    """Runs the cases of which `wanted` has the kind or a part of the command, or all. Returns the exit status."""
+def main(arguments: Sequence[str]) -> int:
+    """Runs the cases of which `arguments` have the kind or a part of the command, or all. Returns the exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("wanted", nargs="*")
+    given = parser.parse_args(arguments)
+    wanted = given.wanted
     chosen = [case for case in cases() if not wanted or any(text in str(case) or text == case.kind for text in wanted)]
     counts: dict[str, list[int]] = {}
     bad = 0
-    for outcome in run(chosen):
+    for outcome in run(chosen, given.seconds):
         problems = outcome.problems()
         count = counts.setdefault(outcome.case.kind, [0, 0])
         count[0] += 1

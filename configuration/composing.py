@@ -5,6 +5,7 @@ name the setting, its value and what to do.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf.errors import OmegaConfBaseException
 
 from configuration.checks import did_you_mean
@@ -92,45 +96,75 @@ def parse_arguments(program: Program, arguments: Sequence[str]) -> argparse.Name
     return given
 
 
+class _ConfigDir(SearchPathPlugin):
+    """Puts the directory of --config-dir on the search path of `compose`, at the place where hydra.main puts it."""
+
+    directory: str | None = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if self.directory is not None:
+            search_path.append("command-line", f"file://{self.directory}")
+
+
+@contextlib.contextmanager
+def _loading(directory: Path, config_dir: str | None) -> Iterator[None]:
+    """Context in which `compose` finds the configurations in `directory` and in --config-dir."""
+    Plugins.instance().register(_ConfigDir)
+    _ConfigDir.directory = config_dir and os.path.abspath(config_dir)
+    try:
+        with initialize_config_dir(str(directory.absolute()), version_base="1.3"):
+            yield
+    finally:
+        _ConfigDir.directory = None
+
+
 def check_command(program: Program, given: argparse.Namespace) -> None:
     """Raises ValueError, with one message, for what Hydra could not compose."""
+    if "://" in (given.config_path or ""):  # Hydra loads it, from a package
+        return
     for name in ("config_dir", "config_path"):
         value = getattr(given, name)
-        if value is not None and "://" not in value and not Path(value).is_dir():
+        if value is not None and not Path(value).is_dir():
             raise ValueError(f"--{name.replace('_', '-')} is {value!r}, which is no directory. Correct the path.")
-    parsed = _parsed(program, given.overrides)
-    if given.config_name is not None and not given.config_name.strip():
-        raise ValueError(f"--config-name is empty; give the name of a file in {program.configs.name}/.")
-    name = given.config_name or program.config_name
-    if name is None and not given.info:
-        raise ValueError(f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them.")
-    directory = Path(given.config_path) if given.config_path else program.configs
-    search = []
-    if given.config_dir is not None:
-        search = [f"hydra.searchpath=[{_quoted('file://' + os.path.abspath(given.config_dir))}]"]
-    with initialize_config_dir(str(directory.absolute()), version_base="1.3"):
+    directory = Path(given.config_path or program.configs)
+    with _loading(directory, given.config_dir):
+        parsed = _parsed(given.overrides)
+        if given.config_name is not None and not given.config_name.strip():
+            raise ValueError(f"--config-name is empty; give the name of a file in {directory.name}/.")
+        name = given.config_name or program.config_name
+        if name is None and not given.info:
+            raise ValueError(f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them.")
         if name is None:
             return
         for override in parsed:
             _check_override(program, override)
+        composed = None
         for overrides in _jobs(parsed, given.multirun):
             try:
-                compose(name, overrides=[*overrides, *search])
+                composed = compose(name, overrides=overrides, return_hydra_config=True)
             except MissingConfigException as error:
                 raise _missing_config(program, name, given, error) from error
             except Exception as error:  # Hydra and OmegaConf raise whatever their code meets
                 raise ValueError(_composition(program, name, error, overrides)) from error
+        intervals = [override for override in parsed if override.is_interval_sweep()]
+        if intervals and composed.hydra.sweeper.get("_target_", "").endswith(".BasicSweeper"):
+            key = intervals[0].key_or_group
+            raise ValueError(
+                f"{key} is {_text(intervals[0])}, which only a sweeper that chooses values reads, and hydra/sweeper is "
+                f"basic. Write the values: {key}=1,2, or choose another hydra/sweeper."
+            )
 
 
-def _parsed(program: Program, overrides: Sequence[str]) -> list[Override]:
+def _parsed(overrides: Sequence[str]) -> list[Override]:
     parsed = []
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     for text in overrides:
         if re.match(r"[+~]*=", text):
             raise ValueError(f"{text} has no name before the sign =. Write name=value.")
         if re.fullmatch(r"[\w./@-]+", text) and not text.startswith(("~", "-")):
             raise ValueError(f"{text} is no setting with a value. Write {text}=<value>.")
         try:
-            parsed += OverridesParser.create().parse_overrides([text])
+            parsed += parser.parse_overrides([text])
         except (OverrideParseException, HydraException) as error:
             reason = str(getattr(error, "message", error)).splitlines()
             why = next((line for line in reason if line and not line.startswith(("Error parsing", "See http"))), "")
@@ -139,23 +173,35 @@ def _parsed(program: Program, overrides: Sequence[str]) -> list[Override]:
 
 
 def _jobs(parsed: list[Override], is_sweep: bool) -> Iterator[list[str]]:
-    """Overrides of runs that together have every value of a sweep; those of one run, if there is no sweep."""
-    swept = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.is_sweep_override()
-        else [override.input_line]
-        for override in parsed
-    ]
-    if not is_sweep:
-        for override in parsed:
-            if override.is_sweep_override():
-                key, value = override.key_or_group, override.input_line.partition("=")[2]
-                raise ValueError(
-                    f"{key} has several values: {value}. Give --multirun for a run with each, {key}=[{value}] for a "
-                    f"list, or '{key}=\"{value}\"' for a text."
-                )
+    """Overrides of runs that together have every value of a sweep; those of one run, if there is no sweep.
+
+    A setting with an interval is in none: its values are known to the sweeper alone.
+    """
+    swept = []
+    for override in parsed:
+        key, value = override.key_or_group, _text(override)
+        if not override.is_sweep_override():
+            swept.append([override.input_line])
+        elif not is_sweep:
+            raise ValueError(
+                f"{key} has several values: {value}. Give --multirun for a run with each, {key}=[{value}] for a "
+                f"list, or '{key}=\"{value}\"' for a text."
+            )
+        elif not override.is_interval_sweep():
+            swept.append([f"{override.get_key_element()}={text}" for text in override.sweep_string_iterator()])
+            if not swept[-1]:
+                raise ValueError(f"{key} is {value}, which has no values. Give the values of the sweep: {key}=<a>,<b>.")
     for number in range(max(map(len, swept), default=1)):
         yield [values[number % len(values)] for values in swept]
+
+
+def _values(override: Override) -> list[Any]:
+    """The values of an override, as texts where it is a sweep; none for an interval."""
+    if override.is_interval_sweep():
+        return []
+    if override.is_sweep_override():
+        return [text.strip("'\"") for text in override.sweep_string_iterator()]
+    return [override.value()]
 
 
 def _check_override(program: Program, override: Override) -> None:
@@ -163,10 +209,7 @@ def _check_override(program: Program, override: Override) -> None:
     key, loader = override.key_or_group, GlobalHydra.instance().config_loader()
     if key.startswith(("hydra.", "hydra/")) or key == "hydra":
         return
-    values = [None] if override.value() is None else [override.value()]
-    if override.is_sweep_override():
-        values = [text.strip("'\"") for text in override.sweep_string_iterator()]
-    options = loader.get_group_options(key, ObjectType.CONFIG)
+    values, options = _values(override), loader.get_group_options(key, ObjectType.CONFIG)
     if options:
         for value in values:
             if isinstance(value, str) and value not in options and "/" not in value:
@@ -202,21 +245,16 @@ def _text(override: Override) -> str:
     return override.input_line.partition("=")[2]
 
 
-def _quoted(text: str) -> str:
-    return '"' + text.replace('"', '\\"') + '"'
-
-
 def _missing_config(
     program: Program, name: str | None, given: argparse.Namespace, error: MissingConfigException
 ) -> ValueError:
     missing = (error.missing_cfg_file or name or "").removesuffix(".yaml")
     if missing == name or name is None:
-        known = [path.stem for path in program.configs.glob("*.yaml")]
-        if given.config_dir:
-            known += [path.stem for path in Path(given.config_dir).glob("*.yaml")]
+        places = [Path(place) for place in (given.config_path or program.configs, given.config_dir) if place]
+        known = [path.stem for place in places for path in place.glob("*.yaml")]
         near = did_you_mean(name, known) or _starting_with(name or "", known)
         return ValueError(
-            f"--config-name is {name}, and {program.configs.name}/ has no {name}.yaml."
+            f"--config-name is {name}, and {' and '.join(f'{place.name}/' for place in places)} has no {name}.yaml."
             f"{near} `{program.command} --help` lists the configurations."
         )
     group, _, choice = missing.rpartition("/")
@@ -242,21 +280,34 @@ def _composition(program: Program, name: str | None, error: Exception, overrides
         cause = cause.__cause__ or cause.__context__
     where = re.match(r"In '(.+?)'", str(error))
     place = f"{where[1]}.yaml: " if where else ""
+    culprit = _culprit(name, overrides) if where is None else None
+    key = culprit.partition("=")[0].lstrip("+~") if culprit else ""
     if cause is not None and cause.full_key:
+        before, within, _ = f"{key}.".partition(f".{cause.full_key}.")
+        if within and typing.get_origin(kind_of(program.schema, before)) is dict:  # a new entry of a mapping
+            return _no_entry(program.schema, before, cause.full_key)
         return place + wrong_setting(program.schema, cause, overrides)
-    lines = str(error).splitlines() or [type(error).__name__]
-    if where is None and (culprit := _culprit(name, overrides)):
-        key = culprit.partition("=")[0].lstrip("+~")
-        place = f"cannot set {culprit}: "
-        return f"{place}{lines[0].rstrip('.')}. Write {key} into a configuration, or choose a group that sets it."
-    return f"{place}{lines[0].rstrip('.')}. Correct the setting, or the configuration; {program.remedy}"
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    if culprit:
+        reason = "it is null, and only a configuration makes a section of it" if "NoneType" in reason else reason
+        return f"cannot set {culprit}: {reason}. Write {key} into a configuration, or choose a group that sets it."
+    return f"{place}{reason}. Correct the setting, or the configuration; {program.remedy}"
+
+
+def _no_entry(schema: type, path: str, entry: str) -> str:
+    """The message for a setting of an entry that the mapping `path` does not have."""
+    kind = kind_of(schema, f"{path}.{entry}")
+    if not is_section(kind):
+        return f"{path} has no entry {entry}. Write + before the setting, to add it: +{path}.{entry}=<value>."
+    fields = ", ".join(f"{field.name}: …" for field in dataclasses.fields(without_null(kind)))
+    return f"{path} has no entry {entry}. Give the entry as a whole: '+{path}={{{entry}: {{{fields}}}}}'."
 
 
 def _culprit(name: str | None, overrides: Sequence[str]) -> str | None:
-    """The first override that cannot be composed alone; None if each can."""
-    for override in overrides:
+    """The first override that cannot be composed with those before it; None if each can."""
+    for number, override in enumerate(overrides, 1):
         try:
-            compose(name, overrides=[override])
+            compose(name, overrides=[*overrides[:number]])
         except Exception:
             return override
     return None
@@ -279,7 +330,7 @@ def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequen
         path, _, entry = name.rpartition(".")
         if not path:
             return f"the configuration has no {entry}: it is part of one. Choose another --config-name."
-        return f"{path} has no entry {entry}. Write + before the setting, to add it: +{name}=<value>."
+        return _no_entry(schema, path.removeprefix(prefix), entry)
     value = said.get(name)
     if value is None:
         match = re.match(r"Value '(.*?)'(?: of type| is not|\()", first)

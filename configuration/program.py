@@ -127,8 +127,10 @@ def start(
             return None
         if not (given.hydra_help or given.version or given.shell_completion or given.experimental_rerun):
             check_command(program, given)
-    # Hydra wants the overrides together, after the flags.
+    # Hydra wants the overrides together, after the flags; and a relative --config-path would be one from its file.
     flags = [text for text in sys.argv[1:] if text.startswith("-") or text not in given.overrides]
+    if given.config_path is not None and "://" not in given.config_path:
+        flags.append(f"--config-path={os.path.abspath(given.config_path)}")
     sys.argv[1:] = [*flags, *given.overrides]
     return hydra.main(version_base=version, config_path=str(program.configs), config_name=program.config_name)(job)()
 

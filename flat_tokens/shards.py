@@ -21,10 +21,10 @@ class Shard:
 
     @staticmethod
     def parse(text: str) -> "Shard":
-        """The shard `i/n`. Raises ValueError unless 0 ≤ i < n."""
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        """The shard `i/n`. Raises ValueError unless 0 ≤ i < n ≤ 9999."""
+        found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
         if not found or int(found[1]) >= int(found[2]):
-            raise ValueError(f"shard is {text!r}; it must be i/n with 0 ≤ i < n, for example 0/4.")
+            raise ValueError(f"shard is {text!r}; it must be i/n with 0 ≤ i < n ≤ 9999, for example 0/4.")
         return Shard(int(found[1]), int(found[2]))
 
     def directory(self, out: str) -> str:

@@ -4,10 +4,13 @@
 holds the state of the split under way. Both are deleted when the dataset is finished.
 """
 
+import contextlib
 import io
+import itertools
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +44,8 @@ class Unfinished:
     def _lock(self, out: str) -> None:
         import fcntl
 
+        place = Path(out)
+        self._made = list(itertools.takewhile(lambda path: not path.exists(), (place, *place.parents)))
         try:
             os.makedirs(out, exist_ok=True)
             self._directory = os.open(out, os.O_RDONLY)
@@ -114,8 +119,11 @@ class Unfinished:
         self._root.write("unfinished.json", None).result()
 
     def release(self) -> None:
-        """Lets another process work on the dataset."""
+        """Lets another process work on the dataset. Removes directories that were made for it and are empty."""
         if "://" not in self.out:
+            with contextlib.suppress(OSError):
+                for directory in self._made:
+                    directory.rmdir()
             os.close(self._directory)
 
 

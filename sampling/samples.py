@@ -9,6 +9,7 @@ from cluster.watch import pause
 from input_loader.codec import codec_of_data
 from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler
+from text.codec import REMEDY
 from training_io.config import Config
 from training_io.metrics import remove_later_lines
 from training_io.optional import optional
@@ -37,14 +38,15 @@ class TrainingSamples:
 
     def __init__(self, c: Config, forward: Any, run: Run):
         t, self._run = c.training, run
-        self._codec = codec_of_data(c.data)
         self._texts = list(t.sample_prompts)
         try:
+            self._codec = codec_of_data(c.data)
             self._prompts = [self._codec.encode(text) for text in self._texts]
             for text, ids in zip(self._texts, self._prompts, strict=True):
                 check_ids(f"training.sample_prompts: {text!r}", ids, c.model.vocab)
         except ValueError as e:
-            raise ValueError(f"training.sample_prompts: {e}") from e
+            instead = "Set training.sample_interval=null for no samples, or read a dataset that has its tokenizer.json."
+            raise ValueError(f"training.sample_prompts: {str(e).replace(REMEDY, instead)}") from e
         self._stop = () if self._codec.end is None else (self._codec.end,)
         settings = Settings(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
         self._mesh, self._placement = folded_mesh(c), run.placement

@@ -87,8 +87,8 @@ def _pieces(path: str, text_field: str, separator: str | None) -> Iterable[Piece
         case ".txt", _:
             return [Piece(size, partial(_separated_blocks, path, separator))]
     raise ValueError(
-        f"{path}: unknown kind of file. Known are .jsonl, .json, .txt, each also with {', '.join(COMPRESSIONS)}, "
-        "and .parquet."
+        f"{path}: unknown kind of file. Give files that end in .jsonl, .json, .txt, each also with "
+        f"{', '.join(COMPRESSIONS)}, or .parquet."
     )
 
 

@@ -251,7 +251,7 @@ def open_tiktoken(name: str) -> tuple[str, Tiktoken]:
     except ImportError as e:
         raise ValueError("tokenizer.kind=tiktoken needs the package tiktoken: pip install -e '.[tools]'") from e
     if name not in tiktoken.list_encoding_names():
-        raise ValueError(f"tiktoken has no encoding {name!r}. It has {tiktoken.list_encoding_names()}.")
+        raise ValueError(f"tiktoken has no encoding {name!r}. Give one of {tiktoken.list_encoding_names()}.")
     try:
         encoding = tiktoken.get_encoding(name)
     # What its HTTP library raises is an OSError.

@@ -39,7 +39,7 @@ from models.huggingface import mapping_of
 from models.huggingface_check import check_rules, compare
 from text.huggingface import find_tokenizer, tokenizer_files
 from training_io.checkpoint_arrays import named_leaves
-from training_io.config import check_weights
+from training_io.config import WEIGHTS, check_weights
 from training_io.host_checkpoint import StoredArray, open_checkpoint
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of, with_defaults
@@ -146,6 +146,7 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
             express, or one whose logits differ from those of the files.
     """
     check_choice("dtype", config.dtype, tuple(DTYPES))
+    check_choice("weights", config.weights, WEIGHTS)
     check_ranges("", config)
     output = Path(config.output)
     if output.exists():

@@ -30,7 +30,7 @@ from rich.console import Console
 
 import train
 from cluster.devices import known_options
-from configuration.checks import at_least_0, at_least_1, check_ranges, within
+from configuration.checks import at_least_0, at_least_1, check_choice, check_ranges, within
 from configuration.foreign import shown
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
@@ -311,6 +311,8 @@ NEEDS = {
 def check_settings(config: Config) -> str:
     """What is evaluated: data, choices, tasks, or "" for none. Raises ValueError for settings that do not agree."""
     check_ranges("", config)
+    if config.weights is not None:
+        check_choice("weights", config.weights, run_config.WEIGHTS)
     given = [name for name in ("data", "choices", "tasks") if getattr(config, name)]
     if len(given) > 1:
         raise ValueError(f"give one of data, choices and tasks; {' and '.join(given)} is given.")

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -25,6 +26,7 @@ from rich.text import Text
 
 import flat_tokens
 from configuration.checks import at_least_1, check_ranges, within
+from configuration.composing import wrong_setting
 from configuration.foreign import shown
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
@@ -94,7 +96,10 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
     Raises:
         ValueError: the step or first is out of range, or the run reads a stream.
     """
-    data, training = _data_config(config, run), run.training
+    data, training = _data_config(config, run), run.get("training", {})
+    for name in ("batch_size", "seq_len"):
+        if type(value := training.get(name)) is not int:
+            raise ValueError(f"training.{name} of {config.run} is {value!r}; it must be a whole number. Correct it.")
     loader = make_loader(data, config.split, training.batch_size, training.seq_len)
     if not 0 <= config.first < loader.batch_size:
         raise ValueError(f"first is {config.first}; the batch has sequences 0 to {loader.batch_size - 1}.")
@@ -284,7 +289,10 @@ def check(console: Console, reader: flat_tokens.Reader) -> None:
 
 
 def _data_config(config: Config, run: Any) -> DataConfig:
-    data: DataConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), run.data))
+    try:
+        data: DataConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), run.get("data", {})))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{config.run}: {wrong_setting(DataConfig, error, prefix='data.')}") from error
     if config.filespec is None:
         check_addresses(dataclasses.asdict(data), config.trust, "name a dataset by filespec=…")
     else:

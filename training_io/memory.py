@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from modeling.model import COMPUTE_DTYPES, LanguageModel
+from optimizers import rates
 from training_io.config import Config
 
 _seen: dict[jax.Device, int] = {}
@@ -57,34 +58,50 @@ def peak_memory(compiled: jax.stages.Compiled, done: Any) -> dict[str, int | str
 
 
 def check_memory(c: Config, model: LanguageModel) -> None:
-    """Raises ValueError for a run that needs more memory than its devices have, whatever the compiler does.
+    """Raises ValueError for a run that needs more memory than its devices have, whatever the compiler does."""
+    memory = _memory_of_devices()
+    if memory is not None and sum((parts := least_memory(c, model)).values()) > memory:
+        largest = max(parts, key=parts.__getitem__)
+        raise ValueError(
+            f"the run needs more than {_gib(sum(parts.values()))} of memory, and its devices have {_gib(memory)}: "
+            f"{_gib(parts[largest])} for {largest}. Choose smaller sizes, or more devices."
+        )
 
-    Counts what is certain: weights, gradients and one average of gradients in f32; in the forward pass of a microbatch
-    the input of each layer, and logits; the batches that are loaded ahead. The run needs more.
+
+def least_memory(c: Config, model: LanguageModel) -> dict[str, float]:
+    """Bytes that all devices together need at least, by what they are for.
+
+    Counts what every program holds at once when it computes the first logits: the f32 arrays of train.State, in the
+    forward pass of a microbatch the input of each layer, and logits; and the batches that are loaded ahead. The inputs
+    of the layers are not certain where weights are frozen, since the layers before the first that is trained keep none.
+    Gradients come later. The run needs more.
     """
     t, item = c.training, jax.numpy.dtype(COMPUTE_DTYPES[c.training.compute_dtype]).itemsize
-    parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(model.table) if hasattr(weight, "shape"))
+    algorithms = [c.optimizer.algorithm, *(group.algorithm for group in c.optimizer.groups)]
+    updates = jax.tree.leaves(rates.updates_of(c.optimizer, model.table, algorithms))
+    is_frozen = [update.algorithm == rates.FROZEN for update in updates]
+    # In f32, 4 bytes each: the weight, one average, a second one, the average of weights.
+    arrays = [
+        1 + (update.algorithm != rates.FROZEN) + (update.algorithm == "adamw") + (t.ema_decay is not None)
+        for update in updates
+    ]
+    sizes = [math.prod(update.weight.shape) for update in updates]
     sequences = t.batch_size / t.microbatches
-    width = getattr(c.model, "d_model", 0)
+    width = 0 if any(is_frozen) else getattr(c.model, "d_model", 0)
+    ahead = min(c.data.prefetch, t.steps or c.data.prefetch)
     tokens = f"training.batch_size {t.batch_size} · training.seq_len {t.seq_len} tokens"
-    parts = {
-        f"the {parameters:,} weights with gradients and optimizer state, of model.layers {c.model.layers}, model.vocab "
-        f"{c.model.vocab} and the other sizes of the model": 12 * parameters,
+    return {
+        f"the {sum(sizes):,} weights with their averages in the optimizer, of model.layers {c.model.layers}, "
+        f"model.vocab {c.model.vocab} and the other sizes of the model": 4
+        * sum(size * count for size, count in zip(sizes, arrays, strict=True)),
         f"the inputs of the layers, of {tokens} in training.microbatches {t.microbatches} parts": (
             sequences * t.seq_len * width * c.model.layers * item
         ),
         f"the logits, of {tokens} and training.loss_chunk {t.loss_chunk}": (
             4 * sequences * min(t.seq_len, t.loss_chunk or t.seq_len) * c.model.vocab
         ),
-        f"data.prefetch {c.data.prefetch} batches of {tokens}": 6 * c.data.prefetch * t.batch_size * t.seq_len,
+        f"data.prefetch {c.data.prefetch} batches of {tokens}": 6 * ahead * t.batch_size * t.seq_len,
     }
-    memory = _memory_of_devices()
-    if memory is not None and sum(parts.values()) > memory:
-        largest = max(parts, key=parts.__getitem__)
-        raise ValueError(
-            f"the run needs more than {_gib(sum(parts.values()))} of memory, and its devices have {_gib(memory)}: "
-            f"{_gib(parts[largest])} for {largest}. Choose smaller sizes, or more devices."
-        )
 
 
 def _memory_of_devices() -> float | None:

@@ -391,7 +391,7 @@ def test_bad_content(tmp_path, content, message):
         ({"dataset": "c4"}, r"train: give either `dataset`.* or `train.files`"),
         ({"train": SplitConfig(), "dataset": "c4"}, "train.source is missing: the split of c4"),
         ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No file matches 'nothing/\*.jsonl' in "),
-        ({"train": SplitConfig(files=[__file__])}, r"unknown kind of file. Known are .jsonl"),
+        ({"train": SplitConfig(files=[__file__])}, r"unknown kind of file. Give files that end in .jsonl"),
         ({"num_workers": 0}, "num_workers is 0; it must be at least 1"),
         ({"train": SplitConfig(max_tokens=0)}, "train.max_tokens is 0; it must be at least 1"),
         ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "end_token is '<eos>'; that of bytes is </s>"),
@@ -412,7 +412,8 @@ def test_bad_content(tmp_path, content, message):
 def test_bad_settings(tmp_path, settings, message):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(ValueError, match=message):
-        run(tmp_path / "d", **{"train": source} | settings)
+        run(tmp_path / "new" / "d", **{"train": source} | settings)
+    assert not (tmp_path / "new").exists()
 
 
 def test_tokenizer_without_the_end_token(tmp_path, bpe):

@@ -207,17 +207,22 @@ def test_check_reads_in_blocks(tmp_path):
         ({"run": "S", "step": 0}, "The run reads a stream, whose batches are not known"),
         ({"run": "S"}, "The run reads a stream, not a dataset"),
         ({"run": "M"}, "source is None; choose one of the run's mixture: a, b"),
+        ({"run": "B", "step": 0}, "training.batch_size of .* is 'abc'; it must be a whole number"),
+        ({"run": "T"}, "data.seed is abc; it must be a whole number"),
     ],
 )
 def test_clear_errors(tmp_path, dataset, settings, message):
     runs = {
         "R": f"{{filespec: {dataset}}}",
+        "B": f"{{filespec: {dataset}}}",
+        "T": f"{{filespec: {dataset}, seed: abc}}",
         "S": f"{{stream: {{train_files: [{ROOT / 'tests/data/austen_train.jsonl.xz'}]}}}}",
         "M": f"{{mixture: {{a: {{filespec: {dataset}}}, b: {{filespec: other}}}}}}",
     }
     settings = {name: dataset if value == "D" else value for name, value in settings.items()}
     if settings.get("run") in runs:
-        settings["run"] = make_run(tmp_path / "run", runs[settings["run"]])
+        size = "abc" if settings["run"] == "B" else 8
+        settings["run"] = make_run(tmp_path / "run", runs[settings["run"]], batch_size=size)
     with pytest.raises(ValueError, match=message):
         show(**settings)
 

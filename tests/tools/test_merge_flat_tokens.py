@@ -216,7 +216,7 @@ def test_shards_train_no_tokenizer(tmp_path, small):
         write_shards(tmp_path / "d", [source], 2, tokenizer=train)
 
 
-@pytest.mark.parametrize("shard", ["2/2", "1", "-1/2", "a/b", "0/0"])
+@pytest.mark.parametrize("shard", ["2/2", "1", "-1/2", "a/b", "0/0", "0/1000000000000"])
 def test_bad_shards(tmp_path, shard):
     with pytest.raises(ValueError, match="it must be i/n with 0 ≤ i < n"):
         shards.Shard.parse(shard)

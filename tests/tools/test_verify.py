@@ -253,7 +253,9 @@ def test_every_mesh_divides_the_small_sizes():
     assert "4 layers do not divide into 8 stages" in others[0][1]
     expected = [{"p": 1, "r": 1, "d": 8, "t": 1}, {"p": 1, "r": 2, "d": 2, "t": 2}, {"p": 2, "r": 1, "d": 4, "t": 1}]
     assert chosen(["2x1x4x1", "2x2x2", "1x8x1"], meshes, others)[0] == expected
-    with pytest.raises(ValueError, match=r"verify.meshes has 3x1x1; meshes of so many devices are .*1x8x1, .*8x1x1x1"):
+    with pytest.raises(
+        ValueError, match=r"verify.meshes has 3x1x1; choose among the meshes of so many devices: .*1x8x1, .*8x1x1x1"
+    ):
         chosen(["3x1x1"], meshes, others)
 
 

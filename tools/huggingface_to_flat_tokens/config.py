@@ -100,4 +100,4 @@ class Config:
     """Number of processes that tokenize, at least 1. Null for one for each core, or 1 for 2 cores and a tokenizer that
     is very fast or has threads. With 1, this process tokenizes. The result does not depend on it."""
     shard: str | None = None
-    """`i/n`: write only share i of n, 0 ≤ i < n, to be joined by tools.merge_flat_tokens; null for all."""
+    """`i/n`: write only share i of n, 0 ≤ i < n ≤ 9999, to be joined by tools.merge_flat_tokens; null for all."""

@@ -89,8 +89,8 @@ def chosen(names: list[str], meshes: list[Mesh], others: list[tuple[Mesh, str]])
     known = [short(mesh) for mesh in (*meshes, *(mesh for mesh, _ in others))]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
-            f"verify.meshes has {unknown[0]}; meshes of so many devices are {', '.join(known)} (p if it is not "
-            "1, r, d, t)."
+            f"verify.meshes has {unknown[0]}; choose among the meshes of so many devices: {', '.join(known)} (p if "
+            "it is not 1, r, d, t)."
         )
     return [m for m in meshes if short(m) in names], [(m, why) for m, why in others if short(m) in names]
 
