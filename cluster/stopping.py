@@ -1,39 +1,11 @@
 """Ctrl-C and SIGTERM as requests to stop after a step."""
 
-import contextlib
 import os
 import signal
-import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-
-
-@contextlib.contextmanager
-def ended_by_interrupt() -> Iterator[None]:
-    """Context in which Ctrl-C ends the program with a line, and status 130.
-
-    An interrupt in a callback of the garbage collector, where JAX has one, would be dropped. It is sent again.
-    """
-    previous = sys.unraisablehook
-
-    def unraisable(dropped: Any) -> None:
-        if dropped.exc_type is KeyboardInterrupt:
-            signal.raise_signal(signal.SIGINT)
-        else:
-            previous(dropped)
-
-    sys.unraisablehook = unraisable
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("Error: interrupted by Ctrl-C. The checkpoints that are complete stay.", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        sys.unraisablehook = previous
 
 
 class StopRequest:

@@ -60,6 +60,13 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}. Write a flag as --flag=value.")
 
 
+def readable(argument: str) -> str:
+    """An argument as Hydra reads it: with quotes around a value such as `~/runs` or `première`."""
+    name, _, value = argument.partition("=")
+    plain = re.fullmatch(r"\+*[\w.@/]+", name) and re.fullmatch(r"[^'\"\\,=(){}\[\]$]+", value)
+    return f'{name}="{value}"' if plain and (value.startswith("~") or not value.isascii()) else argument
+
+
 def parse_arguments(program: Program, arguments: Sequence[str]) -> argparse.Namespace:
     """The flags and overrides of a command line: those of Hydra. Raises ValueError for a flag that it does not know."""
     parser = _Parser(add_help=False, allow_abbrev=False)
@@ -168,7 +175,9 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
         except (OverrideParseException, HydraException) as error:
             reason = str(getattr(error, "message", error)).splitlines()
             why = next((line for line in reason if line and not line.startswith(("Error parsing", "See http"))), "")
-            raise ValueError(f"cannot read {text}: {why}. {QUOTES}") from error
+            of_parser = re.match(r"\w+Exception\b|mismatched|extraneous|no viable", why)
+            why = "" if of_parser else f": {why}"
+            raise ValueError(f"cannot read {text}{why}. {QUOTES}") from error
     return parsed
 
 

@@ -48,7 +48,7 @@ def _setting(setting: Any) -> list[str]:
     default = "must be given" if setting.default == MISSING else f"= {_shown(setting.default)}"
     return [
         *_wrapped(f"{setting.name} ({short_type(setting.kind)}) {default}", 2),
-        *_wrapped(_sentence(setting.doc), 6),
+        *_wrapped(" ".join(setting.doc.split()), 6),
     ]
 
 

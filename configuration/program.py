@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configuration.checks import check_ranges
-from configuration.composing import Program, check_command, parse_arguments
+from configuration.composing import Program, check_command, parse_arguments, readable
 from configuration.foreign import shown
 from configuration.frames import is_raised_on_purpose
 from configuration.help import help_text
@@ -106,6 +107,30 @@ def answered() -> Iterator[None]:
         sys.exit(message)
 
 
+@contextlib.contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """Context in which Ctrl-C ends the program with a line, and status 130.
+
+    An interrupt in a callback of the garbage collector, where JAX has one, would be dropped. It is sent again.
+    """
+    previous = sys.unraisablehook
+
+    def unraisable(dropped: Any) -> None:
+        if dropped.exc_type is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            previous(dropped)
+
+    sys.unraisablehook = unraisable
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("Error: interrupted by Ctrl-C.", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        sys.unraisablehook = previous
+
+
 def start(
     program: Program,
     job: Callable[[Any], Any],
@@ -120,6 +145,7 @@ def start(
         sections: gives dataclasses of sections whose type the schema leaves open, for the help.
         version: Hydra's version_base.
     """
+    sys.argv[1:] = map(readable, sys.argv[1:])
     with answered():
         given = parse_arguments(program, sys.argv[1:])
         if given.help:
@@ -132,7 +158,9 @@ def start(
     if given.config_path is not None and "://" not in given.config_path:
         flags.append(f"--config-path={os.path.abspath(given.config_path)}")
     sys.argv[1:] = [*flags, *given.overrides]
-    return hydra.main(version_base=version, config_path=str(program.configs), config_name=program.config_name)(job)()
+    run = hydra.main(version_base=version, config_path=str(program.configs), config_name=program.config_name)(job)
+    with ended_by_interrupt():
+        return run()
 
 
 def _print(text: str) -> None:

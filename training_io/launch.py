@@ -14,7 +14,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from cluster.devices import make_mesh, start_devices
-from cluster.stopping import ended_by_interrupt
 from cluster.watch import watched
 from configuration.checks import check_booleans
 from configuration.composing import Program
@@ -55,7 +54,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     start_devices(c.distributed, c.hardware)
     sizes = c.mesh.r, c.mesh.d, c.mesh.t
     output = contextlib.redirect_stdout(Forgiving(sys.stdout))
-    with ended_by_interrupt(), output, watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
+    with output, watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
         check_divides(c, jax.sharding.get_mesh().shape)
         model = load_model(c.model)
         check_memory(c, model)

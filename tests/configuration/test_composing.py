@@ -7,7 +7,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.sweeper import Sweeper
 
-from configuration.composing import Program, check_command, parse_arguments
+from configuration.composing import Program, check_command, parse_arguments, readable
 from tools.huggingface_to_flat_tokens import config as tool
 from training_io.config import Config, register_schema
 from training_io.launch import CONFIGS
@@ -110,3 +110,21 @@ def test_a_setting_of_a_section_that_is_null():
     arguments = ["validation=null", "validation.skip_documents=3"]
     with pytest.raises(ValueError, match=r"^cannot set validation.skip_documents=3: it is null, and only"):
         check_command(program, parse_arguments(program, arguments))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("argument", "read"),
+    [
+        ("paths.root_working_dir=~/runs", '"~/runs"'),
+        ("paths.model_name=première course", '"première course"'),
+        ("paths.model_name=plain-1.0", None),
+        ("data.filespec=[é]", None),
+        ("x='é'", None),
+        ("~training.seed", None),
+        ("--config-dir=~/é", None),
+    ],
+)
+def test_values_that_hydra_reads_in_quotes_alone_get_them(argument, read):
+    name = argument.partition("=")[0]
+    assert readable(argument) == (argument if read is None else f"{name}={read}")
