@@ -108,6 +108,7 @@ def test_a_failing_dot_is_told(graph, monkeypatch, tmp_path):
     assert list(graph.parent.iterdir()) == [graph.with_name("hlo.dot")]
 
 
+@pytest.mark.long
 def test_a_dot_whose_run_was_killed_ends_within_its_time(graph, tmp_path):
     program(tmp_path, "dot", f"echo $$ > {tmp_path}/pid; while :; do :; done")
     source = f"from training_io import hlo; hlo.RENDER_TIMEOUT_S = 1.5; hlo.render_svg(hlo.Path({str(graph)!r}))"
