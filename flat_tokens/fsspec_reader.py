@@ -32,7 +32,8 @@ class FsspecReader(Reader):
         # An unknown scheme, or one whose package is not installed.
         except (ValueError, ImportError) as e:
             raise ValueError(
-                f"Nothing installed reads {filespec}: {e} Install the package that fsspec names, or copy the dataset."
+                f"Nothing installed reads {filespec}: {e}. Correct the scheme before ://, install the package "
+                "for it, or copy the dataset."
             ) from e
         # Some connect at once; each has errors of its own.
         except Exception as e:

@@ -103,7 +103,7 @@ def _line(checkpoints: Checkpointer, step: int) -> str:
 
 def _verify(checkpoints: Checkpointer, step: int) -> bool:
     problems = verify(checkpoints.store, directory_of(step))
-    print(f"{step:>10}  {f'DAMAGED in {len(problems)} places' if problems else 'whole'}", flush=True)
+    print(f"{step:>10}  {f'DAMAGED, problems: {len(problems)}' if problems else 'whole'}", flush=True)
     for problem in problems:
         print(shown(f"            {problem}"))
     return not problems

@@ -350,8 +350,8 @@ class Checkpointer:
 
     def _not_saved(self, step: int, error: OSError) -> OSError:
         return OSError(
-            f"checkpoint {self.store.url}/{directory_of(step)} was not saved: {error} It stays invisible; the "
-            "checkpoints before it are complete."
+            f"checkpoint {self.store.url}/{directory_of(step)} was not saved: {error} Those before it, "
+            "if there are any, stay as they are."
         )
 
     def _await(self, temporary: str, processes: Iterable[int], done: Callable[[], bool] = lambda: False) -> list[dict]:

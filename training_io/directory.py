@@ -289,6 +289,6 @@ def _remove(path: Path) -> None:
 
 def _cannot_write(path: Path, error: OSError) -> ValueError:
     return ValueError(
-        f"{path} cannot be written: {why(error)}. Make room or give yourself the right, or choose another "
-        "paths.root_working_dir."
+        f"{path} cannot be written: {why(error)}. See to its room, its rights and files in the way, or choose "
+        "another paths.root_working_dir."
     )

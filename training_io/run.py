@@ -21,7 +21,7 @@ from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
-from training_io.checkpoint import Checkpointer
+from training_io.checkpoint import Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
 from training_io.config import Config
 from training_io.directory import override
@@ -172,17 +172,24 @@ class Run:
         """Tells of damaged checkpoints, moves those aside that are later than the start, and cleans."""
         for step, why in self._damaged.items():
             self.print(f"WARNING    the checkpoint of step {step} is not used: {why}")
-        if jax.process_index() == 0:
-            later = {*self.checkpoints.steps(), *self.checkpoints.lost()}
-            if later := sorted(step for step in later if step > self.start or step in self._damaged):
-                place, metrics = set_aside(self.checkpoints.store, later), keep_metrics(self.directory)
-                kept = f", and their metrics kept as {metrics}" * bool(metrics)
-                self.print(
-                    f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}{kept}"
-                )
-            if not self.is_over:
-                self.checkpoints.probe()
-                self.checkpoints.remove_leftovers()
+        agreed(lambda: self._prepare_place() if jax.process_index() == 0 else None)
+
+    def _prepare_place(self) -> None:
+        later = {*self.checkpoints.steps(), *self.checkpoints.lost()}
+        if later := sorted(step for step in later if step > self.start or step in self._damaged):
+            place, metrics = set_aside(self.checkpoints.store, later), keep_metrics(self.directory)
+            kept = f", and their metrics kept as {metrics}" * bool(metrics)
+            self.print(
+                f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}{kept}"
+            )
+        if self.is_over:
+            return
+        try:
+            self.checkpoints.probe()
+        except OSError as error:
+            setting = "paths.checkpoints" if self.c.paths.checkpoints else "paths.root_working_dir"
+            raise OSError(f"{error}. Choose another place for checkpoints: {setting}.") from error
+        self.checkpoints.remove_leftovers()
 
     def _restored(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
         shapes = jax.eval_shape(init, jax.random.key(self.c.training.seed))

@@ -340,7 +340,7 @@ class FsspecUrl(Url):
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
             raise ValueError(
-                f"nothing installed reads {url}: {error} Install the package that fsspec names, or give another place."
+                f"nothing installed reads {url}: {error}. Correct the scheme before ://, or install the package for it."
             ) from error
         self._root = self._root.rstrip("/")
 

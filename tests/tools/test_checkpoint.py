@@ -50,7 +50,7 @@ def test_verify(place, capsys):
     assert status.value.code == 1
     out = capsys.readouterr().out
     assert (
-        "10  DAMAGED in 1 places\n            cannot read the array 'x': x/c/0 is one of another place or step" in out
+        "10  DAMAGED, problems: 1\n            cannot read the array 'x': x/c/0 is one of another place or step" in out
     )
     assert "15  whole" in out
 

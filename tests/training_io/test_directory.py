@@ -255,19 +255,19 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_comput
     (tmp_path / "run" / "checkpoints").parent.mkdir()
     (tmp_path / "run" / "checkpoints").touch()
     for root, name, message in [
-        (tmp_path / "file", "x", f"{tmp_path}/file/x cannot be written: Not a directory. Make room"),
+        (tmp_path / "file", "x", f"{tmp_path}/file/x cannot be written: Not a directory. See to"),
         (tmp_path / "file", None, "cannot be written: "),
-        (tmp_path, "file", f"{tmp_path}/file cannot be written: File exists. Make room"),
-        (tmp_path, "run", f"{tmp_path}/run/checkpoints cannot be written: Not a directory. Make room"),
-        (tmp_path, "x" * 300, "cannot be written: File name too long. Make room"),
-        (Path("/proc"), "x", "/proc/x cannot be written: No such file or directory. Make room"),
+        (tmp_path, "file", f"{tmp_path}/file cannot be written: File exists. See to"),
+        (tmp_path, "run", f"{tmp_path}/run/checkpoints cannot be written: Not a directory. See to"),
+        (tmp_path, "x" * 300, "cannot be written: File name too long. See to"),
+        (Path("/proc"), "x", "/proc/x cannot be written: No such file or directory. See to"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)) as error, run_directory(str(root), name, "demo"):
             pass
         assert "\n" not in str(error.value)
     with (
         files_of_at_most(2**16),
-        pytest.raises(ValueError, match=r"new/runs/x cannot be written: File too large\. Make room"),
+        pytest.raises(ValueError, match=r"new/runs/x cannot be written: File too large\. See to"),
         run_directory(str(tmp_path / "new" / "runs"), "x", "demo"),
     ):
         pass
@@ -353,7 +353,7 @@ def test_a_full_disk_loses_no_step_while_the_run_can_go_on(tmp_path):
         run.kill()
     (error,) = run.stderr(0).splitlines()
     assert error.startswith(f"Error: 3 checkpoints in a row were not saved. The last: checkpoint {tmp_path}/run/check")
-    assert "the checkpoints before it are complete" in error
+    assert "if there are any, stay as they are" in error
     (kept,) = steps()
     assert not kept.endswith(".tmp")
     assert len(run.losses()) > int(kept)
