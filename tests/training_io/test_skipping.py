@@ -12,6 +12,7 @@ import zarr
 from losses_of_runs import losses
 
 import train
+from cluster.devices import make_mesh
 from flat_tokens import Writer
 from modeling.model import load_model
 from training_io.checkpoint import Checkpointer
@@ -24,11 +25,24 @@ BAD_TOKEN, BAD_DOCUMENT, DOCUMENTS = 63, 21, 64
 # ---- the step -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["one device", "d=4 t=2"])
+def config_with(algorithm: str = "adamw", layers: int = 1, **changes):
+    c = tiny.config(tiny.model(layers=layers), ema_decay=0.5, **changes)
+    c.optimizer.algorithm = algorithm
+    return c
+
+
+STEPS = {
+    "one device": (config_with(), lambda: tiny.mesh("one device")),
+    "d=4 t=2": (config_with(), lambda: tiny.mesh("d=4 t=2")),
+    "Muon, stages": (config_with("muon", 2, microbatches=2), lambda: make_mesh(1, 2, 2, jax.devices(), 2)),
+}
+
+
+@pytest.fixture(scope="module", params=["one device", "d=4 t=2", pytest.param("Muon, stages", marks=pytest.mark.long)])
 def stepped(request):
     """The step on a mesh, and results of it: (state before, arguments) -> (state after, metrics), all on the host."""
-    c = tiny.config(tiny.model(layers=1), ema_decay=0.5)
-    with jax.set_mesh(tiny.mesh(request.param)):
+    c, mesh = STEPS[request.param]
+    with jax.set_mesh(mesh()):
         step = tiny.training_step(c)
 
         def run(change=lambda state: state, limit=np.inf):
