@@ -300,7 +300,7 @@ def test_a_chunk_that_is_a_token_stays_whole():
 
 def test_tiktoken_names_that_are_not_there(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
-    with pytest.raises(ValueError, match=r"tiktoken has no encoding 'cl100k'. It has \[.*'cl100k_base'"):
+    with pytest.raises(ValueError, match=r"tiktoken has no encoding 'cl100k'. Give one of \[.*'cl100k_base'"):
         text_tokenizers.open_tiktoken("cl100k")
 
     def fail(name):
