@@ -191,7 +191,7 @@ def open_run(config: Config, write_line: Callable[[str], None] = print) -> OpenR
             allow = None if config.other_source else "other_source=true"
             now = provenance_of(train.programs, c, model)
             if differs := compare_source(metadata.get("provenance"), now, ("evaluation",), allow):
-                write_line(f"source      {differs}")
+                write_line(shown(f"source      {differs}"))
             weights = restore_weights(checkpoints, step, model, which)
     return OpenRun(c, step, which, model, weights, mesh, now["source"], config)
 

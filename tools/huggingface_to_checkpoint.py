@@ -39,7 +39,7 @@ from models.huggingface_tensors import Tensors, read_object
 from models.llama_huggingface import ARCHITECTURES
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import named_leaves
-from training_io.directory import remove_empty
+from training_io.directory import missing, remove_empty
 from training_io.host_checkpoint import StoredArray, write_checkpoint
 
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
@@ -152,12 +152,6 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
 
     table = load_model(c).table
     model = dataclasses.asdict(c)
-    (output / "model").mkdir(parents=True, exist_ok=True)
-    header = f"# {config.model}, as tools/huggingface_to_checkpoint read it.\n"
-    (output / "model" / "imported.yaml").write_text(header + OmegaConf.to_yaml(OmegaConf.create(model)))
-    has_tokenizer = (directory / "tokenizer.json").is_file()
-    if has_tokenizer:
-        shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
     arrays = named_leaves({"weights": shapes_of(table)})
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
     metadata = {"config": {"model": model} | _untrained(length), "loader": {}}
@@ -168,13 +162,18 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
         compared = compare(c, jax.tree.unflatten(jax.tree.structure(table), leaves), whole, directory)
 
     compared = ""
+    made = missing(output / "checkpoints")
     try:
         checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
     except BaseException:
-        (output / "model" / "imported.yaml").unlink()
-        (output / "tokenizer.json").unlink(missing_ok=True)
-        remove_empty([output / "model", output / "checkpoints", output])
+        remove_empty(made)
         raise
+    (output / "model").mkdir(parents=True, exist_ok=True)
+    header = f"# {config.model}, as tools/huggingface_to_checkpoint read it.\n"
+    (output / "model" / "imported.yaml").write_text(header + OmegaConf.to_yaml(OmegaConf.create(model)))
+    has_tokenizer = (directory / "tokenizer.json").is_file()
+    if has_tokenizer:
+        shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
 
     parameters = sum(array.size for array in arrays.values())
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")

@@ -312,6 +312,11 @@ def test_an_import_with_other_logits_leaves_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=r"are not the run's own: .* It agrees with hidden_act silu, which"):
         to_run(tmp_path / "exported", tmp_path / "imported", ignore=["hidden_act"])
     assert not (tmp_path / "imported").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/tokenizer.json").write_text("mine")
+    with pytest.raises(ValueError, match="are not the run's own"):
+        to_run(tmp_path / "exported", tmp_path / "mine", ignore=["hidden_act"])
+    assert [(path.name, path.read_text()) for path in (tmp_path / "mine").iterdir()] == [("tokenizer.json", "mine")]
 
 
 def test_an_import_into_a_model_with_other_weights_is_refused(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import tensorstore as ts
+from full_disk import files_of_at_most
 from processes import ROOT, Run
 
 from training_io import directory as directories
@@ -22,17 +23,6 @@ from training_io.directory import check_place, locked, make_default, override, p
 from training_io.optional import Forgiving, optional
 
 quick = pytest.mark.quick
-
-
-@contextlib.contextmanager
-def files_of_at_most(size: int):
-    """No file may grow beyond `size` bytes: what a full disk does, without one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # ---- the place --------------------------------------------------------------------------------------------------

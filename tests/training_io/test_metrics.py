@@ -1,8 +1,6 @@
-import contextlib
 import io
 import json
 import math
-import resource
 import time
 from types import SimpleNamespace
 
@@ -10,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from full_disk import files_of_at_most
 from rich.console import Console
 
 from shardlib.layers import LayerMetrics
@@ -263,17 +262,6 @@ def test_the_latest_validation_stays_on_the_progress_line(tmp_path):
 
 
 # ---- files that cannot be written -------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def files_of_at_most(size: int):
-    """No file may grow beyond `size` bytes: what a full disk does, without one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_lines_wait_while_the_disk_is_full_and_none_is_torn(tmp_path, monkeypatch):
