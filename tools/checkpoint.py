@@ -5,8 +5,8 @@
     python -m tools.checkpoint action=copy run=runs/<name> steps=[500] to=s3://bucket/runs/<name>
     python -m tools.checkpoint action=delete run=runs/<name> steps=[500,1000]
 
-`verify` reads every file and compares it with the checksums of the manifest. It ends with status 1 if something is
-damaged, which it names. Use nothing but `list` and `verify` while the run is going on.
+`list` looks whether the files are there. `verify` reads every one and compares it with the checksums of the manifest.
+Both name what is damaged, and end with status 1 if something is. Use nothing else while the run is going on.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def run(config: Config) -> None:
     Raises:
         ValueError: a setting that makes no sense, or a checkpoint that is damaged where it has to be whole.
         OSError: a place that cannot be read or written.
-        SystemExit: status 1, if one that was verified is damaged.
+        SystemExit: status 1, if one that was listed or verified is damaged.
     """
     check_choice("action", config.action, ACTIONS)
     if (config.action == "copy") != (config.to is not None):
@@ -77,13 +77,11 @@ def run(config: Config) -> None:
             steps = there[-1:] if config.action == "copy" else there
         if absent := sorted({*steps} - {*there}):
             raise ValueError(f"steps has {absent}, but {checkpoints.store.url} has {there}.")
+        whole: list[bool] = []
         if config.action == "list":
-            for step in steps:
-                print(_line(checkpoints, step))
+            whole = [_list(checkpoints, step) for step in steps]
         elif config.action == "verify":
             whole = [_verify(checkpoints, step) for step in steps]
-            if not all(whole):
-                sys.exit(1)
         elif config.action == "copy":
             target = open_store(f"{config.to.rstrip('/')}/checkpoints")
             for step in steps:
@@ -91,14 +89,18 @@ def run(config: Config) -> None:
                 print(f"{step:>10}  copied to {target.url}/{directory_of(step)}, and verified there")
         else:
             _delete(checkpoints, there, steps, config.last)
+        if not all(whole):
+            sys.exit(1)
 
 
-def _line(checkpoints: Checkpointer, step: int) -> str:
+def _list(checkpoints: Checkpointer, step: int) -> bool:
     try:
         found, saved_at = size(checkpoints.store, directory_of(step))
     except Damaged as error:
-        return shown(f"{step:>10}  DAMAGED: {error}")
-    return f"{step:>10}  {saved_at or 'time unknown':20}  {found / 2**20:12,.1f} MiB  all files are there"
+        print(shown(f"{step:>10}  DAMAGED: {error}"))
+        return False
+    print(f"{step:>10}  {saved_at or 'time unknown':20}  {found / 2**20:12,.1f} MiB  all files are there")
+    return True
 
 
 def _verify(checkpoints: Checkpointer, step: int) -> bool:

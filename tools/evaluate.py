@@ -45,12 +45,10 @@ from sampling.scoring import Scorer
 from text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
 from text.local_files import match
 from training_io import config as run_config
+from training_io import opening
 from training_io.evaluation import evaluate as evaluate_batches
-from training_io.initial_weights import find_checkpoint, last_step
-from training_io.opening import MeshChoice, mesh_for, restore_weights
-from training_io.provenance import compare_source, provenance_of
-from training_io.resuming import config_of
-from training_io.saved import check_addresses, saved_config
+from training_io.opening import MeshChoice
+from training_io.saved import check_addresses
 
 TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
 """End of the name of a file of texts."""
@@ -176,24 +174,16 @@ class OpenRun:
 
 def open_run(config: Config, write_line: Callable[[str], None] = print) -> OpenRun:
     """Reads the weights. Raises ValueError if there is no such run or checkpoint, or it does not fit the devices."""
-    if "://" not in config.run and not Path(config.run).is_dir():
-        raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
-    checkpoints, step = find_checkpoint(config.run, config.step, last_step)
-    with checkpoints:
-        metadata = checkpoints.metadata(step)
-        c = config_of(saved_config(metadata), config.trust)
+    with opening.open_run(config.run, config.step, config.trust) as saved:
+        c = saved.c
         which = config.weights or c.training.eval_weights
         run_config.check_weights("weights", which, c.training.ema_decay)
-        mesh, model = mesh_for(config.mesh, c), load_model(c.model)
+        mesh, model = opening.mesh_for(config.mesh, c), load_model(c.model)
         if c.training.attention == "cudnn" and mesh.devices.flat[0].platform != "gpu":
             c.training.attention = "auto"
         with jax.set_mesh(mesh):
-            allow = None if config.other_source else "other_source=true"
-            now = provenance_of(train.programs, c, model)
-            if differs := compare_source(metadata.get("provenance"), now, ("evaluation",), allow):
-                write_line(shown(f"source      {differs}"))
-            weights = restore_weights(checkpoints, step, model, which)
-    return OpenRun(c, step, which, model, weights, mesh, now["source"], config)
+            weights, source = saved.read_weights(model, which, train.programs, config.other_source, write_line)
+    return OpenRun(c, saved.step, which, model, weights, mesh, source, config)
 
 
 # ---- the run's own validation ---------------------------------------------------------------------------------------

@@ -31,11 +31,8 @@ from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler
 from text.codec import TextCodec, codec_by_name, codec_of_dataset
 from training_io import config as run_config
-from training_io.initial_weights import find_checkpoint, last_step
-from training_io.opening import MeshChoice, mesh_for, restore_weights
-from training_io.provenance import compare_source, provenance_of
-from training_io.resuming import config_of
-from training_io.saved import check_addresses, saved_config
+from training_io.opening import MeshChoice, mesh_for, open_run
+from training_io.saved import check_addresses
 
 
 @dataclass
@@ -170,12 +167,8 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
     if config.gather_weights is not None:
         check_choice("gather_weights", config.gather_weights, ("layer", "step"))
     texts = read_prompts(config)
-    if "://" not in config.run and not Path(config.run).is_dir():
-        raise ValueError(f"there is no run {config.run}: `run` is a run's directory, for example runs/<name>.")
-    checkpoints, step = find_checkpoint(config.run, config.step, last_step)
-    with checkpoints:
-        metadata = checkpoints.metadata(step)
-        c = config_of(saved_config(metadata), config.trust)
+    with open_run(config.run, config.step, config.trust) as saved:
+        c = saved.c
         run_config.check_weights("weights", config.weights, c.training.ema_decay)
         if config.gather_weights is not None:
             c.training.gather_weights = config.gather_weights
@@ -193,12 +186,9 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
         with jax.set_mesh(mesh_for(config.mesh, c)):
             context = c.training.seq_len if config.context is None else config.context
             model = load_model(c.model)
-            allow = None if config.other_source else "other_source=true"
-            now = provenance_of(train.programs, c, model)
-            if differs := compare_source(metadata.get("provenance"), now, ("evaluation",), allow):
-                console.print(Text(shown(f"source: {differs}"), style="dim"), soft_wrap=True)
-            sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, now["source"])
-            weights = restore_weights(checkpoints, step, model, config.weights)
+            say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
+            weights, source = saved.read_weights(model, config.weights, train.programs, config.other_source, say)
+            sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             drawn = sampler.generate(weights, repeated)
             results = [
@@ -208,22 +198,21 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
             for result in results:
                 show(console, result)
             mesh = dict(jax.sharding.get_mesh().shape)
-            write_line = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
             speed = sampler.speed
-            write_line(
+            say(
                 f"{speed.tokens:,} tokens of {len(drawn)} texts in {speed.seconds:.2f} s: "
                 f"{speed.tokens / speed.seconds:,.0f} tokens/s, after {speed.compile_seconds:.1f} s of compilation; "
-                f"step {step}, mesh {mesh}, {c.training.compute_dtype}"
+                f"step {saved.step}, mesh {mesh}, {c.training.compute_dtype}"
             )
             if sampler.why_no_cache:
-                write_line(f"drawn without a cache, which is slower: {sampler.why_no_cache}")
+                say(f"drawn without a cache, which is slower: {sampler.why_no_cache}")
             if config.output is not None:
                 _write(config.output, results)
             if config.check and sampler.sees_later:
-                write_line("not checked: training's forward pass shows each token later ones, which were not drawn yet")
+                say("not checked: training's forward pass shows each token later ones, which were not drawn yet")
             elif config.check:
                 found = sampler.check(weights, repeated, drawn)
-                write_line(
+                say(
                     f"checked: by training's forward pass, {found.tokens:,} tokens are the same, but for {found.ties} "
                     f"near ties (at most {found.largest:.2f} of what rounding explains)"
                 )

@@ -1,6 +1,7 @@
 """What is done with whole checkpoints: verifying, copying, moving aside."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import time
@@ -120,9 +121,15 @@ def copy(source: Store, directory: str, target: Store, name: str) -> None:
         for array in arrays
         for at in array.chunks()
     )
-    collections.deque(_in_turn(functools.partial(transfer, *job) for job in itertools.chain(texts, files)), maxlen=0)
-    transfer(MANIFEST, functools.partial(source.read, f"{directory}/{MANIFEST}"))
-    target.sync(temporary)
+    jobs = (functools.partial(transfer, *job) for job in itertools.chain(texts, files))
+    try:
+        collections.deque(_in_turn(jobs), maxlen=0)
+        transfer(MANIFEST, functools.partial(source.read, f"{directory}/{MANIFEST}"))
+        target.sync(temporary)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the place may be what failed: its error is the one to tell
+            target.remove(temporary)
+        raise
     if temporary != name:
         target.rename(temporary, name)
     if problems := verify(target, name):

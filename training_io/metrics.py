@@ -90,8 +90,8 @@ class RunLog:
         self._path = path = self.directory / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if start_step == 0 and path.exists() and path.stat().st_size:
-            self._print(f"{path}: of a run without a checkpoint, kept as {path.name}.old")
-            path.rename(path.with_name(path.name + ".old"))
+            self._print(f"{path}: of a run without a checkpoint, kept as {keep_metrics(self.directory).name}")
+            path.unlink()
         dropped = remove_later_lines(path, start_step)
         if dropped:
             self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
@@ -284,7 +284,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def keep_metrics(directory: Path) -> Path | None:
-    """Copy of the metrics of a run that goes back to an earlier step; None if it has none."""
+    """Copies the metrics of a run that begins again at an earlier step. Returns the copy; None if it has none."""
     path = Path(directory) / "metrics.jsonl"
     if not path.exists():
         return None

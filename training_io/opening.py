@@ -1,18 +1,26 @@
 """A run that a tool opens: a mesh for the devices at hand, and the weights of a checkpoint on it."""
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from cluster.devices import make_mesh, simulate_devices
 from configuration.checks import within
+from configuration.foreign import shown
 from modeling.model import LanguageModel
 from modeling.weights import shapes_of
 from shardlib.shardtypes import make_shardings
 from training_io import config as run_config
 from training_io.checkpoint import Checkpointer
+from training_io.initial_weights import find_checkpoint, last_step
+from training_io.provenance import compare_source, provenance_of
+from training_io.resuming import config_of
+from training_io.saved import saved_config
 
 
 @dataclass
@@ -40,8 +48,57 @@ def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
     return mesh
 
 
-def restore_weights(checkpoints: Checkpointer, step: int, model: LanguageModel, which: str) -> Any:
-    """Reads `weights` or `ema` of a checkpoint, sharded as in training on the current mesh."""
-    shapes = shapes_of(model.table)
-    like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, make_shardings(model.Weights, like=shapes))
-    return checkpoints.restore(step, {which: like}, part=f"{which}/")[which]
+@dataclass
+class SavedRun:
+    """A checkpoint of a run, and the configuration with which it was saved."""
+
+    checkpoints: Checkpointer
+    step: int
+    metadata: dict[str, Any]
+    c: run_config.Config
+
+    def read_weights(
+        self,
+        model: LanguageModel,
+        which: str,
+        programs: Callable[..., Any],
+        other_source: bool,
+        write_line: Callable[[str], None],
+    ) -> tuple[Any, Any]:
+        """Reads `weights` or `ema`, sharded as in training on the current mesh.
+
+        Says by `write_line` how the source differs from that of the checkpoint, which it may if `other_source`.
+
+        Returns:
+            The weights, and the hashes of the source.
+
+        Raises:
+            ValueError: the source computes something else than that of the checkpoint.
+        """
+        now = provenance_of(programs, self.c, model)
+        allow = None if other_source else "other_source=true"
+        if differs := compare_source(self.metadata.get("provenance"), now, ("evaluation",), allow):
+            write_line(shown(f"source      {differs}"))
+        shapes = shapes_of(model.table)
+        like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, make_shardings(model.Weights, like=shapes))
+        return self.checkpoints.restore(self.step, {which: like}, part=f"{which}/")[which], now["source"]
+
+
+@contextlib.contextmanager
+def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
+    """Opens a checkpoint until the context ends.
+
+    Args:
+        run: directory or URL of a run, or of one of its checkpoints.
+        step: step of the checkpoint; None: the last one.
+        trust: whether modules are imported that the run names beside those shipped here.
+
+    Raises:
+        ValueError: there is no such run or checkpoint.
+    """
+    if "://" not in run and not Path(run).is_dir():
+        raise ValueError(f"there is no run {run}: `run` is a run's directory, for example runs/<name>.")
+    checkpoints, step = find_checkpoint(run, step, last_step)
+    with checkpoints:
+        metadata = checkpoints.metadata(step)
+        yield SavedRun(checkpoints, step, metadata, config_of(saved_config(metadata), trust))

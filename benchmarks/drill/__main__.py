@@ -109,9 +109,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         "python -m benchmarks.drill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", help=f"of {', '.join(KINDS)}")
-    parser.add_argument(
-        "--full", action="store_true", help="as many faults as the promises were made for: about an hour"
-    )
+    parser.add_argument("--full", action="store_true", help="as many faults as the promises were made for")
     parser.add_argument("--count", type=int, help="number of faults of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="plays this case alone; --only names its kind")

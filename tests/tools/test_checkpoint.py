@@ -11,6 +11,7 @@ import pytest
 
 from tools.checkpoint import Config, run
 from training_io.checkpoint import Checkpointer
+from training_io.manifest import Damaged
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +36,9 @@ def test_list(place, capsys):
     assert [line.split()[0] for line in lines] == ["5", "10", "15"]
     assert all("1.0 MiB  all files are there" in line and "T" in line.split()[1] for line in lines)
     Checkpointer(f"{place}/checkpoints").store.remove_file("0000000010/x/c/0")
-    run(Config(f"{place}/checkpoints", steps=[10]))
+    with pytest.raises(SystemExit) as status:
+        run(Config(f"{place}/checkpoints", steps=[10]))
+    assert status.value.code == 1
     assert capsys.readouterr().out == "        10  DAMAGED: x/c/0 is missing, of 1 files.\n"
     run(Config(f"{place}/checkpoints/0000000015"))
     assert capsys.readouterr().out.startswith("        15  2")
@@ -65,6 +68,13 @@ def test_copy(place, tmp_path, capsys):
     with Checkpointer(f"{tmp_path}/copy/checkpoints") as checkpoints:
         found = checkpoints.restore(15, {"x": jnp.zeros(2**18)})
     np.testing.assert_array_equal(found["x"], np.arange(2.0**18) + 15)
+
+
+def test_a_copy_of_a_damaged_checkpoint_leaves_nothing(place, tmp_path):
+    damage(place, 15)
+    with pytest.raises(Damaged, match="x/c/0 is one of another place or step"):
+        run(Config(place, "copy", to=f"{tmp_path}/copy"))
+    assert list((tmp_path / "copy" / "checkpoints").iterdir()) == []
 
 
 def test_delete_leaves_one_that_is_whole(place, capsys):

@@ -240,7 +240,8 @@ def test_metrics_of_a_run_without_a_checkpoint_are_kept(tmp_path):
     with run_log(tmp_path) as log:
         log.log(0, metrics(1.0))
     assert [line["loss"] for line in read(tmp_path)] == [1.0]
-    assert json.loads((tmp_path / "metrics.jsonl.old").read_text())["loss"] == 2.0
+    (kept,) = tmp_path.glob("metrics_*.jsonl")
+    assert json.loads(kept.read_text())["loss"] == 2.0
 
 
 def test_source_tokens_are_written(tmp_path):
