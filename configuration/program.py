@@ -171,7 +171,7 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
+def run_program(name: str, schema: type, run: Callable[[Any], None], sweeps: bool = False) -> None:
     """Calls `run` with the settings of the command line.
 
     Of what a user caused, only the message is shown, as `refusal` says. The exit status of any error is 1.
@@ -180,6 +180,7 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
         name: name of the file in tools/configs/ that is read where --config-name is not given.
         schema: dataclass of the settings. The config names it as `<name>_schema`.
         run: function of the program's main module, called with a `schema`.
+        sweeps: whether it can be started with --multirun. Its config then says where Hydra writes of the sweep.
     """
 
     # functools.wraps: Hydra looks for the program's name in the file of the wrapped function.
@@ -196,4 +197,5 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
     # The configs of a program that is a folder are beside the folder.
     file = Path(inspect.getfile(run)).absolute()
     configs = (file.parent.parent if file.name == "__main__.py" else file.parent) / "configs"
-    start(Program(f"python -m tools.{name}", configs, name, schema, inspect.getmodule(run).__doc__ or ""), job)
+    doc = inspect.getmodule(run).__doc__ or ""
+    start(Program(f"python -m tools.{name}", configs, name, schema, doc, sweeps), job)
