@@ -195,6 +195,9 @@ VALUES = [
     ("--multirun training.step=1,2", "Did you mean training.steps?"),
     ("--multirun optimizer=adamw,moun", "Did you mean muon?"),
     ("--multirun paths.model_name=a,b", "paths.model_name"),
+    ("--multirun training.steps=range(1,1000000000000)", "training.steps"),
+    ("--multirun optimizer.learning_rate=range(0,1,1e-300)", "optimizer.learning_rate"),
+    ("--multirun training.steps=range(1,100) training.seed=range(0,100)", "9,900"),
 ]
 """Values that are refused, and what the message must contain."""
 
@@ -267,7 +270,7 @@ OF_TOOLS = {
         ("model={tmp}", "config.json"),
         ("model={tmp}/none", "none"),
         ("model=a/b/c/d", "a/b/c/d"),
-        ("bos_id=-1", "model"),
+        ("bos_id=-1", "bos_id"),
         ("modul=train", "Did you mean module?"),
         ("ignore=3", "ignore"),
     ],

@@ -26,6 +26,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configuration.checks import did_you_mean
@@ -162,6 +163,8 @@ def check_command(program: Program, given: argparse.Namespace) -> None:
                 raise _missing_config(program, name, given, error) from error
             except Exception as error:  # Hydra and OmegaConf raise whatever their code meets
                 raise ValueError(_composition(program, name, error, overrides)) from error
+        if given.multirun:
+            check_given(composed)
         if not program.sweeps and composed.hydra.mode is RunMode.MULTIRUN:
             raise ValueError(f"hydra.mode is MULTIRUN. {_once(program)}")
         if not composed.hydra.sweeper.get("_target_", "").endswith(".BasicSweeper"):
@@ -195,6 +198,13 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
         for override in parsed[-1:]:
             _check_range(override)
     return parsed
+
+
+def check_given(config: Any) -> None:
+    """Raises ValueError for a setting that must be given, and is not."""
+    missing = sorted(name for name in OmegaConf.missing_keys(config) if not name.startswith("hydra."))
+    if missing:
+        raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")
 
 
 def _once(program: Program) -> str:
@@ -266,7 +276,8 @@ def _check_override(program: Program, override: Override) -> None:
     if options:
         for value in values:
             if isinstance(value, str) and value not in options and "/" not in value:
-                raise ValueError(f"{key} is {value}; choose one of {', '.join(options)}.{did_you_mean(value, options)}")
+                given = value or "empty"
+                raise ValueError(f"{key} is {given}; choose one of {', '.join(options)}.{did_you_mean(value, options)}")
             if value is None and not override.is_delete():
                 raise ValueError(f"{key} is null; choose one of {', '.join(options)}.")
             if not isinstance(value, str) and value is not None and not isinstance(value, dict):
@@ -341,6 +352,8 @@ def _composition(program: Program, name: str | None, error: Exception, overrides
             return _no_entry(program.schema, before, cause.full_key)
         return place + wrong_setting(program.schema, cause, overrides)
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    if culprit and culprit.startswith("+") and "Multiple values" in reason:
+        return f"cannot set {culprit}: {key} has a value. Leave the + out: {culprit.lstrip('+')}."
     if culprit:
         reason = "it is null, and only a configuration makes a section of it" if "NoneType" in reason else reason
         return f"cannot set {culprit}: {reason}. Write {key} into a configuration, or choose a group that sets it."

@@ -1,6 +1,7 @@
 """Programs: settings from Hydra, and errors that a user can read."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -15,11 +16,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configuration.checks import check_ranges
-from configuration.composing import Program, check_command, parse_arguments, readable
+from configuration.composing import Program, check_command, check_given, parse_arguments, readable
 from configuration.foreign import shown
 from configuration.frames import is_raised_on_purpose
 from configuration.help import help_text
@@ -34,8 +35,6 @@ EXTRAS = {
     "oracle": ("torch", "transformers"),
 }
 """Modules of optional packages, by the extra of pyproject.toml that installs them."""
-FILES = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | FileExistsError
-"""Errors of the system about a file that a setting names."""
 
 
 def refusal(error: Exception) -> str | None:
@@ -51,7 +50,7 @@ def refusal(error: Exception) -> str | None:
     refuses = (
         on_purpose
         or isinstance(error, OmegaConfBaseException)
-        or (isinstance(error, FILES) and error.filename is not None)
+        or (isinstance(error, OSError) and error.filename is not None)
         or (isinstance(error, ModuleNotFoundError) and extra_of(error) is not None)
     )
     if not refuses or os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -187,9 +186,11 @@ def run_program(name: str, schema: type, run: Callable[[Any], None], sweeps: boo
     @functools.wraps(run)
     def job(config: Any) -> None:
         with refusals_shown():
-            if missing := sorted(OmegaConf.missing_keys(config)):
-                raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")
+            check_given(config)
             settings = OmegaConf.to_object(config)
+            for required in (field.name for field in dataclasses.fields(schema) if field.default == MISSING):
+                if getattr(settings, required) == "":
+                    raise ValueError(f"{required} is empty; give {required}=<value>.")
             check_ranges("", settings)
             run(settings)
 

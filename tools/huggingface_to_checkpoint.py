@@ -83,7 +83,7 @@ def find_model(name: str) -> Path:
                 f"{why}. Check the name, the connection, and that you are logged in if access is restricted."
             ) from error
     if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} has no config.json: it is not a model of transformers.")
+        raise ValueError(f"{directory} has no config.json: it is not a model of transformers. Correct model={name}.")
     return directory
 
 
