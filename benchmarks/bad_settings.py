@@ -216,6 +216,11 @@ def cases() -> list[Case]:
         add(program, base, "bogus_name=1", "bogus_name", "unknown name")
         required = base[0].partition("=")[0]
         found.append(Case(program, (), required, "missing"))
+        if base[0].startswith(("run=", "model=", "out=")):
+            add(program, base, f"{required}=", required, "missing")
+            add(program, base, f"{required}={'x' * 300}", "too long", "value")
+        if program != "tools.huggingface_to_flat_tokens":
+            add(program, base, f"--multirun {required}=a,b", "--multirun", "value")
     return list(dict.fromkeys(found))
 
 

@@ -194,7 +194,8 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
             why = next((line for line in reason if line and not line.startswith(("Error parsing", "See http"))), "")
             of_parser = re.match(r"\w+Exception\b|mismatched|extraneous|no viable", why)
             why = "" if of_parser else f": {why}"
-            raise ValueError(f"cannot read {text}{why}. {QUOTES}") from error
+            shown = text.replace("\n", "\\n")
+            raise ValueError(f"cannot read {shown}{why}. {QUOTES}") from error
         for override in parsed[-1:]:
             _check_range(override)
     return parsed
