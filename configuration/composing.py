@@ -163,8 +163,8 @@ def check_command(program: Program, given: argparse.Namespace) -> None:
                 raise _missing_config(program, name, given, error) from error
             except Exception as error:  # Hydra and OmegaConf raise whatever their code meets
                 raise ValueError(_composition(program, name, error, overrides)) from error
-        if given.multirun:
-            check_given(composed)
+        if given.multirun and program.config_name is not None:  # a run says more of what it lacks
+            check_given(OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"]))
         if not program.sweeps and composed.hydra.mode is RunMode.MULTIRUN:
             raise ValueError(f"hydra.mode is MULTIRUN. {_once(program)}")
         if not composed.hydra.sweeper.get("_target_", "").endswith(".BasicSweeper"):
@@ -203,7 +203,7 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
 
 def check_given(config: Any) -> None:
     """Raises ValueError for a setting that must be given, and is not."""
-    missing = sorted(name for name in OmegaConf.missing_keys(config) if not name.startswith("hydra."))
+    missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")
 

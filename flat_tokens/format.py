@@ -133,8 +133,12 @@ def list_splits(filespec: str, wanted: str) -> str:
 
 
 def read_file(root: ts.KvStore, name: str) -> bytes | None:
-    """The content of a file, None if it is missing."""
-    read = root.read(name).result()
+    """The content of a file, None if it is missing. Raises ValueError if it cannot be read."""
+    try:
+        read = root.read(name).result()
+    except ValueError as error:
+        why = str(error).splitlines()[0].partition(" [")[0]
+        raise ValueError(f"{why}. Check the path, its permissions and its disk.") from error
     return read.value if read.state == "value" else None
 
 

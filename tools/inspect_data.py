@@ -313,7 +313,7 @@ def _read_run(directory: str) -> Any:
 
 def _filespec(config: Config, run: Any) -> str:
     if run is None:
-        if config.filespec is None:
+        if not config.filespec:
             raise ValueError("Give filespec=<dataset>, or run=<directory of a run>.")
         return config.filespec
     data = _data_config(config, run)
