@@ -526,12 +526,12 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     t, forward = c.training, Forward(model, c.training)
     evaluated = lambda state: getattr(state, t.eval_weights)
     with Run(c, forward, directory, programs) as run:
+        samples = TrainingSamples(c, forward, run) if t.sample_interval else None
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
         evaluation_step = make_evaluation_step(c, model, run.options)
         if run.is_over:  # resumed after its last step
             run.validate(evaluation_step, evaluated(state))
             return run.end()
-        samples = TrainingSamples(c, forward, run) if t.sample_interval else None
         training_step = run.compile(make_training_step(c, model), state)
         if samples and run.start == 0:
             samples.write(evaluated(state))

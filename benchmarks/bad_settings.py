@@ -1,4 +1,4 @@
-"""Mistakes in settings: what `train` and each tool print for some 500 of them.
+"""Mistakes in settings: what `train` and each tool print for more than 1,000 of them.
 
     python -m benchmarks.bad_settings              # all: minutes on one core
     python -m benchmarks.bad_settings generate     # those with this in their command, or of this kind
@@ -142,7 +142,8 @@ def of_types(schema: type, skip: Callable[[str], bool]) -> Iterator[tuple[str, s
         origin = typing.get_origin(kind)
         if kinds & {int, float}:
             yield f"{name}=abc", name, "wrong type"
-            yield f"{name}=[1]", name, "list for a scalar"
+            if origin is not list:
+                yield f"{name}=[1]", name, "list for a scalar"
         if int in kinds and float not in kinds and origin is not list:
             yield f"{name}=1.5", name, "wrong type"
         if kind is bool:
@@ -215,6 +216,10 @@ def cases() -> list[Case]:
         add(program, base, "bogus_name=1", "bogus_name", "unknown name")
         required = base[0].partition("=")[0]
         found.append(Case(program, (), required, "missing"))
+        add(program, base, f"{required}=", required, "missing")
+        add(program, base, f"{required}={'x' * 300}", "x" * 300, "value")
+        if program != "tools.huggingface_to_flat_tokens":
+            add(program, base, f"--multirun {required}=a,b", "--multirun", "value")
     return list(dict.fromkeys(found))
 
 
@@ -287,12 +292,23 @@ def _become(program: str, arguments: list[str], parent: Path, directory: Path) -
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the cases of which `arguments` have the kind or a part of the command, or all. Returns the exit status."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("wanted", nargs="*")
+    every = cases()
+    kinds = ", ".join(repr(kind) for kind in dict.fromkeys(case.kind for case in every))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bad_settings",
+        description=__doc__,
+        epilog=f"{len(every)} mistakes, of the kinds {kinds}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help=f"longest time of a command, in seconds (default {SECONDS})"
+    )
+    parser.add_argument("wanted", nargs="*", help="a kind, or a part of a command; none: all mistakes")
     given = parser.parse_args(arguments)
     wanted = given.wanted
-    chosen = [case for case in cases() if not wanted or any(text in str(case) or text == case.kind for text in wanted)]
+    chosen = [case for case in every if not wanted or any(text in str(case) or text == case.kind for text in wanted)]
+    if not chosen:
+        parser.error(f"no mistake is of the kind {' or '.join(wanted)}, or has it in its command; the kinds: {kinds}")
     counts: dict[str, list[int]] = {}
     bad = 0
     for outcome in run(chosen, given.seconds):

@@ -7,6 +7,8 @@ name the setting, its value and what to do.
 import argparse
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
 import re
 import typing
@@ -19,15 +21,19 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configuration.checks import did_you_mean
 from configuration.settings import is_section, kind_of, without_null, words_for
 
+MOST_JOBS = 1_000
+"""Largest number of runs of a sweep. Hydra composes them all before the first."""
 QUOTES = "Write name=value, and a value with signs such as , = [ { in quotes of both kinds: 'name=\"value\"'."
 
 
@@ -41,6 +47,7 @@ class Program:
         config_name: configuration that is read where --config-name is not given; None: none.
         schema: dataclass of its settings.
         doc: its docstring.
+        sweeps: whether it can be started with --multirun.
     """
 
     command: str
@@ -48,6 +55,7 @@ class Program:
     config_name: str | None
     schema: type
     doc: str = ""
+    sweeps: bool = True
 
     @property
     def remedy(self) -> str:
@@ -95,6 +103,8 @@ def parse_arguments(program: Program, arguments: Sequence[str]) -> argparse.Name
         rest.append(given.info)
         given.info = "all"
     given.overrides = [text for text in rest if text != "--"]
+    if given.multirun and not program.sweeps:
+        raise ValueError(f"--multirun is given. {_once(program)}")
     if given.resolve and not given.cfg:
         raise ValueError("--resolve is given without --cfg; give --cfg=job too.")
     modes = [f"--{name}" for name in ("run", "multirun", "cfg", "info") if getattr(given, name) not in (None, False)]
@@ -146,15 +156,22 @@ def check_command(program: Program, given: argparse.Namespace) -> None:
         for override in parsed:
             _check_override(program, override)
         composed = None
-        for overrides in _jobs(parsed, given.multirun):
+        for overrides in _jobs(program, parsed, given.multirun):
             try:
                 composed = compose(name, overrides=overrides, return_hydra_config=True)
             except MissingConfigException as error:
                 raise _missing_config(program, name, given, error) from error
             except Exception as error:  # Hydra and OmegaConf raise whatever their code meets
                 raise ValueError(_composition(program, name, error, overrides)) from error
-        intervals = [override for override in parsed if override.is_interval_sweep()]
-        if intervals and composed.hydra.sweeper.get("_target_", "").endswith(".BasicSweeper"):
+        if given.multirun and program.config_name is not None:  # a run says more of what it lacks
+            check_given(OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"]))
+        if not program.sweeps and composed.hydra.mode is RunMode.MULTIRUN:
+            raise ValueError(f"hydra.mode is MULTIRUN. {_once(program)}")
+        if not composed.hydra.sweeper.get("_target_", "").endswith(".BasicSweeper"):
+            return
+        if (jobs := math.prod(len(_values(override)) for override in parsed if _is_listed(override))) > MOST_JOBS:
+            raise ValueError(f"the sweep has {jobs:,} runs; it must have at most {MOST_JOBS:,}. Sweep fewer values.")
+        if intervals := [override for override in parsed if override.is_interval_sweep()]:
             key = intervals[0].key_or_group
             raise ValueError(
                 f"{key} is {_text(intervals[0])}, which only a sweeper that chooses values reads, and hydra/sweeper is "
@@ -177,12 +194,47 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
             why = next((line for line in reason if line and not line.startswith(("Error parsing", "See http"))), "")
             of_parser = re.match(r"\w+Exception\b|mismatched|extraneous|no viable", why)
             why = "" if of_parser else f": {why}"
-            raise ValueError(f"cannot read {text}{why}. {QUOTES}") from error
+            shown = text.replace("\n", "\\n")
+            raise ValueError(f"cannot read {shown}{why}. {QUOTES}") from error
+        for override in parsed[-1:]:
+            _check_range(override)
     return parsed
 
 
-def _jobs(parsed: list[Override], is_sweep: bool) -> Iterator[list[str]]:
+def check_given(config: Any) -> None:
+    """Raises ValueError for a setting that must be given, and is not."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")
+
+
+def _once(program: Program) -> str:
+    return f"`{program.command}` runs once for a command: give one value for each setting, and a command for each run."
+
+
+def _is_listed(override: Override) -> bool:
+    """Whether an override lists the values of a sweep."""
+    return override.is_sweep_override() and not override.is_interval_sweep()
+
+
+def _check_range(override: Override) -> None:
+    """Raises ValueError for a range of more values than a sweep has, or one that never ends."""
+    swept = override.value()
+    if not isinstance(swept, RangeSweep):
+        return
+    key, text = override.key_or_group, _text(override)
+    try:
+        count = sum(1 for _ in itertools.islice(swept.range(), MOST_JOBS + 1))
+    except (ValueError, ArithmeticError, HydraException) as error:
+        raise ValueError(f"{key} is {text}: {error}. Write {key}=range(<first>,<end>,<step>).") from error
+    if count > MOST_JOBS:
+        raise ValueError(f"{key} is {text}; a sweep must have at most {MOST_JOBS:,} values. Give a shorter range.")
+
+
+def _jobs(program: Program, parsed: list[Override], is_sweep: bool) -> Iterator[list[str]]:
     """Overrides of runs that together have every value of a sweep; those of one run, if there is no sweep.
+
+    Of a range only the first and the last value.
 
     A setting with an interval is in none: its values are known to the sweeper alone.
     """
@@ -192,12 +244,15 @@ def _jobs(parsed: list[Override], is_sweep: bool) -> Iterator[list[str]]:
         if not override.is_sweep_override():
             swept.append([override.input_line])
         elif not is_sweep:
+            each = "--multirun for a run with each, " if program.sweeps else ""
             raise ValueError(
-                f"{key} has several values: {value}. Give --multirun for a run with each, {key}=[{value}] for a "
-                f"list, or '{key}=\"{value}\"' for a text."
+                f"{key} has several values: {value}. Give {each}{key}=[{value}] for a list, or "
+                f"'{key}=\"{value}\"' for a text."
             )
         elif not override.is_interval_sweep():
             swept.append([f"{override.get_key_element()}={text}" for text in override.sweep_string_iterator()])
+            if isinstance(override.value(), RangeSweep):
+                swept[-1] = [*swept[-1][:1], *swept[-1][1:][-1:]]
             if not swept[-1]:
                 raise ValueError(f"{key} is {value}, which has no values. Give the values of the sweep: {key}=<a>,<b>.")
     for number in range(max(map(len, swept), default=1)):
@@ -222,7 +277,8 @@ def _check_override(program: Program, override: Override) -> None:
     if options:
         for value in values:
             if isinstance(value, str) and value not in options and "/" not in value:
-                raise ValueError(f"{key} is {value}; choose one of {', '.join(options)}.{did_you_mean(value, options)}")
+                given = value or "empty"
+                raise ValueError(f"{key} is {given}; choose one of {', '.join(options)}.{did_you_mean(value, options)}")
             if value is None and not override.is_delete():
                 raise ValueError(f"{key} is null; choose one of {', '.join(options)}.")
             if not isinstance(value, str) and value is not None and not isinstance(value, dict):
@@ -297,6 +353,8 @@ def _composition(program: Program, name: str | None, error: Exception, overrides
             return _no_entry(program.schema, before, cause.full_key)
         return place + wrong_setting(program.schema, cause, overrides)
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    if culprit and culprit.startswith("+") and "Multiple values" in reason:
+        return f"cannot set {culprit}: {key} has a value. Leave the + out: {culprit.lstrip('+')}."
     if culprit:
         reason = "it is null, and only a configuration makes a section of it" if "NoneType" in reason else reason
         return f"cannot set {culprit}: {reason}. Write {key} into a configuration, or choose a group that sets it."
@@ -326,6 +384,8 @@ def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequen
     """The message for a setting that OmegaConf does not take. `prefix` is the section of `schema`, with a dot."""
     key = re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).strip(".")
     first = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    if key.startswith("hydra."):
+        return f"{key}: {first}. Correct its value."
     try:
         kind = kind_of(schema, key)
     except ValueError as unknown:

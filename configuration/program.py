@@ -1,6 +1,7 @@
 """Programs: settings from Hydra, and errors that a user can read."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -15,11 +16,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configuration.checks import check_ranges
-from configuration.composing import Program, check_command, parse_arguments, readable
+from configuration.composing import Program, check_command, check_given, parse_arguments, readable
 from configuration.foreign import shown
 from configuration.frames import is_raised_on_purpose
 from configuration.help import help_text
@@ -34,8 +35,6 @@ EXTRAS = {
     "oracle": ("torch", "transformers"),
 }
 """Modules of optional packages, by the extra of pyproject.toml that installs them."""
-FILES = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | FileExistsError
-"""Errors of the system about a file that a setting names."""
 
 
 def refusal(error: Exception) -> str | None:
@@ -51,7 +50,7 @@ def refusal(error: Exception) -> str | None:
     refuses = (
         on_purpose
         or isinstance(error, OmegaConfBaseException)
-        or (isinstance(error, FILES) and error.filename is not None)
+        or (isinstance(error, OSError) and error.filename is not None)
         or (isinstance(error, ModuleNotFoundError) and extra_of(error) is not None)
     )
     if not refuses or os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -171,7 +170,7 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
+def run_program(name: str, schema: type, run: Callable[[Any], None], sweeps: bool = False) -> None:
     """Calls `run` with the settings of the command line.
 
     Of what a user caused, only the message is shown, as `refusal` says. The exit status of any error is 1.
@@ -180,15 +179,18 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
         name: name of the file in tools/configs/ that is read where --config-name is not given.
         schema: dataclass of the settings. The config names it as `<name>_schema`.
         run: function of the program's main module, called with a `schema`.
+        sweeps: whether it can be started with --multirun. Its config then says where Hydra writes of the sweep.
     """
 
     # functools.wraps: Hydra looks for the program's name in the file of the wrapped function.
     @functools.wraps(run)
     def job(config: Any) -> None:
         with refusals_shown():
-            if missing := sorted(OmegaConf.missing_keys(config)):
-                raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")
+            check_given(config)
             settings = OmegaConf.to_object(config)
+            for required in (field.name for field in dataclasses.fields(schema) if field.default == MISSING):
+                if getattr(settings, required) == "":
+                    raise ValueError(f"{required} is empty; give {required}=<value>.")
             check_ranges("", settings)
             run(settings)
 
@@ -196,4 +198,5 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
     # The configs of a program that is a folder are beside the folder.
     file = Path(inspect.getfile(run)).absolute()
     configs = (file.parent.parent if file.name == "__main__.py" else file.parent) / "configs"
-    start(Program(f"python -m tools.{name}", configs, name, schema, inspect.getmodule(run).__doc__ or ""), job)
+    doc = inspect.getmodule(run).__doc__ or ""
+    start(Program(f"python -m tools.{name}", configs, name, schema, doc, sweeps), job)

@@ -7,6 +7,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Bool, Int64, Integer, UInt32, UInt64
 
+from configuration.checks import did_you_mean
 from flat_tokens.growing_array import CRC, LITTLE_ENDIAN
 
 # Dims of the same name agree within a call.
@@ -116,8 +117,8 @@ def opening_context() -> ts.Context:
     return ts.Context({f"{name}_request_retries": {"max_retries": OPENING_RETRIES} for name in ("http", "gcs", "s3")})
 
 
-def list_splits(filespec: str) -> str:
-    """A sentence, for a message, about the splits that a local dataset has; or about what to check of a remote one."""
+def list_splits(filespec: str, wanted: str) -> str:
+    """For a message, the splits that a local dataset has in place of `wanted`; or what to check of a remote one."""
     if "://" in filespec:
         return "Check the address, and that its writer has finished."
     if not os.path.isdir(filespec):
@@ -125,15 +126,19 @@ def list_splits(filespec: str) -> str:
     groups = (path for marker in MARKERS for path in glob.glob(f"*/{marker}", root_dir=filespec))
     splits = sorted({os.path.dirname(path) for path in groups})
     return (
-        f"The splits there are {splits}."
+        f"The splits there are {splits}.{did_you_mean(wanted, splits)}"
         if splits
         else ("The directory holds no flat-tokens dataset: write one with a program in tools/, or correct the path.")
     )
 
 
 def read_file(root: ts.KvStore, name: str) -> bytes | None:
-    """The content of a file, None if it is missing."""
-    read = root.read(name).result()
+    """The content of a file, None if it is missing. Raises ValueError if it cannot be read."""
+    try:
+        read = root.read(name).result()
+    except ValueError as error:
+        why = str(error).splitlines()[0].partition(" [")[0]
+        raise ValueError(f"{why}. Check the path, its permissions and its disk.") from error
     return read.value if read.state == "value" else None
 
 

@@ -106,7 +106,8 @@ class Reader:
                 f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
             )
         else:
-            raise ValueError(f"No flat-tokens split at {self.path}. {list_splits(self.path.removesuffix(f'/{split}'))}")
+            there = list_splits(self.path.removesuffix(f"/{split}"), split)
+            raise ValueError(f"No flat-tokens split at {self.path}. {there}")
         if "max_token_id" not in attributes:
             raise ValueError(
                 f"{self.path} is not a flat-tokens split: its group has no attribute max_token_id, "

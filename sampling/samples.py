@@ -30,7 +30,7 @@ class TrainingSamples:
     Args:
         c: configuration of the run.
         forward: train.Forward of its model.
-        run: the run. If it resumes, lines of later steps are removed.
+        run: the run, which may not have begun. If it resumes, the first `write` removes lines of later steps.
 
     Raises:
         ValueError: a prompt that the data's tokenizer cannot encode, or a setting out of its range.
@@ -52,10 +52,7 @@ class TrainingSamples:
         self._mesh, self._placement = folded_mesh(c), run.placement
         with jax.set_mesh(self._mesh):
             self._sampler = Sampler(forward, settings, context=t.seq_len, source=run.provenance["source"])
-        self._path = run.directory / "samples.jsonl"
-        if jax.process_index() == 0:
-            with optional(str(self._path)):
-                remove_later_lines(self._path, run.start + 1 if run.start else 0)
+        self._path, self._wrote = run.directory / "samples.jsonl", False
 
     def write(self, weights: Any) -> None:
         """Samples with these weights, after the steps that are done."""
@@ -74,5 +71,9 @@ class TrainingSamples:
             shown = " ".join((text + added).split())
             self._run.log_event("sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)})
         if jax.process_index() == 0:
-            with optional(str(self._path)), open(self._path, "a") as file:
-                file.writelines(lines)
+            with optional(str(self._path)):
+                if not self._wrote:
+                    remove_later_lines(self._path, self._run.start + 1 if self._run.start else 0)
+                with open(self._path, "a") as file:
+                    file.writelines(lines)
+            self._wrote = True

@@ -67,8 +67,9 @@ def check_column(where: str, names: Iterable[str], setting: str, text_field: str
 
 
 def in_words(error: BaseException) -> str:
-    """The messages of an error and of its causes: `datasets` often says only that something went wrong."""
-    return f"{error}".rstrip(".") + (f": {in_words(error.__cause__)}" if error.__cause__ is not None else "")
+    """The messages of an error and of its causes, in a line: `datasets` often says only that something went wrong."""
+    why = f": {in_words(error.__cause__)}" if error.__cause__ is not None else ""
+    return " ".join(str(error).split()).rstrip(".") + why
 
 
 def readable(where: str, values: Iterable[Item]) -> Iterator[Item]:

@@ -17,6 +17,8 @@ from text import sources
 from text.sources import Block, Piece
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+KINDS = f".jsonl, .json or .txt, each also with {', '.join(COMPRESSIONS)}, or .parquet"
+"""Ends of the names of files that are read, in words."""
 ELEMENT_CHARACTERS = 2**27
 """Largest element of a JSON array, which is in memory as a whole."""
 
@@ -86,10 +88,7 @@ def _pieces(path: str, text_field: str, separator: str | None) -> Iterable[Piece
             return [Piece(stop - start, partial(_line_blocks, path, start, stop, text_field)) for start, stop in spans]
         case ".txt", _:
             return [Piece(size, partial(_separated_blocks, path, separator))]
-    raise ValueError(
-        f"{path}: unknown kind of file. Give files that end in .jsonl, .json, .txt, each also with "
-        f"{', '.join(COMPRESSIONS)}, or .parquet."
-    )
+    raise ValueError(f"{path}: unknown kind of file. Give files that end in {KINDS}.")
 
 
 def _spans(start: int, stop: int, size: int) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ from sampling.documents import Given, documents_of_dataset, documents_of_files, 
 from sampling.harness import language_model
 from sampling.scoring import Scorer
 from text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
-from text.local_files import match
+from text.local_files import KINDS, match
 from training_io import config as run_config
 from training_io import opening
 from training_io.evaluation import evaluate as evaluate_batches
@@ -320,6 +320,11 @@ def check_settings(config: Config) -> str:
         read_questions(config.choices)
     elif what == "data" and re.search(TEXTS, config.data):
         match([config.data])
+    elif what == "data" and "://" not in config.data and not Path(config.data).is_dir():
+        raise ValueError(
+            f"data is {config.data}: there is no such directory of a dataset, and a file of texts ends in {KINDS}. "
+            "Correct the path."
+        )
     elif what == "data":
         open_reader(config.data, config.split)
     return what

@@ -77,12 +77,13 @@ def find_model(name: str) -> Path:
             directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=FILES))
         # Without a connection it raises one of several errors of the system.
         except (OSError, ValueError, HfHubHTTPError) as error:
+            why = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
                 f"model is {name!r}, which is not a directory, and cannot be downloaded from the Hugging Face hub: "
-                f"{error} Check the name, the connection, and that you are logged in if access is restricted."
+                f"{why}. Check the name, the connection, and that you are logged in if access is restricted."
             ) from error
     if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} has no config.json: it is not a model of transformers.")
+        raise ValueError(f"{directory} has no config.json: it is not a model of transformers. Correct model={name}.")
     return directory
 
 

@@ -233,7 +233,9 @@ def show_documents(console: Console, reader: flat_tokens.Reader, codec: TextCode
 def show_document(console: Console, reader: flat_tokens.Reader, codec: TextCodec, document: int) -> None:
     """Prints a document, whole. Raises ValueError if there is none of that index."""
     if not 0 <= document < reader.num_documents:
-        raise ValueError(f"document is {document}; {reader.path} has documents 0 to {reader.num_documents - 1}.")
+        raise ValueError(
+            f"document is {document}; {reader.path} has documents 0 to {reader.num_documents - 1}. Choose one."
+        )
     (start,), (length,) = reader.document_spans(np.array([document]))
     console.print(f"[bold]Document {document:,}[/]: tokens {start:,} to {start + length - 1:,}")
     console.print(Text(shown(_read_text(reader, codec, int(start), int(length)))))
@@ -311,7 +313,7 @@ def _read_run(directory: str) -> Any:
 
 def _filespec(config: Config, run: Any) -> str:
     if run is None:
-        if config.filespec is None:
+        if not config.filespec:
             raise ValueError("Give filespec=<dataset>, or run=<directory of a run>.")
         return config.filespec
     data = _data_config(config, run)

@@ -47,7 +47,8 @@ T = TypeVar("T")
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run in another directory."
-DAMAGED = "is damaged; restore another step, or copy it again"
+ANOTHER = " Restore another step, or copy it again."
+"""Remedy for a damaged checkpoint, at the end of a message."""
 _STEP = re.compile(r"\d{10}")
 _MESSAGE_BYTES = 2000
 
@@ -229,7 +230,7 @@ class Checkpointer:
             try:
                 return read_arrays(self.store, name, expected, orders, open_array)
             except Damaged as error:
-                raise Damaged(f"{error} The checkpoint {path} {DAMAGED}.") from error
+                raise Damaged(f"{error} The checkpoint {path} is damaged.{ANOTHER}") from error
 
         return jax.tree.unflatten(jax.tree.structure(like), agreed(read))
 

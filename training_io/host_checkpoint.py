@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from training_io.checkpoint import DAMAGED, commit, directory_of
+from training_io.checkpoint import ANOTHER, commit, directory_of
 from training_io.checkpoint_arrays import bounded, overlapping, read_chunk
 from training_io.initial_weights import find_checkpoint
 from training_io.manifest import CHECKSUM_BYTES, Damaged, SavedArray, array_text, check_json, saved_array
@@ -81,7 +81,7 @@ class StoredArray:
                 found[at] = self._chunks.read(self._array, chunk)[source]
             except Damaged as error:
                 where = f"{self._chunks.store.url}/{self._chunks.directory}"
-                raise Damaged(f"{error} The checkpoint {where} {DAMAGED}.") from error
+                raise Damaged(f"{error} The checkpoint {where} is damaged.{ANOTHER}") from error
         return found[tuple(slice(None) if isinstance(i, slice) else 0 for i in given)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

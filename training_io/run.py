@@ -21,7 +21,7 @@ from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
-from training_io.checkpoint import Checkpointer, agreed
+from training_io.checkpoint import ANOTHER, Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
 from training_io.config import Config
 from training_io.directory import override
@@ -160,7 +160,7 @@ class Run:
             try:
                 state = self._restored(init, State)
             except Damaged as error:
-                self._damaged[self.start] = str(error)
+                self._damaged[self.start] = str(error).removesuffix(ANOTHER)
                 self._resume()
         if state is None:
             state = fresh_state(self.c, self.placement, init, State)
@@ -209,6 +209,8 @@ class Run:
 
     def _introduce(self) -> None:
         c, t, table, mesh = self.c, self.c.training, self.model.table, jax.sharding.get_mesh()
+        # Before the first line: what the settings say may be refused.
+        attention, described = describe_attention(self.forward, t.seq_len), describe_stages(c, self.model)
         self.options = known_options(c.hardware.compiler_options, self.print)
         parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
         fp8 = ", products with weights in fp8" * t.fp8
@@ -216,9 +218,9 @@ class Run:
         print_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
         if self._source_differs:
             self.print(f"source     {self._source_differs}")
-        for line in describe_attention(self.forward, t.seq_len):
+        for line in attention:
             self.print(f"attention  {line}")
-        for line in describe_stages(c, self.model):
+        for line in described:
             self.print(f"pipeline   {line}")
         speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)
         log = RunLog(

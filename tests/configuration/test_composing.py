@@ -72,6 +72,34 @@ def test_a_sweep_without_values():
         check(BASE, "--multirun", "model=glob(9*)")
 
 
+@pytest.mark.parametrize(
+    ("sweep", "said"),
+    [
+        (
+            ["training.steps=range(1,1000000000000)"],
+            r"range\(1,1000000000000\); a sweep must have at most 1,000 values",
+        ),
+        (["training.steps=shuffle(range(1,1000000000000))"], "must have at most 1,000 values"),
+        (["optimizer.learning_rate=range(0,1,1e-300)"], "must have at most 1,000 values"),
+        (["training.steps=range(1,100)", "training.seed=range(0,100)"], "the sweep has 9,900 runs"),
+        (["training.steps=range(1,9,0)"], r"range\(1,9,0\): range\(\) arg 3 must not be zero"),
+    ],
+)
+def test_a_sweep_is_bounded(sweep, said):
+    with pytest.raises(ValueError, match=said):
+        check(BASE, "--multirun", *sweep)
+
+
+@pytest.mark.parametrize("mode", ["--multirun", "hydra.mode=MULTIRUN"])
+def test_a_tool_that_does_not_sweep(mode):
+    program = Program(
+        "python -m tools.x", ROOT / "tools" / "configs", "huggingface_to_flat_tokens", tool.Config, sweeps=False
+    )
+    ConfigStore.instance().store("huggingface_to_flat_tokens_schema", tool.Config)
+    with pytest.raises(ValueError, match=r"MULTIRUN|--multirun is given. `python -m tools.x` runs once for a command"):
+        check_command(program, parse_arguments(program, [mode, "out=x"]))
+
+
 def test_an_interval_is_for_a_sweeper_that_reads_it(mine):
     sweep = ("--multirun", "optimizer.learning_rate=interval(1,2)")
     with pytest.raises(ValueError, match=r"optimizer.learning_rate is interval\(1,2\), which only a sweeper"):

@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):
     content = bytearray(chunk.read_bytes())
     content[10] ^= 1
     chunk.write_bytes(content)
-    with pytest.raises(OSError, match=r"cannot read the array 'weights/layers/w_up'.*restore another step"):
+    with pytest.raises(OSError, match=r"cannot read the array 'weights/layers/w_up'.*Restore another step"):
         export(run, tmp_path / "exported")
     assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 

@@ -117,9 +117,9 @@ def run(config: Config, console: Console | None = None) -> None:
     console = console or Console()
     check_ranges("", config)
     patterns = [config.runs] if isinstance(config.runs, str) else config.runs
-    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+    if not isinstance(patterns, list) or not patterns or not all(x and isinstance(x, str) for x in patterns):
         raise ValueError(
-            f"runs is {config.runs}; give directories or patterns: runs=runs/<sweep>, runs=[runs/a,runs/b]."
+            f"runs is {config.runs!r}; give directories or patterns: runs=runs/<sweep>, runs=[runs/a,runs/b]."
         )
     kinds = (".html", ".svg", ".png", ".pdf")
     if config.output is not None and Path(config.output).suffix not in kinds:

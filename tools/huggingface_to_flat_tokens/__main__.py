@@ -118,4 +118,4 @@ def _check(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_program("huggingface_to_flat_tokens", Config, run)
+    run_program("huggingface_to_flat_tokens", Config, run, sweeps=True)

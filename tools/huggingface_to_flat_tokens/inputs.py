@@ -54,7 +54,8 @@ def make_tokenizer(config: Config, trained: str | None) -> Tokenizer:
     if named != (tokenizer.name is not None):
         raise ValueError(
             f"tokenizer.name is {tokenizer.name!r} and tokenizer.kind {kind.name}; "
-            "the kinds huggingface, tiktoken and mistral need a name, and no other kind has one."
+            "the kinds huggingface, tiktoken and mistral need a name, and no other kind has one. "
+            + ("Leave tokenizer.name out." if tokenizer.name is not None else "Give tokenizer.name=<name>.")
         )
     if kind is TokenizerKind.bytes:
         return tokenizers.open_bytes(end_token)
