@@ -19,6 +19,7 @@ import argparse
 import math
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,11 +27,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from training_io.checkpoint import Checkpointer
+
+try:
+    import orbax.checkpoint as ocp
+except ImportError:
+    sys.exit("benchmarks.checkpoint needs the package orbax-checkpoint: pip install -e '.[bench]'")
 
 LAYERS = 8
 SHAPES = {  # of one layer, in units of the model's width, with its sharding

@@ -122,7 +122,7 @@ def list_splits(filespec: str, wanted: str) -> str:
     if "://" in filespec:
         return "Check the address, and that its writer has finished."
     if not os.path.isdir(filespec):
-        return "There is no such directory: write the dataset with one of the programs in tools/, or correct the path."
+        return "There is no such directory: write the dataset, as docs/data.md says, or correct the path."
     groups = (path for marker in MARKERS for path in glob.glob(f"*/{marker}", root_dir=filespec))
     splits = sorted({os.path.dirname(path) for path in groups})
     return (

@@ -282,7 +282,7 @@ def _open(name: str, arguments: dict[str, Any]) -> Any:
     try:
         import datasets
     except ImportError as e:
-        raise ValueError("Streaming needs the package datasets: pip install 'shardwright[tools]'.") from e
+        raise ValueError("Streaming needs the package datasets: pip install -e '.[tools]'.") from e
     try:
         return datasets.load_dataset(**arguments, streaming=True)
     # It reads the beginning of the first file, and a damaged one raises whatever its reader does.

@@ -33,7 +33,7 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
         from lm_eval.models.utils import normalize_gen_kwargs
     except ImportError as e:
         raise ValueError(
-            f"tasks are those of lm-eval, which cannot be imported ({e}): pip install 'shardwright[eval]'."
+            f"tasks are those of lm-eval, which cannot be imported ({e}): pip install -e '.[eval]'."
         ) from e
 
     class LanguageModel(TemplateLM):

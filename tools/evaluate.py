@@ -95,7 +95,7 @@ class Config:
     delimiter: str = " "
     """Text between a context and a choice."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks of lm-eval by name, which needs the package: pip install 'shardwright[eval]'."""
+    """Tasks of lm-eval by name, which needs the package: pip install -e '.[eval]'."""
     task_path: str | None = None
     """A directory with YAML files of further tasks."""
     num_fewshot: int | None = at_least_0(None)

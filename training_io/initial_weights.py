@@ -11,7 +11,7 @@ import jax
 from configuration.differences import config_differences
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import NO_ORDERS, Orders
-from training_io.resuming import fixed_by_weights, with_defaults
+from training_io.resuming import fixed_by_weights, warning_of_module, with_defaults
 from training_io.saved import read_config, saved_config
 
 REMEDY = (
@@ -105,6 +105,7 @@ def read_weights(
                 f"training.init_from is {path}, which has the weights of another model:\n  "
                 + "\n  ".join(differences)
                 + "\nChange these to what the checkpoint has, or start from another one."
+                + warning_of_module(saved, config)
             )
         options = {"part": "weights/", "orders": orders, "remedy": REMEDY}
         weights = checkpoints.restore(step, {"weights": like}, **options)["weights"]

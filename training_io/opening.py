@@ -18,6 +18,7 @@ from shardlib.shardtypes import make_shardings
 from training_io import config as run_config
 from training_io.checkpoint import Checkpointer
 from training_io.initial_weights import find_checkpoint, last_step
+from training_io.manifest import Damaged
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
 from training_io.saved import saved_config
@@ -95,10 +96,15 @@ def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
 
     Raises:
         ValueError: there is no such run or checkpoint.
+        Damaged: the checkpoint is damaged. The message names the other steps.
     """
     if "://" not in run and not Path(run).is_dir():
         raise ValueError(f"there is no run {run}: `run` is a run's directory, for example runs/<name>.")
     checkpoints, step = find_checkpoint(run, step, last_step)
     with checkpoints:
-        metadata = checkpoints.metadata(step)
-        yield SavedRun(checkpoints, step, metadata, config_of(saved_config(metadata), trust))
+        try:
+            metadata = checkpoints.metadata(step)
+            yield SavedRun(checkpoints, step, metadata, config_of(saved_config(metadata), trust))
+        except Damaged as error:
+            others = [other for other in checkpoints.steps() if other != step]
+            raise Damaged(f"{error} The run also has step={others}." if others else str(error)) from error

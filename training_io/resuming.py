@@ -76,7 +76,16 @@ def check_resumes(saved: dict, c: Config, directory: Path) -> None:
             f"the run in {directory} was made with another configuration:\n  "
             + "\n  ".join(differences)
             + "\nChange these back to resume it, or start another run with a new paths.model_name."
+            + warning_of_module(saved, current)
         )
+
+
+def warning_of_module(saved: dict, current: dict) -> str:
+    """A sentence on the module of a checkpoint's model, if it is not this run's and not shipped here; otherwise ""."""
+    module = saved["model"].get("module")
+    if module == current["model"].get("module") or is_shipped(str(module)):
+        return ""
+    return f" To name the module {module!r} is to run its code: read it first, unless it is yours."
 
 
 def choose_checkpoint(

@@ -313,8 +313,8 @@ class Run:
         batch = self._batch_of(step)
         words, documents = described_documents(self.loader, batch)
         self.print(
-            f"step {step} (from 0) was skipped: {why}. Its batch is {batch}, {words}. "
-            f"python -m tools.inspect_data run={self.directory} step={step} shows them."
+            f"skipped step {step}, counted from 0: {why}; batch {batch}, {words}; "
+            f"python -m tools.inspect_data run={self.directory} step={step} shows them"
         )
         self._log.add_event(step, "skipped", {"why": why, "batch": batch, "documents": documents})
 

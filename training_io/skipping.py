@@ -20,7 +20,7 @@ FEWEST = 16
 """Gradient norms that have to be known before there is a limit."""
 DELAY = 2
 """A limit takes the norms of steps at least this much earlier: the others may still be computed."""
-SHOWN = 8
+SHOWN = 4
 """Stretches of documents that the terminal shows."""
 SMALLER_RATE = (
     "begin another run with the weights of an earlier checkpoint (training.init_from) and a smaller "

@@ -110,7 +110,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--full", action="store_true", help="as many faults as the promises were made for")
-    parser.add_argument("--count", type=int, help="number of faults of each kind")
+    parser.add_argument("--count", type=int, help="number of faults of each kind; of settings, below 400, one tool's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="plays this case alone; --only names its kind")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="page whose table is renewed")

@@ -265,7 +265,7 @@ def tasks(tmp_path):
 
 @pytest.mark.filterwarnings("default")
 def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
-    lm_eval = pytest.importorskip("lm_eval", reason="the harness needs lm-eval: pip install 'shardwright[eval]'")
+    lm_eval = pytest.importorskip("lm_eval", reason="the harness needs lm-eval: pip install -e '.[eval]'")
     pytest.importorskip("accelerate", reason="lm-eval's own model needs accelerate")
     names = [f"local_{name}" for name in TASKS]
     manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=str(tasks))
@@ -295,7 +295,7 @@ def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
 def test_without_lm_eval_its_extra_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ValueError, match=r"pip install 'shardwright\[eval\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '.\[eval\]'"):
         evaluated(run, tasks=["arc_easy"])
 
 

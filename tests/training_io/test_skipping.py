@@ -186,7 +186,7 @@ def test_a_bad_document_costs_one_step_and_is_named(tmp_path, dataset, capsys):
     assert all(np.isfinite(line["loss"]) for line in lines if "loss" in line and line is not bad)
     assert all(np.isfinite(array).all() for array in weights_of(directory, 8).values())
     shown = capsys.readouterr().out
-    assert f"step {bad['step']} (from 0) was skipped: loss NaN, gradient norm NaN. Its batch is" in shown
+    assert f"skipped step {bad['step']}, counted from 0: loss NaN, gradient norm NaN; batch" in shown
     assert "skipped    1 steps" in shown
 
 

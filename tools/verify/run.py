@@ -213,7 +213,8 @@ def run(c: Config, meshes: list[Mesh], tolerance: float, band: float, log: Calla
         try:
             batch, loaded, data = loaded_batch(c, step), True, f"the run's data, step {step}"
         except (ValueError, OSError) as error:
-            batch, loaded, data = random_batch(c), False, f"random tokens: {str(error).splitlines()[0]}"
+            why = str(error).splitlines()[0].split(". ")[0]  # without its remedy: nothing has to be mended
+            batch, loaded, data = random_batch(c), False, f"random tokens, not the run's data: {why}"
         inputs = make_inputs(c, started, batch)
         begin = time.monotonic()
         oracle, dtypes = measure(c, inputs)
