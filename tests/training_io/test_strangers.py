@@ -118,7 +118,7 @@ def test_the_message_names_the_module_and_the_flag(stranger, reader, settings, m
 @pytest.mark.parametrize("reader", ["init_from", "resume"])
 def test_advice_to_name_a_module_comes_with_a_warning(stranger, reader):
     stranger.write(model__module="runs.evil.payload")
-    with pytest.raises(ValueError, match="To name the module 'runs.evil.payload' is to run its code: read it first"):
+    with pytest.raises(ValueError, match=r"To name the module 'runs\.evil\.payload' is to run its code: read it first"):
         READERS[reader](stranger)
 
 
