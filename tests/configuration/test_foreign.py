@@ -44,9 +44,9 @@ def test_no_pipe_and_no_device_is_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/null"):
         with pytest.raises(FileNotFoundError, match=f"it is a pipe or a device, and no file: '{path}'"):
-            open(path, opener=open_no_pipe)
+            open(path, opener=open_no_pipe).close()
     with pytest.raises(IsADirectoryError):
-        open(tmp_path, opener=open_no_pipe)
+        open(tmp_path, opener=open_no_pipe).close()
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("file")
     with open(tmp_path / "link", opener=open_no_pipe) as file:
