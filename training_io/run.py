@@ -177,7 +177,8 @@ class Run:
     def _prepare_place(self) -> None:
         later = {*self.checkpoints.steps(), *self.checkpoints.lost()}
         if later := sorted(step for step in later if step > self.start or step in self._damaged):
-            place, metrics = set_aside(self.checkpoints.store, later), keep_metrics(self.directory)
+            metrics = keep_metrics(self.directory)  # first: afterwards no start would know of a later step
+            place = set_aside(self.checkpoints.store, later)
             kept = f", and their metrics kept as {metrics}" * bool(metrics)
             self.print(
                 f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}{kept}"

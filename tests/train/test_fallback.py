@@ -12,6 +12,7 @@ import tiny
 from losses_of_runs import losses
 
 import train
+import training_io.run
 from modeling.model import load_model
 from training_io.checkpoint import Checkpointer
 from training_io.initial_weights import find_checkpoint
@@ -106,6 +107,10 @@ def run(directory: Path, steps: int, checkpoints: str | None = None, **changes) 
     return directory
 
 
+def full_disk(directory):
+    raise OSError("no room")
+
+
 def events(directory):
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line.get("event") == "damaged_checkpoint"]
@@ -131,6 +136,11 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
     (event,) = events(directory)
     assert (event["step"], event["damaged_step"]) == (3, 6)
     assert [path.name for path in checkpoints.glob("set_aside/*/*")] == ["0000000006"]
+    # Checkpoints are set aside after their metrics were kept: a start that ends in between loses neither.
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no room"):
+        patch.setattr(training_io.run, "keep_metrics", full_disk)
+        run(directory, 8, resume_step=4)
+    assert (checkpoints / "0000000008").is_dir()
     # Back to step 4 by choice: the same losses again, and no checkpoint of the other future is mixed in.
     whole = losses(directory)
     run(directory, 8, resume_step=4)
