@@ -277,7 +277,7 @@ def _in_all(action: Callable[[], None]) -> None:
 def _remove_start(directory: Path) -> None:
     """Removes what a start wrote, if no step was logged or saved. What is not known stays."""
     checkpoints = directory / "checkpoints"
-    if (checkpoints.is_dir() and any(checkpoints.iterdir())) or _has_begun(directory):
+    if (checkpoints.is_dir() and any(checkpoints.iterdir())) or has_begun(directory):
         return
     for path in itertools.chain(*map(directory.glob, _OF_A_START)):
         _remove(path)
@@ -292,7 +292,7 @@ def remove_empty(directories: list[Path]) -> None:
                 path.rmdir()
 
 
-def _has_begun(directory: Path) -> bool:
+def has_begun(directory: Path) -> bool:
     """Whether the log has the line of a step. Those of events have "event"."""
     log = directory / "metrics.jsonl"
     return log.is_file() and any('"event": ' not in line for line in log.read_text(errors="replace").splitlines())

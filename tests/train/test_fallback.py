@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -137,9 +138,10 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
     assert (event["step"], event["damaged_step"]) == (3, 6)
     assert [path.name for path in checkpoints.glob("set_aside/*/*")] == ["0000000006"]
     # Checkpoints are set aside after their metrics were kept: a start that ends in between loses neither.
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no room"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_io.run, "keep_metrics", full_disk)
-        run(directory, 8, resume_step=4)
+        with pytest.raises(OSError, match="no room"):
+            run(directory, 8, resume_step=4)
     assert (checkpoints / "0000000008").is_dir()
     # Back to step 4 by choice: the same losses again, and no checkpoint of the other future is mixed in.
     whole = losses(directory)
@@ -166,3 +168,12 @@ def test_checkpoints_at_a_url(tmp_path):
     run(tmp_path / "next", 2, init_from=f"{url}/run/checkpoints/0000000004")
     with pytest.raises(ValueError, match=rf"no complete .* says that they are in '{url}/run/checkpoints'"):
         find_checkpoint(directory)
+    # The place is forgotten, or given to a run that had none: no run begins again over the steps that were done.
+    for name, saved, given in (("run", repr(url), "null"), ("local", "null", repr(url))):
+        message = (
+            f"did steps with paths.checkpoints={saved}, and has no checkpoint where paths.checkpoints={given}. Give"
+        )
+        done = losses(tmp_path / name)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(tmp_path / name, 6, None if given == "null" else url)
+        assert losses(tmp_path / name) == done
