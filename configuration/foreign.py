@@ -1,7 +1,10 @@
 """What others wrote, such as files that were downloaded: JSON as data, and text as a terminal may show it."""
 
+import errno
 import json
+import os
 import re
+import stat
 from typing import Any
 
 _UNSAFE = re.compile(r"[^\S \n\t\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]|[\x00-\x08\x0e-\x1b\x7f-\x9f\ud800-\udfff"
@@ -16,6 +19,21 @@ def shown(text: Any) -> str:
     Line feeds and tabs stay, and \r\n is a line feed.
     """
     return _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", str(text).replace("\r\n", "\n"))
+
+
+def open_no_pipe(path: str, flags: int) -> int:
+    """Opener, for `open`, of a file to read. Raises FileNotFoundError for a pipe or a device, and waits for none."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    kind = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # `open` refuses a directory
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "it is a pipe or a device, and no file", path)
+    return descriptor
+
+
+def open_no_link(path: str, flags: int) -> int:
+    """Opener, for `open`, of a file to write. Raises OSError for a symbolic link, which may lead anywhere."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def parse_json(text: str | bytes) -> Any:

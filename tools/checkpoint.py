@@ -22,7 +22,7 @@ from configuration.program import run_program
 from training_io.checkpoint import Checkpointer, directory_of
 from training_io.checkpoint_care import copy, size, verify
 from training_io.manifest import Damaged
-from training_io.stores import open_store
+from training_io.stores import MANIFEST, open_store
 
 ACTIONS = ("list", "verify", "copy", "delete")
 
@@ -75,6 +75,7 @@ def run(config: Config) -> None:
             if config.action == "delete":
                 raise ValueError(f"action is delete: give steps=[…], of {there}.")
             steps = there[-1:] if config.action == "copy" else there
+        steps = [*dict.fromkeys(steps)]
         if absent := sorted({*steps} - {*there}):
             raise ValueError(f"steps has {absent}, but {checkpoints.store.url} has {there}.")
         whole: list[bool] = []
@@ -83,6 +84,8 @@ def run(config: Config) -> None:
         elif config.action == "verify":
             whole = [_verify(checkpoints, step) for step in steps]
         elif config.action == "copy":
+            if open_store(config.to.rstrip("/")).read(MANIFEST) is not None:
+                raise ValueError(f"to is {config.to}, which is a checkpoint; give the directory of a run.")
             target = open_store(f"{config.to.rstrip('/')}/checkpoints")
             for step in steps:
                 copy(checkpoints.store, directory_of(step), target, directory_of(step))
@@ -105,7 +108,7 @@ def _list(checkpoints: Checkpointer, step: int) -> bool:
 
 def _verify(checkpoints: Checkpointer, step: int) -> bool:
     problems = verify(checkpoints.store, directory_of(step))
-    print(f"{step:>10}  {f'DAMAGED, problems: {len(problems)}' if problems else 'whole'}", flush=True)
+    print(f"{step:>10}  {'DAMAGED:' if problems else 'whole'}", flush=True)
     for problem in problems:
         print(shown(f"            {problem}"))
     return not problems

@@ -15,6 +15,8 @@ from training_io.stores import MANIFEST, Store, together
 
 SET_ASIDE = "set_aside"
 """Directory, beside the checkpoints, of those that a run went back before."""
+PROBLEMS = 100
+"""Most parts of a checkpoint that are told to be damaged, of the millions that may be missing."""
 _JOBS = 2**14
 """Files that are waited for at a time: each waiting one takes about 1 kB."""
 
@@ -50,6 +52,8 @@ def _groups(manifest: dict) -> list[str]:
 def verify(store: Store, directory: str) -> list[str]:
     """Reads all of a checkpoint. Returns a sentence for each part that is damaged: none if it is whole.
 
+    After PROBLEMS of them, the last says how many more there are.
+
     Raises OSError if the store fails, ValueError if the checkpoint is of a version that this program does not read.
 
     Args:
@@ -64,7 +68,9 @@ def verify(store: Store, directory: str) -> list[str]:
     groups = (functools.partial(read_metadata, store, directory, key, manifest) for key in _groups(manifest))
     files = (functools.partial(read_file, store, directory, array, at) for array in arrays for at in array.chunks())
     checks = (functools.partial(_found, job) for job in itertools.chain(groups, files))
-    return problems + [problem for problem in _in_turn(checks) if problem]
+    found = itertools.chain(problems, filter(None, _in_turn(checks)))
+    told, more = list(itertools.islice(found, PROBLEMS)), sum(1 for _ in found)
+    return told + [f"and {more:,} more."] * bool(more)
 
 
 def _step_of(directory: str) -> int:

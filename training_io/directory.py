@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from configuration.foreign import open_no_link, parse_json
 from configuration.frames import shown_path
 from training_io.optional import why
 
@@ -33,6 +34,8 @@ TRACE = "trace.tmp"
 _UNFINISHED = ("metrics.jsonl.tmp", "samples.jsonl.tmp", "training_step_optimized_hlo_*.tmp", TRACE)
 _OF_A_START = (*_UNFINISHED, "metrics.jsonl", "samples.jsonl", "config.yaml", "source", "training_step_optimized_hlo_*")
 """Files that a start may write before its first step."""
+_OF_A_RUN = (*_OF_A_START, LOCK, "checkpoints", "plugins")
+"""Files and directories that a run writes."""
 _PROBE_BYTES = 2**20
 _LONGEST_PATH = 3000
 """Bytes of a run's path. Linux takes 4,096, of which the files of a checkpoint need some hundred."""
@@ -160,6 +163,7 @@ def missing(directory: Path) -> list[Path]:
 def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -> None:
     try:
         cleanup.push(lambda kind, *_: remove_empty(made) if kind else None)
+        _check_entries(directory)
         cleanup.enter_context(locked(directory))
         # Before the lock is released.
         cleanup.push(lambda kind, *_: _remove_start(directory) if kind and directory in made else None)
@@ -171,6 +175,21 @@ def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -
             cleanup.push(lambda kind, *_: remove_empty([checkpoints]) if kind else None)
     except OSError as error:
         raise _cannot_write(directory, error) from error
+
+
+def _check_entries(directory: Path) -> None:
+    """Raises ValueError for a link where a run writes, or a pipe: the directory may be a stranger's.
+
+    A link would lead the run to files of the user, and a pipe would let it wait.
+    """
+    own = (path for path in directory.glob("*") if any(map(path.match, _OF_A_RUN)))
+    below = (path for name in ("source", "plugins") for path in (directory / name).rglob("*"))
+    for path in itertools.chain(own, below):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(
+                f"{directory} has {str(path.relative_to(directory))!r}, where a run writes, as a link, a pipe or a "
+                "device. Remove it. To keep checkpoints on another disk give paths.checkpoints."
+            )
 
 
 def _try(directory: Path) -> None:
@@ -202,7 +221,7 @@ def locked(directory: Path) -> Iterator[None]:
     path = directory / LOCK
     while True:
         directory.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+")  # noqa: SIM115 (closed below)
+        file = open(path, "a+", opener=open_no_link)  # noqa: SIM115 (closed below)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -232,7 +251,7 @@ def _holder(file: Any) -> str:
     """Words for the process that has the lock. The file is not trusted."""
     try:
         file.seek(0)
-        who = json.loads(file.read(1000))
+        who = parse_json(file.read(1000))
         words = f"process {who['pid']} on {who['host']}, since {who['since']}"
         return words if words.isprintable() else "another process"
     except (OSError, ValueError, KeyError, TypeError):
@@ -258,7 +277,7 @@ def _in_all(action: Callable[[], None]) -> None:
 def _remove_start(directory: Path) -> None:
     """Removes what a start wrote, if no step was logged or saved. What is not known stays."""
     checkpoints = directory / "checkpoints"
-    if (checkpoints.is_dir() and any(checkpoints.iterdir())) or _has_begun(directory):
+    if (checkpoints.is_dir() and any(checkpoints.iterdir())) or has_begun(directory):
         return
     for path in itertools.chain(*map(directory.glob, _OF_A_START)):
         _remove(path)
@@ -273,7 +292,7 @@ def remove_empty(directories: list[Path]) -> None:
                 path.rmdir()
 
 
-def _has_begun(directory: Path) -> bool:
+def has_begun(directory: Path) -> bool:
     """Whether the log has the line of a step. Those of events have "event"."""
     log = directory / "metrics.jsonl"
     return log.is_file() and any('"event": ' not in line for line in log.read_text(errors="replace").splitlines())

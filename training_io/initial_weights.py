@@ -11,6 +11,7 @@ import jax
 from configuration.differences import config_differences
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import NO_ORDERS, Orders
+from training_io.directory import has_begun
 from training_io.resuming import fixed_by_weights, warning_of_module, with_defaults
 from training_io.saved import read_config, saved_config
 
@@ -57,14 +58,35 @@ def _elsewhere(place: str) -> str:
 
     They are not looked for there: the configuration may be a stranger's, and its URL too.
     """
-    try:
-        paths = read_config(Path(place) / "config.yaml")["paths"]
-    except (KeyError, ValueError):  # what is wrong with that file is not what is being told here
-        return ""
-    if not paths.get("checkpoints"):
+    if not (paths := _saved_paths(Path(place))).get("checkpoints"):
         return ""
     saved = checkpoints_of(str(paths["checkpoints"]), str(paths.get("model_name")))
     return f" The run's configuration says that they are in {saved!r}; give the directory above that, if you trust it."
+
+
+def _saved_paths(directory: Path) -> dict:
+    """The section `paths` in a run's config.yaml; empty if it cannot be read."""
+    try:
+        return read_config(directory / "config.yaml")["paths"]
+    except (KeyError, ValueError):  # what is wrong with that file is not what is being told
+        return {}
+
+
+def check_begins(directory: Path, checkpoints: str | None) -> None:
+    """Raises ValueError for a run that found no checkpoint, but did steps with another paths.checkpoints.
+
+    Args:
+        directory: of the run.
+        checkpoints: its paths.checkpoints.
+    """
+    paths = _saved_paths(directory)
+    if "checkpoints" in paths and paths["checkpoints"] != checkpoints and has_begun(directory):
+        saved, given = ("null" if place is None else repr(place) for place in (paths["checkpoints"], checkpoints))
+        raise ValueError(
+            f"the run in {directory} did steps with paths.checkpoints={saved}, and has no checkpoint where "
+            f"paths.checkpoints={given}. Give what it had, if you trust that, or start another run with a new "
+            "paths.model_name."
+        )
 
 
 def checkpoints_of(place: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 import collections
 import errno
+import itertools
 import json
 import math
 import os
@@ -284,12 +285,22 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def keep_metrics(directory: Path) -> Path | None:
-    """Copies the metrics of a run that begins again at an earlier step. Returns the copy; None if it has none."""
+    """Copies the metrics of a run that begins again at an earlier step. Returns the copy; None if it has none.
+
+    The copy is on the disk as a whole or not at all, and replaces none of the same second.
+    """
     path = Path(directory) / "metrics.jsonl"
     if not path.exists():
         return None
-    kept = path.with_name(f"metrics_{time.strftime('%Y_%m_%d_%H_%M_%S', time.gmtime())}.jsonl")
-    return Path(shutil.copyfile(path, kept))
+    temporary = path.with_name(path.name + ".tmp")
+    with open(path, "rb") as source, open(temporary, "wb") as copy:
+        shutil.copyfileobj(source, copy)
+        copy.flush()
+        os.fsync(copy.fileno())
+    stem = f"metrics_{time.strftime('%Y_%m_%d_%H_%M_%S', time.gmtime())}"
+    names = itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(2)))
+    free = (kept for name in names if not (kept := path.with_name(f"{name}.jsonl")).exists())
+    return temporary.rename(next(free))
 
 
 def remove_later_lines(path: Path, step: int) -> int:

@@ -28,7 +28,7 @@ from training_io.directory import override
 from training_io.evaluation import evaluate
 from training_io.flops import Speed, flops_of_model, peak_flops
 from training_io.hlo import compile_with_hlo_dump, start_rendering
-from training_io.initial_weights import checkpoints_of, read_weights
+from training_io.initial_weights import check_begins, checkpoints_of, read_weights
 from training_io.manifest import Damaged
 from training_io.memory import peak_memory
 from training_io.metrics import RunLog, check_metrics, has_event, keep_metrics
@@ -133,6 +133,7 @@ class Run:
         wanted, skips = self.c.training.resume_step, self.c.data.skip_steps
         found = choose_checkpoint(self.checkpoints, wanted, self._damaged, skips)
         if found is None:
+            agreed(lambda: check_begins(self.directory, self.c.paths.checkpoints))
             return 0, {}, {}
         done, metadata = found
         config = saved_config(metadata)
@@ -177,7 +178,8 @@ class Run:
     def _prepare_place(self) -> None:
         later = {*self.checkpoints.steps(), *self.checkpoints.lost()}
         if later := sorted(step for step in later if step > self.start or step in self._damaged):
-            place, metrics = set_aside(self.checkpoints.store, later), keep_metrics(self.directory)
+            metrics = keep_metrics(self.directory)  # first: afterwards no start would know of a later step
+            place = set_aside(self.checkpoints.store, later)
             kept = f", and their metrics kept as {metrics}" * bool(metrics)
             self.print(
                 f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}{kept}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from configuration.foreign import open_no_pipe
 from modeling.model import is_shipped
 from shardlib.schedules import SCHEDULES
 
@@ -29,7 +30,8 @@ def saved_config(metadata: Any) -> dict[str, dict]:
 def read_config(path: Path) -> dict[str, dict]:
     """The configuration in a run's config.yaml. Raises ValueError if the file has none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8", opener=open_no_pipe) as file:
+            text = file.read()
         _check_yaml(text)
         found = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -18,6 +18,7 @@ import numpy as np
 import tensorstore as ts
 
 import flat_tokens
+from configuration.foreign import open_no_link, open_no_pipe
 from flat_tokens.stores import TENSORSTORE_SCHEMES
 
 T = TypeVar("T")
@@ -138,10 +139,10 @@ class Directory:
         self.path, self.url = path, str(path)
 
     def read(self, key: str, most: int | None = None) -> np.ndarray | None:
-        """See Store. A file that is too large takes no memory."""
+        """See Store. A file that is too large takes no memory. A pipe or a device is no file."""
         path = self._inside(key)
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(path, "rb", buffering=0, opener=open_no_pipe) as file:
                 size = os.fstat(file.fileno()).st_size
                 _check_size(str(path), size, most)
                 content = aligned(size)
@@ -177,7 +178,7 @@ class Directory:
         temporary = path.with_name(path.name + ".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb", buffering=0, opener=_open_no_link) as file:
+            with open(temporary, "wb", buffering=0, opener=open_no_link) as file:
                 for part in parts:
                     view = memoryview(part).cast("B")
                     while view:
@@ -225,10 +226,6 @@ class Directory:
 
 def _resolved(path: Path) -> Path:
     return Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for links that go around
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _check_size(place: str, size: int, most: int | None) -> None:

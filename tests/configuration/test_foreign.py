@@ -1,10 +1,11 @@
 """Text of strangers, as a terminal may show it."""
 
+import os
 import unicodedata
 
 import pytest
 
-from configuration.foreign import parse_json, shown
+from configuration.foreign import open_no_pipe, parse_json, shown
 from configuration.program import refusal
 
 pytestmark = pytest.mark.quick
@@ -37,3 +38,16 @@ def test_a_message_that_quotes_data_is_shown_so():
 def test_json_that_python_cannot_take_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"deep|digits|Expecting"):
         parse_json(text)
+
+
+def test_no_pipe_and_no_device_is_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(FileNotFoundError, match=f"it is a pipe or a device, and no file: '{path}'"):
+            open(path, opener=open_no_pipe).close()
+    with pytest.raises(IsADirectoryError):
+        open(tmp_path, opener=open_no_pipe).close()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    with open(tmp_path / "link", opener=open_no_pipe) as file:
+        assert file.read() == "x"

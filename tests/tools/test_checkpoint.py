@@ -52,9 +52,7 @@ def test_verify(place, capsys):
         run(Config(place, "verify"))
     assert status.value.code == 1
     out = capsys.readouterr().out
-    assert (
-        "10  DAMAGED, problems: 1\n            cannot read the array 'x': x/c/0 is one of another place or step" in out
-    )
+    assert "10  DAMAGED:\n            cannot read the array 'x': x/c/0 is one of another place or step" in out
     assert "15  whole" in out
 
 
@@ -68,6 +66,31 @@ def test_copy(place, tmp_path, capsys):
     with Checkpointer(f"{tmp_path}/copy/checkpoints") as checkpoints:
         found = checkpoints.restore(15, {"x": jnp.zeros(2**18)})
     np.testing.assert_array_equal(found["x"], np.arange(2.0**18) + 15)
+
+
+def test_a_step_that_is_given_twice_is_meant_once(place, tmp_path, capsys):
+    run(Config(place, "copy", steps=[10, 5, 10], to=f"{tmp_path}/copy"))
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["10", "5"]
+
+
+def test_no_run_is_copied_into_a_checkpoint(place):
+    for to in (f"{place}/checkpoints/0000000010", f"{place}/checkpoints/0000000010/"):
+        with pytest.raises(ValueError, match=r"to is .*0000000010/?, which is a checkpoint; give the directory of a"):
+            run(Config(place, "copy", to=to))
+    assert not [key for key in Checkpointer(f"{place}/checkpoints").store.keys("0000000010") if "checkpoints/" in key]
+
+
+def test_a_checkpoint_without_any_of_its_chunks_is_told_in_few_lines(tmp_path, capsys):
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, {f"x{i}": jnp.ones(2) for i in range(103)}, {})
+    for chunk in tmp_path.glob("checkpoints/*/*/c/0"):
+        chunk.unlink()
+    with pytest.raises(SystemExit):
+        run(Config(str(tmp_path), "verify"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "         1  DAMAGED:"
+    assert len(lines) == 102
+    assert lines[-1].strip() == "and 3 more."
 
 
 def test_a_copy_of_a_damaged_checkpoint_leaves_nothing(place, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -173,6 +174,26 @@ def test_runs_that_broke_off_are_compared_and_said(tmp_path):
     page = (tmp_path / "out.html").read_text()
     for name in ("whole", "half", "without", "corrupt", "empty", "nothing"):
         assert name in page
+
+
+def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
+    write(tmp_path / "whole")
+    for name in ("metrics.jsonl", "config.yaml"):
+        directory = write(tmp_path / f"without {name}")
+        (directory / name).unlink()
+        os.mkfifo(directory / name)
+    out = printed(runs=str(tmp_path))
+    assert "metrics.jsonl cannot be read: it is a pipe or a device, and no file" in out
+    assert "config.yaml cannot be read" in out
+
+
+def test_the_page_is_not_written_through_a_link(tmp_path):
+    write(tmp_path / "sweep" / "run")
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "sweep" / "compare.html").symlink_to(tmp_path / "key")
+    with pytest.raises(ValueError, match=r"compare.html is a link to a file elsewhere\. Remove it, or give output="):
+        printed(runs=str(tmp_path / "sweep"))
+    assert (tmp_path / "key").read_text() == "secret"
 
 
 def test_runs_by_directory_pattern_and_sweep(tmp_path):

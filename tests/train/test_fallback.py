@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import tiny
 from losses_of_runs import losses
 
 import train
+import training_io.run
 from modeling.model import load_model
 from training_io.checkpoint import Checkpointer
 from training_io.initial_weights import find_checkpoint
@@ -106,6 +108,10 @@ def run(directory: Path, steps: int, checkpoints: str | None = None, **changes) 
     return directory
 
 
+def full_disk(directory):
+    raise OSError("no room")
+
+
 def events(directory):
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line.get("event") == "damaged_checkpoint"]
@@ -131,6 +137,12 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
     (event,) = events(directory)
     assert (event["step"], event["damaged_step"]) == (3, 6)
     assert [path.name for path in checkpoints.glob("set_aside/*/*")] == ["0000000006"]
+    # Checkpoints are set aside after their metrics were kept: a start that ends in between loses neither.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_io.run, "keep_metrics", full_disk)
+        with pytest.raises(OSError, match="no room"):
+            run(directory, 8, resume_step=4)
+    assert (checkpoints / "0000000008").is_dir()
     # Back to step 4 by choice: the same losses again, and no checkpoint of the other future is mixed in.
     whole = losses(directory)
     run(directory, 8, resume_step=4)
@@ -156,3 +168,12 @@ def test_checkpoints_at_a_url(tmp_path):
     run(tmp_path / "next", 2, init_from=f"{url}/run/checkpoints/0000000004")
     with pytest.raises(ValueError, match=rf"no complete .* says that they are in '{url}/run/checkpoints'"):
         find_checkpoint(directory)
+    # The place is forgotten, or given to a run that had none: no run begins again over the steps that were done.
+    for name, saved, given in (("run", repr(url), "null"), ("local", "null", repr(url))):
+        message = (
+            f"did steps with paths.checkpoints={saved}, and has no checkpoint where paths.checkpoints={given}. Give"
+        )
+        done = losses(tmp_path / name)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(tmp_path / name, 6, None if given == "null" else url)
+        assert losses(tmp_path / name) == done

@@ -143,7 +143,7 @@ def test_a_directory_is_of_one_process_until_that_is_killed(tmp_path):
             with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "), locked(tmp_path):
                 pass
     assert not (tmp_path / ".lock").exists()
-    for text in ("", "{", "[]", json.dumps(who | {"host": "\x1b[31m"})):
+    for text in ("", "{", "[]", "[" * 1000, "[" * 10**5, json.dumps(who | {"host": "\x1b[31m"})):
         with holder(tmp_path, text), pytest.raises(ValueError, match=r"in use by another process\. "), locked(tmp_path):
             pass
         (tmp_path / ".lock").unlink()
@@ -279,6 +279,57 @@ def test_an_error_about_a_file_of_the_run_is_one_line(tmp_path):
 def test_hosts_without_a_common_file_system_are_told(tmp_path):
     with pytest.raises(ValueError, match=r"process 0 on .* does not see .*/\.lock, which process 0 made"):
         directories._try(tmp_path)
+
+
+# ---- directories of strangers -----------------------------------------------------------------------------------
+
+
+@quick
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(".lock", "config.yaml", "metrics.jsonl", "metrics.jsonl.tmp", "samples.jsonl", "checkpoints", "source"),
+        *("source/0000000000", "source/0000000000/train.py", "source/0/untracked/a/b.py", "plugins", "plugins/profile"),
+        *("trace.tmp", "training_step_optimized_hlo_2030_01_01_00_00_00.dot.tmp"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "directory", "nothing", "pipe"])
+def test_no_run_writes_through_a_link_or_into_a_pipe(tmp_path, name, kind):
+    (tmp_path / "mine" / "directory").mkdir(parents=True)
+    (tmp_path / "mine" / "file").write_text("secret")
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(tmp_path / "mine" / kind)
+    message = f"{tmp_path}/run has {name!r}, where a run writes, as a link, a pipe or a device. Remove it."
+    with pytest.raises(ValueError, match=re.escape(message)), run_directory(str(tmp_path), "run", "demo"):
+        pass
+    assert (tmp_path / "mine" / "file").read_text() == "secret"
+    assert {entry.name for entry in (tmp_path / "mine").rglob("*")} == {"file", "directory"}
+    assert path.is_symlink() or path.is_fifo()
+
+
+@quick
+def test_the_lock_of_a_place_of_checkpoints_is_no_link(tmp_path):
+    (tmp_path / "mine").write_text("secret")
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match=r"symbolic links: .*place/\.lock"), locked(tmp_path / "place"):
+        pass
+    assert (tmp_path / "mine").read_text() == "secret"
+
+
+@quick
+def test_links_of_the_user_stay(tmp_path):
+    """The directory of the run may be on another disk, and what no run writes may be anything."""
+    (tmp_path / "disk" / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "disk" / "run" / "data").symlink_to(tmp_path / "data")
+    (tmp_path / "disk" / "run" / "checkpoints" / "0000000001").symlink_to(tmp_path / "data")
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "named").symlink_to(tmp_path / "disk" / "run")
+    for name in ("run", "named"):
+        with run_directory(str(tmp_path / "runs"), name, "demo"):
+            assert (tmp_path / "disk" / "run" / ".lock").is_file()
 
 
 # ---- what a run can do without ----------------------------------------------------------------------------------

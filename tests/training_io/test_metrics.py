@@ -14,7 +14,7 @@ from rich.console import Console
 from shardlib.layers import LayerMetrics
 from training_io import metrics as metrics_files
 from training_io.flops import ModelFlops, PeakFlops, Speed
-from training_io.metrics import RunLog, check_metrics
+from training_io.metrics import RunLog, check_metrics, keep_metrics
 
 SPEED = Speed(64, ModelFlops(1000, 1500, "c", "f"), PeakFlops(1e9, "test"))
 
@@ -242,6 +242,21 @@ def test_metrics_of_a_run_without_a_checkpoint_are_kept(tmp_path):
     assert [line["loss"] for line in read(tmp_path)] == [1.0]
     (kept,) = tmp_path.glob("metrics_*.jsonl")
     assert json.loads(kept.read_text())["loss"] == 2.0
+
+
+def test_metrics_are_kept_as_a_whole_and_over_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "2026")
+    path = tmp_path / "metrics.jsonl"
+    assert keep_metrics(tmp_path) is None
+    for text in ("first\n", "second\n", "third\n" * 10**4):
+        path.write_text(text)
+        kept = keep_metrics(tmp_path)
+        assert kept.read_text() == text
+    names = ["metrics.jsonl", "metrics_2026.jsonl", "metrics_2026_2.jsonl", "metrics_2026_3.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    with files_of_at_most(2**12), pytest.raises(OSError, match="File too large"):
+        keep_metrics(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.tmp", *names[1:]]
 
 
 def test_source_tokens_are_written(tmp_path):

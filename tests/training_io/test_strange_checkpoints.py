@@ -188,6 +188,16 @@ def test_a_file_that_is_too_large_is_refused_before_it_takes_memory(signed, name
     assert re.search(rf"{name} has 1,099,511,627,776 bytes, more than the ", verify(store, directory.name)[0])
 
 
+def test_a_pipe_in_the_place_of_a_file_is_a_missing_file(signed):
+    """To open it for reading would wait for a process that writes."""
+    directory, _ = signed
+    for name in ("a/x/c/0", "zarr.json"):
+        (directory / name).unlink()
+        os.mkfifo(directory / name)
+        (problem,) = verify(open_store(directory.parent), directory.name)
+        assert f"{name} is missing" in problem
+
+
 def test_the_chunks_of_a_small_file_are_not_counted_without_end(checkpoint, tmp_path):
     edit(checkpoint / "weights" / "embed" / "zarr.json", shape(shape=[2**62], chunk=[1]))
     change = lambda content: content["attributes"]["arrays"]["weights/embed"].update(shape=[2**62])
@@ -223,9 +233,9 @@ def test_nothing_of_a_manifest_reaches_the_terminal_raw(signed, capsys):
     directory, change = signed
     for values in ({"step": "\x1b]0;x\x07\x1b[2J"}, {"step": 7, "saved_at": "\x1b[31m"}, {"saved_at": 3}):
         change(**values)
-        tool.run(tool.Config(str(directory)))
-        with pytest.raises(SystemExit):
-            tool.run(tool.Config(str(directory), "verify"))
+        for action in ("list", "verify"):
+            with pytest.raises(SystemExit):
+                tool.run(tool.Config(str(directory), action))
     told = capsys.readouterr().out
     assert told.count("DAMAGED") == 6
     assert told.replace("\n", "").isprintable()

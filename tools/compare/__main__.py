@@ -127,6 +127,8 @@ def run(config: Config, console: Console | None = None) -> None:
     c = compare([read_run(directory, config.smooth) for directory in find_runs(patterns)], config.sort)
     show(c, console)
     output = Path(config.output) if config.output is not None else c.parent / "compare.html"
+    if config.output is None and output.is_symlink():  # a sweep may be a stranger's
+        raise ValueError(f"{output} is a link to a file elsewhere. Remove it, or give output=<file>.")
     write(c, output, config.smooth)
     console.print()
     console.print(Text(f"Plots and table: {output}"), soft_wrap=True)

@@ -14,8 +14,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from configuration.differences import flat
-from configuration.foreign import parse_json
+from configuration.foreign import open_no_pipe, parse_json
 from training_io.metrics import OF_A_STEP, duration
+from training_io.optional import why
 from training_io.resuming import with_defaults
 from training_io.saved import read_config
 
@@ -152,7 +153,13 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
         return [], []
     steps: dict[int, dict] = {}
     events, unreadable = [], 0
-    for line in path.read_text(errors="replace").splitlines():
+    try:
+        with open(path, errors="replace", opener=open_no_pipe) as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        notes.append(f"metrics.jsonl cannot be read: {why(error)}")
+        return [], []
+    for line in lines:
         try:
             record = parse_json(line)
             step = int(record["step"])
