@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorstore as ts
+import zarr
 
 from configuration.foreign import parse_json
 from flat_tokens.format import (
@@ -22,6 +23,7 @@ from flat_tokens.format import (
     open_kvstore,
     opening_context,
 )
+from flat_tokens.unpacking import bounded
 
 
 class Reader:
@@ -191,10 +193,6 @@ class Reader:
 
     def _open_with_zarr(self, filespec: str, key: str, memory: int) -> Any:
         """The array, in memory if `memory` bytes hold it, else read by zarr at each access."""
-        import zarr
-
-        from flat_tokens.unpacking import bounded
-
         try:
             found = zarr.open_array(filespec, path=key, mode="r")
         # zarr-python has many errors for metadata that is not as specified.
