@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorstore as ts
+import zarr
 
 from configuration.foreign import parse_json
 from flat_tokens.format import (
@@ -22,6 +23,7 @@ from flat_tokens.format import (
     open_kvstore,
     opening_context,
 )
+from flat_tokens.unpacking import bounded
 
 
 class Reader:
@@ -191,15 +193,20 @@ class Reader:
 
     def _open_with_zarr(self, filespec: str, key: str, memory: int) -> Any:
         """The array, in memory if `memory` bytes hold it, else read by zarr at each access."""
-        import zarr
-
-        array = zarr.open_array(filespec, path=key, mode="r")
+        try:
+            found = zarr.open_array(filespec, path=key, mode="r")
+        # zarr-python has many errors for metadata that is not as specified.
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise self._no_array(key) from e
+        array = zarr.Array(bounded(found.async_array, f"{self.path}: its array seq_starts"))
         self._check_array(key, array.shape, array.dtype, np.uint64, array.chunks)
         return self._begin(array, [(0, array.size)], "seq_starts")() if array.nbytes <= memory else array
 
     def _no_array(self, key: str) -> ValueError:
         name = key.rsplit("/", 1)[-1]
-        return ValueError(f"{self.path}: its array {name} is missing or not readable as {self._driver}.")
+        return ValueError(
+            f"{self.path}: its array {name} is missing or not readable as {self._driver}. Write the dataset again."
+        )
 
     def _check_array(
         self, key: str, shape: tuple[int, ...], dtype: np.dtype, expected: type, chunk: tuple[int, ...]

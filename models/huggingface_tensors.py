@@ -61,9 +61,45 @@ def tied(tensors: Mapping, table: str, copy: str) -> Callable[[], np.ndarray]:
     return read
 
 
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "original_max_position_embeddings", "n_positions", "n_embd", "n_head", "n_inner"),
+)
+_RATES = ("initializer_range", "rms_norm_eps", "layer_norm_epsilon", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+_FACTORS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
+FIELDS: dict[str, tuple[type, float, float]] = {
+    **dict.fromkeys(_SIZES, (int, 1, 2**31)),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), (int, 1, 2**16)),
+    "bos_token_id": (int, 0, 2**31),
+    **dict.fromkeys(_RATES, (float, 0, 1)),
+    **dict.fromkeys(_FACTORS, (float, 1, 2**53)),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, 0, 0)),
+    **dict.fromkeys(("model_type", "rope_type", "type", "hidden_act", "activation_function"), (str, 0, 0)),
+    **dict.fromkeys(("architectures", "layer_types"), (list, 0, 0)),
+}
+"""Type of fields of config.json; of numbers the smallest, and what they are below."""
+_WORDS = {int: "a whole number", float: "a number", dict: "an object", str: "a text", list: "a list of texts"}
+
+
+def check_fields(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a value in config.json that is not as in FIELDS. Null and other fields may be anything."""
+    for key, (kind, low, end) in FIELDS.items():
+        value = config.get(key)
+        if value is None:
+            continue
+        is_number = kind in (int, float)
+        matches = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
+        matches = matches and (kind is not list or all(isinstance(part, str) for part in value))
+        if not matches or (is_number and not low <= value < end):
+            wanted = f"{_WORDS[kind]}, at least {low} and below {end}" if is_number else _WORDS[kind]
+            raise ValueError(f"config.json: {key} is {str(value)[:80]!r}; it must be {wanted}.")
+        if kind is dict:
+            check_fields(value)
+
+
 def whole_number(config: Mapping[str, Any], key: str) -> int:
     """The value of `key` in config.json. Raises ValueError if it is not a whole number."""
-    if not isinstance(config.get(key), int):
+    if not isinstance(config.get(key), int) or isinstance(config[key], bool):
         raise ValueError(f"config.json: {key} is {config.get(key)!r}; it must be a whole number.")
     return config[key]
 
@@ -75,12 +111,20 @@ DTYPES = ("F32", "F16", "BF16")
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model. Raises ValueError if it cannot be read, or is none."""
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}. Copy or download it again.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not a JSON object. Copy or download it again.")
     return found
+
+
+def check_inside(directory: Path, name: str) -> None:
+    """Raises ValueError if the file is a link out of the directory; one of the hub's cache links to its blobs."""
+    here, there = directory.resolve(), (directory / name).resolve()
+    blobs = [here.parents[1] / "blobs"] if here.parent.name == "snapshots" else []
+    if not any(there.is_relative_to(place) for place in (here, *blobs)):
+        raise ValueError(f"{directory / name} is a link to {there}, outside of the model. Copy it there instead.")
 
 
 class Tensors(Mapping):
@@ -98,6 +142,7 @@ class Tensors(Mapping):
         index, single = directory / "model.safetensors.index.json", "model.safetensors"
         self._directory, self._open = directory, {}
         if index.exists():
+            check_inside(directory, index.name)
             self._files = self._listed(index)
         elif (directory / single).exists():
             self._files = dict.fromkeys(self._file(single).keys(), single)
@@ -124,7 +169,7 @@ class Tensors(Mapping):
         from safetensors import SafetensorError, safe_open
 
         if name not in self._open:
-            self._check_inside(name)
+            check_inside(self._directory, name)
             try:
                 self._open[name] = safe_open(self._directory / name, framework="numpy")
             except (OSError, SafetensorError) as error:
@@ -132,15 +177,6 @@ class Tensors(Mapping):
                     f"cannot read {self._directory / name}: {error}. Copy or download it again."
                 ) from error
         return self._open[name]
-
-    def _check_inside(self, name: str) -> None:
-        """Raises ValueError if the file is a link out of the directory; one of the hub's cache links to its blobs."""
-        here, there = self._directory.resolve(), (self._directory / name).resolve()
-        blobs = [here.parents[1] / "blobs"] if here.parent.name == "snapshots" else []
-        if not any(there.is_relative_to(place) for place in (here, *blobs)):
-            raise ValueError(
-                f"{self._directory / name} is a link to {there}, outside of the model. Copy it there instead."
-            )
 
     def __getitem__(self, name: str) -> np.ndarray:
         from safetensors import SafetensorError

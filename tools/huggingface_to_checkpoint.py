@@ -35,7 +35,7 @@ from modeling.model import is_shipped, load_model
 from modeling.weights import shapes_of
 from models.huggingface import mapping_of
 from models.huggingface_check import check_rules, compare
-from models.huggingface_tensors import Tensors, read_object
+from models.huggingface_tensors import Tensors, check_fields, check_inside, read_object
 from models.llama_huggingface import ARCHITECTURES
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import named_leaves
@@ -109,8 +109,11 @@ def parts_of(weights: Any, table: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
 def _end_token(tokenizer: Path, ids: Any) -> str:
     """The setting, quoted for a shell, that makes the model's eos token the end of documents."""
     ids = ids if isinstance(ids, list) else [ids]
-    added = read_object(tokenizer).get("added_tokens", [])
-    ends = [token["content"] for token in added if token["id"] in ids]
+    try:
+        added = read_object(tokenizer).get("added_tokens", [])
+        ends = [str(token["content"]) for token in added if token["id"] in ids]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{tokenizer}: added_tokens is not a list of tokens. Copy or download it again.") from error
     return shlex.quote(f'tokenizer.end_token="{ends[0]}"') if ends else "tokenizer.end_token=null"
 
 
@@ -132,8 +135,11 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     directory, output = find_model(config.model), Path(config.output)
     if Checkpointer(output / "checkpoints").steps():
         raise ValueError(f"output is {config.output}, which has checkpoints already. Give another directory.")
+    for name in ("config.json", "tokenizer.json"):
+        check_inside(directory, name)
     whole = read_object(directory / "config.json")
     content = {key: value for key, value in whole.items() if key not in config.ignore}
+    check_fields(content)
     bos = content.get("bos_token_id") if config.bos_id is None else config.bos_id
     if not isinstance(bos, int):
         raise ValueError(f"config.json: bos_token_id is {bos!r}; give bos_id=<the id that begins each document>.")
@@ -162,6 +168,8 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
         leaves = [stored[name] for name in arrays]
         compared = compare(c, jax.tree.unflatten(jax.tree.structure(table), leaves), whole, directory)
 
+    has_tokenizer = (directory / "tokenizer.json").is_file()
+    end = shown(_end_token(directory / "tokenizer.json", content.get("eos_token_id"))) if has_tokenizer else ""
     compared = ""
     made = missing(output / "checkpoints")
     try:
@@ -172,7 +180,6 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     (output / "model").mkdir(parents=True, exist_ok=True)
     header = f"# {config.model}, as tools/huggingface_to_checkpoint read it.\n"
     (output / "model" / "imported.yaml").write_text(header + OmegaConf.to_yaml(OmegaConf.create(model)))
-    has_tokenizer = (directory / "tokenizer.json").is_file()
     if has_tokenizer:
         shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
 
@@ -182,8 +189,6 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     log(f"checkpoint {checkpoint}")
     if has_tokenizer:
         log(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")
-        end = _end_token(output / "tokenizer.json", content.get("eos_token_id"))
-        end = shown(end)
         log("A dataset with its tokenizer, for example:")
         log(
             "  python -m tools.huggingface_to_flat_tokens --config-name=austen_bytes out=data/<name>.zarr "

@@ -142,6 +142,11 @@ class Run:
         allow = None if self.c.training.other_source else "training.other_source=true"
         saved, which = metadata.get("provenance"), ("training", "evaluation")
         self._source_differs = compare_source(saved, self.provenance, which, allow)
+        if "loader" not in metadata:
+            raise ValueError(
+                f"the checkpoint of step {done} does not say which data follows: its metadata has no loader. Take "
+                "another one (training.resume_step), or begin a run with its weights (training.init_from)."
+            )
         return done, metadata["loader"], metadata.get("skips", {})
 
     # ---- before the first step ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Nothing in it is resolved. A module that it names is imported, and an address op
 here, the user named it himself, or he trusts the configuration.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,46 @@ DEPTH = 20
 """Levels of groups and lists that no saved configuration has."""
 PLAIN = (str, int, float, type(None))
 """Types of a setting that is not a list or a group of others."""
+_METADATA = {
+    "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int},
+    "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
+    "skips?": {"count?": int, "in_a_row?": int, "norms?": [(int, float)]},
+}
+"""Types of a checkpoint's metadata beside the configuration. Keys with ? may be missing, as in older checkpoints, and
+`str` stands for all keys."""
 
 
 def saved_config(metadata: Any) -> dict[str, dict]:
-    """The configuration in the metadata of a checkpoint. Raises ValueError if it has none."""
-    return _as_config(metadata.get("config") if isinstance(metadata, dict) else None, "the checkpoint's metadata")
+    """The configuration in the metadata of a checkpoint.
+
+    Raises:
+        ValueError: it has none, or another part of the metadata has not the type with which it is saved.
+    """
+    config = _as_config(metadata.get("config") if isinstance(metadata, dict) else None, "the checkpoint's metadata")
+    _check_type("", metadata, _METADATA)
+    return config
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Raises ValueError if a value is not of the type that `kind` describes, as in _METADATA."""
+    parts: list[tuple[str, Any, Any]] = []
+    if isinstance(kind, dict):
+        matches = isinstance(value, dict)
+        for key, of_key in kind.items() if matches else ():
+            keys = [*value] if key is str else [key.removesuffix("?")]
+            matches &= key is str or key.endswith("?") or key in value
+            parts += [(f"{name}.{k}".lstrip("."), value[k], of_key) for k in keys if k in value]
+    elif isinstance(kind, list | tuple):
+        matches = isinstance(value, list) and (isinstance(kind, list) or len(value) == len(kind))
+        parts = [(name, *pair) for pair in zip(value, itertools.cycle(kind), strict=False)] if matches else []
+    else:
+        matches = type(value) is kind
+    if not matches:
+        raise ValueError(
+            f"the checkpoint's metadata: {name} is {str(value)[:80]!r}, which no run saves. Take another checkpoint."
+        )
+    for part in parts:
+        _check_type(*part)
 
 
 def read_config(path: Path) -> dict[str, dict]:

@@ -487,3 +487,47 @@ def test_the_checkpoint_is_one_of_a_whole_run(exported, tmp_path):
     settings = to_config(complete)
     assert settings.model == c
     assert settings.training.seq_len == models.LENGTH  # of the run that was exported
+
+
+# ---- files of a stranger --------------------------------------------------------------------------------------------
+
+HOSTILE = ["x", "${oc.env:HOME}", [1], {}, -1, 1.5, True, 10**30, 0]
+NUMBERS = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+NUMBERS += ["intermediate_size", "max_position_embeddings", "bos_token_id", "rms_norm_eps", "rope_theta"]
+FINE = [("bos_token_id", 0), ("rms_norm_eps", 0), ("rope_theta", 1.5)]
+
+
+@pytest.mark.quick
+def test_hostile_values_of_config_are_refused_by_field():
+    cases = [(key, value) for key in NUMBERS for value in HOSTILE if (key, value) not in FINE]
+    for key in ("rope_scaling", "rope_parameters"):
+        cases += [(key, value) for value in ("x", 1, [1])] + [(key, {"rope_type": ["x"]}), (key, {"rope_theta": "x"})]
+    cases += [(key, value) for key in ("model_type", "hidden_act") for value in ([1], {}, 1)]
+    cases += [(key, value) for key in ("layer_types", "architectures") for value in (1, {}, [[1]])]
+    for key, value in cases:
+        with pytest.raises(ValueError, match=r"config.json: \w+ is ") as error:
+            tool.check_fields({key: value})
+        assert "\n" not in str(error.value)
+
+
+def test_a_refused_file_leaves_nothing(exported, tmp_path):
+    _, _, directory = exported()
+    change_config(directory, rope_theta="x", bos_token_id=3)
+    with pytest.raises(ValueError, match=r"config.json: rope_theta is 'x'; it must be a number"):
+        run(directory, tmp_path / "o")
+    change_config(directory, rope_theta=100.0)
+    (directory / "tokenizer.json").write_text('{"added_tokens": [1]}')
+    with pytest.raises(ValueError, match=r"tokenizer.json: added_tokens is not a list of tokens"):
+        run(directory, tmp_path / "o")
+    (directory / "tokenizer.json").unlink()
+    (tmp_path / "secret.json").write_text("{}")
+    (directory / "tokenizer.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(ValueError, match=r"tokenizer.json is a link to .*secret.json, outside of the model"):
+        run(directory, tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.quick
+def test_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8-sig")
+    assert tool.read_object(tmp_path / "config.json") == {}

@@ -220,6 +220,43 @@ def test_a_saved_setting_is_the_text_that_it_was(text, monkeypatch):
     assert OmegaConf.to_container(config, resolve=True) == {"a": text, "b": [{"c": text}]}
 
 
+WRONG = [
+    ({"provenance": {"source": [1]}}, "provenance is \"{'source': [1]}\""),
+    ({"provenance": {"source": [1], "programs": {}, "traced_by": ""}}, "provenance.source is '[1]'"),
+    ({"provenance": {"source": {}, "programs": {}}}, "provenance is \"{'source': {}, 'programs': {}}\""),
+    (
+        {"provenance": {"source": {"train.py": [1]}, "programs": {}, "traced_by": ""}},
+        "provenance.source.train.py is '[1]'",
+    ),
+    ({"provenance": None}, "provenance is 'None'"),
+    ({"loader": [1]}, "loader is '[1]'"),
+    ({"loader": {"step": "x"}}, "loader.step is 'x'"),
+    ({"skips": {"norms": [["a"]], "count": 1}}, "skips.norms is \"['a']\""),
+    ({"skips": {"norms": [["a", 1.0]]}}, "skips.norms is 'a'"),
+    ({"skips": {"count": "x"}}, "skips.count is 'x'"),
+    ({"skips": {"count": True}}, "skips.count is 'True'"),
+    ({"skips": {"norms": 1}}, "skips.norms is '1'"),
+]
+
+
+@pytest.mark.parametrize("reader", ["generate", "export", "init_from"])
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_metadata_of_another_type_is_refused_by_name(stranger, reader, changes, message):
+    stranger.content["attributes"]["metadata"] |= changes
+    stranger.write()
+    with pytest.raises(ValueError, match=re.escape(f"the checkpoint's metadata: {message}, which no run")) as error:
+        READERS[reader](stranger)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.quick
+def test_metadata_that_older_checkpoints_lack_may_be_missing(stranger):
+    metadata = stranger.content["attributes"]["metadata"]
+    whole = {"provenance": {"source": {"train.py": "0"}, "programs": {}, "traced_by": "jax", "untraced": "why"}}
+    whole |= {"skips": {"count": 1, "in_a_row": 0, "norms": [[3, 0.5], [4, 2.0]]}, "loader": {"dataset": "x"}}
+    assert saved_config(metadata | whole) == saved_config({"config": metadata["config"]}) == metadata["config"]
+
+
 def bomb(levels: int = 40) -> str:
     """YAML whose aliases are 2**levels entries."""
     lines = ["a0: &a0 [1, 1]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, levels)]
