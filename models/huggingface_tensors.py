@@ -81,8 +81,11 @@ FIELDS: dict[str, tuple[type, float, float]] = {
 _WORDS = {int: "a whole number", float: "a number", dict: "an object", str: "a text", list: "a list of texts"}
 
 
-def check_fields(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a value in config.json that is not as in FIELDS. Null and other fields may be anything."""
+def check_fields(config: Mapping[str, Any], within: str = "") -> None:
+    """Raises ValueError for a value in config.json that is not as in FIELDS. Null and other fields may be anything.
+
+    `within` is the name of the object that `config` is, and a dot, for messages.
+    """
     for key, (kind, low, end) in FIELDS.items():
         value = config.get(key)
         if value is None:
@@ -92,9 +95,9 @@ def check_fields(config: Mapping[str, Any]) -> None:
         matches = matches and (kind is not list or all(isinstance(part, str) for part in value))
         if not matches or (is_number and not low <= value < end):
             wanted = f"{_WORDS[kind]}, at least {low} and below {end}" if is_number else _WORDS[kind]
-            raise ValueError(f"config.json: {key} is {str(value)[:80]!r}; it must be {wanted}.")
+            raise ValueError(f"config.json: {within}{key} is {value!r:.80}; it must be {wanted}.")
         if kind is dict:
-            check_fields(value)
+            check_fields(value, f"{key}.")
 
 
 def whole_number(config: Mapping[str, Any], key: str) -> int:

@@ -373,7 +373,7 @@ def test_rope_factors_are_those_of_longer_sequences(exported, tmp_path):
     linear = [{"rope_type": "linear", "factor": factor} for factor in (0.5, -2, float("inf"))]
     for scaling in linear + [LLAMA3 | {name: value} for name, value in LLAMA3_CHANGES.items()]:
         change_config(directory, rope_scaling=scaling)
-        with pytest.raises(ValueError, match=r"model\.rope_scaling\.\w+ is .*must be (at least 1|above)"):
+        with pytest.raises(ValueError, match=r"rope_scaling\.\w+ is .*must be (a .*number, at least 1|at least 1|above)"):
             run(directory, tmp_path / "imported")
 
 
@@ -505,7 +505,7 @@ def test_hostile_values_of_config_are_refused_by_field():
     cases += [(key, value) for key in ("model_type", "hidden_act") for value in ([1], {}, 1)]
     cases += [(key, value) for key in ("layer_types", "architectures") for value in (1, {}, [[1]])]
     for key, value in cases:
-        with pytest.raises(ValueError, match=r"config.json: \w+ is ") as error:
+        with pytest.raises(ValueError, match=r"config.json: [\w.]+ is ") as error:
             tool.check_fields({key: value})
         assert "\n" not in str(error.value)
 
