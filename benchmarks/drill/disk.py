@@ -187,7 +187,8 @@ def play(field: Field, case: int) -> Finding:
         mend(root, directory)
         with Start(directory, ONE, cache=cache_of(field)) as start:
             if start.wait() == [0]:
-                wrong += [w for w in differences(directory, expected) if not (is_optional and w.startswith("samples"))]
+                found = differences(directory, expected, deleted=name == "removed")
+                wrong += [w for w in found if not (is_optional and w.startswith("samples"))]
             else:
                 wrong.append(f"after the fault was mended the run does not go on: {start.ending()}")
     outcome = "ended with a message" if code else "went on"

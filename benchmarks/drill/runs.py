@@ -222,13 +222,17 @@ def _told(directory: Path) -> dict[str, list]:
     }
 
 
-def differences(directory: Path, unkilled: Path) -> list[str]:
-    """What differs, in words, between a finished run and one that was never killed. Of times nothing is compared."""
+def differences(directory: Path, unkilled: Path, deleted: bool = False) -> list[str]:
+    """What differs, in words, between a finished run and one that was never killed. Of times nothing is compared.
+
+    With `deleted`, the first lines of the log and of the samples may be missing: somebody removed the files.
+    """
     wrong = differing_checkpoints(directory, unkilled)
     if checkpoints(directory)[-1:] != [STEPS]:
         wrong.append(f"the checkpoint of step {STEPS} is missing; there are {checkpoints(directory)}")
     found, expected = _told(directory), _told(unkilled)
     for name, lines in expected.items():
+        lines = lines[len(lines) - min(len(lines), len(found[name])) :] if deleted else lines
         if found[name] != lines:
             pairs = enumerate(zip([*found[name], None], [*lines, None], strict=False))
             where, (one, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
