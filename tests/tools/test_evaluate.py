@@ -325,7 +325,7 @@ def test_the_command(run, tmp_path):
         ({"data": "a", "per_document": True}, r"give out=<file>"),
         ({"batch": 0}, r"batch is 0; it must be at least 1"),
         ({"data": "nowhere.jsonl"}, r"No file matches 'nowhere.jsonl'"),
-        ({"data": "nowhere.zarr"}, r"data is nowhere.zarr: there is no such directory of a dataset, and a file of texts ends in .jsonl"),
+        ({"data": "nowhere.zarr"}, r"data is nowhere.zarr: there is no such directory of a dataset, and a file"),
         ({"tasks": ["x"], "task_path": "nowhere"}, r"task_path: there is no directory nowhere"),
         ({"choices": "nowhere.jsonl"}, r"choices: there is no file nowhere.jsonl"),
     ],
