@@ -393,7 +393,12 @@ def test_user_mistakes(exported, tmp_path):
     change_config(directory, model_type="gemma")
     with pytest.raises(ValueError, match=r"model_type is 'gemma', and models/ has no module of that name; give module"):
         run(directory, output)
-    change_config(directory, model_type="llama")
+    change_config(directory, model_type="llama", max_position_embeddings="${oc.env:HOME}")
+    with pytest.raises(
+        ValueError, match=r"config.json: max_position_embeddings is '\$\{oc.env:HOME\}'; it must be a whole"
+    ):
+        run(directory, output, ignore=["some_new_setting"])
+    change_config(directory, max_position_embeddings=64)
     assert not output.exists()
     weights = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(weights[:-100])
