@@ -5,6 +5,8 @@ VENV ?= .venv
 EXTRAS ?= test,tools,oracle,bench
 # Number of processes that run tests.
 WORKERS ?= 2
+# Settings for the demo, such as ARGS="training.steps=30 mesh.d=8 mesh.t=1".
+ARGS ?=
 
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 CONSTRAINTS := $(wildcard constraints/py$(VERSION).txt)
@@ -17,10 +19,10 @@ fail = { echo "make: $(1)" >&2; exit 1; }
 .PHONY: help demo verify setup test test-quick test-long test-slow lint format constraints clean check-python check-venv
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
-	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS)"
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS) ARGS=$(ARGS)"
 
 demo: $(RUNTIME) ## train a small sharded model on 8 simulated devices
-	JAX_PLATFORMS=cpu $(RUN) train --config-name=local_test_synthetic
+	JAX_PLATFORMS=cpu $(RUN) train --config-name=local_test_synthetic $(ARGS)
 
 verify: $(RUNTIME) ## compare a small step on two meshes of 8 simulated devices with one device: a minute
 	$(RUN) tools.verify --config-name=local_test_synthetic verify.small=true mesh.p=2 \

@@ -1,4 +1,4 @@
-"""The metrics of a run: lines of JSON in metrics.jsonl, and progress on the terminal."""
+"""The metrics of a run: lines of JSON in metrics.jsonl, also shown on the terminal."""
 
 import collections
 import errno
@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from cluster.watch import now_at
-from configuration.foreign import parse_json, shown
+from configuration.foreign import parse_json
 from shardlib.layers import LayerMetrics
 from training_io.flops import Speed
 from training_io.optional import optional
+from training_io.terminal import Terminal
 
 _SPEED_WINDOW = 20
 """Steps over which the speed on the terminal is averaged."""
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 
 
 class RunLog:
-    """Writes `<directory>/metrics.jsonl` and shows progress: a live bar on a terminal, plain lines elsewhere.
+    """Writes `<directory>/metrics.jsonl` and shows them on the terminal.
 
     Steps count from 0. The line of a step holds the metrics given to `log`, as floats, and
 
@@ -74,7 +74,7 @@ class RunLog:
         see: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
     ):
         self.directory, self.total_steps, self.start_step, self.speed = Path(directory), total_steps, start_step, speed
-        self._print_every, self._see = print_every, see
+        self._see = see
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
         self.events: list[tuple[int, str]] = []
         """Step and name of each event that was logged."""
@@ -82,14 +82,16 @@ class RunLog:
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._validation: float | str | None = None
         self._not_finite: set[tuple[str, str]] = set()
-        self._path = self._file = self._progress = None
+        self._path = self._file = self._terminal = None
+        self.highest_mfu = 0.0
+        """Highest MFU over several steps so far."""
         self._unwritten = b""
         self._failing: tuple[float, OSError] | None = None
-        self._console = console or Console()
         if jax.process_index() != 0:
             return
         self._path = path = self.directory / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._terminal = Terminal(console or Console(), start_step, total_steps, print_every)
         if start_step == 0 and path.exists() and path.stat().st_size:
             self._print(f"{path}: of a run without a checkpoint, kept as {keep_metrics(self.directory).name}")
             path.unlink()
@@ -98,17 +100,6 @@ class RunLog:
             self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
         # Without a buffer, so that it is known which bytes were written.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (close closes it)
-        if self._console.is_terminal:
-            self._progress = Progress(
-                "step",
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.description}", markup=False),
-                console=self._console,
-                refresh_per_second=4,
-            )
-            self._task = self._progress.add_task("", total=total_steps, completed=start_step)
-            self._progress.start()
 
     def __enter__(self) -> "RunLog":
         return self
@@ -209,9 +200,8 @@ class RunLog:
         try:
             self.flush()
         finally:
-            if self._progress is not None:
-                self._progress.stop()
-                self._progress = None
+            if self._terminal is not None:
+                self._terminal.close()
             file, self._file = self._file, None
             if file is not None:
                 try:
@@ -255,22 +245,26 @@ class RunLog:
                 self._print(f"WARNING: the {event} {name} is {value} at step {step}")
 
     def _show(self, step: int, values: Mapping[str, Any]) -> None:
-        parts = [f"{name} {_short(values[name])}" for name in sorted(values, key=lambda name: name != "loss")]
+        if self._terminal is None:
+            return
+        named = lambda names: [f"{name} {_short(values[name])}" for name in names]
+        parts, eta = named(["loss"] if "loss" in values else []), ""
         if self._validation is not None:
-            parts.insert(1, f"validation {_short(self._validation)}")
+            parts.append(f"validation {_short(self._validation)}")
         if self._durations:
             seconds = sum(self._durations) / len(self._durations)
             speed = self.speed.of_step(seconds)
-            parts += [f"{_si(speed['tokens_per_second'])} tokens/s", f"MFU {100 * speed['mfu']:.1f}%"]
-            parts += [f"ETA {duration((self.total_steps - step - 1) * seconds)}"]
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step + 1, description=shown("  ".join(parts)))
-        elif step in (self.start_step, self.total_steps - 1) or (step + 1) % self._print_every == 0:
-            self._print(f"step {step + 1}/{self.total_steps}  " + "  ".join(parts))
+            if len(self._durations) == _SPEED_WINDOW:
+                self.highest_mfu = max(self.highest_mfu, speed["mfu"])
+            parts += [f"{_si(speed['tokens_per_second'])} tokens/s"]
+            parts += [f"MFU {100 * speed['mfu']:.1f}%" if speed["mfu"] <= 1 else "MFU over 100%"]
+            eta = duration((self.total_steps - step - 1) * seconds)
+        parts += named(sorted(values.keys() - {"loss"}))
+        self._terminal.show(step + 1, eta, values.get("loss"), parts)
 
     def _print(self, text: str) -> None:
-        if jax.process_index() == 0:
-            self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
+        if self._terminal is not None:
+            self._terminal.print(text)
 
 
 def has_event(directory: str | os.PathLike, step: int, event: str) -> bool:

@@ -26,7 +26,7 @@ from training_io.checkpoint_care import set_aside
 from training_io.config import Config
 from training_io.directory import override
 from training_io.evaluation import evaluate
-from training_io.flops import Speed, flops_of_model, peak_flops
+from training_io.flops import Speed, doubt, flops_of_model, peak_flops
 from training_io.hlo import compile_with_hlo_dump, start_rendering
 from training_io.initial_weights import check_begins, checkpoints_of, read_weights
 from training_io.manifest import Damaged
@@ -404,6 +404,8 @@ class Run:
         trace = self._profiler.close()
         if self._skips.count:
             self.print(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
+        if jax.process_index() == 0 and (why := doubt(self._peak, self._log.highest_mfu)):
+            self.print(f"peak       {why}")
         checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"
         print_end(self.directory, checkpoint, float(self._loss), self.loader, trace, self._rendering)
         return None
