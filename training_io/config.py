@@ -1,7 +1,8 @@
 """All settings of a run with their types, against which configs/*.yaml and the command line are checked.
 
 The configuration of a run has to set each field that has no default. The other sections are in modeling/settings.py,
-optimizers/config.py, input_loader/config.py, cluster/config.py, training_io/pipeline_config.py.
+optimizers/config.py, input_loader/config.py, cluster/config.py, training_io/pipeline_config.py,
+training_io/trackers.py.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from modeling.attention import PATHS
 from modeling.model import COMPUTE_DTYPES, module_of
 from optimizers.config import OptimizerConfig, check_optimizer
 from training_io.pipeline_config import PipelineConfig, check_pipeline
+from training_io.trackers import TrackersConfig, check_trackers
 
 WEIGHTS = ("weights", "ema")
 """Weights of a state that can be evaluated, sampled or exported: fields of train.State."""
@@ -144,6 +146,7 @@ class Config:
     paths: PathsConfig
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    trackers: TrackersConfig = dataclasses.field(default_factory=TrackersConfig)
 
 
 def register_schema() -> None:
@@ -190,6 +193,7 @@ def check_config(c: Config) -> None:
     check_optimizer(c.optimizer)
     check_pipeline(c.pipeline)
     check_distributed(c.distributed)
+    check_trackers(c.trackers)
     fraction = c.hardware.memory_fraction
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"hardware.memory_fraction is {fraction}; it must be above 0 and at most 1.")

@@ -34,7 +34,7 @@ TRACE = "trace.tmp"
 _UNFINISHED = ("metrics.jsonl.tmp", "samples.jsonl.tmp", "training_step_optimized_hlo_*.tmp", TRACE)
 _OF_A_START = (*_UNFINISHED, "metrics.jsonl", "samples.jsonl", "config.yaml", "source", "training_step_optimized_hlo_*")
 """Files that a start may write before its first step."""
-_OF_A_RUN = (*_OF_A_START, LOCK, "checkpoints", "plugins")
+_OF_A_RUN = (*_OF_A_START, LOCK, "checkpoints", "plugins", "trackers.json*", "events.out.tfevents*", "wandb")
 """Files and directories that a run writes."""
 _PROBE_BYTES = 2**20
 _LONGEST_PATH = 3000

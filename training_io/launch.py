@@ -24,6 +24,7 @@ from training_io.directory import check_place, run_directory
 from training_io.memory import check_memory
 from training_io.optional import Forgiving
 from training_io.sweeps import PickledByName
+from training_io.trackers import check_or_enqueue
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -51,6 +52,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     c = to_config(composed)
     check_place(c.paths.root_working_dir, c.paths.model_name)
     check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
+    check_or_enqueue(c.trackers, c.paths.model_name or HydraConfig.get().job.config_name)
     start_devices(c.distributed, c.hardware)
     sizes = c.mesh.r, c.mesh.d, c.mesh.t
     output = contextlib.redirect_stdout(Forgiving(sys.stdout))

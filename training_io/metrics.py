@@ -60,6 +60,7 @@ class RunLog:
         print_every: steps from one plain line to the next, at least 1. The first and the last step always have one.
         console: where to show progress; stdout by default.
         see: called in all processes with each step and its values, after they were written.
+        send: called with each line of the file, as a dict, from the thread that has it; it must wait for nothing.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class RunLog:
         print_every: int = 10,
         console: Console | None = None,
         see: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
+        send: Callable[[dict[str, Any]], Any] = lambda record: None,
     ):
         self.directory, self.total_steps, self.start_step, self.speed = Path(directory), total_steps, start_step, speed
-        self._see = see
+        self._see, self._send = see, send
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
         self.events: list[tuple[int, str]] = []
         """Step and name of each event that was logged."""
@@ -181,8 +183,10 @@ class RunLog:
             values: as for `log_event`, but no arrays.
         """
         if self._path is not None:
+            record = {"step": step, "event": event} | {name: _plain(x) for name, x in values.items()}
+            self._send(record)
             with optional(f"the event {event} of step {step}"), open(self._path, "a") as file:
-                file.write(_line({"step": step, "event": event} | {name: _plain(x) for name, x in values.items()}))
+                file.write(_line(record))
 
     @property
     def failure(self) -> str | None:
@@ -214,6 +218,7 @@ class RunLog:
     def _write_line(self, record: dict[str, Any]) -> None:
         if self._file is None:
             return
+        self._send(record)
         self._unwritten += _line(record).encode()
         try:
             self._write(self._file)

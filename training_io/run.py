@@ -41,6 +41,7 @@ from training_io.saved import saved_config
 from training_io.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from training_io.soundness import check_steps
 from training_io.stages import describe_stages, placement_of, stack_orders
+from training_io.trackers import tracked
 
 RENDERED_AFTER = 6
 """Steps of this process before the picture of the compiled step is drawn. The profiled steps are among them."""
@@ -229,6 +230,7 @@ class Run:
             self.print(f"attention  {line}")
         for line in described:
             self.print(f"pipeline   {line}")
+        trackers = tracked(c.trackers, self.directory, c.paths.model_name, self.start, dataclasses.asdict(c))
         speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)
         log = RunLog(
             self.directory,
@@ -237,6 +239,7 @@ class Run:
             speed=speed,
             print_every=t.log_interval,
             see=lambda step, x: self._skips.see(step, x["loss"], x["grad_norm"], "skipped" in x),
+            send=self._cleanup.enter_context(trackers),
         )
         self._log = self._cleanup.enter_context(log)
         for step, why in self._damaged.items():

@@ -31,7 +31,7 @@ FLOORS = [
 FLOOR = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 PROGRAMS = ("tools", "benchmarks")
 BY_NAME = {"modeling.model", "shardlib.schedules", "training_io.sweeps", "benchmarks.throughput.peers.worker"}
-BY_NAME |= {"benchmarks.bad_settings"}
+BY_NAME |= {"benchmarks.bad_settings", "training_io.trackers"}
 """Modules that import what a configuration, a pickled function, or a list of programs names."""
 SHARED = {"benchmarks.steps", "benchmarks.mistakes"}
 """Modules of several programs."""

@@ -1,0 +1,369 @@
+"""Experiment trackers: copies of the metrics of a run for TensorBoard, Weights & Biases, MLflow, Trackio, Aim, ClearML.
+
+metrics.jsonl stays the record of a run. A tracker gets the same numbers, by the same names. It is imported only where
+a run uses it, and where it is kept is its own default: its environment variables choose another place or a server.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from cluster.watch import pause
+from configuration.checks import check_choice
+from configuration.differences import flat
+from configuration.foreign import open_no_pipe, parse_json, shown
+from training_io.optional import optional
+
+FILE = "trackers.json"
+"""File in a run's directory with the name of the run in each tracker, by which a resumed run goes on there."""
+CLOSE_TIMEOUT_S = 60.0
+"""Time that a run waits at its end for its trackers."""
+_WAITING = 100_000
+"""Number of lines that may wait for a tracker, which is left when there are more."""
+
+
+@dataclasses.dataclass
+class TrackersConfig:
+    """Settings of experiment trackers (docs/trackers.md)."""
+
+    names: list[str] = dataclasses.field(default_factory=list)
+    """Trackers that get the metrics: any of tensorboard, wandb, mlflow, trackio, aim, clearml."""
+    project: str = "shardwright"
+    """Project, or experiment, of the run in the trackers."""
+    queue: str | None = None
+    """Queue of ClearML, in which the run is put in place of running here; an agent of ClearML runs it. Needs clearml
+    among the names."""
+
+
+def check_trackers(c: TrackersConfig) -> None:
+    """Raises ValueError for an unknown tracker, or a queue without ClearML."""
+    for name in c.names:
+        check_choice("trackers.names", name, tuple(TRACKERS))
+    if c.queue is not None and "clearml" not in c.names:
+        raise ValueError(
+            f"trackers.queue is {c.queue!r}, a queue of ClearML, but trackers.names is {c.names}. Add clearml to it."
+        )
+
+
+class Facts(NamedTuple):
+    """What a tracker is told of a run before the first step."""
+
+    name: str
+    directory: Path
+    project: str
+    start: int
+    """Number of steps done before."""
+    settings: dict[str, Any]
+    """By dotted names."""
+    known: str | None
+    """Name of the run in the tracker, if it was there before."""
+
+
+class Opened(NamedTuple):
+    """A run in a tracker."""
+
+    id: str
+    """Its name there."""
+    log: Callable[[dict[str, float], int], None]
+    """Takes numbers by name, and their step."""
+    close: Callable[[], None]
+
+
+class Tracker(NamedTuple):
+    """An entry of TRACKERS."""
+
+    package: str
+    """To import, and to install."""
+    open: Callable[[Any, Facts], Opened]
+    """(the imported package, Facts) -> the run in the tracker."""
+
+
+# ---- the trackers -----------------------------------------------------------------------------------------------
+
+
+def _tensorboard(tensorboardx: Any, run: Facts) -> Opened:
+    # Beside plugins/profile, so that TensorBoard shows both. purge_step hides what a killed run had after the start.
+    suffix = f".{run.start}"  # two starts within a second would have one file
+    writer = tensorboardx.SummaryWriter(str(run.directory), purge_step=run.start or None, filename_suffix=suffix)
+    writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in run.settings.items()))
+
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return Opened(str(run.directory), log, writer.close)
+
+
+def _wandb(wandb: Any, run: Facts) -> Opened:
+    opened = wandb.init(
+        project=run.project,
+        name=run.name,
+        id=run.known,
+        resume="allow",
+        dir=str(run.directory),
+        config=run.settings,
+        reinit="create_new",  # a sweep has several runs in one process
+        settings=wandb.Settings(console="off", silent=True, login_timeout=30),
+    )
+    # Its own counter of steps only grows; a step that a resumed run repeats has a step of its own.
+    opened.define_metric("*", step_metric="step")
+    return Opened(opened.id, lambda values, step: opened.log({"step": step} | values), opened.finish)
+
+
+def _mlflow(mlflow: Any, run: Facts) -> Opened:
+    client = mlflow.MlflowClient()
+    entity = importlib.import_module("mlflow.entities")
+    if run.known:
+        known = run.known
+    else:
+        experiment = client.get_experiment_by_name(run.project)
+        where = experiment.experiment_id if experiment else client.create_experiment(run.project)
+        known = client.create_run(where, run_name=run.name).info.run_id
+        for name, value in run.settings.items():
+            client.log_param(known, name, value)
+    client.update_run(known, status="RUNNING")
+
+    def log(values: dict[str, float], step: int) -> None:
+        now = int(1000 * time.time())
+        client.log_batch(known, metrics=[entity.Metric(name, value, now, step) for name, value in values.items()])
+
+    return Opened(known, log, lambda: client.set_terminated(known))
+
+
+def _trackio(trackio: Any, run: Facts) -> Opened:
+    opened = trackio.init(project=run.project, name=run.known or run.name, config=run.settings, resume="allow")
+    return Opened(opened.name, lambda values, step: opened.log(values, step=step), opened.finish)
+
+
+def _aim(aim: Any, run: Facts) -> Opened:
+    opened = aim.Run(
+        run.known, experiment=run.project, system_tracking_interval=None, log_system_params=False,
+        capture_terminal_logs=False,
+    )  # fmt: skip
+    opened.name = run.name
+    opened["settings"] = run.settings
+
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            opened.track(value, name=name, step=step)
+
+    return Opened(opened.hash, log, opened.close)
+
+
+def _clearml(clearml: Any, run: Facts) -> Opened:
+    task = _clearml_task(clearml, run.project, run.name, run.known)
+    task.set_initial_iteration(0)  # or the steps of a resumed run would be counted behind its last one
+    task.connect(run.settings, name="settings")
+    logger = task.get_logger()
+
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            title, _, series = name.partition("/")
+            if math.isfinite(value):  # ClearML would show 0
+                logger.report_scalar(title, series or title, value, step)
+
+    def close() -> None:
+        task.flush(wait_for_uploads=True)
+        task.close()
+
+    return Opened(task.id, log, close)
+
+
+def _clearml_task(clearml: Any, project: str, name: str, known: str | None) -> Any:
+    # Or ClearML forks this process, in which JAX has threads, and hangs.
+    overrides = {"sdk": {"development": {"report_use_subprocess": False}}}
+    importlib.import_module("clearml.config").config_obj.set_overrides(overrides)
+    return clearml.Task.current_task() or clearml.Task.init(
+        project_name=project,
+        task_name=name,
+        continue_last_task=known or False,
+        reuse_last_task_id=False,
+        auto_connect_frameworks=False,
+        auto_connect_streams=False,
+        auto_resource_monitoring=False,
+    )
+
+
+TRACKERS = {
+    "tensorboard": Tracker("tensorboardX", _tensorboard),
+    "wandb": Tracker("wandb", _wandb),
+    "mlflow": Tracker("mlflow", _mlflow),
+    "trackio": Tracker("trackio", _trackio),
+    "aim": Tracker("aim", _aim),
+    "clearml": Tracker("clearml", _clearml),
+}
+"""Trackers by name, as in trackers.names."""
+
+
+def check_or_enqueue(c: TrackersConfig, name: str) -> None:
+    """Raises ValueError for a tracker that is not installed. Puts the program into trackers.queue, and ends it.
+
+    An agent's run of the program goes on here.
+    """
+    for which in c.names:
+        package = TRACKERS[which].package
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"trackers.names has {which}, whose package is not installed: pip install {package}")
+    if c.queue is not None:
+        clearml = importlib.import_module("clearml")
+        _clearml_task(clearml, c.project, name, None).execute_remotely(queue_name=c.queue)
+
+
+# ---- sending ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def tracked(
+    c: TrackersConfig, directory: Path, name: str, start: int, settings: Mapping[str, Any]
+) -> Iterator[Callable]:
+    """Opens the trackers of a run until the context ends, on process 0. Gives the function that takes lines of metrics.
+
+    It takes each line of metrics.jsonl as a dict, from any thread, and waits for nothing. A tracker that fails is told
+    in a line, and left; training goes on.
+
+    Args:
+        c: which trackers.
+        directory: of the run.
+        name: of the run.
+        start: number of steps done before.
+        settings: all settings of the run, as nested dicts.
+    """
+    sending = []
+    if jax.process_index() == 0 and c.names:
+        known = _known(directory / FILE)
+        with pause("opening the trackers"):
+            facts = Facts(name, directory, c.project, start, flat(dict(settings)), None)
+            for which in c.names:
+                opened = _try(which, lambda which=which: _opened(which, facts._replace(known=known.get(which))))
+                if opened is not None:
+                    known[which] = opened.id
+                    sending.append(_Sending(which, opened))
+        _keep(directory / FILE, known)
+    try:
+        yield lambda record: [each.send(record) for each in sending]
+    finally:
+        for each in sending:
+            each.close()
+
+
+class _Sending:
+    """A tracker, which gets lines in a thread of its own."""
+
+    def __init__(self, name: str, opened: Opened):
+        self._name, self._opened = name, opened
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_WAITING)
+        self._left = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def send(self, record: dict[str, Any]) -> None:
+        try:
+            if not self._left:
+                self._lines.put_nowait(record)
+        except queue.Full:
+            self._leave(f"{_WAITING} lines wait for it")
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _tell(self._name, f"it was not done within {CLOSE_TIMEOUT_S:g} s of the end; the last lines may be missing")
+
+    def _run(self) -> None:
+        while (record := self._lines.get()) is not None:
+            if not self._left:
+                step, values = numbers(record)
+                try:
+                    self._opened.log(values, step)
+                except Exception as error:
+                    self._leave(_why(error))
+        try:
+            self._opened.close()
+        except Exception as error:
+            if not self._left:
+                _tell(self._name, f"at its end: {_why(error)}")
+
+    def _leave(self, why: str) -> None:
+        self._left = True
+        _tell(self._name, why)
+
+
+def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """The step and the numbers of a line of metrics.jsonl, by name; numbers of an event as `event/name`.
+
+    Entries of lists and dicts have names with `/`. What is not finite is NaN or an infinity. Texts are left out.
+    """
+    event = record.get("event")
+    found: dict[str, float] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                add(f"{name}/{key}", item)
+        elif isinstance(value, list):
+            for i, item in enumerate(value):
+                add(f"{name}/{i}", item)
+        elif isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
+            found[name] = float(value)
+
+    for name, value in record.items():
+        if name not in ("step", "event"):
+            add(f"{event}/{name}" if event else name, value)
+    return record["step"], found
+
+
+def _known(path: Path) -> dict[str, str]:
+    """Names of the run in the trackers, as an earlier start kept them."""
+    if not path.exists():
+        return {}
+    try:
+        with open(path, opener=open_no_pipe) as file:
+            found = parse_json(file.read(2**16))
+        if isinstance(found, dict) and all(isinstance(x, str) for x in found.values()):
+            return found
+        why = "it is not a dict of names"
+    except (OSError, ValueError) as error:
+        why = str(error)
+    print(f"WARNING: {path} is not readable: {shown(why)}. The trackers begin new runs.")
+    return {}
+
+
+def _keep(path: Path, known: Mapping[str, str]) -> None:
+    with optional(str(path)):
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(json.dumps(known) + "\n")
+        temporary.replace(path)
+
+
+def _opened(name: str, facts: Facts) -> Opened:
+    tracker = TRACKERS[name]
+    return tracker.open(importlib.import_module(tracker.package), facts)
+
+
+def _try(name: str, open_: Callable[[], Opened]) -> Opened | None:
+    try:
+        return open_()
+    except Exception as error:  # of any kind: a tracker never stops a run
+        _tell(name, _why(error))
+        return None
+
+
+def _tell(name: str, why: str) -> None:
+    print(f"WARNING: the tracker {name} is left: {shown(why)}. The run goes on, and its metrics are in metrics.jsonl.")
+
+
+def _why(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
