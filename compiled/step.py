@@ -146,7 +146,7 @@ class _Walk:
                 line.kept.append(Kept(str(array.shape), array.shape.bytes, self.owner[array.reader].number))
         for section in self.unrolled.values():
             section.turns = _copies(section)
-        return Step(program.name, program.mesh, program.devices, self.places.root, body, self.flows())
+        return Step(body.title, program.mesh, program.devices, self.places.root, body, self.flows())
 
     def fill(self, section: Section, computation: Computation, in_layers: bool) -> None:
         """Puts the operations of a computation into a section, by line."""
