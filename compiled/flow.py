@@ -40,12 +40,14 @@ class Flow:
         self._program, self._places = program, places
 
     def sources(self, computation: Computation, instruction: Instruction) -> list[Instruction]:
-        """The instructions of the same computation that made what this one reads, behind tuples, bitcasts and copies."""
+        """The instructions of the computation that made what this one reads, behind tuples, bitcasts and copies."""
         made = [found for name in instruction.operands for found in self._makers(computation, name, None)]
         return [*{maker.name: maker for maker, _ in made}.values()]
 
     @functools.cache  # noqa: B019 (it lives as long as the program is described)
-    def _makers(self, computation: Computation, name: str, part: int | None) -> tuple[tuple[Instruction, int | None], ...]:
+    def _makers(
+        self, computation: Computation, name: str, part: int | None
+    ) -> tuple[tuple[Instruction, int | None], ...]:
         """The instructions that made `name`, or a part of that tuple, and which part of their result it is."""
         instruction = computation.instructions.get(name)
         if instruction is None:
@@ -106,7 +108,7 @@ class Flow:
             yield key, KeptArray(maker.name, body.name if stack else None, place, shape, reader)
 
     def _slots(self, loop: Instruction) -> Iterator[tuple[tuple, KeptArray]]:
-        """Stacks that a loop over forward and backward passes carries, such as a pipeline's: what forward passes put."""
+        """Stacks of what forward passes make, in a loop over forward and backward passes, such as a pipeline's."""
         body = self._program.computations[loop.called[-1]]
         for part, shape in enumerate(loop.shapes):
             stack = self._stack(body, part) if shape.dims else None
@@ -118,7 +120,7 @@ class Flow:
         return self._makers(computation, computation.root.name, part)
 
     def _stack(self, computation: Computation, part: int | None) -> Origin | None:
-        """Where that comes from which is put into a stack, which a part of a computation's result is; None for others."""
+        """Where the entries come from of a stack, which is a part of a computation's result; None if it is none."""
         for maker, at in self._result(computation, part):
             inside, callers = computation, ()
             if maker.opcode == "fusion":

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 
@@ -67,7 +67,9 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that run as part of it, such as a fusion's or a loop's body."""
-        found = re.findall(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)", self.attributes)
+        found = re.findall(
+            r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)", self.attributes
+        )
         branches = re.search(r"\bbranch_computations=\{([^}]*)\}", self.attributes)
         return (*found, *(re.findall(r"[\w.\-]+", branches[1]) if branches else ()))
 
@@ -139,7 +141,7 @@ class Program:
             yield from computation.instructions.values()
 
 
-def with_mesh(text: str, mesh: dict[str, int]) -> str:
+def with_mesh(text: str, mesh: Mapping[str, int]) -> str:
     """The text of a program, after a comment with the mesh that it was compiled for."""
     return f"// mesh {' '.join(f'{axis}={size}' for axis, size in mesh.items())}\n{text}"
 

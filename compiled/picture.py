@@ -18,7 +18,12 @@ _AXES = {"r": "#cc79a7", "d": "#0072b2", "t": "#d55e00", "p": "#009e73", "e": "#
 _OTHER_AXES = ("#56b4e9", "#999999")
 _KEPT, _MATMUL, _ARROW = "#b8860b", "#333333", "#9aa0a6"
 _PHASES = {"forward": "#4c9f70", "backward": "#7b61a8", "again": "#b9a5dc", "": "#b0b0b0"}
-_PHASE_WORDS = {"forward": "forward", "backward": "backward", "again": "computed again for the backward pass", "": "other"}
+_PHASE_WORDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "again": "computed again for the backward pass",
+    "": "other",
+}
 
 
 def draw(step: Step, source: Mapping[str, str]) -> str:
@@ -119,10 +124,8 @@ class _Picture:
         lanes, arrows = self._arrows(section)
         inner, y = right - lanes * _LANE - (6 if lanes else 0), top
         for item in section.items:
-            if isinstance(item, Line):
-                bottom = self._line(item, left, inner, y)
-            else:
-                bottom = self._frame(item, left, inner, y)
+            draw_item = self._line if isinstance(item, Line) else self._frame
+            bottom = draw_item(item, left, inner, y)
             self.box[item.number] = (left, y, inner, bottom)
             y = bottom + _GAP
         for maker, reader, lane in arrows:
@@ -135,7 +138,9 @@ class _Picture:
         below, self.parts = self.parts[at:], self.parts[:at]
         dashed = {} if section.kind == "loop" else {"stroke_dasharray": "5 4"}
         fill = "#f6f8fc" if section.kind == "loop" else "#fcfcfc"
-        self._rect(left, top, right, bottom, fill, "#8aa0c8" if section.kind != "branch" else "#c0c0c0", rx="6", **dashed)
+        self._rect(
+            left, top, right, bottom, fill, "#8aa0c8" if section.kind != "branch" else "#c0c0c0", rx="6", **dashed
+        )
         count = {"loop": f" × {section.turns or '?'}", "unrolled": f" × {section.turns}, without a loop"}
         title = section.title + count.get(section.kind, "")
         bold = {"font_weight": "bold"} if section.kind != "branch" else {}

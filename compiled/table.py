@@ -197,37 +197,26 @@ def as_text(table: Table, width: int = 120) -> str:
     mesh = " ".join(f"{axis}={size}" for axis, size in table.mesh.items())
     sent, flops = sum(row.step_bytes for row in table.collectives), sum(row.step_flops for row in table.matmuls)
     kept = sum(row.bytes for row in table.kept)
-    of = lambda row: table.source.get(row.line.removeprefix("~"), "")
+    last = lambda row: (row.where, row.line, table.source.get(row.line.removeprefix("~"), ""))
     times = lambda row: f"{row.count} × {row.turns}" if row.turns > 1 else str(row.count)
     overlap = {None: "", True: "yes", False: "no"}
+    collectives = [
+        (*(in_bytes(row.step_bytes), times(row), row.op, row.axes or "?"), overlap[row.overlapped], *last(row))
+        for row in table.collectives
+    ]
+    matmuls = [
+        (in_flops(row.step_flops).removesuffix("FLOP"), times(row), row.shape, row.dtype, *last(row))
+        for row in table.matmuls
+    ]
+    arrays = [(in_bytes(row.bytes), str(row.count), row.shape, *last(row)) for row in table.kept]
     blocks = [
         f"{table.name} on {table.devices} devices{f', {mesh}' if mesh else ''}; what one device does in a step",
         f"\nCollectives: a device sends {in_bytes(sent)}, if the devices of a group form a ring",
-        *_columns(
-            ("sent", "number", "op", "axes", "overlapped", "where", "line", ""),
-            (
-                (in_bytes(row.step_bytes), times(row), row.op, row.axes or "?", overlap[row.overlapped], row.where)
-                + (row.line, of(row))
-                for row in table.collectives
-            ),
-            width,
-        ),
+        *_columns(("sent", "number", "op", "axes", "overlapped", "where", "line", ""), collectives, width),
         f"\nMatmuls: {in_flops(flops)}",
-        *_columns(
-            ("FLOPs", "number", "m×k×n", "of", "where", "line", ""),
-            (
-                (in_flops(row.step_flops).removesuffix("FLOP"), times(row), row.shape, row.dtype, row.where, row.line)
-                + (of(row),)
-                for row in table.matmuls
-            ),
-            width,
-        ),
+        *_columns(("FLOPs", "number", "m×k×n", "of", "where", "line", ""), matmuls, width),
         f"\nKept for the backward pass: {in_bytes(kept)}",
-        *_columns(
-            ("bytes", "number", "shape", "where", "line", ""),
-            ((in_bytes(row.bytes), str(row.count), row.shape, row.where, row.line, of(row)) for row in table.kept),
-            width,
-        ),
+        *_columns(("bytes", "number", "shape", "where", "line", ""), arrays, width),
     ]
     if any(row.line.startswith("~") for row in (*table.collectives, *table.matmuls, *table.kept)):
         blocks.append("\n~ the compiler dropped the line; it is that of an operation beside it")

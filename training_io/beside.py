@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[1]
-_START = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+_START = (
+    "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+)
 FAILURES = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
 """What run_beside and the reading of its output may raise."""
 

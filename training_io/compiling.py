@@ -4,7 +4,7 @@ import concurrent.futures
 import contextlib
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,23 @@ DRAWN_WITHIN_S = 120.0
 
 
 @pause("compiling the training step")
-def compile_step(lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
-    """The compiled step. Its HLO text has the source lines of now."""
+def compile_step(
+    lowered: jax.stages.Lowered, directory: Path, options: dict[str, Any] | None = None
+) -> tuple[jax.stages.Compiled, Path | None]:
+    """Compiles a step for the current mesh, and keeps its optimized HLO text. Prints why, if it keeps none.
+
+    Args:
+        lowered: the lowered training step.
+        directory: where `training_step_optimized_hlo_<date>.txt` is written.
+        options: of the compiler.
+
+    Returns:
+        The compiled step and the path of the text, which has the source lines of now. The path is None where the text
+        cannot be written, and on processes other than 0.
+    """
     with _lines_in_cache_key():
-        return compile_program(lowered, options)
+        compiled = compile_program(lowered, options)
+    return compiled, _keep_hlo(compiled, directory) if jax.process_index() == 0 else None
 
 
 @contextlib.contextmanager
@@ -40,20 +53,14 @@ def _lines_in_cache_key() -> Iterator[None]:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
 
 
-def keep_hlo(compiled: jax.stages.Compiled, directory: Path, mesh: Mapping[str, int]) -> Path | None:
-    """Writes the HLO text `training_step_optimized_hlo_<date>.txt`, on process 0, and returns its path.
-
-    Prints why, and returns None, if it cannot be written.
-    """
-    if jax.process_index() != 0:
-        return None
+def _keep_hlo(compiled: jax.stages.Compiled, directory: Path) -> Path | None:
     path = directory / f"training_step_optimized_hlo_{time.strftime('%Y_%m_%d_%H_%M_%S')}.txt"
     try:
         text = compiled.as_text()
         if text is None:
             raise NotImplementedError("the compiler gives none")
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(path, with_mesh(text, dict(mesh)))
+        write_whole(path, with_mesh(text, jax.sharding.get_mesh().shape))
     except (OSError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         print(f"HLO text: none, {path} cannot be written: {getattr(error, 'strerror', None) or error}")
         return None

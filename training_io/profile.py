@@ -143,7 +143,7 @@ class StepProfiler:
         try:
             found = _read_trace(trace, MODULE, last - self._first + 1, self._hlo)
         except FAILURES as error:
-            found = dict.fromkeys(("bubble", "lines"), {"because": f"the trace could not be read: {error}"})
+            found = {key: {"because": f"the trace could not be read: {error}"} for key in ("bubble", "lines")}
         by_line, found = found["lines"], found["bubble"]
         unknown = f"profile by source line: none, because {by_line.get('because')}"
         self.by_line = unknown if "because" in by_line else top_lines(by_line)

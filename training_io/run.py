@@ -23,7 +23,7 @@ from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import ANOTHER, Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
-from training_io.compiling import compile_step, keep_hlo, start_drawing
+from training_io.compiling import compile_step, start_drawing
 from training_io.config import Config
 from training_io.directory import override
 from training_io.evaluation import evaluate
@@ -268,8 +268,7 @@ class Run:
             self.print(
                 f"source     a resumed run is not compared with this one: on one device its steps do not trace: {why}"
             )
-        self._program = compile_step(lowered, self.options)
-        self._hlo = keep_hlo(self._program, self.directory, jax.sharding.get_mesh().shape)
+        self._program, self._hlo = compile_step(lowered, self.directory, self.options)
         return self._program
 
     # ---- the loop -------------------------------------------------------------------------------------------------

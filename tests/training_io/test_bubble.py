@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
+from training_io.bubble import NotMeasured, step_bubble
 
 from training_io import profile
-from training_io.bubble import NotMeasured, step_bubble
 from training_io.flops import ModelFlops, PeakFlops, Speed
 from training_io.metrics import RunLog
 from training_io.profile import StepProfiler

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training_io.hlo import compile_with_hlo_dump, render_svg, start_rendering
 
 from training_io import hlo
-from training_io.hlo import compile_with_hlo_dump, render_svg, start_rendering
 
 ROOT = Path(__file__).parents[2]
 GRAPH = 'digraph G { a [label="one & two"]; a -> b; }'
