@@ -237,9 +237,13 @@ class _Picture:
         """Readers of kept arrays, and the lines that make these, in the order of the picture."""
         bundles: dict[int, list[int]] = collections.defaultdict(list)
         for line, _ in self.step.body.lines():
+            own = self.path[line.number]
             for reader in dict.fromkeys(array.reader for array in line.kept):
-                if reader in self.path and reader not in self.path[line.number]:
-                    bundles[reader].append(line.number)
+                if reader in self.path and reader not in own:
+                    # Where the ways to both part: the loop that reads it, and not each line of that.
+                    part = next(number for number in self.path[reader] if number not in own)
+                    if line.number not in bundles[part]:
+                        bundles[part].append(line.number)
         return [*bundles.items()]
 
     def _kept_lanes(self) -> int:
