@@ -9,6 +9,7 @@ from typing import Any
 from compiled.hlo import Program, parse
 from compiled.step import Step, describe
 from compiled.table import read_source
+from configuration.foreign import open_no_pipe
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -31,6 +32,7 @@ def read_program(path: Path) -> tuple[Program, Step, Mapping[str, str]]:
 
     Raises ValueError for a text that is none, and OSError for one that cannot be read.
     """
-    program = parse(path.read_text(encoding="utf-8", errors="replace"))
+    with open(path, encoding="utf-8", errors="replace", opener=open_no_pipe) as file:
+        program = parse(file.read())
     step = describe(program)
     return program, step, read_source(step, path.stat().st_mtime)
