@@ -10,7 +10,7 @@ from compiled.places import Origin, Place, Places, phase_of
 
 _ALIASES = {
     *("get-tuple-element", "bitcast", "copy", "opt-barrier", "optimization-barrier", "reshape", "transpose"),
-    *("copy-start", "copy-done", "convert"),
+    *("copy-start", "copy-done"),
 }
 """Opcodes that pass an array on."""
 
@@ -57,9 +57,17 @@ class Flow:
         if instruction.opcode == "tuple":
             chosen = instruction.operands if part is None else instruction.operands[part : part + 1]
             return tuple(found for operand in chosen for found in self._makers(computation, operand, None))
-        if instruction.opcode in _ALIASES and not _is_saving(instruction):
+        if self._passes_on(instruction):
             return self._makers(computation, instruction.operands[0], part)
         return ((instruction, part),)
+
+    def _passes_on(self, instruction: Instruction) -> bool:
+        """Whether the compiler added it to copy or convert one array."""
+        if instruction.opcode == "fusion" and len(instruction.operands) == 1 and not instruction.op_name:
+            inside = self._program.computations[instruction.called[0]].instructions.values()
+            return all(part.opcode == "parameter" or self._passes_on(part) for part in inside)
+        # A conversion with a name is one of the source.
+        return instruction.opcode in _ALIASES or (instruction.opcode == "convert" and not instruction.op_name)
 
     def kept(self, computations: Iterable[Computation]) -> list[KeptArray]:
         """What the backward pass reads of the forward pass, each array once. Scalars and weights do not count.
@@ -137,7 +145,7 @@ class Flow:
         """Where that comes from which is put into a stack. `callers`: the fusions around it, outermost first."""
         instruction = computation.instructions[name]
         origin = Origin(None, "", ())
-        while instruction.opcode in _ALIASES:
+        while instruction.opcode in _ALIASES or instruction.opcode == "convert":
             origin = self._places.of_instruction(instruction)
             if origin.phase and "dynamic_update" not in origin.op_name:
                 return origin
@@ -164,8 +172,3 @@ def _shape(instruction: Instruction, part: int | None) -> Shape | None:
     if part is None:
         return instruction.shapes[0] if len(instruction.shapes) == 1 else None
     return instruction.shapes[part] if part < len(instruction.shapes) else None
-
-
-def _is_saving(instruction: Instruction) -> bool:
-    """Whether a conversion is an operation of the source."""
-    return instruction.opcode == "convert" and "convert_element_type" in instruction.op_name

@@ -245,8 +245,9 @@ def _direction(phase: str) -> str:
 
 
 def _function(instruction: Instruction) -> str:
-    """Name of the innermost function around an instruction, without those around that."""
-    return instruction.frames[0].function.rpartition(".")[2] if instruction.frames else ""
+    """Name of the innermost function around an instruction that has one, without those around that."""
+    names = instruction.frames[0].function.split(".") if instruction.frames else []
+    return next((name for name in reversed(names) if not name.startswith("<")), "")
 
 
 def _is_of_layer(origin: Origin) -> bool:
