@@ -65,7 +65,7 @@ ENTRY %main (x.1: f32[4,8], w: f32[8,16]) -> (f32[8,16], f32[4,8]) {
   %init = (s32[], f32[4,8]{1,0}) tuple(%zero, %x.1)
   %loop = (s32[], f32[4,8]{1,0}) while(%init), condition=%cond, body=%body, metadata={op_name="jit(f)/while" stack_frame_id=3}, backend_config={"known_trip_count":{"n":"5"}}
   %done = f32[8,8]{1,0} all-gather-done(%start), metadata={op_name="jit(f)/all_gather" stack_frame_id=2}
-  %product = f32[8,16]{1,0} fusion(%done, %w), kind=kCustom, calls=%fused, metadata={op_name="jit(f)/dot_general" stack_frame_id=4}
+  %product = f32[8,16]{1,0} fusion(%done, %w), kind=kCustom, calls=%fused, metadata={op_name="jit(f)/add" stack_frame_id=1}
   %last = f32[4,8]{1,0} get-tuple-element(%loop), index=1
   %total = f32[4,8]{1,0} all-reduce(%last), channel_id=4, replica_groups={{0,1,2,3}}, to_apply=%sum, metadata={op_name="jit(f)/psum" stack_frame_id=3}
   ROOT %result = (f32[8,16]{1,0}, f32[4,8]{1,0}) tuple(%product, %total)

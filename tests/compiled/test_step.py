@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 import step_text
 import tiny
-from hlo_texts import TEXT
+from hlo_texts import HEAD, TEXT
 
 from compiled.hlo import parse, with_mesh
 from compiled.step import Section, describe
@@ -179,7 +179,7 @@ def test_layers_without_a_loop_are_one_section():
     assert {row.count for row in forward} == {layers}
     assert {row.turns for row in table.matmuls} == {1}
     looped = training_step("d=4 t=2")[1]
-    # XLA finds the scores of attention (batched products) in the forward pass and again in the backward pass: one stays.
+    # Without a loop XLA computes the scores of attention (batched products) once for both passes.
     forward = lambda table: [row for row in table.matmuls if row.where == "layers, forward" and ":" not in row.shape]
     flops = lambda table: sum(row.step_flops for row in forward(table))
     assert flops(table) == flops(looped)
@@ -217,9 +217,38 @@ def test_the_table_as_text():
     assert [in_flops(n) for n in (7, 1500, 2e13)] == ["7 FLOP", "1.5 KFLOP", "20.0 TFLOP"]
 
 
+SLOTS = """
+%body (c: (s32[], f32[3,8], f32[3,8])) -> (s32[], f32[3,8], f32[3,8]) {
+  %c = (s32[], f32[3,8], f32[3,8]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %slots = f32[3,8] get-tuple-element(%c), index=1
+  %others = f32[3,8] get-tuple-element(%c), index=2
+  %x = f32[8] broadcast(%i), dimensions={}
+  %saved = f32[8] tanh(%x), metadata={op_name="jit(f)/while/body/jvp()/tanh" stack_frame_id=3}
+  %row = f32[1,8] bitcast(%saved), metadata={op_name="jit(f)/while" stack_frame_id=2}
+  %put = f32[3,8] dynamic-update-slice(%slots, %row, %i, %i), metadata={op_name="jit(f)/while/dynamic_update_slice" stack_frame_id=2}
+  %row2 = f32[1,8] broadcast(%i), dimensions={}, metadata={op_name="jit(f)/while/body/iota" stack_frame_id=3}
+  %put2 = f32[3,8] dynamic-update-slice(%others, %row2, %i, %i)
+  ROOT %t = (s32[], f32[3,8], f32[3,8]) tuple(%i, %put, %put2)
+}
+
+ENTRY %main (a: (s32[], f32[3,8], f32[3,8])) -> (s32[], f32[3,8], f32[3,8]) {
+  %a = (s32[], f32[3,8], f32[3,8]) parameter(0)
+  ROOT %loop = (s32[], f32[3,8], f32[3,8]) while(%a), condition=%body, body=%body, metadata={op_name="jit(f)/while" stack_frame_id=2}
+}
+"""  # noqa: E501
+
+
+@pytest.mark.quick
+def test_slots_that_a_loop_over_both_passes_carries():
+    """As a pipeline has them: of two stacks, the one into which the forward pass puts something."""
+    (row,) = table_of(HEAD + SLOTS).kept
+    assert (row.line, row.shape, row.bytes, row.where) == ("train.py:20", "f32[3,8]", 96, "loop in all_gather")
+
+
 @pytest.mark.quick
 def test_a_line_that_the_compiler_dropped_is_marked():
-    text = TEXT.replace(' metadata={op_name="jit(f)/dot_general" stack_frame_id=4}', " metadata={stack_frame_id=3}")
+    text = TEXT.replace('metadata={op_name="jit(f)/dot_general" stack_frame_id=4}', "metadata={stack_frame_id=3}")
     (row,) = table_of(text, MESH).matmuls
     assert row.line == "~train.py:10"
     assert "~ the compiler dropped the line" in as_text(table_of(text, MESH))
