@@ -25,6 +25,8 @@ from jax.experimental import topologies
 
 from benchmarks.steps import load, lowered_step, print_header, print_line
 from cluster.devices import make_mesh
+from compiled.hlo import parse, with_mesh
+from compiled.operations import matmul
 from training_io.config import check_divides
 
 GPUS = {  # compute capability, processors, shared memory of one and of a block, bytes, bytes/s, level-2 cache, GHz
@@ -34,6 +36,8 @@ GPUS = {  # compute capability, processors, shared memory of one and of a block,
 }
 # Timing needs a device. Without timing, Triton's matmuls would have a tile that is never the best.
 UNTIMED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
+"""Opcodes that launch no kernel."""
 COLUMNS = ["configuration", "devices", "compiled in s", "arguments", "peak", "matmuls", "of f32", "cuDNN", "others"]
 COLUMNS += ["collectives", "beside matmuls", "moved"]
 
@@ -57,38 +61,44 @@ def description(gpu: str) -> str:
     """
 
 
-def step_on(name: str, overrides: list[str], devices: list) -> tuple[jax.stages.Lowered, dict]:
-    """The training step of configs/{name}.yaml on these devices, and the compiler options of the configuration."""
+def step_on(name: str, overrides: list[str], devices: list) -> tuple[jax.stages.Lowered, dict, dict[str, int]]:
+    """The training step of configs/{name}.yaml on these devices, the compiler options, and the mesh."""
     c = load(name, overrides)
     mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, devices, c.mesh.p)
     check_divides(c, mesh.shape)
     with jax.set_mesh(mesh):
-        return lowered_step(c), c.hardware.compiler_options
+        return lowered_step(c), c.hardware.compiler_options, dict(mesh.shape)
 
 
 def count(hlo: str) -> list[int]:
     """Numbers of operations, in the order of COLUMNS."""
-    fused = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", hlo))
-    free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
-    instruction = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*?[\])}]) ([a-z][\w-]*)\((.*?)\)(.*)$", re.MULTILINE)
+    program = parse(hlo)
+    # What a kernel computes: a product may be in a fusion, with the slice that it writes to.
+    inside = {i.called[0] for i in program.instructions() if i.opcode in ("fusion", "async-start")}
+    inside |= {name for i in program.instructions() for name in re.findall(r"to_apply=%?([\w.-]+)", i.attributes)}
     matmuls = f32 = cudnn = others = collectives = beside = moved = 0
-    for name, body in re.findall(r"^(?:ENTRY )?%?([\w.-]+) \([^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL):
-        types, started, heavy = {}, {}, 0
-        for result, dtype, operation, operands, rest in instruction.findall(body if name not in fused else ""):
-            types[result], operands = dtype, re.findall(r"%([\w.-]+)", operands)
-            if "__cublas" in rest or "__cudnn" in rest:
+    for computation in program.computations.values():
+        started, heavy = {}, 0
+        for instruction in computation.instructions.values() if computation.name not in inside else ():
+            parts = [(computation, instruction)]
+            if instruction.opcode == "fusion":
+                fused = program.computations[instruction.called[0]]
+                parts += [(fused, part) for part in fused.instructions.values()]
+            products = [found for part in parts if (found := matmul(*part))]
+            attention = sum("__cudnn" in part.attributes for _, part in parts)
+            if products or attention:
                 heavy += 1
-                matmuls += "__cublas" in rest
-                cudnn += "__cudnn" in rest
-                f32 += "__cublas" in rest and any(types.get(x, "").startswith("f32") for x in operands[:2])
-            elif operation.endswith("-start"):
+                matmuls += len(products)
+                cudnn += attention
+                f32 += sum(product.dtype == "f32" for product in products)
+            elif instruction.opcode.endswith("-start"):
                 collectives += 1
-                started[result] = heavy
-                moved += '"is_pipelined":true' in rest
-            elif operation.endswith("-done"):
-                beside += heavy > started.get(operands[0], heavy)
+                started[instruction.name] = heavy
+                moved += '"is_pipelined":true' in instruction.attributes
+            elif instruction.opcode.endswith("-done"):
+                beside += heavy > started.get(instruction.operands[0], heavy)
             else:
-                others += operation not in free
+                others += instruction.opcode not in FREE
     return [matmuls, f32, cudnn, others, collectives, beside, moved]
 
 
@@ -101,7 +111,11 @@ def main() -> None:
     parser.add_argument(
         "-o", dest="options", action="append", default=[], metavar="NAME=VALUE", help="for the compiler"
     )
-    parser.add_argument("--hlo", type=Path, help="directory in which to keep the scheduled programs, by configuration")
+    parser.add_argument(
+        "--hlo",
+        type=Path,
+        help="directory for the programs, by configuration: python -m tools.compiled_step run=<file> shows one",
+    )
     args, overrides = parser.parse_known_args()
     jax.config.update("jax_platforms", "cpu")  # so that JAX's plugin for CUDA does not look for a device
     try:
@@ -114,7 +128,7 @@ def main() -> None:
     for name in args.config_name.split(","):
         case = [" ".join((name, *overrides, *args.options)), f"{args.devices} × {args.gpu}"]
         try:
-            lowered, own = step_on(name, [f"hardware={args.gpu}", *overrides], devices)
+            lowered, own, mesh = step_on(name, [f"hardware={args.gpu}", *overrides], devices)
             begin = time.perf_counter()
             compiled = lowered.compile(compiler_options={**own, **UNTIMED, **options})
         except (ValueError, jax.errors.JaxRuntimeError) as error:
@@ -126,7 +140,7 @@ def main() -> None:
         print_line(*case, seconds, *sizes, *count(hlo))
         if args.hlo:
             args.hlo.mkdir(parents=True, exist_ok=True)
-            (args.hlo / f"{name}.txt").write_text(hlo)
+            (args.hlo / f"{name}.txt").write_text(with_mesh(hlo, mesh))
 
 
 if __name__ == "__main__":

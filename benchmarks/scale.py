@@ -21,6 +21,8 @@ import jax
 
 from benchmarks.steps import load, lowered_step, print_header, print_line, simulate_devices
 from cluster.devices import make_mesh
+from compiled.hlo import parse
+from compiled.operations import COLLECTIVES
 
 DEVICES = (8, 16, 32, 64)
 FLAGS = (
@@ -28,7 +30,6 @@ FLAGS = (
     "--xla_backend_optimization_level=0",  # of LLVM, after the HLO that is counted: this saves time
 )
 SMALLEST = {"r": 2, "d": 2, "t": 2}
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 SEQUENCES = 6
 """Number of sequences on each device."""
 
@@ -56,8 +57,7 @@ def step_on(case: str, sizes: dict[str, int]) -> jax.stages.Lowered:
 def count(lowered: jax.stages.Lowered) -> tuple[int, int, str]:
     """Operations traced, instructions compiled, and, as text, the collectives among them. Loops count once."""
     traced = re.findall(r"^ *(?:%\S+ = )?\"?(?:stablehlo|func|sdy|chlo|mhlo)\.", lowered.as_text(), re.MULTILINE)
-    hlo = lowered.compile().as_text()
-    compiled = re.findall(r"^\s+(?:ROOT )?%[\w.-]+ = .*?[\])}] ([a-z][\w-]*)\(", hlo, re.MULTILINE)
+    compiled = [instruction.opcode for instruction in parse(lowered.compile().as_text()).instructions()]
     found = {kind: compiled.count(kind) + compiled.count(f"{kind}-start") for kind in COLLECTIVES}
     return len(traced), len(compiled), ", ".join(f"{number} {kind}" for kind, number in found.items() if number)
 

@@ -60,7 +60,6 @@ class Run:
             if environment:
                 who = ["distributed.auto=true"]
             settings = [f"paths.root_working_dir={root}", "paths.model_name=run", *SMALL, *who, *overrides]
-            # No dot: rendering the HLO takes longer than the run.
             env = os.environ | {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu", "PATH": ""}
             env |= environment[i] if environment else {}
             path = root / f"hook{i}"

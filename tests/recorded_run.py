@@ -60,12 +60,12 @@ def rows_on_devices(batch) -> dict[str, str]:
 
 
 def record(run_files):
-    """What is to take the place of `compile_with_hlo_dump` in training_io.run: the same, with a RecordedStep."""
-    compile_with_hlo_dump = run_files.compile_with_hlo_dump
+    """What is to take the place of `compile_step` in training_io.run: the same, with a RecordedStep."""
+    compile_step = run_files.compile_step
 
     def compile_and_record(lowered, directory, options):
-        compiled, _ = compile_with_hlo_dump(lowered, directory, options)
-        return RecordedStep(compiled, Path(directory)), None  # no graph: to draw it takes longer than the run
+        compiled, _ = compile_step(lowered, directory, options)
+        return RecordedStep(compiled, Path(directory)), None  # no text: nothing is drawn
 
     return compile_and_record
 
@@ -74,5 +74,5 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from training_io import run as run_files
 
-    run_files.compile_with_hlo_dump = record(run_files)
+    run_files.compile_step = record(run_files)
     runpy.run_module("train", run_name="__main__", alter_sys=True)

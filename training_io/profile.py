@@ -1,11 +1,9 @@
-"""A few profiled training steps: their time, MFU, a trace for Perfetto, and how long devices wait between them."""
+"""A few profiled training steps: their time, MFU, a trace for Perfetto, how long devices wait, and time by line."""
 
 import concurrent.futures
 import contextlib
 import json
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,14 @@ from typing import Any
 import jax
 
 from cluster.watch import pause
-from training_io import bubble, perfetto
+from compiled.times import top_lines
+from training_io.beside import FAILURES, run_beside
 from training_io.directory import TRACE
 from training_io.metrics import RunLog
 
 MODULE = "jit_training_step"
 """Name of the training step's program."""
 _READ_TIMEOUT_S = 300.0
-_FAILURES = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
 _MORE_TRACED_STEPS = 2
 """Steps that are traced after the two that are timed. The gaps before the last ones follow steps whose metrics were
 read, as all later gaps do."""
@@ -41,10 +39,17 @@ class StepProfiler:
 
     Args:
         log: log of the run. It gets the event "step_bubble", of the last traced step, when the trace has been read; see
-            bubble.py.
+            compiled/bubble.py.
+        hlo: HLO text of the step, with which the time by source line is found; None if there is none.
+
+    Attributes:
+        by_line: the lines that take longest, for a terminal, or why they are not known; None before `close`, and if
+            nothing was traced.
     """
 
-    def __init__(self, log: RunLog):
+    def __init__(self, log: RunLog, hlo: Path | None):
+        self.by_line: str | None = None
+        self._hlo = hlo
         self._log, steps = log, log.total_steps - log.start_step
         self._first, self._last = max(0, min(2, steps - 2)), min(3, steps - 1)
         self._last_traced = min(self._last + _MORE_TRACED_STEPS, steps - 1)
@@ -64,7 +69,7 @@ class StepProfiler:
             self._before = None
             try:
                 jax.profiler.start_trace(self._log.directory / TRACE, profiler_options=_options())
-            except _FAILURES as error:
+            except FAILURES as error:
                 print(f"profile: none, the trace cannot be started: {error}")
                 return
             self._start = time.perf_counter()
@@ -93,7 +98,7 @@ class StepProfiler:
         if self._start is not None:
             self._start = None
             self._executor.shutdown()
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(*FAILURES):
                 jax.profiler.stop_trace()
             shutil.rmtree(self._log.directory / TRACE, ignore_errors=True)
             print("profile: the run ended within the profiled steps, so there is no measurement")
@@ -103,7 +108,7 @@ class StepProfiler:
         try:
             self._timing.result()
             return tracing.result()
-        except _FAILURES as error:
+        except FAILURES as error:
             print(f"profile: the trace could not be written: {error}")
             return None
 
@@ -136,9 +141,12 @@ class StepProfiler:
     def _trace_and_bubble(self, last: int, outputs: Any) -> Path:
         trace = _finish_trace(self._log.directory, outputs)
         try:
-            found = _read_bubble(trace, MODULE, last - self._first + 1)
-        except _FAILURES as error:
-            found = {"because": f"the trace could not be read: {error}"}
+            found = _read_trace(trace, MODULE, last - self._first + 1, self._hlo)
+        except FAILURES as error:
+            found = {key: {"because": f"the trace could not be read: {error}"} for key in ("bubble", "lines")}
+        by_line, found = found["lines"], found["bubble"]
+        unknown = f"profile by source line: none, because {by_line.get('because')}"
+        self.by_line = unknown if "because" in by_line else top_lines(by_line)
         begin, end = self._log.start_step + self._first, self._log.start_step + last
         stops = {event for step, event in self._log.events if begin <= step < end}
         if stops:
@@ -166,7 +174,7 @@ def _finish_trace(directory: Path, outputs: Any) -> Path:
         if len(traces) != 1:
             raise OSError(f"jax.profiler wrote {len(traces)} traces into {directory / TRACE}")
         converted = traces[0].with_name("perfetto_trace.json.gz")
-        _run(perfetto.__file__, traces[0], converted)
+        run_beside("compiled.perfetto", traces[0], converted, timeout=_READ_TIMEOUT_S)
         kept = directory / "plugins" / "profile" / converted.parent.name
         kept.parent.mkdir(parents=True, exist_ok=True)
         converted.parent.rename(kept)
@@ -175,24 +183,12 @@ def _finish_trace(directory: Path, outputs: Any) -> Path:
     return kept / converted.name
 
 
-def _read_bubble(trace: Path, module: str, steps: int) -> dict[str, Any]:
+def _read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[str, Any]:
     profiles = list(trace.parent.glob("*.xplane.pb"))
     if len(profiles) != 1:
         raise OSError(f"{len(profiles)} files *.xplane.pb in {trace.parent}")
-    return json.loads(_run(bubble.__file__, profiles[0], module, steps))
-
-
-def _run(program: str, *arguments: Any) -> str:
-    """Runs one of our programs and returns what it prints. Raises RuntimeError with the last line of its errors.
-
-    In a process of its own, as reading a trace must not hold the interpreter lock of the process that trains.
-    """
-    command = [sys.executable, "-I", program, *map(str, arguments)]
-    done = subprocess.run(command, timeout=_READ_TIMEOUT_S, stdin=subprocess.DEVNULL, capture_output=True)
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"{Path(program).name} ended with exit code {done.returncode}")
-    return done.stdout.decode()
+    given = (profiles[0], module, steps, *([hlo] if hlo else []))
+    return json.loads(run_beside("compiled.trace", *given, timeout=_READ_TIMEOUT_S))
 
 
 def _bubble_line(found: dict[str, Any], first: int, last: int) -> str:

@@ -49,10 +49,10 @@ def save_config(directory: Path, config: Any) -> None:
             OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
 
 
-def print_end(directory: Path, checkpoint: str, loss: float, loader: Any, trace: Path | None, rendering: Any) -> None:
+def print_end(directory: Path, checkpoint: str, loss: float, loader: Any, trace: Path | None, drawing: Any) -> None:
     """Prints the last loss in nats a token and the files of a run, on process 0 alone.
 
-    `rendering`: the future that start_rendering gives, which this waits for, or None.
+    `drawing`: the future that start_drawing gives, which this waits for, or None.
     """
     if jax.process_index():
         return
@@ -63,5 +63,5 @@ def print_end(directory: Path, checkpoint: str, loss: float, loader: Any, trace:
     print(f"checkpoint {checkpoint}")
     if trace:
         print(f"trace      {trace}  (open it at ui.perfetto.dev)")
-    if rendering:
-        print(rendering.result())
+    if drawing:
+        print(drawing.result())

@@ -23,11 +23,11 @@ from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import ANOTHER, Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
+from training_io.compiling import compile_step, start_drawing
 from training_io.config import Config
 from training_io.directory import override
 from training_io.evaluation import evaluate
 from training_io.flops import Speed, doubt, flops_of_model, peak_flops
-from training_io.hlo import compile_with_hlo_dump, start_rendering
 from training_io.initial_weights import check_begins, checkpoints_of, read_weights
 from training_io.manifest import Damaged
 from training_io.memory import peak_memory
@@ -43,8 +43,8 @@ from training_io.soundness import check_steps
 from training_io.stages import describe_stages, placement_of, stack_orders
 from training_io.trackers import tracked
 
-RENDERED_AFTER = 6
-"""Steps of this process before the picture of the compiled step is drawn. The profiled steps are among them."""
+DRAWN_AFTER = 6
+"""Steps of this process before the compiled step is drawn. The profiled steps are among them."""
 MAX_FAILED_SAVES = 3
 """Number of saves that fail one after the other before the run ends."""
 
@@ -85,7 +85,7 @@ class Run:
         self._failure: str | None = None  # why the log ends the run
         self._failed_saves, self._told = 0, False
         self._damaged: dict[int, str] = {}
-        self._graph = self._rendering = self._loss = None
+        self._hlo = self._drawing = self._loss = None
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
@@ -254,7 +254,7 @@ class Run:
         return self.done >= self.total
 
     def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
-        """The compiled training step for `state` and the batches of the run. Keeps the program's graph for a picture.
+        """The compiled training step for `state` and the batches of the run. Keeps its HLO text, for a picture.
 
         Tracing checks all types of the step, and refuses a step that communicates wrongly.
         """
@@ -271,7 +271,7 @@ class Run:
             self.print(
                 f"source     a resumed run is not compared with this one: on one device its steps do not trace: {why}"
             )
-        self._program, self._graph = compile_with_hlo_dump(lowered, self.directory, self.options)
+        self._program, self._hlo = compile_step(lowered, self.directory, self.options)
         return self._program
 
     # ---- the loop -------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Run:
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
         """Index of each step that is still to be done, and its batch. Ends early on a signal. Reads batches ahead."""
         ahead = self.c.data.prefetch
-        self._profiler = StepProfiler(self._log)
+        self._profiler = StepProfiler(self._log, self._hlo)
         self._cleanup.callback(self._profiler.close)
         load = lambda step: self.loader.load(self._batch_of(step))
         batches = Prefetcher(load, self.start, self.total, ahead, self.loader.parallel_loads)
@@ -288,8 +288,8 @@ class Run:
         for step in range(self.start, self.total):
             self._profiler.before_step(step - self.start)
             yield step, next(batches)
-            if self._graph and self._rendering is None and (self.is_over or step - self.start == RENDERED_AFTER):
-                self._rendering = start_rendering(self._graph)
+            if self._hlo and self._drawing is None and (self.is_over or step - self.start == DRAWN_AFTER):
+                self._drawing = start_drawing(self._hlo)
             if self.stopped_by:
                 return
 
@@ -409,8 +409,10 @@ class Run:
             self.print(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if jax.process_index() == 0 and (why := doubt(self._peak, self._log.highest_mfu)):
             self.print(f"peak       {why}")
+        if self._profiler.by_line:
+            self.print(self._profiler.by_line)
         checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"
-        print_end(self.directory, checkpoint, float(self._loss), self.loader, trace, self._rendering)
+        print_end(self.directory, checkpoint, float(self._loss), self.loader, trace, self._drawing)
         return None
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from compiled import collectives
+from step_text import collectives
 
 import train
 from input_loader import TokenBatch

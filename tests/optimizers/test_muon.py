@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from compiled import KINDS, collectives, computations
 from optax.contrib import MuonDimensionNumbers
 from optax_truth import SIZES, of_kinds, random_like, same, updated_by_optax, updated_on
 from shipped import load
+from step_text import KINDS, collectives, computations
 
 import train
 from modeling.model import load_model

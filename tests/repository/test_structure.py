@@ -24,6 +24,7 @@ FLOORS = [
     ("text",),
     ("flat_tokens",),
     ("cluster",),
+    ("compiled",),
     ("configuration",),
     ("jax_extra",),
 ]

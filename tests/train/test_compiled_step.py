@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 import tiny
-from compiled import collectives, compile_step, computations
+from step_text import collectives, compile_step, computations
 
 import train
 

@@ -72,7 +72,7 @@ def run(directory: Path, mesh: dict[str, int], steps: int = STEPS, kind: str = "
     directory.mkdir(exist_ok=True)
     sizes = sizes_of(mesh)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_files, "compile_with_hlo_dump", recorded_run.record(run_files))
+        patch.setattr(run_files, "compile_step", recorded_run.record(run_files))
         with jax.set_mesh(make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])):
             train.train(c, load_model(c.model), directory)
     return directory

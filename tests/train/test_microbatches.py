@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from compiled import collectives, compile_step
+from step_text import collectives, compile_step
 
 import train
 from cluster.devices import make_mesh

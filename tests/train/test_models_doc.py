@@ -43,7 +43,7 @@ def losses(directory: Path, *overrides: str) -> list[float]:
         "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)]),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags(8),
-        "PATH": "",  # no dot: rendering the HLO takes longer than the run
+        "PATH": "",
     }
     command = [sys.executable, "-m", "train", *settings]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

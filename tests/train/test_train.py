@@ -130,8 +130,9 @@ def test_a_run_leaves_its_outputs(unbroken):
     assert (bubble["step"], bubble["steps"], bubble["devices"]) == (5, 4, 8)
     assert 0 <= bubble["step_bubble"] <= bubble["worst"] < 1
     assert len(list(unbroken.glob("plugins/profile/*/perfetto_trace.json.gz"))) == 1
-    pictures = list(unbroken.glob("training_step_optimized_hlo_*"))
-    assert [p.suffix in (".svg", ".dot") for p in pictures] == [True]
+    assert {p.suffix for p in unbroken.glob("training_step_optimized_hlo_*")} == {".txt", ".json", ".svg"}
+    (profile,) = unbroken.glob("plugins/profile/*/profile_by_line.json")
+    assert any(row["line"].startswith("train.py:") for row in json.loads(profile.read_text())["lines"])
 
 
 def test_the_validation_loss_is_that_of_the_validation_split(unbroken):

@@ -432,7 +432,7 @@ def test_one_run_in_a_directory_and_none_without_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_at_an_odd_place(tmp_path):
-    """Checkpoint, samples, trace and graph are written there, and a second start resumes from there."""
+    """Checkpoint, samples, trace and picture are written there, and a second start resumes from there."""
     (tmp_path / "here").mkdir()
     place = ["paths.root_working_dir='here/../we ird/ü[x]*?/~y/'", "paths.model_name='a b//ç d/../e f/'"]
     place += [f"data.filespec={ROOT / 'synthetic_dataset.zarr'}"]
@@ -442,7 +442,7 @@ def test_a_run_at_an_odd_place(tmp_path):
     assert (directory / "checkpoints" / "0000000008" / "zarr.json").is_file()
     assert len((directory / "samples.jsonl").read_text().splitlines()) == 3
     assert len(list((directory / "plugins").rglob("perfetto_trace.json.gz"))) == 1
-    assert len([*(path for path in directory.iterdir() if path.suffix == ".dot")]) == 1
+    assert len([*(path for path in directory.iterdir() if path.suffix == ".svg")]) == 1
     assert "WARNING" not in run.stdout(0)
     run = Run(tmp_path / "second", 1, 1, *short, *place, "training.steps=9", cwd=tmp_path).succeed()
     assert "resumed after 8 steps" in run.stdout(0)

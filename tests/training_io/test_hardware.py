@@ -15,8 +15,8 @@ from cluster.config import DistributedConfig, HardwareConfig
 from cluster.devices import known_options, start_devices
 from modeling.model import load_model
 from train import make_evaluation_step
+from training_io.compiling import compile_step
 from training_io.config import check_config, register_schema
-from training_io.hlo import compile_with_hlo_dump
 from training_io.resuming import with_defaults
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def test_the_others_reach_both_steps(tmp_path, monkeypatch):
     for process in (0, 1):
         monkeypatch.setattr(jax, "process_index", lambda: process)  # noqa: B023
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_not_there"):
-            compile_with_hlo_dump(lowered, tmp_path, {"xla_not_there": 1})
+            compile_step(lowered, tmp_path, {"xla_not_there": 1})
     c = tiny.config()
     with jax.set_mesh(tiny.mesh("one device")):
         w, batch = tiny.weights(c.model), tiny.place_batch(c)

@@ -31,7 +31,7 @@ def run_log(directory, steps):
 
 def train(directory, steps, done=None, fetch_s=0.0):
     with run_log(directory, steps) as log:
-        profiler = profile.StepProfiler(log)
+        profiler = profile.StepProfiler(log, None)
         x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
         for i in range(steps if done is None else done):
             profiler.before_step(i)
@@ -81,7 +81,7 @@ def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
     in_main = lambda: threading.current_thread() is threading.main_thread()
     monkeypatch.setattr(jax, "block_until_ready", lambda outputs: waited[in_main()].append(outputs))
     with run_log(tmp_path, 9) as log:
-        profiler = profile.StepProfiler(log)
+        profiler = profile.StepProfiler(log, None)
         for i in range(9):
             profiler.before_step(i)
             profiler.after_step(i, f"outputs of {i}")

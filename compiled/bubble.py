@@ -1,4 +1,4 @@
-"""Time in which devices execute nothing between training steps, from a trace. profile.py runs it as a program.
+"""Time in which devices execute nothing between training steps, from a trace.
 
 Where a trace (xplane.pb, as jax.profiler writes it) has the executions of a program on the devices:
 
@@ -11,8 +11,6 @@ Where a trace (xplane.pb, as jax.profiler writes it) has the executions of a pro
 
 import collections
 import itertools
-import json
-import sys
 from typing import Any, NamedTuple
 
 MODULES_LINE = "XLA Modules"
@@ -159,17 +157,3 @@ def _of_cpu_devices(plane: Any, module: str) -> dict[str, list[Execution]]:
     for (device, _), execution in executions.items():
         found[f"CPU:{device}"].append(execution)
     return dict(found)
-
-
-def main(trace_path: str, module: str, steps: str) -> None:
-    """Prints the figures of a trace as JSON, or {"because": …}."""
-    from jax.profiler import ProfileData
-
-    try:
-        print(json.dumps(step_bubble(ProfileData.from_file(trace_path), module, int(steps))))
-    except NotMeasured as reason:
-        print(json.dumps({"because": str(reason)}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

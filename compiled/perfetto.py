@@ -1,4 +1,4 @@
-"""Turns the profiler's trace.json.gz into one that Perfetto accepts. profile.py runs it as a program."""
+"""Turns the profiler's trace.json.gz into one that Perfetto accepts. A program, which a run starts."""
 
 import gzip
 import json

@@ -11,8 +11,11 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 
 def compile_step(mesh: str, **training):
-    c = tiny.config(**training)
-    with jax.set_mesh(tiny.mesh(mesh)):
+    return compile_config(tiny.config(**training), tiny.mesh(mesh))
+
+
+def compile_config(c, mesh):
+    with jax.set_mesh(mesh):
         state, batch = tiny.state(c), tiny.place_batch(c)
         return tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
 

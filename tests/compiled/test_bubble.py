@@ -10,10 +10,10 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.profiler import ProfileData
+from traces import trace
 
+from compiled.bubble import NotMeasured, step_bubble
 from training_io import profile
-from training_io.bubble import NotMeasured, step_bubble
 from training_io.flops import ModelFlops, PeakFlops, Speed
 from training_io.metrics import RunLog
 from training_io.profile import StepProfiler
@@ -22,31 +22,6 @@ STEP = "jit_training_step"
 # jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
 SPEED = Speed(100, ModelFlops(1, 1, "", ""), PeakFlops(1, ""))
-
-
-def trace(planes):
-    """A trace. planes: {plane: {line: [(start in µs, end in µs, name, stats), ...]}}."""
-    text = ""
-    for plane, lines in planes.items():
-        events = [event for line in lines.values() for event in line]
-        names = list(dict.fromkeys(name for *_, name, _ in events))
-        keys = list(dict.fromkeys(key for *_, stats in events for key in stats))
-        body = ""
-        for table, entries in (("event_metadata", names), ("stat_metadata", keys)):
-            for i, entry in enumerate(entries):
-                body += f'{table} {{ key: {i + 1} value {{ id: {i + 1} name: "{entry}" }} }}\n'
-        for line, events in lines.items():
-            body += f'lines {{ name: "{line}"\n'
-            for start, end, name, stats in events:
-                body += f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {round(start * 1e6)} "
-                body += f"duration_ps: {round((end - start) * 1e6)} "
-                for key, value in stats.items():
-                    kind = "str_value" if isinstance(value, str) else "int64_value"
-                    body += f"stats {{ metadata_id: {keys.index(key) + 1} {kind}: {json.dumps(value)} }} "
-                body += "}\n"
-            body += "}\n"
-        text += f'planes {{ name: "{plane}"\n{body}}}\n'
-    return ProfileData.from_text_proto(text)
 
 
 def gpu(adam_ends, nccl_ends, steps=3):
@@ -147,7 +122,7 @@ def _of_this_program(monkeypatch):
 
 def train(directory, sleep_s, sample_after=None):
     with RunLog(directory, total_steps=18, start_step=10, speed=SPEED) as log:
-        profiler = StepProfiler(log)
+        profiler = StepProfiler(log, None)
         x = jax.block_until_ready(slow_step(jnp.ones((256, 256))))
         for i in range(8):
             profiler.before_step(i)
@@ -211,10 +186,3 @@ def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch, broke
     assert lines == []
     output = capsys.readouterr().out.splitlines()
     assert [line for line in output if line.startswith("step_bubble: not measured, because ")] == output[-1:]
-
-
-def test_the_reason_is_the_last_line_of_the_programs_errors(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text("import sys\nprint('{}')\nsys.exit('first\\nand why')")
-    with pytest.raises(RuntimeError, match=r"^and why$"):
-        profile._run(str(program))

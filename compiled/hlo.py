@@ -1,0 +1,275 @@
+"""The text of an optimized HLO program, as `jax.stages.Compiled.as_text` prints it, as data. Does not import JAX.
+
+XLA prints the source lines of an operation in one of two ways: in its own metadata (source_file, source_line), or as
+the number of a stack frame, with tables of frames before the first computation.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """Type of an array of one device."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of its entries. Zero for what holds none, such as a token."""
+        return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+class Frame(NamedTuple):
+    """A call on the way to an operation. `function` is empty where the program does not name it."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One operation of a computation.
+
+    Attributes:
+        name: unique in the program.
+        opcode: such as "all-gather".
+        shapes: of the result; of all parts of a tuple, in order.
+        operands: names of the instructions that it reads, in order.
+        attributes: text after the operands.
+        is_root: whether its result is the computation's.
+        op_name: JAX's name of the operation, such as "jit(f)/transpose(jvp())/while/body/mul". Empty without one.
+        frames: the calls in the source that lead to it, innermost first.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+    op_name: str
+    frames: tuple[Frame, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of the result."""
+        return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that run as part of it, such as a fusion's or a loop's body."""
+        found = re.findall(
+            r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)", self.attributes
+        )
+        branches = re.search(r"\bbranch_computations=\{([^}]*)\}", self.attributes)
+        return (*found, *(re.findall(r"[\w.\-]+", branches[1]) if branches else ()))
+
+    @property
+    def index(self) -> int:
+        """Which part of a tuple a get-tuple-element reads."""
+        return int(re.search(r"\bindex=(\d+)", self.attributes)[1])
+
+    @property
+    def turns(self) -> int | None:
+        """Number of turns of a loop; None if the compiler does not know it."""
+        count = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
+        return int(count[1]) if count else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
+    """A function of the program. `instructions` are in the order of the text, which is that of the schedule."""
+
+    name: str
+    instructions: dict[str, Instruction]
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        """The instruction whose result is the computation's."""
+        return next((i for i in self.instructions.values() if i.is_root), [*self.instructions.values()][-1])
+
+    @functools.cached_property
+    def readers(self) -> dict[str, list[Instruction]]:
+        """The instructions that read each instruction."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                found.setdefault(operand, []).append(instruction)
+        return found
+
+    def parameter(self, number: int) -> Instruction | None:
+        """The parameter of this number."""
+        return self._parameters.get(number)
+
+    @functools.cached_property
+    def _parameters(self) -> dict[int, Instruction]:
+        return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """An HLO module.
+
+    Attributes:
+        name: such as "jit_training_step".
+        devices: number of devices of one instance of the program.
+        mesh: number of devices along each axis, which `with_mesh` wrote before the text. Empty without it.
+        computations: by name.
+        entry: the computation that runs.
+        files: paths of the source files that it names.
+    """
+
+    name: str
+    devices: int
+    mesh: dict[str, int]
+    computations: dict[str, Computation]
+    entry: Computation
+    files: tuple[str, ...]
+
+    def instructions(self) -> Iterator[Instruction]:
+        """All of them, those of fusions and loops too."""
+        for computation in self.computations.values():
+            yield from computation.instructions.values()
+
+
+def with_mesh(text: str, mesh: Mapping[str, int]) -> str:
+    """The text of a program, after a comment with the mesh that it was compiled for."""
+    return f"// mesh {' '.join(f'{axis}={size}' for axis, size in mesh.items())}\n{text}"
+
+
+def parse(text: str) -> Program:
+    """The program of an HLO text. Raises ValueError for a text that is none."""
+    heading = re.search(r"^HloModule ([\w.\-]+)", text, re.MULTILINE)
+    if heading is None:
+        raise ValueError('this is no text of an HLO program: it has no line that begins with "HloModule".')
+    comment = re.match(r"// mesh ((?:\w+=\d+ ?)*)\n", text)
+    mesh = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", comment[1])} if comment else {}
+    partitions = re.search(r"num_partitions=(\d+)", text[heading.start() : text.find("\n", heading.start())])
+    stacks, computations, entry, files = _Stacks(text), {}, None, {}
+    instructions: dict[str, Instruction] | None = None
+    for line in text.splitlines():
+        if instructions is None:
+            if head := _HEAD.match(line):
+                instructions, name, is_entry = {}, head[2], bool(head[1])
+        elif line.startswith("}"):
+            if instructions:
+                computations[name] = Computation(name, instructions)
+                entry = computations[name] if is_entry else entry
+            instructions = None
+        elif instruction := _instruction(line, stacks):
+            instructions[instruction.name] = instruction
+            files.update(dict.fromkeys(frame.file for frame in instruction.frames))
+    if entry is None:
+        raise ValueError("the text of the HLO program has no ENTRY computation, or ends before its end.")
+    return Program(heading[1], int(partitions[1]) if partitions else 1, mesh, computations, entry, tuple(files))
+
+
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+_NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+
+
+def _bits(dtype: str) -> int:
+    if dtype in ("pred", "token", "opaque"):
+        return {"pred": 8}.get(dtype, 0)
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 0
+
+
+def _closing(text: str, start: int) -> int:
+    """Position of the bracket that closes the one at `start`; the last one if none does."""
+    depth = 0
+    for found in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.start()
+    return len(text) - 1
+
+
+def _instruction(line: str, stacks: "_Stacks") -> Instruction | None:
+    name = _NAME.match(line)
+    if name is None:
+        return None
+    start = name.end()
+    end = _closing(line, start) + 1 if line[start : start + 1] == "(" else line.find(" ", start)
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        return None
+    shapes = tuple(
+        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
+        for dtype, dims in _ARRAY.findall(line[start:end])
+    )
+    close = _closing(line, opcode.end() - 1)
+    inside = line[opcode.end() : close]
+    if "%" in inside:
+        operands = re.findall(r"%([\w.\-]+)", inside)
+    elif opcode[1] == "constant":
+        operands = []
+    else:
+        operands = [part.split()[-1] for part in re.sub(r"/\*.*?\*/", "", inside).split(",") if part.strip()]
+    attributes = line[close + 1 :]
+    op_name = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', attributes)
+    return Instruction(
+        name=name[2],
+        opcode=opcode[1],
+        shapes=shapes,
+        operands=tuple(operands),
+        attributes=attributes,
+        is_root=bool(name[1]),
+        op_name=op_name[1] if op_name else "",
+        frames=stacks.of(attributes),
+    )
+
+
+class _Stacks:
+    """The frames of a program: of its tables, or of the metadata of an instruction."""
+
+    def __init__(self, text: str):
+        head = text[: found.start()] if (found := re.search(r"^(?:ENTRY )?%?[\w.\-]+ \(", text, re.MULTILINE)) else ""
+        named = lambda title: self._section(head, title)
+        strings = lambda title: {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', named(title), re.MULTILINE)}
+        fields = lambda title: {
+            int(line.split(" ", 1)[0]): {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
+            for line in named(title).splitlines()
+            if re.match(r"\d+ \{", line)
+        }
+        self._files, self._functions = strings("FileNames"), strings("FunctionNames")
+        self._locations, self._frames = fields("FileLocations"), fields("StackFrames")
+        # XLA prints the number of the parent, or one more, so that 1 is no parent.
+        self._shift = int(any(frame.get("parent_frame_id") == number for number, frame in self._frames.items()))
+        self._known: dict[int, tuple[Frame, ...]] = {}
+
+    @staticmethod
+    def _section(head: str, title: str) -> str:
+        found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", head, re.MULTILINE | re.DOTALL)
+        return found[1] if found else ""
+
+    def of(self, attributes: str) -> tuple[Frame, ...]:
+        if number := re.search(r"\bstack_frame_id=(\d+)", attributes):
+            return self._stack(int(number[1]))
+        file, line = re.search(r'\bsource_file="([^"]*)"', attributes), re.search(r"\bsource_line=(\d+)", attributes)
+        return (Frame(file[1], int(line[1]), ""),) if file and line else ()
+
+    def _stack(self, number: int) -> tuple[Frame, ...]:
+        if number not in self._known:
+            frames, seen = [], set()
+            while (frame := self._frames.get(number)) and number not in seen:
+                seen.add(number)
+                location = self._locations.get(frame["file_location_id"], {})
+                file, function = self._files.get(location.get("file_name_id")), location.get("function_name_id")
+                if file is not None:
+                    frames.append(Frame(file, location.get("line", 0), self._functions.get(function, "")))
+                number = frame.get("parent_frame_id", 0) - self._shift
+            self._known[next(iter(seen), number)] = tuple(frames)
+            return tuple(frames)
+        return self._known[number]

@@ -1,0 +1,79 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo_texts import TEXT
+
+from compiled.hlo import Frame, Shape, parse, with_mesh
+
+pytestmark = pytest.mark.quick
+
+
+def test_a_text_by_hand():
+    program = parse(with_mesh(TEXT, {"d": 2, "t": 2}))
+    assert (program.name, program.devices, program.mesh) == ("jit_f", 4, {"d": 2, "t": 2})
+    assert [*program.computations] == ["sum", "fused", "body", "cond", "main"]
+    assert program.entry.name == "main"
+    assert program.entry.root.name == "result"
+    found = {i.name: i for i in program.instructions()}
+    assert found["start"].shapes == (Shape("f32", (4, 8)), Shape("f32", (8, 8)))
+    assert found["start"].operands == ("x.1",)
+    assert found["c"].shapes == (Shape("s32", ()), Shape("f32", (4, 8)))
+    assert (found["loop"].called, found["loop"].turns) == (("body",), 5)
+    assert found["last"].index == 1
+    assert found["t"].operands == ("i", "again")
+    assert found["half"].op_name == "jit(f)/while/body/psum_scatter"
+    assert found["half"].frames == (
+        Frame("/home/x/shardlib/shardops.py", 7, "all_gather"),
+        Frame("/home/x/train.py", 10, "f"),
+    )
+    assert [reader.name for reader in program.entry.readers["x.1"]] == ["start", "init"]
+
+
+def test_frames_whose_parent_has_its_own_number():
+    """As printed where the numbers of parents are not one too high: 0 is no parent."""
+    lines = "1 {file_location_id=2 parent_frame_id=0}\n2 {file_location_id=1 parent_frame_id=1}\n"
+    head, rest = TEXT.split("StackFrames\n")
+    text = f"{head}StackFrames\n{lines}\n{rest.split(chr(10) * 2, 1)[1]}"
+    found = {i.name: i for i in parse(text).instructions()}
+    assert [frame.line for frame in found["half"].frames] == [7, 10]
+
+
+def test_lines_in_the_metadata_of_each_operation():
+    text = """HloModule jit_g
+
+ENTRY main {
+  x = f32[2,<=3]{1,0} parameter(0)
+  ROOT y = (bf16[4]{0}, pred[3]{0}, f8e4m3fn[5]{0}, s4[3]{0}, token[]) custom-call(x, /*index=1*/x), \
+custom_call_target="a(b", metadata={op_name="jit(g)/\\"quoted\\"" source_file="/y/train.py" source_line=12}
+}
+"""
+    root = parse(text).entry.root
+    assert root.frames == (Frame("/y/train.py", 12, ""),)
+    assert root.op_name == 'jit(g)/\\"quoted\\"'
+    assert root.operands == ("x", "x")
+    assert root.bytes == 8 + 3 + 5 + 2
+    assert parse(text).entry.instructions["x"].shapes == (Shape("f32", (2, 3)),)
+
+
+@pytest.mark.parametrize("text", ["", "no program", "HloModule jit_f\n", TEXT[: TEXT.index("ROOT %result")]])
+def test_what_is_no_program_is_refused(text):
+    with pytest.raises(ValueError, match=r"HLO"):
+        parse(text)
+
+
+def test_every_line_of_a_real_program_is_read():
+    """An independent count: instructions are the lines with an equals sign within computations."""
+
+    @jax.jit
+    def f(x):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), c.sum()), x, length=3)
+
+    compiled = f.lower(jnp.ones((4, 4))).compile()
+    body = compiled.as_text().split("\n\n", 1)[1]
+    lines = [line for line in body.splitlines() if line.startswith("  ") and " = " in line]
+    program = parse(compiled.as_text())
+    assert sum(1 for _ in program.instructions()) == len(lines)
+    (loop,) = (i for i in program.instructions() if i.opcode == "while")
+    assert loop.turns == 3
+    here = {frame.line for i in program.instructions() for frame in i.frames if frame.file == __file__}
+    assert f.__wrapped__.__code__.co_firstlineno + 2 in here

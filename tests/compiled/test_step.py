@@ -1,0 +1,255 @@
+"""The compiled step by source line: from texts by hand, against XLA's own figures, and against another reader."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import step_text
+import tiny
+from hlo_texts import HEAD, TEXT
+
+from compiled.hlo import parse, with_mesh
+from compiled.step import Section, describe
+from compiled.table import Table, as_text, in_bytes, in_flops, table_of
+
+MESH = {"d": 2, "t": 2}
+
+
+@pytest.mark.quick
+def test_collectives_of_a_text_by_hand():
+    """Of four devices as d=2 t=2: {0,1} is along t, {0,2} along d, and an array of 4 × 8 f32 has 128 bytes."""
+    found = {(row.op, row.where): row for row in table_of(TEXT, MESH).collectives}
+    figures = {key: (r.line, r.axes, r.bytes, r.count, r.turns, r.overlapped) for key, r in found.items()}
+    assert figures == {
+        ("all-gather", "outside of loops"): ("train.py:10", "t", 128, 1, 1, True),
+        ("reduce-scatter", "loop in f"): ("train.py:10", "d", 64, 1, 5, None),
+        ("all-gather", "loop in f"): ("train.py:10", "d", 64, 1, 5, None),
+        ("all-reduce", "outside of loops"): ("train.py:20", "d t", 2 * 128 * 3 // 4, 1, 1, None),
+    }
+    assert found["reduce-scatter", "loop in f"].step_bytes == 320
+
+
+@pytest.mark.quick
+def test_a_collective_without_work_until_its_end_is_not_overlapped():
+    lines = TEXT.splitlines()
+    done = next(i for i, line in enumerate(lines) if "all-gather-done" in line)
+    lines.insert(next(i for i, line in enumerate(lines) if "all-gather-start" in line) + 1, lines.pop(done))
+    (row,) = [row for row in table_of("\n".join(lines), MESH).collectives if row.overlapped is not None]
+    assert row.overlapped is False
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1},{2,3}}", "t"),
+        ("{{0,2},{1,3}}", "d"),
+        ("{{0,1,2,3}}", "d t"),
+        ("{{0,2,1,3}}", "t d"),
+        ("[1,4]<=[4]", "d t"),
+        ("[2,2]<=[4]", "t"),
+        ("[2,2]<=[2,2]T(1,0)", "d"),
+        ("{}", "d t"),
+        ("@a_form_of_the_future", ""),
+    ],
+)
+def test_axes_of_groups(groups, axes):
+    text = TEXT.replace("replica_groups={{0,1},{2,3}}", f"replica_groups={groups}")
+    (row,) = [row for row in table_of(text, MESH).collectives if row.overlapped is not None]
+    assert row.axes == axes
+
+
+@pytest.mark.quick
+def test_a_permutation_and_a_group_of_one():
+    old = "replica_groups={{0,1},{2,3}}"
+    text = TEXT.replace("all-gather-start", "collective-permute-start").replace(
+        "all-gather-done", "collective-permute-done"
+    )
+    (row,) = [row for row in table_of(text.replace(old, "source_target_pairs={{0,2},{2,0}}"), MESH).collectives
+              if row.overlapped is not None]  # fmt: skip
+    assert (row.op, row.axes, row.bytes) == ("collective-permute", "d", 128)
+    assert all(
+        row.overlapped is None for row in table_of(TEXT.replace(old, "replica_groups={{0},{1},{2},{3}}")).collectives
+    )
+
+
+@pytest.mark.quick
+def test_the_matmul_in_a_fusion_has_its_own_line():
+    (row,) = table_of(TEXT, MESH).matmuls
+    assert (row.line, row.shape, row.dtype, row.step_flops) == ("train.py:20", "8×8×16", "f32", 2 * 8 * 8 * 16)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("operation", "shape"),
+    [
+        (
+            'custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{'
+            '"alpha_real":1,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],'
+            '"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}',
+            "6×4×10",
+        ),
+        ("convolution(%a, %b), dim_labels=bf_io->bf", "6×4×10"),
+        ("dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}", "6×4×10"),
+    ],
+)
+def test_matmuls_as_other_compilers_write_them(operation, shape):
+    text = f"""HloModule jit_f
+
+ENTRY main {{
+  %a = bf16[6,4]{{1,0}} parameter(0)
+  %b = bf16[4,10]{{1,0}} parameter(1)
+  ROOT %c = bf16[6,10]{{1,0}} {operation}
+}}
+"""
+    (row,) = table_of(text).matmuls
+    assert (row.shape, row.dtype, row.flops) == (shape, "bf16", 2 * 6 * 4 * 10)
+
+
+@pytest.mark.parametrize("spec", ["ab,bc->ac", "xab,xbc->xac", "abc,cd->abd", "xab,cbx->xac"])
+def test_flops_are_those_of_xlas_cost_analysis(spec):
+    sizes = dict(zip("xabcd", (3, 16, 32, 48, 64), strict=True))
+    left, right = ([sizes[dim] for dim in dims] for dims in spec.split("->")[0].split(","))
+    compiled = jax.jit(lambda x, y: jnp.einsum(spec, x, y)).lower(jnp.ones(left), jnp.ones(right)).compile()
+    assert sum(row.step_flops for row in table_of(compiled.as_text()).matmuls) == compiled.cost_analysis()["flops"]
+
+
+# ---- the training step ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def training_step(mesh: str, **training) -> tuple[str, Table]:
+    text = step_text.compile_step(mesh, **training).as_text()
+    return text, table_of(text, dict(tiny.mesh(mesh).shape))
+
+
+@pytest.mark.parametrize("mesh", ["d=4 t=2", "r=2 d=2 t=2"])
+def test_collectives_are_those_that_another_reader_counts(mesh):
+    text, table = training_step(mesh)
+    counted = step_text.collectives(text)
+    found = collections.defaultdict(collections.Counter)
+    for row in table.collectives:
+        where = row.where.removesuffix(", again")
+        found[where][row.op] += row.count
+    assert found["layers, forward"] == counted["forward"]
+    assert found["layers, backward"] == counted["backward"]
+    assert set(found["outside of loops"]) == set(counted["outside"])
+
+
+def test_each_written_collective_of_a_layer_is_at_its_line():
+    """The lines of train.py that call a collective, and the axes that their specs say."""
+    _, table = training_step("d=4 t=2")
+    with open(step_text.tiny.train.__file__) as file:
+        source = dict(enumerate(file.read().splitlines(), 1))
+    forward = [row for row in table.collectives if row.where == "layers, forward"]
+    assert forward
+    for row in forward:
+        text = source[int(row.line.removeprefix("train.py:"))]
+        assert ("psum_scatter(" if row.op == "reduce-scatter" else "gather(") in text
+        spec = text.split('"')[1]
+        assert all(f"/{axis}" in spec or f"+{axis}" in spec for axis in row.axes.split())
+    assert {row.turns for row in forward} == {tiny.model().layers}
+
+
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.long)])
+def test_what_save_for_backward_marks_is_kept_at_its_line(dtype):
+    _, table = training_step("d=4 t=2", compute_dtype=dtype)
+    with open(step_text.tiny.train.__file__) as file:
+        lines = file.read().splitlines()
+    layer = lines.index("    def layer("), next(i for i, line in enumerate(lines) if "def logits(" in line)
+    marked = {f"train.py:{i + 1}" for i in range(*layer) if "save_for_backward(" in lines[i]}
+    kept = [row for row in table.kept if row.where == "layers, forward" and row.line in marked]
+    assert {row.line for row in kept} == marked
+    assert len(kept) == len(marked)
+    c = tiny.model()
+    hidden = f"{dtype}[{c.layers},{tiny.BATCH // 4},{tiny.LENGTH},{c.d_ff // 2}]"
+    assert sum(row.shape == hidden for row in kept) == 2
+    assert all(row.shape.startswith(f"{dtype}[{c.layers},") for row in kept)
+
+
+@pytest.mark.long
+def test_layers_without_a_loop_are_one_section():
+    _, table = training_step("d=4 t=2", unroll=None)
+    layers = tiny.model().layers
+    forward = [row for row in table.matmuls if row.where == "layers, forward"]
+    assert forward
+    assert {row.count for row in forward} == {layers}
+    assert {row.turns for row in table.matmuls} == {1}
+    looped = training_step("d=4 t=2")[1]
+    # Without a loop XLA computes the scores of attention (batched products) once for both passes.
+    forward = lambda table: [row for row in table.matmuls if row.where == "layers, forward" and ":" not in row.shape]
+    flops = lambda table: sum(row.step_flops for row in forward(table))
+    assert flops(table) == flops(looped)
+
+
+@pytest.mark.long
+def test_microbatches_are_a_loop_around_the_layers():
+    _, table = training_step("d=4 t=2", microbatches=2)
+    where = {row.where for row in table.matmuls}
+    assert {"microbatches > layers, forward", "microbatches > layers, backward"} <= where
+    assert {row.turns for row in table.matmuls if "layers" in row.where} == {2 * tiny.model().layers}
+
+
+def test_every_operation_belongs_to_one_line():
+    text, _ = training_step("d=4 t=2")
+    step = describe(parse(text))
+    names = [name for line, _ in step.body.lines() for name in line.operations]
+    assert len(names) == len(set(names))
+    numbers = [line.number for line, _ in step.body.lines()]
+    assert len(numbers) == len(set(numbers))
+    assert all(isinstance(section, Section) for _, around in step.body.lines() for section in around)
+
+
+# ---- the table as text --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_the_table_as_text():
+    text = as_text(table_of(with_mesh(TEXT, MESH), source={"train.py:20": "y = x @ w"}), 100)
+    assert text.splitlines()[0] == "f on 4 devices, d=2 t=2; what one device does in a step"
+    assert "2.0 K       1  8×8×16  f32  outside of loops  train.py:20  y = x @ w" in text
+    assert "320 B   1 × 5  reduce-scatter  d                 loop in f         train.py:10" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert [in_bytes(n) for n in (7, 1536, 3 * 2**40)] == ["7 B", "1.5 KiB", "3072.0 GiB"]
+    assert [in_flops(n) for n in (7, 1500, 2e13)] == ["7 FLOP", "1.5 KFLOP", "20.0 TFLOP"]
+
+
+SLOTS = """
+%body (c: (s32[], f32[3,8], f32[3,8])) -> (s32[], f32[3,8], f32[3,8]) {
+  %c = (s32[], f32[3,8], f32[3,8]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %slots = f32[3,8] get-tuple-element(%c), index=1
+  %others = f32[3,8] get-tuple-element(%c), index=2
+  %x = f32[8] broadcast(%i), dimensions={}
+  %saved = f32[8] tanh(%x), metadata={op_name="jit(f)/while/body/jvp()/tanh" stack_frame_id=3}
+  %row = f32[1,8] bitcast(%saved), metadata={op_name="jit(f)/while" stack_frame_id=2}
+  %put = f32[3,8] dynamic-update-slice(%slots, %row, %i, %i), metadata={op_name="jit(f)/while/dynamic_update_slice" stack_frame_id=2}
+  %row2 = f32[1,8] broadcast(%i), dimensions={}, metadata={op_name="jit(f)/while/body/iota" stack_frame_id=3}
+  %put2 = f32[3,8] dynamic-update-slice(%others, %row2, %i, %i)
+  ROOT %t = (s32[], f32[3,8], f32[3,8]) tuple(%i, %put, %put2)
+}
+
+ENTRY %main (a: (s32[], f32[3,8], f32[3,8])) -> (s32[], f32[3,8], f32[3,8]) {
+  %a = (s32[], f32[3,8], f32[3,8]) parameter(0)
+  ROOT %loop = (s32[], f32[3,8], f32[3,8]) while(%a), condition=%body, body=%body, metadata={op_name="jit(f)/while" stack_frame_id=2}
+}
+"""  # noqa: E501
+
+
+@pytest.mark.quick
+def test_slots_that_a_loop_over_both_passes_carries():
+    """As a pipeline has them: of two stacks, the one into which the forward pass puts something."""
+    (row,) = table_of(HEAD + SLOTS).kept
+    assert (row.line, row.shape, row.bytes, row.where) == ("train.py:20", "f32[3,8]", 96, "loop in all_gather")
+
+
+@pytest.mark.quick
+def test_a_line_that_the_compiler_dropped_is_marked():
+    text = TEXT.replace('metadata={op_name="jit(f)/dot_general" stack_frame_id=4}', "metadata={stack_frame_id=3}")
+    (row,) = table_of(text, MESH).matmuls
+    assert row.line == "~train.py:10"
+    assert "~ the compiler dropped the line" in as_text(table_of(text, MESH))
+    assert dataclasses.asdict(row)["line"] == "~train.py:10"
