@@ -12,8 +12,9 @@ from configuration.differences import config_differences
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import NO_ORDERS, Orders
 from training_io.directory import has_begun
+from training_io.files import read_config
 from training_io.resuming import fixed_by_weights, warning_of_module, with_defaults
-from training_io.saved import read_config, saved_config
+from training_io.saved import saved_config
 
 REMEDY = (
     "training.init_from takes all weights of a model, and no others. Set it to a run whose model has these weights, or "

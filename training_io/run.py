@@ -33,9 +33,10 @@ from training_io.manifest import Damaged
 from training_io.memory import peak_memory
 from training_io.metrics import RunLog, check_metrics, has_event, keep_metrics
 from training_io.owning import owned
+from training_io.page import Page
 from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
-from training_io.report import print_end, print_start, save_config
+from training_io.report import facts_of, print_end, print_start, save_config
 from training_io.resuming import check_resumes, choose_checkpoint
 from training_io.saved import saved_config
 from training_io.skipping import SkippedSteps, are_finite, check_finite, described_documents
@@ -85,6 +86,7 @@ class Run:
         self._failed_saves, self._told = 0, False
         self._damaged: dict[int, str] = {}
         self._graph = self._rendering = self._loss = None
+        self._page = Page(directory, c.training.report)
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
@@ -229,6 +231,7 @@ class Run:
             self.print(f"attention  {line}")
         for line in described:
             self.print(f"pipeline   {line}")
+        self._cleanup.push(self._end_by_error)
         speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)
         log = RunLog(
             self.directory,
@@ -243,7 +246,8 @@ class Run:
             self._log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
         if not self.is_over:
             save_config(self.directory, c)
-            keep_source(self.directory, self.start, self.model, self.provenance)
+            facts = facts_of(c, self.total, self.loader, parameters, self._peak)
+            keep_source(self.directory, self.start, self.model, self.provenance, facts)
 
     @property
     def is_over(self) -> bool:
@@ -308,6 +312,7 @@ class Run:
         self._profiler.after_step(step - self.start, metrics)
         if step == self.start:
             self._log.log_event(step, "memory", peak_memory(self._program, metrics))
+        self._page.refresh()
 
     def norm_limit(self, step: int) -> np.float32:
         """Largest norm of gradients with which `step` is not skipped."""
@@ -398,6 +403,7 @@ class Run:
             self._log.close()
             if self._failure:
                 raise OSError(self._failure)
+            self._finish_page("stopped", self.stopped_by)
             return self.stopped_by
         self._log.close()
         self.checkpoints.wait()
@@ -405,8 +411,19 @@ class Run:
         if self._skips.count:
             self.print(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"
-        print_end(self.directory, checkpoint, float(self._loss), self.loader, trace, self._rendering)
+        files = trace, self._rendering, self._finish_page("finished")
+        print_end(self.directory, checkpoint, float(self._loss), self.loader, *files)
         return None
+
+    def _finish_page(self, state: str, why: str | None = None) -> Path | None:
+        self._log.add_event(self.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
+        return self._page.finish()
+
+    def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
+        if error is not None and self._loss is not None:
+            first = (str(error).splitlines() or [""])[0][:500]
+            self._finish_page("failed", f"{type(error).__name__}: {first}")
+        self._page.close()
 
 
 def fresh_state(c: Config, placement: Placement, init: Callable[[jax.Array], Any], State: Any) -> Any:

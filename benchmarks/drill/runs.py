@@ -19,7 +19,7 @@ import numpy as np
 import zarr
 
 from benchmarks.drill.cases import Field
-from training_io.metrics import OF_A_STEP
+from training_io.files import OF_A_STEP
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24

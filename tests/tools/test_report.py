@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-
 from tools.compare.__main__ import Config, run
 from tools.compare.page import figure_of, panels_of
 from tools.compare.runs import compare, find_runs, read_run, smoothed
