@@ -137,7 +137,7 @@ def compare(runs: Sequence[Run], sort: str) -> Comparison:
         raise ValueError(f"there is nothing to compare: no run has done a step.\n{reasons}")
     known = [run for run in with_steps if run.settings]
     for run in known:
-        run.settings = _defaults(run, known) | run.settings
+        run.settings = run.settings | {n: x for n, x in _defaults(run, known).items() if n not in run.settings}
     names = dict.fromkeys(name for run in known for name in run.settings if not name.startswith(IGNORED_SETTINGS))
     value = lambda run, name: json.dumps(run.settings.get(name, "?"), default=str)
     differing = sorted((name for name in names if len({value(run, name) for run in known}) > 1), key=_rank)

@@ -18,6 +18,8 @@ _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#
 _DASHES = ("solid", "dot", "dashdot")
 """Of the first eight runs, of the next eight, and of all others."""
 _ALONE, _VALIDATION, _GREY, _WARNING = _COLOURS[0], _COLOURS[1], "#8b8b8b", "#d3312f"
+_PLAIN = ("", "each step", "average")
+"""Names of traces that need no legend."""
 _LINES = 6
 """Largest number of layers that are drawn as lines. More are a heat map."""
 _MARKS = 200
@@ -54,7 +56,7 @@ class Panel:
                 "yaxis": self.y,
                 "shapes": [lines | {"x0": place, "x1": place} for place, _ in self.marks],
                 "annotations": [words | {"x": place, "text": html.escape(word)} for place, word in self.marks],
-                "showlegend": len({trace["name"] for trace in traces}) > 1 and not self.is_shared,
+                "showlegend": not ({trace["name"] for trace in traces} <= {*_PLAIN}) and not self.is_shared,
             },
         }
 
@@ -134,10 +136,21 @@ def curve(c: Comparison, title: str, name: str, smooth: int, y: dict[str, Any] |
         if smooth:
             panel.traces += _averaged(c, i, run.step + 1, values, smooth, "average")
         else:
-            panel.traces.append(_line(c, i, run.step + 1, values, "", width=2))
+            panel.traces.append(_line(c, i, run.step + 1, values, "", width=2, simplify=False))
         if _alone(c) and name == "grad_norm":
             _mark(panel, run, run.step + 1, values)
+    if panel.y.get("type") == "log":
+        panel.y |= {"tickmode": "array", "tickvals": _log_ticks(panel.traces), "tickformat": "~g"}
     return panel
+
+
+def _log_ticks(traces: list[dict[str, Any]]) -> list[float]:
+    """Round numbers among the values of these traces, for a logarithmic axis: plotly would write 5 for 0.5."""
+    values = np.concatenate([np.asarray(trace["y"], float) for trace in traces] or [np.ones(1)])
+    values = values[np.isfinite(values) & (values > 0)]
+    low, high = (math.log10(f(values)) for f in (np.min, np.max)) if values.size else (0.0, 0.0)
+    digits = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 3 else (1,)
+    return [float(f"{digit}e{power}") for power in range(math.floor(low), math.floor(high) + 1) for digit in digits]
 
 
 def bars(c: Comparison, title: str, metric: str) -> Panel:
@@ -168,10 +181,11 @@ def own_metric(c: Comparison, name: str) -> Panel:
         if values.shape[1]:
             panel.traces.append(_line(c, i, run.step + 1, values.mean(1), "mean", width=2))
         for layer in range(values.shape[1] if values.shape[1] > 1 else 0):
-            line = _line(c, i, run.step + 1, values[:, layer], "", width=0.8) | {"opacity": 0.4}
-            of_layer = f"layer {layer}" if _alone(c) else f"{line['name']}, layer {layer}"
-            tint = {"line": line["line"] | {"color": _COLOURS[1 + layer], "width": 1.2}, "opacity": 0.9}
-            panel.traces.append(line | {"name": of_layer} | (tint if _alone(c) else {}))
+            line = _line(c, i, run.step + 1, values[:, layer], width=0.8) | {"opacity": 0.4}
+            line["name"] = f"layer {layer}" if _alone(c) else f"{line['name']}, layer {layer}"
+            if _alone(c):
+                line |= {"line": line["line"] | {"color": _COLOURS[1 + layer], "width": 1.2}, "opacity": 0.9}
+            panel.traces.append(line)
     return panel
 
 
@@ -208,11 +222,13 @@ def _alone(c: Comparison) -> bool:
 
 def _averaged(c: Comparison, i: int, x: Curve, y: Curve, smooth: int, what: str, **style: Any) -> list[dict[str, Any]]:
     """The averaged values of run number `i`, and of few runs also the values themselves, thin behind them."""
+    known = np.flatnonzero(~np.isnan(y))
+    x, y = x[known[:1].sum() :], y[known[:1].sum() :]  # the first step has no speed
     average = _line(c, i, x, smoothed(y, smooth), what, width=2, **style)
     if len(c.runs) > 4:
         return [average]
     quiet = {} if _alone(c) else {"hoverinfo": "skip"}
-    return [_line(c, i, x, y, "each step", width=0.8) | {"opacity": 0.35} | quiet, average]
+    return [_line(c, i, x, y, "each step", width=0.8) | {"opacity": 0.45} | quiet, average]
 
 
 def _trace(c: Comparison, i: int, what: str = "") -> dict[str, Any]:

@@ -231,7 +231,7 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
     if unreadable:
         notes.append(f"{unreadable} unreadable line{'s' * (unreadable > 1)} in metrics.jsonl")
     if not steps:
-        notes.append("no step was logged")
+        notes.append("no step was logged in metrics.jsonl")
     return [steps[step] for step in sorted(steps)], events, last_is_event
 
 

@@ -116,7 +116,7 @@ def _mfu(c: Comparison, run: Run) -> Figure:
     peak = number(run.fact("peak_flops"))
     of = f"of {scaled(peak, *NUMBER)}FLOP/s" if math.isfinite(peak) else "of the peak"
     if run.values["MFU"] > 1:
-        said = "More than the peak: it was measured too low, as on a busy machine. Do not compare this figure."
+        said = "Over the peak, which was measured too low: a busy machine? Do not compare it."
         return Figure("MFU", c.metric(run, "MFU"), said, warning=True)
     return Figure("MFU", c.metric(run, "MFU"), of)
 
@@ -161,12 +161,14 @@ def events(r: Report) -> dict[str, Any] | None:
     if not r.run:
         return None
     of_others = ("validation", "memory", "step_bubble", "sample", "microscope")
-    found = [event for event in r.run.events if event["event"] not in of_others]
+    found = [event for event in r.run.events if event["event"] not in of_others and event.get("state") != "finished"]
     found += [{"step": done - 1, "event": "resumed"} for done, _ in r.run.starts if done]
     found.sort(key=lambda event: event["step"])
     details = lambda event: [(k, v) for k, v in event.items() if k not in ("step", "event", "documents")]
     text = lambda event: "; ".join(f"{k} {v if isinstance(v, str) else as_json(v)}" for k, v in details(event))
-    shown = [(event["step"] + 1, event["event"], text(event)[:_LONGEST]) for event in found[-_EVENTS:]]
+    shown = [
+        (event["step"] + 1, event["event"], text(event)[:_LONGEST]) for event in found[-_EVENTS:]
+    ]  # counted from 1
     return {"events": shown, "left_out": len(found) - len(shown)} if shown else None
 
 
@@ -232,7 +234,8 @@ def provenance(r: Report) -> dict[str, Any] | None:
         return {"missing": "The directory has no source/<step>/provenance.json that can be read."}
     about = r.run.about
     listed = lambda name: list(about[name].items())[:1000] if isinstance(about.get(name), dict) else []
-    starts = [(step, str(x.get("started", "")), str(x.get("commit") or "")[:12]) for step, x in r.run.starts]
+    time_of = lambda about: str(about.get("started", "")) if about else "provenance.json cannot be read"
+    starts = [(step, time_of(x), str(x.get("commit") or "")[:12]) for step, x in r.run.starts]
     command = about.get("command") if isinstance(about.get("command"), list) else []
     facts = [("commit", about.get("commit") or "no git repository"), ("Python", about.get("python"))]
     facts += [(name, version) for name, version in listed("packages") if name in ("jax", "jaxlib", "numpy")]
