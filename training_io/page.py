@@ -21,7 +21,7 @@ INTERVAL_S = 60.0
 """Shortest time in seconds from one start of `tools.report` to the next."""
 LARGEST_SHARE = 1 / 30
 """Largest share of the run's time in which `tools.report` runs."""
-TIMEOUT_S = 120.0
+TIMEOUT_S = 60.0
 """Seconds after which a process that makes the page is ended."""
 
 

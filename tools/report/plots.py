@@ -10,7 +10,7 @@ import numpy as np
 
 from configuration.foreign import shown
 from tools.report.comparing import Comparison
-from tools.report.reading import Curve, Run, number, smoothed
+from tools.report.reading import Curve, Run, number
 
 _POINTS = 1500  # of a curve, at most
 _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#a0725a", "#8b8b8b")
@@ -87,15 +87,15 @@ def panels_of(c: Comparison, smooth: int) -> list[Panel]:
             losses(c, "The same by tokens", "tokens", lambda run: run.tokens, smooth),
             losses(c, "The same by time", f"training time, {unit}", lambda run: run.time / per_unit, smooth),
         ]
+        bar = {"Tokens/s of the median step": "tokens/s", "MFU of the median step": "MFU"}
+        bar |= {"Peak memory of a device": "memory", "Step bubble": "bubble"}
+        panels += [bars(c, title, metric) for title, metric in bar.items()]
     panels += [
         curve(c, "Norm of the gradients", "grad_norm", smooth, {"type": "log"}),
         curve(c, "Learning rate", "learning_rate", 0),
         curve(c, "Tokens/s", "tokens_per_second", smooth, {"rangemode": "tozero"}),
         curve(c, "MFU", "mfu", smooth, {"rangemode": "tozero", "tickformat": ".0%"}),
     ]
-    if not alone:
-        bar = {"Tokens/s": "tokens/s", "MFU": "MFU", "Peak memory of a device": "memory", "Step bubble": "bubble"}
-        panels += [bars(c, title, metric) for title, metric in bar.items()]
     panels += [own_metric(c, name) for name in sorted({name for run in c.runs for name in run.own})]
     return [panel for panel in panels if panel.traces]
 
@@ -179,7 +179,7 @@ def own_metric(c: Comparison, name: str) -> Panel:
     for i, run in enumerate(c.runs):
         values = run.own.get(name, np.empty((len(run.step), 0)))
         if values.shape[1]:
-            panel.traces.append(_line(c, i, run.step + 1, values.mean(1), "mean", width=2))
+            panel.traces.append(_line(c, i, run.step + 1, values.mean(1), "mean" * (layers > 1), width=2))
         for layer in range(values.shape[1] if values.shape[1] > 1 else 0):
             line = _line(c, i, run.step + 1, values[:, layer], width=0.8) | {"opacity": 0.4}
             line["name"] = f"layer {layer}" if _alone(c) else f"{line['name']}, layer {layer}"
@@ -222,13 +222,21 @@ def _alone(c: Comparison) -> bool:
 
 def _averaged(c: Comparison, i: int, x: Curve, y: Curve, smooth: int, what: str, **style: Any) -> list[dict[str, Any]]:
     """The averaged values of run number `i`, and of few runs also the values themselves, thin behind them."""
-    known = np.flatnonzero(~np.isnan(y))
-    x, y = x[known[:1].sum() :], y[known[:1].sum() :]  # the first step has no speed
-    average = _line(c, i, x, smoothed(y, smooth), what, width=2, **style)
+    known = np.isfinite(y)
+    average = _line(c, i, x[known], _around(y[known], smooth), what, width=2, **style)
     if len(c.runs) > 4:
         return [average]
     quiet = {} if _alone(c) else {"hoverinfo": "skip"}
     return [_line(c, i, x, y, "each step", width=0.8) | {"opacity": 0.45} | quiet, average]
+
+
+def _around(values: Curve, most: int) -> Curve:
+    """Mean of the values around each, `most` of them or a tenth of all: unlike `smoothed`, not behind a steep curve."""
+    half = max(1, min(most, len(values) // 10)) // 2
+    sums, places = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
+    starts = np.maximum(places - half, 0)
+    ends = np.minimum(places + np.minimum(places, half) + 1, len(values))  # at the steep beginning as many on each side
+    return (sums[ends] - sums[starts]) / (ends - starts)
 
 
 def _trace(c: Comparison, i: int, what: str = "") -> dict[str, Any]:

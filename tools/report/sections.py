@@ -116,7 +116,7 @@ def _mfu(c: Comparison, run: Run) -> Figure:
     peak = number(run.fact("peak_flops"))
     of = f"of {scaled(peak, *NUMBER)}FLOP/s" if math.isfinite(peak) else "of the peak"
     if run.values["MFU"] > 1:
-        said = "Over the peak, which was measured too low: a busy machine? Do not compare it."
+        said = "over the peak, which was measured too low: do not compare it"
         return Figure("MFU", c.metric(run, "MFU"), said, warning=True)
     return Figure("MFU", c.metric(run, "MFU"), of)
 
@@ -164,12 +164,16 @@ def events(r: Report) -> dict[str, Any] | None:
     found = [event for event in r.run.events if event["event"] not in of_others and event.get("state") != "finished"]
     found += [{"step": done - 1, "event": "resumed"} for done, _ in r.run.starts if done]
     found.sort(key=lambda event: event["step"])
-    details = lambda event: [(k, v) for k, v in event.items() if k not in ("step", "event", "documents")]
-    text = lambda event: "; ".join(f"{k} {v if isinstance(v, str) else as_json(v)}" for k, v in details(event))
-    shown = [
-        (event["step"] + 1, event["event"], text(event)[:_LONGEST]) for event in found[-_EVENTS:]
-    ]  # counted from 1
-    return {"events": shown, "left_out": len(found) - len(shown)} if shown else None
+    rows = [(event["step"] + 1, *_described(event)) for event in found[-_EVENTS:]]
+    return {"events": rows, "left_out": len(found) - len(rows)} if rows else None
+
+
+def _described(event: dict[str, Any]) -> tuple[str, str]:
+    """Name and details of an event."""
+    name = str(event.get("state")) if event["event"] == "end" else event["event"]
+    text = lambda value: value if isinstance(value, str) else as_json(value)
+    details = {k: text(v) for k, v in event.items() if k not in ("step", "event", "state", "documents")}
+    return name, "; ".join(v if k == "why" else f"{k} {v}" for k, v in details.items())[:_LONGEST]
 
 
 def samples(r: Report) -> dict[str, Any] | None:
