@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 
 from configuration.foreign import shown
-from training_io.directory import quoted
 from training_io.files import REPORT
 from training_io.optional import why
 
@@ -77,14 +76,15 @@ class Page:
         return time.monotonic() - self._started > TIMEOUT_S
 
     def _start(self) -> None:
-        # -P: not the modules of the directory in which the run was started. Hydra reads the quotes.
-        command = [sys.executable, "-P", "-m", "tools.report", f"run={quoted(str(self._directory.absolute()))}"]
+        # -P: without the modules of the current directory, which is the run's, so that Hydra need not read its name.
+        command = [sys.executable, "-P", "-m", "tools.report", "run=."]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        options |= {"cwd": self._directory, "env": os.environ | {"PYTHONPATH": path}}
         self._started = time.monotonic()
         self._next = self._started + INTERVAL_S
         try:
-            self._process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **streams)
+            self._process = subprocess.Popen(command, **options)
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
         except ProcessLookupError:  # it has ended already
             pass

@@ -202,6 +202,7 @@ def test_two_jobs_and_one_that_does_not_fit(tmp_path):
         "model.d_head=4",
     ]
     settings += [f"paths.root_working_dir={tmp_path}", "paths.model_name=sweep", "mesh.t=1,3,2"]
+    settings += ["training.report=false"]
     flags = {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu", "PATH": ""}
     program = [sys.executable, "-m", "train", "--multirun", "--config-name=local_test_synthetic", *settings]
     done = subprocess.run(program, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True)
