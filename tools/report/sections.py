@@ -21,6 +21,9 @@ from training_io.files import duration
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
 """Number of steps whose samples are shown, and of events; characters of a text."""
 
+_NOT_YET = ("unfinished", "no validation", "no record of peak memory")
+"""Beginnings of notes that say nothing of a run that still trains."""
+
 
 @dataclass
 class Report:
@@ -73,7 +76,7 @@ def head(r: Report) -> dict[str, Any]:
         "written": time.time() if run.state == "running" else None,
         "progress": min(1.0, done / total) if total else None,
         "figures": figures(r.c, run),
-        "notes": [note for note in run.notes if run.state != "running" or not note.startswith("unfinished")],
+        "notes": [note for note in run.notes if run.state != "running" or not note.startswith(_NOT_YET)],
     }
 
 
@@ -114,7 +117,7 @@ def figures(c: Comparison, run: Run) -> list[Figure]:
 
 def _mfu(c: Comparison, run: Run) -> Figure:
     peak = number(run.fact("peak_flops"))
-    of = f"of {scaled(peak, *NUMBER)}FLOP/s" if math.isfinite(peak) else "of the peak"
+    of = f"of {scaled(peak, (1e12, ' T'), (1e9, ' G'), (1, ' '))}FLOP/s" if math.isfinite(peak) else "of the peak"
     if run.values["MFU"] > 1:
         said = "over the peak, which was measured too low: do not compare it"
         return Figure("MFU", c.metric(run, "MFU"), said, warning=True)
