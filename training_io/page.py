@@ -68,9 +68,7 @@ class Page:
     def close(self) -> None:
         """Ends the process that makes the page, if one does."""
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+            self._end()
 
     def _is_late(self) -> bool:
         return time.monotonic() - self._started > TIMEOUT_S
@@ -95,14 +93,21 @@ class Page:
         """Whether the process made the page. Ends it if it has not ended."""
         seconds, code = time.monotonic() - self._started, self._process.poll()
         self._next = self._started + max(INTERVAL_S, seconds / LARGEST_SHARE)
-        self._process.kill()
-        errors = self._process.communicate()[1].decode(errors="replace").strip().splitlines()
-        self._process = None
+        errors = self._end()
         if code is None:
             self._tell(f"it took longer than {TIMEOUT_S:g} s")
         elif code:
             self._tell(errors[-1] if errors else f"exit code {code}")
         return code == 0
+
+    def _end(self) -> list[str]:
+        """Ends the process and removes a page that it has not finished. Returns the lines of its errors."""
+        process, self._process = self._process, None
+        process.kill()
+        errors = process.communicate()[1].decode(errors="replace").strip().splitlines()
+        with contextlib.suppress(OSError):
+            (self._directory / f"{REPORT}.{process.pid}.tmp").unlink()
+        return errors
 
     def _tell(self, reason: str) -> None:
         if not self._told:

@@ -30,7 +30,7 @@ def wait(page: Page) -> None:
 def slow(tmp_path, monkeypatch) -> Path:
     """In place of Python a program that writes its process id and waits. The file that it writes."""
     script = tmp_path / "slow.sh"
-    script.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 60\n")
+    script.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\n> report.html.$$.tmp\nexec sleep 60\n")
     script.chmod(0o700)
     monkeypatch.setattr(pages.sys, "executable", str(script))
     monkeypatch.setattr(pages, "FIRST_S", 0.0)
@@ -98,6 +98,7 @@ def test_one_that_takes_too_long_is_ended(tmp_path, slow, monkeypatch, capsys):
     for process in map(int, slow.read_text().split()):
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+    assert not [*tmp_path.glob("report.html*")]
 
 
 def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
