@@ -52,7 +52,7 @@ TOOLS = {
     "tools.inspect_data": (f"filespec={ROOT}/synthetic_dataset.zarr",),
     "tools.merge_flat_tokens": ("out={tmp}/x.zarr",),
     "tools.write_synthetic_dataset": ("out={tmp}/x.zarr",),
-    "tools.compare": ("runs={tmp}/none",),
+    "tools.report": ("run={tmp}/none",),
     "tools.schedule": ("schedule=gpipe", "p=2", "m=4"),
 }
 """Each tool with its own settings, and arguments that it needs."""

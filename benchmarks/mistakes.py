@@ -368,15 +368,15 @@ OF_TOOLS = {
         ("out=/proc/x.zarr", "/proc/x.zarr"),
         ("sed=1", "Did you mean seed?"),
     ],
-    "tools.compare": [
-        ("runs=null", "runs"),
-        ("runs=[]", "runs"),
-        ("runs={tmp}/none", "none"),
-        ("runs={a:1}", "runs"),
+    "tools.report": [
+        ("run=null", "run"),
+        ("run=[]", "run"),
+        ("run={tmp}/none", "none"),
+        ("run={a:1}", "run"),
         ("output=x.gif", "output"),
         ("smooth=0", "smooth"),
         ("sort=speed", "none"),
-        ("run=x", "Did you mean runs?"),
+        ("runs=x", "Did you mean run?"),
     ],
     "tools.schedule": [
         ("schedule=gpip", "Did you mean gpipe?"),

@@ -27,7 +27,7 @@ from configuration.help import help_text
 
 EXTRAS = {
     "tools": (
-        *("datasets", "gigatoken", "huggingface_hub", "matplotlib", "plotly", "pyarrow", "safetensors", "tiktoken"),
+        *("datasets", "gigatoken", "huggingface_hub", "matplotlib", "pyarrow", "safetensors", "tiktoken"),
         *("tokenizers", "zstandard"),
     ),
     "mistral": ("mistral_common", "sentencepiece"),

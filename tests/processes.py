@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = [
     *("model.layers=2", "model.d_model=32", "model.d_ff=32", "model.n_kv=4", "model.n_q_per_kv=1", "model.d_head=8"),
     *("training.batch_size=8", "training.seq_len=16", "training.compute_dtype=f32", "training.eval_batches=0"),
+    "training.report=false",
     *("optimizer.warmup_steps=2", "optimizer.schedule_steps=1000", "optimizer.learning_rate=1e-2"),
 ]
 """A model that compiles in seconds."""

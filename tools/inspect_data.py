@@ -33,7 +33,8 @@ from flat_tokens.stores import open_reader
 from input_loader import DataConfig, batch_of, make_loader
 from input_loader.origins import pieces_of, sequences_of_batch
 from text.codec import TextCodec, codec_of_attributes
-from training_io.saved import check_addresses, literal, read_config
+from training_io.files import read_config
+from training_io.saved import check_addresses, literal
 
 
 @dataclass

@@ -116,6 +116,9 @@ class TrainingConfig:
     """Steps between checkpoints. There is one after the last step too."""
     keep_checkpoints: int | None = at_least_1(3)
     """Number of the latest checkpoints that are kept, at least 1; null: all."""
+    report: bool = True
+    """Whether the run keeps a page in its directory, report.html, and makes it anew while it trains: at most once a
+    minute, and in at most a thirtieth of the time (training_io/page.py)."""
 
 
 @dataclasses.dataclass

@@ -26,13 +26,14 @@ from jax.experimental import multihost_utils
 
 from configuration.foreign import open_no_link, parse_json
 from configuration.frames import shown_path
+from training_io.files import LOCK, REPORT
 from training_io.optional import why
 
-LOCK = ".lock"
 TRACE = "trace.tmp"
 """Directory in that of a run in which JAX writes a trace."""
-_UNFINISHED = ("metrics.jsonl.tmp", "samples.jsonl.tmp", "training_step_optimized_hlo_*.tmp", TRACE)
+_UNFINISHED = ("metrics.jsonl.tmp", "samples.jsonl.tmp", "training_step_optimized_hlo_*.tmp", f"{REPORT}.*.tmp", TRACE)
 _OF_A_START = (*_UNFINISHED, "metrics.jsonl", "samples.jsonl", "config.yaml", "source", "training_step_optimized_hlo_*")
+_OF_A_START += (REPORT,)
 """Files that a start may write before its first step."""
 _OF_A_RUN = (*_OF_A_START, LOCK, "checkpoints", "plugins", "trackers.json*", "events.out.tfevents*", "wandb")
 """Files and directories that a run writes."""

@@ -1,5 +1,6 @@
-"""Weights of another run, from which a new run starts."""
+"""The state with which a new run starts, and weights of another run for it."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable
@@ -7,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from configuration.differences import config_differences
+from shardlib.placement import Placement
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import NO_ORDERS, Orders
+from training_io.config import Config
 from training_io.directory import has_begun
+from training_io.files import read_config
 from training_io.resuming import fixed_by_weights, warning_of_module, with_defaults
-from training_io.saved import read_config, saved_config
+from training_io.saved import saved_config
+from training_io.stages import stack_orders
 
 REMEDY = (
     "training.init_from takes all weights of a model, and no others. Set it to a run whose model has these weights, or "
@@ -136,3 +142,20 @@ def read_weights(
         for line in config_differences(saved, config, ("model",)):
             print(f"           {line}")
     return weights
+
+
+def fresh_state(c: Config, placement: Placement, init: Callable[[jax.Array], Any], State: Any) -> Any:
+    """State of a run before its first step, on the current mesh, with the weights of training.init_from if given.
+
+    Args:
+        c: the configuration.
+        placement: of the layers.
+        init: as for `Run.begin`.
+        State: as for `Run.begin`.
+    """
+    state = jax.jit(init)(jax.random.key(c.training.seed))
+    if c.training.init_from is not None:
+        orders = stack_orders(placement, State, state)
+        state.weights = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)
+        state.ema = jax.tree.map(jnp.copy, state.weights) if jax.tree.leaves(state.ema) else state.ema
+    return state

@@ -18,14 +18,13 @@ from rich.console import Console
 from cluster.watch import now_at
 from configuration.foreign import parse_json
 from shardlib.layers import LayerMetrics
+from training_io.files import OF_A_STEP, duration
 from training_io.flops import Speed
 from training_io.optional import optional
 from training_io.terminal import Terminal
 
 _SPEED_WINDOW = 20
 """Steps over which the speed on the terminal is averaged."""
-OF_A_STEP = ("step", "event", "tokens", "source_tokens", "seconds", "tokens_per_second", "mfu", "mfu_full_attention")
-"""Names that RunLog adds to the metrics of a step."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 PATIENCE_S = 60.0
 """Seconds that lines wait in memory for a file that cannot be written, before the run is to end."""
@@ -389,9 +388,3 @@ def _si(value: float) -> str:
         if value >= factor:
             return f"{value / factor:.1f}{suffix}"
     return f"{value:.1f}"
-
-
-def duration(seconds: float) -> str:
-    """The time as h:mm:ss: `0:01:05` for 65 seconds."""
-    seconds = round(seconds)
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

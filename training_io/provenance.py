@@ -4,7 +4,7 @@
         train.py, <module>.py   as they ran, and modules that are not of this project
         changes.patch           differences from the commit in files that git tracks
         untracked/              Python files of this project that git does not track
-        provenance.json         commit, versions of all packages, command line, environment, hashes
+        provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run
 
 The training step and the evaluation step are compared. They are traced on one device and hashed as graphs of values, so
 that names, comments and the order of lines do not count.
@@ -22,7 +22,7 @@ import site
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +132,17 @@ def compare_source(
     return found
 
 
-def keep_source(directory: Path, step: int, model: Any, provenance: dict[str, Any]) -> None:
-    """Writes <directory>/source/<step>, on process 0 alone."""
+def keep_source(
+    directory: Path, step: int, model: Any, provenance: dict[str, Any], facts: Mapping[str, Any] | None = None
+) -> None:
+    """Writes <directory>/source/<step>, on process 0 alone. `facts` of the run, as JSON, are in its provenance.json."""
     if jax.process_index() == 0:
         kept = directory / "source" / f"{step:010}"
         with optional(str(kept)):
-            _keep_source(kept, model, provenance)
+            _keep_source(kept, model, {**provenance, **(facts or {})})
 
 
-def _keep_source(kept: Path, model: Any, provenance: dict[str, Any]) -> None:
+def _keep_source(kept: Path, model: Any, about_run: dict[str, Any]) -> None:
     kept.mkdir(parents=True, exist_ok=True)
     for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()}:
         shutil.copyfile(path, kept / path.name)
@@ -157,9 +159,9 @@ def _keep_source(kept: Path, model: Any, provenance: dict[str, Any]) -> None:
         "python": platform.python_version(),
         "packages": dict(sorted(versions.items())),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
-        **provenance,
+        **about_run,
     }
-    (kept / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")
+    (kept / "provenance.json").write_text(json.dumps(about, indent=1, default=str) + "\n")
 
 
 def _git(*arguments: str) -> str | None:

@@ -1,12 +1,18 @@
-"""Lines that a run prints when it starts and when it ends."""
+"""Lines that a run prints when it starts and when it ends, and what it keeps for its page."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from configuration.differences import flat
+from training_io.config import Config
+from training_io.flops import PeakFlops
 from training_io.optional import optional
+from training_io.resuming import with_defaults
 
 
 def print_start(
@@ -49,10 +55,42 @@ def save_config(directory: Path, config: Any) -> None:
             OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
 
 
-def print_end(directory: Path, checkpoint: str, loss: float, loader: Any, trace: Path | None, drawing: Any) -> None:
+def facts_of(c: Config, total: int, loader: Any, parameters: int, peak: PeakFlops) -> dict[str, Any]:
+    """Facts of this start that its page shows, for provenance.json.
+
+    Args:
+        c: the configuration.
+        total: number of steps of the whole run.
+        loader: loader of the training split.
+        parameters: number of parameters of the model.
+        peak: FLOP/s that MFU is a share of.
+    """
+    mesh, hydra = jax.sharding.get_mesh(), HydraConfig.get() if HydraConfig.initialized() else None
+    module = c.model.module
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "recipe": hydra and hydra.job.config_name,
+        "overrides": list(hydra.overrides.task) if hydra else None,
+        "defaults": flat(with_defaults({"model": {"module": module}}, module)),
+        "run": {
+            "total_steps": total,
+            "tokens_per_step": loader.tokens_per_batch,
+            "unigram_entropy": loader.unigram_entropy(),
+            "parameters": parameters,
+            "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+            "mesh": dict(mesh.shape),
+            "peak_flops": peak.total,
+            "peak_source": peak.source,
+        },
+    }
+
+
+def print_end(
+    directory: Path, checkpoint: str, loss: float, loader: Any, trace: Path | None, drawing: Any, page: Path | None
+) -> None:
     """Prints the last loss in nats a token and the files of a run, on process 0 alone.
 
-    `drawing`: the future that start_drawing gives, which this waits for, or None.
+    `drawing`: the future that start_drawing gives, which this waits for, or None. `page`: report.html.
     """
     if jax.process_index():
         return
@@ -65,3 +103,5 @@ def print_end(directory: Path, checkpoint: str, loss: float, loader: Any, trace:
         print(f"trace      {trace}  (open it at ui.perfetto.dev)")
     if drawing:
         print(drawing.result())
+    if page:
+        print(f"report     {page}  (open it in a browser)")

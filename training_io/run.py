@@ -19,7 +19,6 @@ from configuration.foreign import shown
 from input_loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
-from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import ANOTHER, Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
@@ -28,14 +27,15 @@ from training_io.config import Config
 from training_io.directory import override
 from training_io.evaluation import evaluate
 from training_io.flops import Speed, doubt, flops_of_model, peak_flops
-from training_io.initial_weights import check_begins, checkpoints_of, read_weights
+from training_io.initial_weights import check_begins, checkpoints_of, fresh_state
 from training_io.manifest import Damaged
 from training_io.memory import peak_memory
 from training_io.metrics import RunLog, check_metrics, has_event, keep_metrics
 from training_io.owning import owned
+from training_io.page import Page
 from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
-from training_io.report import print_end, print_start, save_config
+from training_io.report import facts_of, print_end, print_start, save_config
 from training_io.resuming import check_resumes, choose_checkpoint
 from training_io.saved import saved_config
 from training_io.skipping import SkippedSteps, are_finite, check_finite, described_documents
@@ -86,6 +86,7 @@ class Run:
         self._failed_saves, self._told = 0, False
         self._damaged: dict[int, str] = {}
         self._hlo = self._drawing = self._loss = None
+        self._page = Page(directory, c.training.report)
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
@@ -231,6 +232,7 @@ class Run:
         for line in described:
             self.print(f"pipeline   {line}")
         trackers = tracked(c.trackers, self.directory, c.paths.model_name, self.start, dataclasses.asdict(c))
+        self._cleanup.push(self._end_by_error)
         speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)
         log = RunLog(
             self.directory,
@@ -246,7 +248,8 @@ class Run:
             self._log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
         if not self.is_over:
             save_config(self.directory, c)
-            keep_source(self.directory, self.start, self.model, self.provenance)
+            facts = facts_of(c, self.total, self.loader, parameters, self._peak)
+            keep_source(self.directory, self.start, self.model, self.provenance, facts)
 
     @property
     def is_over(self) -> bool:
@@ -311,6 +314,7 @@ class Run:
         self._profiler.after_step(step - self.start, metrics)
         if step == self.start:
             self._log.log_event(step, "memory", peak_memory(self._program, metrics))
+        self._page.refresh()
 
     def norm_limit(self, step: int) -> np.float32:
         """Largest norm of gradients with which `step` is not skipped."""
@@ -401,6 +405,7 @@ class Run:
             self._log.close()
             if self._failure:
                 raise OSError(self._failure)
+            self._finish_page("stopped", self.stopped_by)
             return self.stopped_by
         self._log.close()
         self.checkpoints.wait()
@@ -412,22 +417,16 @@ class Run:
         if self._profiler.by_line:
             self.print(self._profiler.by_line)
         checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"
-        print_end(self.directory, checkpoint, float(self._loss), self.loader, trace, self._drawing)
+        files = trace, self._drawing, self._finish_page("finished")
+        print_end(self.directory, checkpoint, float(self._loss), self.loader, *files)
         return None
 
+    def _finish_page(self, state: str, why: str | None = None) -> Path | None:
+        self._log.add_event(self.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
+        return self._page.finish()
 
-def fresh_state(c: Config, placement: Placement, init: Callable[[jax.Array], Any], State: Any) -> Any:
-    """State of a run before its first step, on the current mesh, with the weights of training.init_from if given.
-
-    Args:
-        c: the configuration.
-        placement: of the layers.
-        init: as for `Run.begin`.
-        State: as for `Run.begin`.
-    """
-    state = jax.jit(init)(jax.random.key(c.training.seed))
-    if c.training.init_from is not None:
-        orders = stack_orders(placement, State, state)
-        state.weights = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)
-        state.ema = jax.tree.map(jnp.copy, state.weights) if jax.tree.leaves(state.ema) else state.ema
-    return state
+    def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
+        if error is not None and self._loss is not None:
+            first = (str(error).splitlines() or [""])[0][:500]
+            self._finish_page("failed", f"{type(error).__name__}: {first}")
+        self._page.close()

@@ -7,20 +7,13 @@ here, the user named it himself, or he trusts the configuration.
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
-from configuration.foreign import open_no_pipe
 from modeling.model import is_shipped
 from shardlib.schedules import SCHEDULES
+from training_io.files import as_config, settings_in
 
-DEPTH = 20
-"""Levels of groups and lists that no saved configuration has."""
-PLAIN = (str, int, float, type(None))
-"""Types of a setting that is not a list or a group of others."""
 _METADATA = {
     "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int},
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
@@ -36,7 +29,7 @@ def saved_config(metadata: Any) -> dict[str, dict]:
     Raises:
         ValueError: it has none, or another part of the metadata has not the type with which it is saved.
     """
-    config = _as_config(metadata.get("config") if isinstance(metadata, dict) else None, "the checkpoint's metadata")
+    config = as_config(metadata.get("config") if isinstance(metadata, dict) else None, "the checkpoint's metadata")
     _check_type("", metadata, _METADATA)
     return config
 
@@ -61,51 +54,6 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         )
     for part in parts:
         _check_type(*part)
-
-
-def read_config(path: Path) -> dict[str, dict]:
-    """The configuration in a run's config.yaml. Raises ValueError if the file has none."""
-    try:
-        with open(path, encoding="utf-8", opener=open_no_pipe) as file:
-            text = file.read()
-        _check_yaml(text)
-        found = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        what = " ".join(str(error).split())
-        raise ValueError(f"{path} cannot be read: {what}. Copy it again.") from error
-    return _as_config(found, str(path))
-
-
-def _check_yaml(text: str) -> None:
-    """Raises ValueError for what no run writes, and what takes hours or all memory to read from a short file."""
-    depth = 0
-    for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent):
-            raise ValueError("it has aliases")
-        if depth > DEPTH:
-            raise ValueError("it is nested too deeply")
-
-
-def _as_config(found: Any, where: str) -> dict[str, dict]:
-    if not isinstance(found, dict) or not all(isinstance(section, dict) for section in found.values()):
-        raise ValueError(f"{where} has no configuration of a run: sections of settings. Is it a run of this program?")
-    for name, value in settings_in(found):
-        if not isinstance(value, PLAIN):
-            raise ValueError(f"{where}: {name} is {value!r}, which is no setting. Is it a run of this program?")
-    return found
-
-
-def settings_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The values in nested dicts and lists, by dotted names. Raises ValueError for what is DEPTH deep."""
-    if depth == DEPTH:
-        raise ValueError(f"{name[:40]}… is nested too deeply: a setting is at most {DEPTH - 1} deep.")
-    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
-    if inside is None:
-        yield name, value
-    else:
-        for key, part in inside:
-            yield from settings_in(part, f"{name}.{key}" if name else str(key), depth + 1)
 
 
 def literal(value: Any) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 import zarr
 
 from benchmarks.drill.cases import Field
-from training_io.metrics import OF_A_STEP
+from training_io.files import OF_A_STEP
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
@@ -28,6 +28,7 @@ TINY = [
     *("optimizer.learning_rate=1e-2", "optimizer.warmup_steps=2", f"optimizer.schedule_steps={STEPS}"),
     *("training.batch_size=8", "training.seq_len=16", "training.compute_dtype=f32", f"training.steps={STEPS}"),
     *("training.checkpoint_interval=3", "training.keep_checkpoints=null", "training.eval_batches=2"),
+    "training.report=false",
     *("training.eval_interval=8", "training.sample_interval=8", "training.sample_tokens=4", "training.log_interval=1"),
     *("distributed.heartbeat_timeout=6", "distributed.stall_timeout=60", "distributed.join_timeout=60"),
 ]

@@ -13,7 +13,7 @@ FULL = 400
 
 def play(field: Field, case: int) -> Finding:
     """Runs the whole list, or for fewer than FULL those of one tool."""
-    command = [sys.executable, "-m", "benchmarks.bad_settings", *([] if field.count >= FULL else ["tools.compare"])]
+    command = [sys.executable, "-m", "benchmarks.bad_settings", *([] if field.count >= FULL else ["tools.report"])]
     done = subprocess.run(command, cwd=ROOT, env=environment(8), capture_output=True, text=True)
     counts = re.search(r"^(\d+) mistakes, (\d+) answered badly$", done.stdout, re.MULTILINE)
     wrong = [": ".join(found) for found in re.findall(r"^(\S.*)\n  (\S.*)$", done.stdout, re.MULTILINE)]

@@ -202,7 +202,7 @@ def commands() -> dict[str, list[str]]:
     ]
     train += ["training.sample_interval=null"]
     found = {
-        "compare": ["tools.compare", "runs={run}", "output={output}.html"],
+        "report": ["tools.report", "run={run}", "output={output}.html"],
         "generate": ["tools.generate", "run={run}", "prompt_ids=[1,2]", "max_tokens=2"],
         "export": ["tools.checkpoint_to_huggingface", "run={run}", "output={output}"],
         "init_from": [*train, "training.init_from={run}", "paths.model_name=fresh", "training.steps=1"],

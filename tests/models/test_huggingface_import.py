@@ -33,9 +33,8 @@ from training_io import config as run_config
 from training_io import host_checkpoint
 from training_io.checkpoint import Checkpointer
 from training_io.config import register_schema, to_config
-from training_io.initial_weights import read_weights
+from training_io.initial_weights import fresh_state, read_weights
 from training_io.resuming import fixed_settings, with_defaults
-from training_io.run import fresh_state
 from training_io.stages import placement_of
 
 ROOT = Path(__file__).parents[2]

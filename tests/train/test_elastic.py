@@ -38,7 +38,7 @@ DATASET = ROOT / "synthetic_dataset.zarr"
 STEPS, ROWS, LENGTH = 12, 16, 16
 SMALL = ["model.d_model=32", "model.n_kv=8", "model.n_q_per_kv=2", "model.d_head=4", "model.d_ff=48"]
 GPT2 = ["model.d_model=128", "model.layers=2", "model.dropout=0.1", "training.sample_interval=null"]
-RUN = [f"training.batch_size={ROWS}", f"training.seq_len={LENGTH}", "training.eval_batches=0"]
+RUN = [f"training.batch_size={ROWS}", f"training.seq_len={LENGTH}", "training.eval_batches=0", "training.report=false"]
 RUN += ["training.checkpoint_interval=4", "optimizer.warmup_steps=3", f"optimizer.schedule_steps={STEPS}"]
 KINDS = {
     "llama": ("local_test_synthetic", *SMALL),

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 def events(directory: Path) -> list[dict]:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("event", "memory") not in ("memory", "step_bubble")]
+    return [line for line in lines if line.get("event", "memory") not in ("memory", "step_bubble", "end")]
 
 
 def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:

@@ -20,7 +20,13 @@ from training_io.config import check_config, register_schema
 from training_io.resuming import with_defaults
 
 ROOT = Path(__file__).parents[2]
-RUN = ("training.steps=3", "training.eval_batches=0", "training.batch_size=16", "model.layers=1")
+RUN = (
+    "training.steps=3",
+    "training.report=false",
+    "training.eval_batches=0",
+    "training.batch_size=16",
+    "model.layers=1",
+)
 
 
 def train(directory: Path, *overrides: str, **environment: str) -> str:

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from modeling.model import is_shipped
 from tools import checkpoint_to_huggingface, inspect_data
-from tools.compare import __main__ as compare
 from tools.generate import Config, MeshChoice, generate
+from tools.report import __main__ as report
+from training_io.files import read_config
 from training_io.initial_weights import read_weights
 from training_io.resuming import check_resumes, config_of
-from training_io.saved import check_addresses, literal, read_config, saved_config
+from training_io.saved import check_addresses, literal, saved_config
 
 ROOT = Path(__file__).parents[2]
 PAYLOAD = """
@@ -81,7 +82,7 @@ READERS = {
     ),
     "init_from": lambda s: s.init_from(),
     "resume": lambda s: s.resume(),
-    "compare": lambda s: compare.run(compare.Config(runs=str(s.directory)), QUIET),
+    "report": lambda s: report.show_report(report.Config(run=str(s.directory)), QUIET),
     "inspect_data": lambda s: inspect_data.run(inspect_data.Config(run=str(s.directory), step=0), QUIET),
 }
 

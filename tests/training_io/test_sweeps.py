@@ -193,8 +193,16 @@ def test_a_failed_job_lets_go_of_its_memory(capsys):
 def test_two_jobs_and_one_that_does_not_fit(tmp_path):
     """The real thing, small: meshes of one batch have the same losses, each in its own directory."""
     settings = ["training.steps=3", "training.batch_size=8", "training.seq_len=8", "training.compute_dtype=f32"]
-    settings += ["training.eval_batches=0", "model.layers=1", "model.d_model=16", "model.d_ff=16", "model.d_head=4"]
+    settings += [
+        "training.report=false",
+        "training.eval_batches=0",
+        "model.layers=1",
+        "model.d_model=16",
+        "model.d_ff=16",
+        "model.d_head=4",
+    ]
     settings += [f"paths.root_working_dir={tmp_path}", "paths.model_name=sweep", "mesh.t=1,3,2"]
+    settings += ["training.report=false"]
     flags = {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu", "PATH": ""}
     program = [sys.executable, "-m", "train", "--multirun", "--config-name=local_test_synthetic", *settings]
     done = subprocess.run(program, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True)

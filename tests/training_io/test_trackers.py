@@ -252,7 +252,7 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "absent", Tracker("no_such_package", None))
     c = TrackersConfig(["absent"])
     check_trackers(c)  # a run made elsewhere can be read here
-    with pytest.raises(ValueError, match="trackers.names has absent, .* not installed: pip install no_such_package"):
+    with pytest.raises(ValueError, match=r"trackers.names has absent, .* not installed: pip install no_such_package"):
         check_or_enqueue(c, "x")
 
 

@@ -1,10 +1,12 @@
-"""Compares runs side by side: a table on the terminal, and a page with loss curves, speed, MFU and peak memory.
+"""Shows a run, or several side by side: a table on the terminal, and a page with plots, samples, settings, provenance.
 
-    python -m tools.compare runs=runs/<sweep>
-    python -m tools.compare runs=[runs/a,runs/b] sort=tokens/s
-    python -m tools.compare runs='runs/local_*' output=curves.svg
+    python -m tools.report run=runs/<run>
+    python -m tools.report run=runs/<sweep>
+    python -m tools.report run=[runs/a,runs/b] sort=tokens/s
+    python -m tools.report run='runs/local_*' output=curves.svg
 
-Runs that are still training, or that broke off, are compared up to their last step. A line says so.
+A run that trains keeps its own page, report.html, up to date. Runs that are still training, or that broke off, are
+shown up to their last step. A line says so.
 """
 
 from dataclasses import dataclass
@@ -18,22 +20,25 @@ from rich.text import Text
 from configuration.checks import at_least_1, check_ranges
 from configuration.foreign import shown
 from configuration.program import run_program
-from tools.compare.page import write
-from tools.compare.runs import Comparison, Run, compare, find_runs, name_of, read_run, remarks
+from tools.report.comparing import Comparison, compare, name_of, remarks
+from tools.report.page import write
+from tools.report.reading import Run, find_runs, read_run
+from tools.report.sections import Report
+from training_io.files import REPORT
 
 
 @dataclass
 class Config:
     """Settings of the program."""
 
-    runs: Any = None
+    run: Any = None
     """Directories of runs, directories of sweeps, or patterns such as runs/local_*; one, or a list."""
     sort: str = "loss"
-    """The column to sort by, best first: loss, val, bits/byte, tokens/s, ms/step, MFU, memory, steps, time, min,
-    tokens, run, or a setting that differs, such as optimizer.learning_rate or learning_rate."""
+    """The column to sort by, best first: loss, val, bits/byte, tokens/s, ms/step, MFU, memory, bubble, steps, time,
+    min, tokens, run, or a setting that differs, such as optimizer.learning_rate or learning_rate."""
     output: str | None = None
-    """The file to write: .html with table and plots; .svg, .png or .pdf with the plots alone. Null: compare.html in the
-    directory that all the runs are in. An existing file is replaced."""
+    """The file to write: .html with everything; .svg, .png or .pdf with the plots alone. Null: report.html in the
+    directory of the run, or in the one that all the runs are in. An existing file is replaced."""
     smooth: int = at_least_1(50)
     """Steps over which losses are averaged, at least 1; in a run shorter than ten times this, a tenth of its steps."""
 
@@ -108,7 +113,7 @@ def _notes(run: Run) -> str:
 # ---- main ---------------------------------------------------------------------------------------------------------
 
 
-def run(config: Config, console: Console | None = None) -> None:
+def show_report(config: Config, console: Console | None = None) -> None:
     """Prints the table and writes the file.
 
     Raises:
@@ -116,23 +121,22 @@ def run(config: Config, console: Console | None = None) -> None:
     """
     console = console or Console()
     check_ranges("", config)
-    patterns = [config.runs] if isinstance(config.runs, str) else config.runs
+    patterns = [config.run] if isinstance(config.run, str) else config.run
     if not isinstance(patterns, list) or not patterns or not all(x and isinstance(x, str) for x in patterns):
-        raise ValueError(
-            f"runs is {config.runs!r}; give directories or patterns: runs=runs/<sweep>, runs=[runs/a,runs/b]."
-        )
+        raise ValueError(f"run is {config.run!r}; give directories or patterns: run=runs/<run>, run=[runs/a,runs/b].")
     kinds = (".html", ".svg", ".png", ".pdf")
     if config.output is not None and Path(config.output).suffix not in kinds:
         raise ValueError(f"output is {config.output}; its name must end in one of {', '.join(kinds)}.")
     c = compare([read_run(directory, config.smooth) for directory in find_runs(patterns)], config.sort)
     show(c, console)
-    output = Path(config.output) if config.output is not None else c.parent / "compare.html"
-    if config.output is None and output.is_symlink():  # a sweep may be a stranger's
-        raise ValueError(f"{output} is a link to a file elsewhere. Remove it, or give output=<file>.")
-    write(c, output, config.smooth)
+    place = c.runs[0].directory if len(c.runs) == 1 else c.parent
+    output = Path(config.output) if config.output is not None else place / REPORT
+    if config.output is None and (output.is_symlink() or (output.exists() and not output.is_file())):
+        raise ValueError(f"{output} is a link, or no file. Remove it, or give output=<file>.")  # a stranger's
+    write(Report(c, config.smooth), output)
     console.print()
-    console.print(Text(f"Plots and table: {output}"), soft_wrap=True)
+    console.print(Text(f"Report: {shown(output)}"), soft_wrap=True)
 
 
 if __name__ == "__main__":
-    run_program("compare", Config, run)
+    run_program("report", Config, show_report)

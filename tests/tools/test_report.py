@@ -1,9 +1,8 @@
-"""tools/compare on metrics written by hand, whose figures are known."""
+"""tools/report on metrics written by hand, whose figures are known: the table, the plots, several runs."""
 
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tools.compare.__main__ import Config, run
-from tools.compare.page import figure_of, panels_of
-from tools.compare.runs import compare, find_runs, read_run, smoothed
+from tools.report.__main__ import Config, show_report
+from tools.report.comparing import compare
+from tools.report.plots import panels_of
+from tools.report.reading import find_runs, read_run, smoothed
 
-pytest.importorskip("matplotlib", reason="plots need the extra `tools`")
-pytest.importorskip("plotly", reason="plots need the extra `tools`")
+pytest.importorskip("matplotlib", reason="pictures need the extra `tools`")
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,7 +52,7 @@ def write(directory: Path, losses=(4.0, 3.0, 2.0, 1.0), seconds=0.5, events=(), 
 def printed(width: int = 200, **settings) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        run(Config(**settings), console)
+        show_report(Config(**settings), console)
     return console.export_text()
 
 
@@ -119,7 +118,7 @@ def test_only_what_differs_is_a_column(tmp_path):
     assert c.differing == ["optimizer.learning_rate", "mesh.t"]
     assert [c.header(name) for name in c.differing] == ["learning_rate", "mesh.t"]
     assert c.metrics == ["loss", "tokens/s", "ms/step", "MFU", "steps", "time", "min", "tokens"]
-    heads = printed(runs=str(tmp_path), output=str(tmp_path / "o.svg")).splitlines()[:2]
+    heads = printed(run=str(tmp_path), output=str(tmp_path / "o.svg")).splitlines()[:2]
     assert " ".join(heads).split() == ["learning_", "#", "rate", "mesh.t", *c.metrics]
 
 
@@ -159,7 +158,7 @@ def test_runs_that_broke_off_are_compared_and_said(tmp_path):
     (tmp_path / "nothing").mkdir()
     (write(tmp_path / "without") / "config.yaml").unlink()
     (write(tmp_path / "corrupt") / "config.yaml").write_text("model: [")
-    text = printed(runs=str(tmp_path), output=str(tmp_path / "out.html"))
+    text = printed(run=str(tmp_path), output=str(tmp_path / "out.html"))
     said = {line.split()[1].split("/")[-1]: line for line in text.splitlines() if len(line.split()) > 1}
     assert "unfinished: 3 of 1,000 steps" in said["half"]
     assert "1 unreadable line in metrics.jsonl" in said["half"]
@@ -182,17 +181,16 @@ def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
         directory = write(tmp_path / f"without {name}")
         (directory / name).unlink()
         os.mkfifo(directory / name)
-    out = printed(runs=str(tmp_path))
+    out = printed(run=str(tmp_path))
     assert "metrics.jsonl cannot be read: it is a pipe or a device, and no file" in out
     assert "config.yaml cannot be read" in out
 
 
 def test_the_page_is_not_written_through_a_link(tmp_path):
-    write(tmp_path / "sweep" / "run")
     (tmp_path / "key").write_text("secret")
-    (tmp_path / "sweep" / "compare.html").symlink_to(tmp_path / "key")
-    with pytest.raises(ValueError, match=r"compare.html is a link to a file elsewhere\. Remove it, or give output="):
-        printed(runs=str(tmp_path / "sweep"))
+    (write(tmp_path / "run") / "report.html").symlink_to(tmp_path / "key")
+    with pytest.raises(ValueError, match=r"report.html is a link, or no file\. Remove it, or give output="):
+        printed(run=str(tmp_path / "run"))
     assert (tmp_path / "key").read_text() == "secret"
 
 
@@ -210,66 +208,62 @@ def test_runs_by_directory_pattern_and_sweep(tmp_path):
 def test_the_table_fits_the_terminal_and_says_what_did_not(tmp_path):
     for t in (1, 2):
         write(tmp_path / str(t), events=[VALIDATION, MEMORY], t=t, learning_rate=t / 1000)
-    text = printed(width=60, runs=str(tmp_path), output=str(tmp_path / "o.svg"))
+    text = printed(width=60, run=str(tmp_path), output=str(tmp_path / "o.svg"))
     table, rest = text.split("Too narrow for: ")
     assert max(len(line.rstrip()) for line in table.splitlines()) <= 60
     assert table.splitlines()[1].split() == ["#", "rate", "mesh.t", "loss", "val", "bits/byte", "tokens/s"]
     assert rest.startswith("ms/step, MFU, memory, steps, time, min, tokens; they are in the file.")
-    assert "3.00 GiB" in printed(width=120, runs=str(tmp_path), output=str(tmp_path / "o.svg"))
+    assert "3.00 GiB" in printed(width=120, run=str(tmp_path), output=str(tmp_path / "o.svg"))
 
 
 def test_memory_that_was_predicted_is_marked(tmp_path):
     write(tmp_path / "run", events=[MEMORY | {"source": "compiler"}])
-    text = printed(runs=str(tmp_path / "run"), output=str(tmp_path / "o.svg"))
+    text = printed(run=str(tmp_path / "run"), output=str(tmp_path / "o.svg"))
     assert "~3.00 GiB" in text
     assert "predicted by the compiler" in text
 
 
 @pytest.mark.long
-def test_the_page_refers_to_no_file_and_pictures_are_drawn(tmp_path):
+def test_pictures_are_drawn(tmp_path):
     write(tmp_path / "<a>", events=[VALIDATION, MEMORY], t=1)
-    write(tmp_path / "b</script><script>alert(1)", events=[VALIDATION], t=2)
-    printed(runs=str(tmp_path))
-    page = (tmp_path / "compare.html").read_text()
-    assert "plotly.js v" in page[:10_000]
-    assert not re.search(r"<(script|img|link)[^>]*(src|href)=", page)
-    assert "&lt;a&gt;" in page
-    assert "<a>" not in page
-    assert "<script>alert" not in page
-    assert page.count("plotly-graph-div") == 1
-    assert re.search(r'"modeBarButtonsToRemove": ?\["sendChartToCloud"\]', page)  # the page uploads nothing
+    write(tmp_path / "b", events=[VALIDATION], t=2)
     starts = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
     for kind, start in starts.items():
-        printed(runs=str(tmp_path), output=str(tmp_path / f"o.{kind}"))
+        printed(run=str(tmp_path), output=str(tmp_path / f"o.{kind}"))
         assert (tmp_path / f"o.{kind}").read_bytes().startswith(start)
+    assert not [*tmp_path.glob("*.tmp")]
 
 
 def test_the_page_is_the_same_for_the_same_runs(tmp_path):
     write(tmp_path / "a", events=[VALIDATION, MEMORY])
     for name in ("first", "second"):
-        printed(runs=str(tmp_path), output=str(tmp_path / f"{name}.html"))
+        printed(run=str(tmp_path), output=str(tmp_path / f"{name}.html"))
     assert (tmp_path / "first.html").read_bytes() == (tmp_path / "second.html").read_bytes()
 
 
-def test_each_run_has_one_colour_and_one_entry_in_the_legend(tmp_path):
+def test_each_run_has_one_colour(tmp_path):
     for i in range(9):
         write(tmp_path / str(i), [4.0 - 0.1 * i] * 4, events=[VALIDATION, MEMORY], learning_rate=(i + 1) / 100)
     c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "learning_rate")
     panels = panels_of(c, 50)
-    figure = figure_of(panels)
-    shown = [trace for trace in figure.data if trace.showlegend]
-    assert [trace.name for trace in shown] == [f"{i + 1}  learning_rate={(i + 1) / 100:g}" for i in range(9)]
-    style = lambda trace: (trace.line.color, trace.line.dash)
-    assert len({style(trace) for trace in shown}) == 9
-    for trace in figure.data:
-        run = shown[int(trace.legendgroup)]
-        if trace.type == "bar" or trace.mode == "markers":
-            assert trace.marker.color == run.line.color
-        else:
-            assert style(trace) == style(run)
-    bars = [trace for trace in figure.data if trace.type == "bar"]
-    assert [trace.y[0] for trace in bars] == [str(i + 1) for i in range(9)] * 3
-    assert [trace.text[0] for trace in bars[-9:]] == ["3.00 GiB"] * 9
+    lines = [trace["line"] for trace in panels[0].traces if trace["mode"] == "lines"]
+    style = lambda line: (line["color"], line["dash"])
+    assert len({style(line) for line in lines}) == 9
+    for panel in panels:
+        assert panel.is_shared
+        for trace in panel.traces:
+            of_run = lines[int(trace["legendgroup"])]
+            assert (
+                trace["name"]
+                == f"{int(trace['legendgroup']) + 1}  learning_rate={(int(trace['legendgroup']) + 1) / 100:g}"
+            )
+            if trace["type"] == "bar" or trace["mode"] == "markers":
+                assert trace["marker"]["color"] == of_run["color"]
+            else:
+                assert style(trace["line"]) == style(of_run)
+    bars = [trace for panel in panels for trace in panel.traces if trace["type"] == "bar"]
+    assert [trace["y"][0] for trace in bars] == [str(i + 1) for i in range(9)] * 3
+    assert [trace["text"][0] for trace in bars[-9:]] == ["3.00 GiB"] * 9
 
 
 def test_equal_curves_can_both_be_seen(tmp_path):
@@ -281,11 +275,12 @@ def test_equal_curves_can_both_be_seen(tmp_path):
 
 
 def test_the_circle_of_a_validation_is_at_the_end_of_its_step(tmp_path):
-    write(tmp_path / "a", seconds=2.0, events=[VALIDATION | {"step": 2}])
-    c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "loss")
+    for name in "ab":
+        write(tmp_path / name, seconds=2.0, events=[VALIDATION | {"step": 2}])
+    c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "run")
     circles = [trace for panel in panels_of(c, 50)[:3] for trace in panel.traces if trace.get("mode") == "markers"]
-    assert [tuple(trace["x"]) for trace in circles] == [(3,), (30,), (4,)]  # steps, tokens, seconds
-    assert [tuple(trace["y"]) for trace in circles] == [(1.5,)] * 3
+    assert [tuple(trace["x"]) for trace in circles] == [(3,), (3,), (30,), (30,), (4,), (4,)]  # steps, tokens, seconds
+    assert [tuple(trace["y"]) for trace in circles] == [(1.5,)] * 6
 
 
 def test_metrics_of_the_users_own_are_plotted(tmp_path):
@@ -310,7 +305,7 @@ def test_metrics_of_the_users_own_are_plotted(tmp_path):
 def test_many_runs_and_long_ones(tmp_path):
     for i in range(12):
         write(tmp_path / str(i), list(3 + np.exp(-np.arange(4000 + 100 * i) / 500)), 0.1, learning_rate=i / 100)
-    text = printed(runs=str(tmp_path), sort="learning_rate", output=str(tmp_path / "o.svg"))
+    text = printed(run=str(tmp_path), sort="learning_rate", output=str(tmp_path / "o.svg"))
     assert len([line for line in text.splitlines() if "0:0" in line]) == 12
     c = compare([read_run(d, 50) for d in find_runs([str(tmp_path)])], "loss")
     lines = [trace for panel in panels_of(c, 50)[:3] for trace in panel.traces]
@@ -319,20 +314,18 @@ def test_many_runs_and_long_ones(tmp_path):
     assert max(line["x"][-1] for line in lines[:12]) == 5100
 
 
-@pytest.mark.parametrize("library", ["plotly", "matplotlib"])
-def test_without_the_library_the_table_is_printed(tmp_path, monkeypatch, library):
+def test_without_the_library_the_table_is_printed(tmp_path, monkeypatch):
     write(tmp_path / "run")
-    output = tmp_path / {"plotly": "o.html", "matplotlib": "o.svg"}[library]
-    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+    for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=f"the plots need {library}.*: pip install"):
-        run(Config(runs=str(tmp_path / "run"), output=str(output)))
+    with pytest.raises(ValueError, match="the plots need matplotlib: pip install"):
+        show_report(Config(run=str(tmp_path / "run"), output=str(tmp_path / "o.svg")))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"runs": None}, "runs is None; give directories"),
+        ({"run": None}, "run is None; give directories"),
         ({"sort": "speed"}, "sort is 'speed'; the columns are loss, tokens/s"),
         ({"output": "x.txt"}, r"output is x.txt; its name must end in one of .html"),
         ({"smooth": 0}, "smooth is 0; it must be at least 1"),
@@ -341,24 +334,27 @@ def test_without_the_library_the_table_is_printed(tmp_path, monkeypatch, library
 def test_wrong_settings_are_refused(tmp_path, settings, message):
     write(tmp_path / "run")
     with pytest.raises(ValueError, match=message):
-        run(Config(**{"runs": str(tmp_path / "run")} | settings))
+        show_report(Config(**{"run": str(tmp_path / "run")} | settings))
 
 
 def test_nothing_to_compare(tmp_path):
     write(tmp_path / "run", [])
+    write(tmp_path / "other", [])
     with pytest.raises(ValueError, match=r"(?s)no run has done a step.*run: no step was logged"):
-        run(Config(runs=str(tmp_path)))
+        show_report(Config(run=str(tmp_path)))
+    with pytest.raises(ValueError, match="there is nothing to draw: no step was logged"):
+        show_report(Config(run=str(tmp_path / "run"), output=str(tmp_path / "o.svg")))
 
 
 def test_the_command_line(tmp_path):
     write(tmp_path / "runs" / "a", learning_rate=0.1)
     write(tmp_path / "runs" / "b", [math.e] * 4)
-    program = [sys.executable, "-m", "tools.compare", "runs=[runs/a,runs/b]", "sort=tokens/s"]
+    program = [sys.executable, "-m", "tools.report", "run=[runs/a,runs/b]", "sort=tokens/s"]
     done = subprocess.run(program, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "Plots and table: runs/compare.html" in done.stdout
+    assert "Report: runs/report.html" in done.stdout
     assert sorted(p.name for p in tmp_path.rglob("*")) == sorted(
-        ["runs", "a", "b", "compare.html", *["config.yaml", "metrics.jsonl"] * 2]
+        ["runs", "a", "b", "report.html", *["config.yaml", "metrics.jsonl"] * 2]
     )
 
 
@@ -377,12 +373,12 @@ def test_names_of_strangers_are_text_on_the_terminal_and_in_the_files(tmp_path):
         lines = [json.loads(line) for line in (runs[-1] / "metrics.jsonl").read_text().splitlines()]
         lines = [line | {EVIL: 1.0} if "event" not in line else line for line in lines]
         (runs[-1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = printed(runs=str(tmp_path), output=str(tmp_path / "a.html"))
+    text = printed(run=str(tmp_path), output=str(tmp_path / "a.html"))
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
     assert "[bold]<script>" in text
     page = (tmp_path / "a.html").read_text()
     shown = page[page.index("</head>") :] if "</head>" in page else page
     assert "<script>alert" not in shown
     assert f'"{EVIL}' not in shown
-    printed(runs=str(tmp_path), output=str(tmp_path / "a.svg"))
+    printed(run=str(tmp_path), output=str(tmp_path / "a.svg"))
     assert "<script>" not in (tmp_path / "a.svg").read_text()

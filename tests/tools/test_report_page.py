@@ -1,0 +1,328 @@
+"""The page of tools/report: what it says of a run, whole, damaged or a stranger's; and how it looks, in Chromium."""
+
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, browser
+from rich.console import Console
+from written_runs import LAYERS, RESUMED, SKIPPED, write_lines, write_run
+
+from tools.report.__main__ import Config, show_report
+from tools.report.comparing import compare
+from tools.report.plots import panels_of
+from tools.report.reading import read_run
+from tools.report.sections import SECTIONS, Report, checkpoints, files, head, provenance, samples, settings
+
+
+def report(*directories: Path) -> Report:
+    return Report(compare([read_run(directory, 50) for directory in directories], "run"), 50)
+
+
+def write_page(*directories: Path, output: Path | None = None) -> Path:
+    with open(os.devnull, "w") as nothing:
+        given = Config(run=[str(directory) for directory in directories], output=output and str(output))
+        show_report(given, Console(file=nothing, width=100))
+    return output or directories[0] / "report.html"
+
+
+class Reader(HTMLParser):
+    """The text of a page outside of scripts and styles, and its elements."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.words, self.elements, self._silent = "", [], 0
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self._silent += tag in ("script", "style")
+
+    def handle_endtag(self, tag):
+        self._silent -= tag in ("script", "style")
+
+    def handle_data(self, data):
+        self.words += "" if self._silent else data
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words.split())
+
+
+# ---- what it says -------------------------------------------------------------------------------------------------
+
+
+def test_the_head_has_the_key_figures(tmp_path):
+    run = write_run(tmp_path / "run")
+    shown = head(report(run))
+    assert (shown["title"], shown["state"], shown["why"], shown["running"]) == ("run", "stopped", "SIGTERM", False)
+    assert shown["progress"] == 200 / 250
+    found = {figure.label: figure for figure in shown["figures"]}
+    validations = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if "validation" in line
+    ]
+    assert found["validation"].value == f"{validations[-1]['loss']:.3f}"
+    assert found["validation"].note == "1.500 bits a byte, at step 200"
+    assert found["loss"].note == "unigram entropy 3.750"
+    assert (found["steps"].value, found["steps"].note) == ("200", "of 250")
+    assert (found["tokens"].value, found["tokens/s"].value) == ("128k", "1.28k")
+    assert (found["peak memory"].value, found["peak memory"].note) == ("3.00 MiB", "predicted by the compiler")
+    assert found["step bubble"].value == "1.23%"
+    assert found["parameters"].value == "1.00M"
+    assert found["MFU"].value == "120.0%"
+    assert found["MFU"].warning
+    assert "too low" in found["MFU"].note
+
+
+@pytest.mark.parametrize(
+    ("end", "lock", "steps", "state"),
+    [
+        ({"state": "finished"}, None, 4, "finished"),
+        ({"state": "failed", "why": "OSError: no"}, None, 2, "failed"),
+        ({"state": "stopped"}, {"pid": os.getpid(), "host": os.uname().nodename}, 2, "stopped"),
+        ({"state": "<b>"}, None, 2, "unknown"),
+        (None, {"pid": os.getpid(), "host": os.uname().nodename}, 2, "running"),
+        (None, {"pid": os.getpid(), "host": os.uname().nodename}, 4, "running"),  # it saves and validates
+        (None, {"pid": 1, "host": "another"}, 2, "running"),
+        (None, {"pid": 2**22 + 1, "host": os.uname().nodename}, 2, "broke off"),  # a larger one than Linux gives
+        (None, {"pid": [], "host": os.uname().nodename}, 2, "broke off"),
+        (None, None, 2, "broke off"),
+        (None, None, 4, "finished"),  # of a version without the event
+        (None, None, 0, "not begun"),
+    ],
+)
+def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
+    lines = [{"step": step, "loss": 1.0, "tokens": 1} for step in range(steps)]
+    write_lines(tmp_path / "metrics.jsonl", lines + ([{"step": steps - 1, "event": "end"} | end] if end else []))
+    (tmp_path / "config.yaml").write_text("training: {steps: 4}")
+    if lock:
+        (tmp_path / ".lock").write_text(json.dumps(lock))
+    assert read_run(tmp_path, 50).state == state
+
+
+def test_a_resumed_run_is_no_longer_at_its_end(tmp_path):
+    lines = [{"step": 0, "loss": 1.0}, {"step": 0, "event": "end", "state": "stopped"}, {"step": 1, "loss": 1.0}]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    (tmp_path / "config.yaml").write_text("training: {steps: 4}")
+    assert read_run(tmp_path, 50).state == "broke off"
+
+
+def test_the_plots_of_a_run_alone(tmp_path):
+    loss, norm, *others = panels_of(report(write_run(tmp_path / "run")).c, 50)
+    assert [panel.title for panel in others] == [
+        *("Learning rate", "Tokens/s", "MFU", "noise", "pair: mean of 2 layers, and each", "stream, by layers")
+    ]
+    by_name = {trace["name"]: trace for trace in loss.traces}
+    assert [*by_name] == ["each step", "training", "validation", "skipped step", "unigram entropy 3.750"]
+    assert [*by_name["validation"]["x"]] == [50, 100, 150, 200]
+    assert [*by_name["skipped step"]["x"]] == [SKIPPED + 1]
+    assert by_name["skipped step"]["text"] == ["the loss is NaN"]
+    assert [*by_name["unigram entropy 3.750"]["y"]] == [3.75, 3.75]
+    assert loss.marks == [(RESUMED + 1, "resumed")]
+    assert [trace["name"] for trace in norm.traces] == ["each step", "average", "skipped step"]
+    (map_of_layers,) = others[-1].traces
+    assert map_of_layers["type"] == "heatmap"
+    assert map_of_layers["z"].shape == (LAYERS, 200)
+    assert map_of_layers["z"][3, 20] == pytest.approx(map_of_layers["z"][0, 20] + 0.3)
+
+
+def test_settings_that_were_chosen_come_first(tmp_path):
+    shown = settings(report(write_run(tmp_path / "run", rate=0.03)))
+    given, of_recipe, defaults = shown["groups"]
+    assert given == ("Given on the command line", [("optimizer.learning_rate", "0.03", "")], True)
+    assert of_recipe[0] == "Set by tiny, not the default"
+    assert ("optimizer.warmup_steps", "1", "100") in of_recipe[1]
+    assert [name for name, *_ in defaults[1]] == ["model.module", "training.seed"]
+
+
+def test_samples_checkpoints_provenance_and_files(tmp_path):
+    r = report(write_run(tmp_path / "run"))
+    first, second = samples(r)["prompts"]
+    assert (first["prompt"], second["prompt"]) == ("", "Emma ")
+    steps = [step for step, *_ in first["rows"]]
+    assert (steps[0], steps[-1], len(steps), first["left_out"]) == (0, 200, 12, 9)
+    assert first["rows"][-1] == (200, "It is a truth 200\nand more", True)
+    saved, unfinished = checkpoints(r)["rows"]
+    assert saved[:2] == (100, "1.00 MiB")
+    assert re.fullmatch(r"[\d-]{10} [\d:]{8}", saved[2])
+    assert unfinished == (200, "1.00 MiB", "not finished")
+    made = provenance(r)
+    assert made["starts"] == [
+        (0, "2026-01-01T00:00:00Z", "0123456789ab"),
+        (100, "2026-01-01T01:00:00Z", "0123456789ab"),
+    ]
+    assert ("jax", "0.12.0") in made["facts"]
+    assert {link for _, link, *_ in files(r)["main"]} == {"metrics.jsonl", "samples.jsonl", "config.yaml"}
+
+
+# ---- what is damaged, or a stranger's -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "binary", "json", "directory", "pipe", "link to nothing"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml", "source/0000000100/provenance.json"])
+def test_a_damaged_file_leaves_the_rest_of_the_page(tmp_path, name, damage):
+    run = write_run(tmp_path / "run")
+    path = run / name
+    path.unlink()
+    if damage in ("empty", "binary", "json"):
+        odd = b'[1]\n{"step": []}\n{"step": 1e400}\n{"step": 3, "event": {}}\n"x"\n' + b"[" * 10**5 + b"\n"
+        path.write_bytes({"empty": b"", "binary": bytes(range(256)) * 99, "json": odd}[damage])
+    elif damage == "directory":
+        path.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(path)
+    elif damage == "link to nothing":
+        path.symlink_to("nothing")
+    page = Reader(write_page(run))
+    ids = {attributes.get("id") for _, attributes in page.elements}
+    assert {"settings", "checkpoints", "provenance", "files"} <= ids
+    if name == "metrics.jsonl":
+        assert "metrics.jsonl" in page.text.partition("Settings")[0], "the head says what is missing"
+    if name == "config.yaml":
+        assert "config.yaml is missing or cannot be read" in page.text
+    if name == "source/0000000100/provenance.json":
+        assert damage == "missing" or "provenance.json cannot be read" in page.text
+
+
+def test_an_empty_directory_has_a_page(tmp_path):
+    (tmp_path / "run").mkdir()
+    page = Reader(write_page(tmp_path / "run"))
+    assert "not begun" in page.text
+    assert "no config.yaml" in page.text
+    assert "no metrics.jsonl: the run did not start" in page.text
+
+
+EVIL = "\x1b]0;owned\x07\u202e</script><img src=x onerror=alert(1)>{{7*7}}\"'&<b>"
+SHOWN = "\ufffd]0;owned\ufffd\ufffd</script><img src=x onerror=alert(1)>{{7*7}}\"'&<b>"
+
+
+def evil(value):
+    """A JSON value with EVIL in each string and key but those that the reader looks for."""
+    if isinstance(value, dict):
+        found = {key: evil(x) for key, x in value.items() if key not in ("step", "event")}
+        return {k: value[k] for k in ("step", "event") if k in value} | found | {EVIL: EVIL}
+    if isinstance(value, list):
+        return [evil(x) for x in value]
+    return value + EVIL if isinstance(value, str) else value
+
+
+def test_a_strangers_run_is_text(tmp_path):
+    run = write_run(tmp_path / f"run{EVIL}".replace("/", ""))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        write_lines(run / name, [evil(line) for line in lines] + [{"step": 3, "event": EVIL, "why": EVIL}])
+    for path in (run / "config.yaml", *run.glob("source/*/provenance.json")):
+        path.write_text(json.dumps(evil(json.loads(path.read_text()))))
+    (run / f"metrics_{EVIL}.jsonl".replace("/", "")).write_text("")
+    plain = [write_run(tmp_path / name) for name in "ab"]
+    for others in ([], plain[:1]):
+        page = write_page(run, *others, output=tmp_path / "evil.html")
+        read, expected = Reader(page), Reader(write_page(plain[1], *others, output=tmp_path / "plain.html"))
+        kinds = lambda reader: {(tag, name) for tag, attributes in reader.elements for name in attributes}
+        assert kinds(read) - kinds(expected) <= {("td", "class"), ("th", "title"), ("details", "open")}
+        assert {tag for tag, _ in read.elements} - {tag for tag, _ in expected.elements} <= {"ul", "li", "thead", "th"}
+        assert not set("\x1b\x07\u202e") & set(page.read_text())
+        assert SHOWN.replace("/", "") in read.text
+        assert others or read.text.count(SHOWN) > 20
+
+
+def test_too_much_is_cut(tmp_path):
+    run = write_run(tmp_path / "run")
+    write_lines(run / "samples.jsonl", [{"step": i, "prompt": str(i), "text": "x" * 10**5} for i in range(100)])
+    lines = [{"step": i, "loss": 1.0, **{f"m{j}": [0.5] * 3000 for j in range(120)}} for i in range(3)]
+    write_lines(run / "metrics.jsonl", lines + [{"step": 1, "event": "e", "why": "y" * 10**5}] * 500)
+    page = write_page(run)
+    assert page.stat().st_size < 8e6
+    assert "20 metrics are left out" in Reader(page).text
+
+
+# ---- how it looks -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_whole_and_fetches_nothing(tmp_path):
+    page = write_page(write_run(tmp_path / "run"))
+    read = Reader(page)
+    assert not [
+        attributes for tag, attributes in read.elements if tag in ("link", "img", "iframe") or "src" in attributes
+    ]
+    links = [attributes["href"] for tag, attributes in read.elements if tag == "a"]
+    assert {link for link in links if ":" in link or link.startswith("/")} == set()
+    assert {f"#{section.name}" for section in SECTIONS if section.name != "runs"} <= set(links)
+    assert "default-src 'none'" in page.read_text()[:1000]
+    assert not [*page.parent.glob("*.tmp")]
+
+
+DRAWN = """[...document.querySelectorAll(".plot")].map(plot => {
+  const shapes = [...plot.querySelectorAll(".scatterlayer path, .barlayer path, .heatmaplayer image")];
+  const box = plot.querySelector("svg.main-svg")?.getBoundingClientRect() ?? {width: 0};
+  const largest = Math.max(0, ...shapes.map(x => x.getBoundingClientRect()).map(x => x.width + x.height));
+  return {largest, width: box.width, right: box.right};
+})"""
+CONTRAST = """[...document.querySelectorAll(".plot .xtick text, .plot .legendtext")].map(text => {
+  const light = colour => colour.match(/[\\d.]+/g).slice(0, 3).reduce((sum, x) => sum + Number(x) / 765, 0);
+  const back = light(getComputedStyle(text.closest("figure")).backgroundColor);
+  return Math.abs(light(getComputedStyle(text).fill) - back);
+})"""
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium (Debian: apt install chromium)")
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    one, two = write_run(root / "one"), write_run(root / "two", rate=0.03)
+    return {"alone": write_page(one), "several": write_page(one, two, output=root / "report.html")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("which", "plots"), [("alone", 8), ("several", 14)])
+def test_the_page_in_a_browser(chromium, pages, tmp_path, which, plots, width, scheme):
+    chromium.open(pages[which], width, scheme)
+    drawn = chromium.evaluate(DRAWN)
+    assert len(drawn) == plots
+    for plot in drawn:
+        assert plot["largest"] > 50, plot
+        assert 250 < plot["width"] <= plot["right"] <= width, plot
+    assert chromium.evaluate("document.documentElement.scrollWidth") == width
+    assert min(chromium.evaluate(CONTRAST)) > 0.25
+    assert chromium.fetched == [pages[which].as_uri()]
+    assert chromium.complaints == []
+    chromium.screenshot(tmp_path / "page.png")
+
+
+@pytest.mark.long
+def test_plots_follow_the_scheme_and_each_other(chromium, pages):
+    chromium.open(pages["alone"], 1280, "light")
+    chromium.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    chromium.evaluate("new Promise(done => setTimeout(done, 500))")
+    assert min(chromium.evaluate(CONTRAST)) > 0.25
+    ranges = 'plots.filter(x => x.dataset.x === "steps").map(x => x.layout.xaxis.range.map(Math.round).join())'
+    chromium.evaluate("Plotly.relayout(plots[1], {'xaxis.range[0]': 20, 'xaxis.range[1]': 40}).then(() => 0)")
+    chromium.evaluate("new Promise(done => setTimeout(done, 500))")
+    assert set(chromium.evaluate(ranges)) == {"20,40"}
+    chromium.evaluate("Plotly.relayout(plots[2], {'xaxis.autorange': true}).then(() => 0)")
+    chromium.evaluate("new Promise(done => setTimeout(done, 500))")
+    assert "20,40" not in chromium.evaluate(ranges)
+
+
+@pytest.mark.long
+def test_a_click_on_a_run_hides_it_in_all_plots(chromium, pages):
+    chromium.open(pages["several"], 1280, "light")
+    visible = 'plots.map(x => x.data.filter(t => t.visible !== false && t.legendgroup === "1").length)'
+    before = chromium.evaluate(visible)
+    assert min(before) > 0
+    chromium.evaluate("document.querySelector('button.run[data-run=\"1\"]').click()")
+    assert set(chromium.evaluate(visible)) == {0}
+    chromium.evaluate("document.querySelector('button.run[data-run=\"1\"]').click()")
+    assert chromium.evaluate(visible) == before

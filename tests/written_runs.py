@@ -1,0 +1,92 @@
+"""Directories of runs, written by hand with everything that a page shows."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+STEPS, LAYERS, TOTAL = 200, 12, 250
+SKIPPED, RESUMED = 90, 100
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") -> Path:
+    """A run that was stopped after 200 of 250 steps, with one skipped step, and resumed after 100."""
+    directory.mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    for step in range(STEPS):
+        loss = 2 + 4 * math.exp(-step * rate) + 0.1 * math.sin(7 * step)
+        line = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": 1 + math.cos(step) ** 2,
+            "learning_rate": rate * (1 - step / TOTAL),
+        }
+        line |= {
+            "stream": [loss + layer / 10 for layer in range(LAYERS)],
+            "pair": [loss, 2 * loss],
+            "noise": 1 / (step + 1),
+        }
+        if step == SKIPPED:
+            line |= {"loss": "NaN", "skipped": True}
+        line |= {"tokens": 640 * (step + 1)}
+        if step % RESUMED:
+            line |= {"seconds": 0.5, "tokens_per_second": 1280 + step, "mfu": 1.2, "mfu_full_attention": 1.25}
+        lines.append(line)
+        if step % 50 == 49:
+            lines.append({"step": step, "event": "validation", "loss": loss + 0.2, "bits_per_byte": 1.5})
+    lines.append({"step": 0, "event": "memory", "peak_memory_bytes": 3 * 2**20, "source": "compiler"})
+    lines.append({"step": 7, "event": "step_bubble", "step_bubble": 0.0123})
+    lines.append({"step": SKIPPED, "event": "skipped", "why": "the loss is NaN", "batch": 90, "documents": []})
+    lines.append({"step": STEPS - 1, "event": "end", "state": "stopped", "why": "SIGTERM"})
+    write_lines(directory / "metrics.jsonl", lines)
+    samples = [
+        {"step": step, "prompt": prompt, "text": f"{text} {step}\nand more", "ended": step == 200}
+        for step in range(0, 201, 10)
+        for prompt in ("", "Emma ")
+    ]
+    write_lines(directory / "samples.jsonl", samples)
+    settings = {
+        "model": {"module": "train", "vocab": 64, "layers": LAYERS},
+        "optimizer": {"learning_rate": rate, "warmup_steps": 1},
+        "training": {"batch_size": 8, "seq_len": 80, "steps": TOTAL, "seed": 0},
+        "paths": {"root_working_dir": "runs", "model_name": None, "checkpoints": None},
+    }
+    (directory / "config.yaml").write_text(json.dumps(settings))
+    for start in (0, RESUMED):
+        about = {
+            "commit": "0123456789abcdef",
+            "command": ["python", "-m", "train", "--config-name=tiny", f"optimizer.learning_rate={rate}"],
+            "python": "3.13.0",
+            "packages": {"jax": "0.12.0", "numpy": "2.4.6"},
+            "environment": {"JAX_PLATFORMS": "cpu"},
+            "source": {"train.py": "ab" * 10},
+            "programs": {"training": "cd" * 10},
+            "started": f"2026-01-01T0{start // 100}:00:00Z",
+            "recipe": "tiny",
+            "overrides": [f"optimizer.learning_rate={rate}"],
+            "defaults": {"training.seed": 0, "optimizer.warmup_steps": 100, "model.module": "train"},
+            "run": {
+                "total_steps": TOTAL,
+                "tokens_per_step": 640,
+                "unigram_entropy": 3.75,
+                "parameters": 1_000_000,
+                "devices": "8 x cpu",
+                "mesh": {"d": 8},
+                "peak_flops": 1e11,
+                "peak_source": "measured here",
+            },
+        }
+        kept = directory / "source" / f"{start:010}"
+        kept.mkdir(parents=True)
+        (kept / "provenance.json").write_text(json.dumps(about))
+    for step in (100, 200):
+        place = directory / "checkpoints" / f"{step:010}"
+        (place / "weights").mkdir(parents=True)
+        (place / "weights" / "0").write_bytes(bytes(2**20))
+        if step == 100:
+            (place / "zarr.json").write_text("{}")
+    return directory

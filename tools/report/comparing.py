@@ -1,0 +1,193 @@
+"""Runs side by side: the settings that differ, the columns of the table, and the order."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.report.reading import Run
+from training_io.files import duration
+
+
+def scaled(value: float, *units: tuple[float, str]) -> str:
+    """`value` with three digits in the first of `units` that is not larger."""
+    factor, suffix = next((unit for unit in units if value >= unit[0]), (1, units[-1][1]))
+    value /= factor
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{suffix}"
+
+
+NUMBER = (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")
+BYTES = (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (1, " B")
+
+
+class Metric(NamedTuple):
+    """A column of the table."""
+
+    best: Callable | None
+    """min or max; None: neither."""
+    show: Callable[[float], str]
+    meaning: str
+
+
+METRICS = {
+    "loss": Metric(min, "{:.3f}".format, "training loss at the end, nats a token, averaged over the last steps"),
+    "val": Metric(min, "{:.3f}".format, "the last validation loss, nats a token"),
+    "bits/byte": Metric(min, "{:.3f}".format, "the same in bits a byte of text"),
+    "tokens/s": Metric(max, lambda x: scaled(x, *NUMBER), "of the median step"),
+    "ms/step": Metric(min, lambda x: scaled(x, (1, "")), "of the median step"),
+    "MFU": Metric(max, "{:.1%}".format, "of the median step, with half of attention, the causal one"),
+    "memory": Metric(min, lambda x: scaled(x, *BYTES), "peak of the fullest device"),
+    "bubble": Metric(min, "{:.2%}".format, "share of the time in which devices execute nothing between steps"),
+    "steps": Metric(None, "{:,.0f}".format, "done"),
+    "time": Metric(min, duration, "of all steps, h:mm:ss, without start, compilation, validation and pauses"),
+    "min": Metric(min, "{:.3f}".format, "lowest averaged training loss"),
+    "tokens": Metric(None, lambda x: scaled(x, *NUMBER), "seen in training"),
+}
+
+
+@dataclass
+class Comparison:
+    """Runs side by side."""
+
+    runs: list[Run]
+    """Runs with steps, sorted; a single run also without."""
+    differing: list[str]
+    """Dotted names of the settings that are not the same in all runs."""
+    metrics: list[str]
+    """Names in METRICS that at least one run has."""
+    left_out: list[Run]
+    """Runs without a step."""
+
+    def header(self, setting: str) -> str:
+        """The setting's own name, with its section if the name alone is ambiguous."""
+        name = setting.rpartition(".")[2]
+        clash = [other for other in [*self.differing, *METRICS] if other.rpartition(".")[2] == name]
+        return setting if len(clash) > 1 or len(name) == 1 else name
+
+    def setting(self, run: Run, name: str) -> str:
+        """The value of a setting, for the table."""
+        value = run.settings.get(name, "?")
+        return f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+    def metric(self, run: Run, name: str) -> str:
+        """The value of a metric, for the table."""
+        value = run.values.get(name)
+        if value is None:
+            return "–"
+        text = METRICS[name].show(value) if math.isfinite(value) else str(value)
+        if name == "steps" and run.total_steps is not None and value < run.total_steps:
+            text += f"/{run.total_steps:,}"
+        return f"~{text}" if name == "memory" and run.memory_source == "compiler" else text
+
+    def best(self, name: str) -> set[str]:
+        """The directories of the runs that are best by this metric; none if all runs are equal."""
+        known = [run for run in self.runs if math.isfinite(run.values.get(name, math.nan))]
+        texts = {self.metric(run, name) for run in known}
+        if METRICS[name].best is None or len(texts) < 2:
+            return set()
+        best = METRICS[name].best(known, key=lambda run: run.values[name])
+        return {str(run.directory) for run in known if self.metric(run, name) == self.metric(best, name)}
+
+    def label(self, run: Run) -> str:
+        """The settings in which the run differs from the others, or its name if they do not identify it."""
+        text = "  ".join(f"{self.header(name)}={self.setting(run, name)}" for name in self.differing[:4])
+        alike = [r for r in self.runs if all(r.settings.get(n) == run.settings.get(n) for n in self.differing[:4])]
+        return text if text and len(alike) == 1 else run.directory.name
+
+    @property
+    def parent(self) -> Path:
+        """The directory that all runs are in."""
+        parents = [set(run.directory.absolute().parents) for run in self.runs]
+        common = max(set.intersection(*parents), key=lambda path: len(path.parts))
+        return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
+
+
+def _rank(setting: str) -> int:
+    """Small for settings that are swept often, large for those that do not change a step."""
+    if setting.startswith("training.") and any(word in setting for word in ("interval", "eval", "keep", "steps")):
+        return 9
+    order = ("optimizer.", "training.", "mesh.", "model.", "data.")
+    return next((i for i, start in enumerate(order) if setting.startswith(start)), len(order))
+
+
+IGNORED_SETTINGS = (
+    "paths.",
+    "training.sample_",
+    "training.log_interval",
+    "training.checkpoint_interval",
+    "training.keep_checkpoints",
+    "training.report",
+)
+"""Beginnings of the settings that do not change what is compared."""
+
+
+def compare(runs: Sequence[Run], sort: str) -> Comparison:
+    """Finds the settings that differ and sorts the runs: unknown values and NaN last, equal ones by name.
+
+    Raises:
+        ValueError: no run has a step, or there is no column `sort`.
+    """
+    with_steps, left_out = [run for run in runs if run.values], [run for run in runs if not run.values]
+    if len(runs) == 1:
+        with_steps, left_out = [*runs], []
+    if not with_steps:
+        reasons = "\n".join(f"  {run.directory}: {'; '.join(run.notes)}" for run in left_out)
+        raise ValueError(f"there is nothing to compare: no run has done a step.\n{reasons}")
+    known = [run for run in with_steps if run.settings]
+    for run in known:
+        run.settings = run.settings | {n: x for n, x in _defaults(run, known).items() if n not in run.settings}
+    names = dict.fromkeys(name for run in known for name in run.settings if not name.startswith(IGNORED_SETTINGS))
+    value = lambda run, name: json.dumps(run.settings.get(name, "?"), default=str)
+    differing = sorted((name for name in names if len({value(run, name) for run in known}) > 1), key=_rank)
+    metrics = [name for name in METRICS if any(name in run.values for run in with_steps)]
+    result = Comparison(with_steps, differing, metrics, left_out)
+    result.runs.sort(key=lambda run: (*_sort_key(result, sort)(run), str(run.directory)))
+    return result
+
+
+def _defaults(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
+    """Defaults of settings, as these runs recorded them, for a run of an older version that does not have them."""
+    found: dict[str, Any] = {}
+    for other in [run, *runs]:
+        defaults = other.about.get("defaults")
+        same_model = other.settings.get("model.module") == run.settings.get("model.module")
+        for name, value in (defaults if isinstance(defaults, dict) else {}).items():
+            if same_model or not name.startswith("model."):
+                found.setdefault(name, value)
+    return found
+
+
+def _sort_key(c: Comparison, sort: str) -> Callable[[Run], tuple]:
+    if sort == "run":
+        return lambda run: ()
+    if sort in METRICS:
+        sign = -1 if METRICS[sort].best is max else 1
+        return lambda run: _unknown_last(sign * run.values.get(sort, math.nan))
+    for name in c.differing:
+        if sort in (name, c.header(name), name.rpartition(".")[2]):
+            return lambda run: (*_unknown_last(run.settings.get(name)), str(run.settings.get(name)))
+    columns = [*c.metrics, *map(c.header, c.differing), "run"]
+    raise ValueError(f"sort is {sort!r}; the columns are {', '.join(columns)}.")
+
+
+def _unknown_last(value: Any) -> tuple[bool, float]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return (not is_number, value if is_number else 0)
+
+
+def remarks(c: Comparison) -> list[str]:
+    """Warnings for a reader of the table."""
+    found = []
+    if any(name == "model.vocab" or name.startswith("data.") for name in c.differing):
+        found.append("Data or vocabulary differ: losses in nats a token compare only where the tokens are the same; "
+                     "bits/byte compare always, on the same text.")  # fmt: skip
+    if any(run.memory_source == "compiler" for run in c.runs):
+        found.append("~ memory: of the step alone, predicted by the compiler.")
+    return found
+
+
+def name_of(c: Comparison, run: Run) -> str:
+    """The run's directory, relative to the one that all runs are in."""
+    return str(run.directory.absolute().relative_to(c.parent.absolute()))

@@ -1,0 +1,89 @@
+"""The page of HTML, one file that refers to no other, and how it is written."""
+
+import contextlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from configuration.foreign import shown
+from tools.report.pictures import write_picture
+from tools.report.plots import Panel, panels_of
+from tools.report.sections import SECTIONS, Report, head
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def page(r: Report) -> str:
+    """The page. Whatever it shows is escaped, and has no character that a terminal or a browser would obey."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=lambda value: shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        undefined=jinja2.ChainableUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["figure"] = _figure
+    text = lambda name: Markup((TEMPLATES / name).read_text())
+    found = ((section, section.data(r)) for section in SECTIONS)
+    sections = [
+        (section, Markup(environment.get_template(f"{section.name}.html").render(data)))
+        for section, data in found
+        if data is not None
+    ]
+    return environment.get_template("page.html").render(
+        head(r), sections=sections, style=text("page.css"), script=text("page.js"), plotly=Markup(get_plotlyjs())
+    )
+
+
+def _figure(panel: Panel) -> Markup:
+    """The plot as JSON within a <script>, where only < could end it."""
+    return Markup(json.dumps(_plain(panel.figure), allow_nan=False).replace("<", "\\u003c"))
+
+
+def _plain(value: Any) -> Any:
+    """The value for JSON: numbers with six digits, null for those that are not finite."""
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(x) for x in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        rounded = float(f"{value:.6g}") if math.isfinite(value) else None
+        return int(rounded) if rounded is not None and rounded.is_integer() and abs(rounded) < 1e6 else rounded
+    return value
+
+
+def write(r: Report, output: Path) -> None:
+    """Writes the page, or the plots alone if `output` is not an .html file. A reader sees the old file or the new.
+
+    Raises:
+        ValueError: a picture needs matplotlib, which is not installed, or there is no step to draw.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    try:
+        if output.suffix == ".html":
+            with open(temporary, "x", encoding="utf-8") as file:
+                file.write(page(r))
+        else:
+            panels = panels_of(r.c, r.smooth)
+            if not panels:
+                raise ValueError(f"there is nothing to draw: {'; '.join(r.c.runs[0].notes)}.")
+            try:
+                write_picture(panels, temporary, output.suffix.removeprefix("."))
+            except ImportError as error:
+                library = error.name.partition(".")[0]
+                raise ValueError(f"the plots need {library}: pip install -e '.[tools]'") from None
+        temporary.rename(output)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()

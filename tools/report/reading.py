@@ -1,0 +1,401 @@
+"""Runs, as their directories describe them. All that is read may be damaged, or a stranger's."""
+
+import contextlib
+import glob
+import itertools
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configuration.differences import flat
+from configuration.foreign import open_no_pipe, parse_json
+from training_io.files import LOCK, OF_A_STEP, read_config
+from training_io.optional import why
+
+Curve = np.ndarray
+"""A number for each step, f64; NaN is an unknown value. (jaxtyping would take a third of the time of a page.)"""
+
+COMMON_METRICS = {"loss", "grad_norm", "learning_rate", "skipped", *OF_A_STEP}
+"""Metrics that metrics.jsonl has of every step of every run."""
+_MOST_BYTES = {"metrics.jsonl": 2**30, "samples.jsonl": 2**24, "provenance.json": 2**22}
+"""Bytes that are read of a file, by its name."""
+_MOST_NAMES, _MOST_LAYERS = 100, 1024
+"""Number of the user's own metrics, and of layers of each, that are read."""
+_MOST_STEP = 2**53
+_MOST_FILES = 100_000
+"""Number of a checkpoint's files whose sizes are summed."""
+
+
+@dataclass
+class Run:
+    """A run, as its directory describes it. Curves have an entry for each step."""
+
+    directory: Path
+    settings: dict[str, Any]
+    """By dotted names; empty without a config.yaml."""
+    step: Curve
+    tokens: Curve
+    """Tokens seen up to the end of the step."""
+    time: Curve
+    """Seconds of training up to the end of the step, without start, compilation, validation and pauses."""
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """loss in nats a token, grad_norm, learning_rate, tokens_per_second, mfu."""
+    own: dict[str, np.ndarray] = field(default_factory=dict)
+    """Metrics of the user's own, [steps, layers]; a scalar has one layer."""
+    values: dict[str, float] = field(default_factory=dict)
+    """Columns of the table, by the names of METRICS. Absent: unknown."""
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    """Steps and losses."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of metrics.jsonl with an "event", each with a step."""
+    memory_source: str | None = None
+    """`device` or `compiler`."""
+    total_steps: int | None = None
+    """Number of steps that the configuration asks for; None: unknown."""
+    starts: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Of each start, steps done before and the contents of its provenance.json, which may be empty."""
+    state: str = "unknown"
+    """running, finished, stopped, failed, broke off (killed, without a word), or not begun."""
+    why: str = ""
+    """What stopped the run, or why it failed."""
+    notes: list[str] = field(default_factory=list)
+    """What is missing or cannot be read."""
+
+    @property
+    def loss(self) -> Curve:
+        """Training loss of each step, in nats a token."""
+        return self.curves["loss"]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Contents of the newest provenance.json; empty if there is none."""
+        return self.starts[-1][1] if self.starts else {}
+
+    def fact(self, name: str) -> Any:
+        """A fact that the run wrote of itself, such as unigram_entropy; None where it is not known."""
+        facts = self.about.get("run")
+        return facts.get(name) if isinstance(facts, dict) else None
+
+    def of_event(self, name: str) -> list[dict[str, Any]]:
+        """The events of this name, in their order."""
+        return [event for event in self.events if event["event"] == name]
+
+
+def find_runs(patterns: Sequence[str]) -> list[Path]:
+    """Returns the directories of the runs that `patterns` name, each once, in that order.
+
+    A directory with neither metrics.jsonl nor config.yaml names the runs in it, at any depth.
+
+    Raises:
+        ValueError: a pattern names no run.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        named = [Path(pattern)] if Path(pattern).is_dir() else [Path(p) for p in sorted(glob.glob(pattern))]
+        runs = [run for directory in named if directory.is_dir() for run in _runs_in(directory)]
+        if not runs:
+            raise ValueError(f"run names {pattern!r}: there is no run. Give directories under runs/, or patterns.")
+        found |= dict.fromkeys(runs)
+    return list(found)
+
+
+def _runs_in(directory: Path) -> Iterator[Path]:
+    inside = [path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    if not inside or any((directory / name).exists() for name in ("metrics.jsonl", "config.yaml")):
+        yield directory  # empty too: of a run that left nothing
+        return
+    for path in inside:
+        yield from _runs_in(path)
+
+
+def read_run(directory: Path, smooth: int) -> Run:
+    """Reads the files of a run as far as possible; `notes` lists the rest."""
+    notes: list[str] = []
+    settings = _read_settings(directory, notes)
+    steps, events, last_is_event = _read_metrics(directory, notes)
+    column = lambda name: np.array([number(record.get(name)) for record in steps])
+    seconds = column("seconds")
+    seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
+    names = sorted({*itertools.chain(*steps)} - COMMON_METRICS)
+    if len(names) > _MOST_NAMES:
+        notes.append(f"{len(names) - _MOST_NAMES:,} metrics are left out")
+    run = Run(
+        directory,
+        settings,
+        step=column("step"),
+        tokens=column("tokens"),
+        time=np.cumsum(np.nan_to_num(_without_events(seconds, column("step"), events))),
+        curves={name: column(name) for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")},
+        own={name: _vectors(steps, name) for name in names[:_MOST_NAMES]},
+        events=events,
+        starts=_read_starts(directory),
+        notes=notes,
+    )
+    run.total_steps = _total_steps(run)
+    if steps:
+        _measure(run, seconds, smooth)
+    _find_state(run, last_is_event)
+    if steps:
+        _note_state(run)
+    return run
+
+
+def _measure(run: Run, seconds: Curve, smooth: int) -> None:
+    """Fills in `values`, `validation` and `memory_source`."""
+    run.values = {"steps": run.step[-1] + 1, "tokens": run.tokens[-1]}
+    if not np.isnan(seconds).all():
+        step_seconds = float(np.nanmedian(seconds))
+        run.values |= {"ms/step": 1000 * step_seconds, "time": run.time[-1]}
+        if step_seconds > 0:
+            run.values["tokens/s"] = run.tokens[-1] / run.values["steps"] / step_seconds
+        if not np.isnan(run.curves["mfu"]).all():
+            run.values["MFU"] = float(np.nanmedian(run.curves["mfu"]))
+    averaged = smoothed(run.loss, smooth)
+    run.values["loss"] = averaged[-1]
+    run.values["min"] = float(np.nanmin(averaged)) if not np.isnan(averaged).all() else math.nan
+    for event in run.events:
+        if event["event"] == "validation":
+            run.validation.append((int(event["step"]), number(event.get("loss"))))
+            run.values["val"] = number(event.get("loss"))
+            if "bits_per_byte" in event:
+                run.values["bits/byte"] = number(event["bits_per_byte"])
+        elif event["event"] == "memory" and "peak_memory_bytes" in event:
+            run.values["memory"] = number(event["peak_memory_bytes"])
+            run.memory_source = str(event.get("source"))
+        elif event["event"] == "step_bubble" and "step_bubble" in event:
+            run.values["bubble"] = number(event["step_bubble"])
+
+
+def read_text(path: Path) -> tuple[str, bool]:
+    """The text of a file, as much of it as is read, and whether that is all. Raises OSError, also for a pipe."""
+    most = _MOST_BYTES[path.name]
+    with open(path, "rb", opener=open_no_pipe) as file:
+        content = file.read(most)
+        return content.decode(errors="replace"), not file.read(1)
+
+
+def records(text: str) -> Iterator[dict[str, Any] | None]:
+    """The objects in lines of JSON, each with an integer "step"; None for a line that is none."""
+    for line in text.splitlines():
+        try:
+            record = parse_json(line)
+            record["step"] = int(record["step"])
+            yield record if -_MOST_STEP < record["step"] < _MOST_STEP else None
+        except (ValueError, KeyError, TypeError, OverflowError):
+            yield None
+
+
+def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
+    path = directory / "config.yaml"
+    if not path.exists():
+        notes.append("no config.yaml")
+        return {}
+    try:
+        return flat(read_config(path))
+    except ValueError:
+        notes.append("config.yaml cannot be read")
+        return {}
+
+
+def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], bool]:
+    """Returns the lines of steps, in order, those of events, and whether the last line is an event's."""
+    path = directory / "metrics.jsonl"
+    if not path.exists():
+        notes.append("no metrics.jsonl: the run did not start")
+        return [], [], False
+    steps: dict[int, dict] = {}
+    events, unreadable, last_is_event = [], 0, False
+    try:
+        text, whole = read_text(path)
+    except OSError as error:
+        notes.append(f"metrics.jsonl cannot be read: {why(error)}")
+        return [], [], False
+    if not whole:
+        notes.append(f"metrics.jsonl is longer than {_MOST_BYTES[path.name] / 2**30:g} GiB: its end is not read")
+    for record in records(text):
+        if record is None or ("event" not in record and record["step"] < 0):
+            unreadable += 1
+            continue
+        if last_is_event := "event" in record:
+            record["event"] = str(record["event"])
+            events.append(record)
+        else:
+            steps[record["step"]] = record
+    if unreadable:
+        notes.append(f"{unreadable} unreadable line{'s' * (unreadable > 1)} in metrics.jsonl")
+    if not steps:
+        notes.append("no step was logged in metrics.jsonl")
+    return [steps[step] for step in sorted(steps)], events, last_is_event
+
+
+def _read_starts(directory: Path) -> list[tuple[int, dict[str, Any]]]:
+    found = []
+    for path in sorted((directory / "source").glob("[0-9]*"))[-100:]:
+        if not path.name.isdecimal() or not path.name.isascii() or len(path.name) > 15:
+            continue
+        about = {}
+        with contextlib.suppress(OSError, ValueError):
+            about = parse_json(read_text(path / "provenance.json")[0])
+        found.append((int(path.name), about if isinstance(about, dict) else {}))
+    # A run that went back has directories of later starts. The newest start is the one that was made last.
+    return sorted(found, key=lambda start: (str(start[1].get("started", "")), start[0]))
+
+
+def _vectors(steps: list[dict], name: str) -> np.ndarray:
+    """Returns a metric of each step, [steps, layers]; NaN where it is missing."""
+    values = [record.get(name) for record in steps]
+    of_steps = [value[:_MOST_LAYERS] if isinstance(value, list) else [value] for value in values]
+    of_layers = itertools.zip_longest(*of_steps)
+    return np.array([[number(value) for value in layer] for layer in of_layers]).T.reshape(len(steps), -1)
+
+
+def number(value: Any) -> float:
+    """Returns a number of metrics.jsonl, where infinities and NaN are strings; NaN for what is not a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _total_steps(run: Run) -> int | None:
+    steps, tokens = run.fact("total_steps") or run.settings.get("training.steps"), run.settings.get("training.tokens")
+    sizes = [run.settings.get(f"training.{name}") for name in ("batch_size", "seq_len")]
+    if steps is None and all(isinstance(x, int) and x > 0 for x in (tokens, *sizes)):
+        steps = tokens // math.prod(sizes)
+    return steps if isinstance(steps, int) and 0 <= steps < _MOST_STEP else None
+
+
+def _without_events(seconds: Curve, step: Curve, events: Iterable[dict]) -> Curve:
+    """Replaces the seconds of steps with an event, a validation for example, which they include, by the median."""
+    with_event = np.isin(step, [event["step"] for event in events]) & ~np.isnan(seconds)
+    rest = seconds[~with_event & ~np.isnan(seconds)]
+    return np.where(with_event, np.median(rest), seconds) if rest.size else seconds
+
+
+def _find_state(run: Run, last_is_event: bool) -> None:
+    """Fills in `state` and `why`."""
+    ends = run.of_event("end")
+    done = int(run.step[-1]) + 1 if len(run.step) else 0
+    if ends and last_is_event and ends[-1] is run.events[-1]:
+        state, run.why = str(ends[-1].get("state")), str(ends[-1].get("why", ""))
+        run.state = state if state in ("finished", "stopped", "failed") else "unknown"
+    elif _is_locked(run.directory):
+        run.state = "running"
+    elif not len(run.step):
+        run.state = "not begun"
+    elif run.total_steps is not None:
+        run.state = "finished" if done >= run.total_steps else "broke off"
+
+
+def _is_locked(directory: Path) -> bool:
+    """Whether a process is in the directory: one of this host that lives, or one of another host."""
+    try:
+        with open(directory / LOCK, opener=open_no_pipe) as file:
+            who = parse_json(file.read(1000))
+        if who["host"] != os.uname().nodename:
+            return True
+        os.kill(int(who["pid"]), 0)
+    except PermissionError:
+        return True  # a process of another user
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return False
+    return True
+
+
+def _note_state(run: Run) -> None:
+    done = int(run.values["steps"])
+    if run.total_steps is not None and done < run.total_steps:
+        run.notes.append(f"unfinished: {done:,} of {run.total_steps:,} steps")
+    bad = np.flatnonzero(~np.isfinite(run.loss))
+    if bad.size:
+        run.notes.append(
+            f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(run.step[bad[0]]) + 1:,}"
+        )
+    if not run.validation:
+        run.notes.append("no validation")
+    if run.memory_source is None:
+        run.notes.append("no record of peak memory")
+
+
+def smoothed(values: Curve, most: int) -> Curve:
+    """Running mean of the last `most` values, or of a tenth of all if that is fewer; NaN where one is not finite."""
+    window = max(1, min(most, len(values) // 10))
+    sums = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(values), values, 0))])
+    bad = np.concatenate([[0], np.cumsum(~np.isfinite(values))])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    return np.where(bad[ends] > bad[starts], np.nan, (sums[ends] - sums[starts]) / (ends - starts))
+
+
+# ---- what a single run has beside its metrics ---------------------------------------------------------------------
+
+
+def read_samples(directory: Path) -> list[dict[str, Any]]:
+    """The lines of samples.jsonl, with step, prompt, text and ended; none where the file cannot be read."""
+    try:
+        text, _ = read_text(directory / "samples.jsonl")
+    except OSError:
+        return []
+    kinds = {"prompt": str, "text": str}
+    return [
+        record
+        for record in records(text)
+        if record is not None and all(isinstance(record.get(name), kind) for name, kind in kinds.items())
+    ]
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint: its step, bytes of all files, and when its manifest was written, in seconds since 1970."""
+
+    step: int
+    size: int
+    written: float | None
+    """None: it is not finished."""
+
+
+def read_checkpoints(directory: Path) -> list[Checkpoint]:
+    """The checkpoints in the run's own directory, in order."""
+    found, files = [], 0
+    place = directory / "checkpoints"
+    entries = sorted(place.iterdir()) if place.is_dir() else []
+    for path in entries[-1000:]:
+        if not (path.name.isascii() and path.name.isdecimal() and len(path.name) <= 15) or path.is_symlink():
+            continue
+        size = 0
+        for above, _, names in os.walk(path):
+            files += len(names)
+            if files > _MOST_FILES:
+                break
+            for name in names:
+                with contextlib.suppress(OSError):
+                    size += os.lstat(os.path.join(above, name)).st_size
+        manifest = path / "zarr.json"
+        written = manifest.stat().st_mtime if manifest.is_file() else None
+        found.append(Checkpoint(int(path.name), size, written))
+    return found
+
+
+def read_files(directory: Path) -> list[tuple[str, int]]:
+    """Files of the run that a reader may want to open: path in the directory, and size. No links, no pipes."""
+    patterns = ("metrics.jsonl", "samples.jsonl", "config.yaml", "metrics_*.jsonl", "training_step_optimized_hlo_*")
+    patterns += ("plugins/profile/*/*", "source/*/*")
+    found = []
+    for path in itertools.chain.from_iterable(sorted(directory.glob(pattern)) for pattern in patterns):
+        with contextlib.suppress(OSError):
+            entry = path.lstat()
+            if stat.S_ISREG(entry.st_mode) and path.suffix != ".tmp":
+                found.append((str(path.relative_to(directory)), entry.st_size))
+    return found[:500]
+
+
+def as_json(value: Any) -> str:
+    """The value as one line of JSON, for people to read."""
+    return json.dumps(value, ensure_ascii=False, default=str)

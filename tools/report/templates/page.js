@@ -1,0 +1,79 @@
+"use strict";
+const plots = [...document.querySelectorAll(".plot")];
+const narrow = matchMedia("(max-width: 600px)");
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const config = {
+  displaylogo: false, responsive: true, plotlyServerURL: "", toImageButtonOptions: { format: "svg" },
+  modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d"],
+};
+
+function colours() {
+  const style = getComputedStyle(document.documentElement), of = name => style.getPropertyValue(name).trim();
+  return { text: of("--text"), quiet: of("--quiet"), grid: of("--grid"), card: of("--card"), line: of("--line") };
+}
+
+// Plotly's own settings of the layout, by their dotted names.
+function themed() {
+  const c = colours(), found = {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", "font.color": c.text,
+    "hoverlabel.bgcolor": c.card, "hoverlabel.bordercolor": c.line, "hoverlabel.font.color": c.text,
+    "modebar.color": c.quiet, "modebar.activecolor": c.text, "modebar.bgcolor": "rgba(0,0,0,0)",
+  };
+  for (const axis of ["xaxis", "yaxis"])
+    Object.assign(found, { [axis + ".gridcolor"]: c.grid, [axis + ".linecolor"]: c.line, [axis + ".zeroline"]: false,
+      [axis + ".tickfont.color"]: c.quiet, [axis + ".title.font.color"]: c.quiet });
+  return found;
+}
+
+function set(layout, names) {
+  for (const [name, value] of Object.entries(names)) {
+    const path = name.split("."), last = path.pop();
+    path.reduce((inside, key) => inside[key] ??= {}, layout)[last] = value;
+  }
+  return layout;
+}
+
+for (const plot of plots) {
+  const { data, layout } = JSON.parse(plot.nextElementSibling.textContent);
+  set(layout, { ...themed(), "font.family": getComputedStyle(document.body).fontFamily, "font.size": 12,
+    margin: { l: 52, r: 14, t: 28, b: 42 }, hovermode: "closest", "hoverlabel.namelength": -1, dragmode: "zoom",
+    legend: { x: 1, xanchor: "right", y: 1, bgcolor: "rgba(0,0,0,0)", tracegroupgap: 0, groupclick: "toggleitem" },
+    "xaxis.automargin": true, "yaxis.automargin": true, "xaxis.nticks": narrow.matches ? 5 : 8 });
+  Plotly.newPlot(plot, data, layout, config);
+}
+dark.addEventListener("change", () => plots.forEach(plot => Plotly.relayout(plot, themed())));
+
+// A zoom along the steps is one of all plots by steps.
+let following = false;
+const bySteps = plots.filter(plot => plot.dataset.x === "steps");
+for (const plot of bySteps) plot.on("plotly_relayout", async change => {
+  const from = change["xaxis.range[0]"], to = change["xaxis.range[1]"], all = change["xaxis.autorange"];
+  if (following || (from === undefined && !all)) return;
+  following = true;
+  const same = all ? { "xaxis.autorange": true } : { "xaxis.range": [from, to] };
+  await Promise.all(bySteps.filter(other => other !== plot).map(other => Plotly.relayout(other, same)));
+  following = false;
+});
+
+// The number of a run in the table shows or hides it in all plots.
+for (const button of document.querySelectorAll("button.run")) button.addEventListener("click", () => {
+  const shown = button.getAttribute("aria-pressed") !== "true";
+  button.setAttribute("aria-pressed", shown);
+  for (const plot of plots) {
+    const places = plot.data.map((trace, i) => trace.legendgroup === button.dataset.run ? i : -1).filter(i => i >= 0);
+    if (places.length) Plotly.restyle(plot, { visible: shown }, places);
+  }
+});
+
+// While the run trains the page reloads itself, and keeps what was opened. Not while somebody looks into a plot.
+const written = Number(document.body.dataset.written);
+const key = "opened:" + location.pathname;
+for (const id of JSON.parse(sessionStorage.getItem(key) ?? "[]")) document.getElementById(id)?.setAttribute("open", "");
+if (written) setInterval(() => {
+  const minutes = Math.floor((Date.now() / 1000 - written) / 60);
+  if (minutes >= 10) document.getElementById("age").textContent =
+    `No news for ${minutes} minutes: the run, or this page's updates, may have ended.`;
+  if (document.hidden || plots.some(plot => plot.layout.xaxis.autorange === false)) return;
+  sessionStorage.setItem(key, JSON.stringify([...document.querySelectorAll("details[open]")].map(x => x.id)));
+  location.reload();
+}, 30000);
