@@ -32,6 +32,7 @@ from training_io.initial_weights import check_begins, checkpoints_of, read_weigh
 from training_io.manifest import Damaged
 from training_io.memory import peak_memory
 from training_io.metrics import RunLog, check_metrics, has_event, keep_metrics
+from training_io.microscope import Microscope
 from training_io.owning import owned
 from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
@@ -84,7 +85,7 @@ class Run:
         self._failure: str | None = None  # why the log ends the run
         self._failed_saves, self._told = 0, False
         self._damaged: dict[int, str] = {}
-        self._graph = self._rendering = self._loss = None
+        self._graph = self._rendering = self._loss = self._microscope = None
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
@@ -289,6 +290,23 @@ class Run:
                 self._rendering = start_rendering(self._graph)
             if self.stopped_by:
                 return
+
+    def look(self, step: int, state: Any, batch: TokenBatch) -> None:
+        """Logs the event `microscope` of a step, before it is dispatched, if it is due."""
+        interval = self.c.training.microscope_interval
+        if interval is None or step % interval:
+            return
+        if self._microscope is None:
+            self._microscope = Microscope(self.c, self.model, self.placement, self.programs, self.options)
+        get = self._microscope.look(state, batch, np.int32(step))
+
+        def described() -> dict[str, Any]:
+            found = get()
+            if told := self._microscope.told(found):
+                self.print(f"microscope step {step}: {told}")
+            return found
+
+        self._log.log_later(step, "microscope", described)
 
     def log(self, step: int, metrics: Any) -> None:
         """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.
