@@ -20,7 +20,6 @@ from input_loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_s
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
 from shardlib.placement import Placement
-from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import ANOTHER, Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
 from training_io.config import Config
@@ -33,6 +32,7 @@ from training_io.manifest import Damaged
 from training_io.memory import peak_memory
 from training_io.metrics import RunLog, check_metrics, has_event, keep_metrics
 from training_io.microscope import Microscope
+from training_io.opening import read_state
 from training_io.owning import owned
 from training_io.profile import StepProfiler
 from training_io.provenance import compare_source, keep_source, provenance_of
@@ -209,10 +209,8 @@ class Run:
             self.print(f"average    of the weights: begins with those of step {self.start}")
         if has_average and not wants_average:
             self.print(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
-        shardings = make_shardings(State[self.model.Weights], like=shapes)
-        like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
-        orders, leave = stack_orders(self.placement, State, shapes), () if wants_average else ("ema/",)
-        state = self.checkpoints.restore(self.start, like, orders=orders, leave=leave)
+        orders = stack_orders(self.placement, State, shapes)
+        state = read_state(self.checkpoints, self.start, State, shapes, self.model, orders)
         return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state
 
     def _introduce(self) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of a step: those of NumPy and of a dense model, the same on every mesh, and without a trace in the step."""
+"""Statistics of a step: those of NumPy and of a dense model, the same on every mesh, without a trace in the step."""
 
 import functools
 

@@ -1,0 +1,135 @@
+"""tools/replay: a step of a run again, equal to the bit; its documents; what makes a spike; how two runs differ."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import zarr
+from losses_of_runs import losses
+from rich.console import Console
+
+import train
+from cluster.config import MeshConfig
+from cluster.devices import make_mesh
+from flat_tokens import Writer
+from modeling.model import load_model
+from tools.replay.__main__ import Config, replay
+from training_io.opening import StagesChoice
+
+GARBAGE, DOCUMENTS = 37, 64
+"""The document with tokens that no other has."""
+MESHES = {
+    "d=4 t=2": MeshConfig(r=1, d=4, t=2),
+    "r=2 d=4": MeshConfig(r=2, d=4, t=1),
+    "p=2 d=2 t=2": MeshConfig(p=2, r=1, d=2, t=2),
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> str:
+    """Documents of 3 to 20 tokens, of which one is garbage."""
+    path = tmp_path_factory.mktemp("data") / "documents.zarr"
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(3, 20, DOCUMENTS)
+    tokens = [rng.integers(0, 8, n) for n in lengths]
+    tokens[GARBAGE] = rng.integers(50, 64, lengths[GARBAGE])
+    with Writer(str(path), "train") as writer:
+        writer.append(np.concatenate(tokens).astype(np.uint32), lengths)
+    return str(path)
+
+
+def run(directory, dataset, mesh="d=4 t=2", steps=10, **changes):
+    c = tiny.config(tiny.model(layers=2), microbatches=2, eval_batches=0)
+    c.data.filespec, c.mesh = dataset, MESHES[mesh]
+    c.training = dataclasses.replace(c.training, steps=steps, checkpoint_interval=4, keep_checkpoints=None)
+    for name, value in changes.items():
+        for section in (c.optimizer, c.training, c.data):
+            if hasattr(section, name):
+                setattr(section, name, value)
+    directory.mkdir(parents=True, exist_ok=True)
+    with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)):
+        train.train(c, load_model(c.model), directory)
+    return directory
+
+
+def replayed(directory, **settings) -> tuple[dict, str]:
+    console = Console(file=io.StringIO(), width=100)
+    return replay(Config(run=str(directory), **settings), console), console.file.getvalue()
+
+
+def lines_of(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def of_demo(tmp_path_factory, dataset):
+    return run(tmp_path_factory.mktemp("runs") / "a", dataset, microscope_interval=3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", [2, 4, 9])
+def test_a_step_is_equal_to_the_bit(of_demo, step):
+    """From the beginning, at a checkpoint, and after one."""
+    found, text = replayed(of_demo, step=step, microscope=False)
+    assert found["is_equal"] is True
+    assert found["loss"] == losses(of_demo)[step]
+    assert "equal to the bit" in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mesh", "options"), [("p=2 d=2 t=2", {}), ("r=2 d=4", {"microbatches": 1})])
+def test_it_is_on_other_meshes_too(tmp_path, dataset, mesh, options):
+    """With steps that were skipped, and batches that are left out."""
+    options = {"skip_steps": [1, 5], "skip_above": 1.0, "max_skipped": None, **options}
+    directory = run(tmp_path / "run", dataset, mesh, **options)
+    found, _ = replayed(directory, step=9, microscope=False)
+    assert found["is_equal"] is True
+    elsewhere, text = replayed(directory, step=9, mesh=StagesChoice(r=1, d=2, t=4), microscope=False)
+    assert elsewhere["loss"] == pytest.approx(found["loss"], rel=1e-5)
+    assert "on this other mesh" in text or elsewhere["is_equal"]
+
+
+@pytest.mark.long
+def test_its_statistics_are_those_of_the_run_and_leave_it_as_it_is(of_demo, tmp_path, dataset):
+    events = {x["step"]: x for x in lines_of(of_demo) if x.get("event") == "microscope"}
+    assert list(events) == [0, 3, 6, 9]
+    found, text = replayed(of_demo, step=6)
+    assert found["microscope"] == {name: events[6][name] for name in ("points", "weights")}
+    assert "Llama.layer gate" in text
+    without = run(tmp_path / "without", dataset)
+    assert losses(without) == losses(of_demo)
+    for name in ("weights/layers/w_up", "adam_nu/embed"):
+        arrays = [zarr.open_group(x / "checkpoints/0000000010", mode="r")[name][...] for x in (without, of_demo)]
+        np.testing.assert_array_equal(*arrays)
+
+
+@pytest.mark.long
+def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset):
+    found, _ = replayed(of_demo, step=3, microscope=False)
+    documents = found["documents"]
+    assert [x["loss"] for x in documents] == sorted((x["loss"] for x in documents), reverse=True)
+    tokens = sum(x["tokens"] for x in documents)
+    assert tokens == tiny.BATCH * tiny.LENGTH
+    assert sum(x["loss"] * x["tokens"] for x in documents) / tokens == pytest.approx(found["loss"], rel=1e-5)
+    group = zarr.open_group(f"{dataset}/train", mode="r")
+    starts = group["seq_starts"][...]
+    for x in documents:
+        first = starts[x["document"]] + x["start"]
+        assert x["ids"] == (group["encoded_tokens"][first : first + x["tokens"]] >> 1).tolist()
+
+
+@pytest.mark.long
+def test_what_cannot_be_replayed_is_refused(of_demo, tmp_path, dataset):
+    with pytest.raises(ValueError, match="step is 10; .* has done the steps 0 to 9"):
+        replayed(of_demo, step=10)
+    with pytest.raises(ValueError, match="give step=<step>"):
+        replayed(of_demo)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no complete checkpoint in"):
+        replayed(tmp_path / "empty", step=1)
+    with pytest.raises(ValueError, match="there is no run"):
+        replayed(tmp_path / "none", step=1)
