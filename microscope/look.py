@@ -1,10 +1,9 @@
 """A second program beside the training step: statistics of what the step computes, by name and line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from microscope.points import Point, gradient_paths, saved_points, unique_names
@@ -23,9 +22,11 @@ class Look:
     Args:
         program: the jaxpr of the step: (state, batch, …) -> (state, metrics), where the weights come first in a state.
         weights: of the state, or their shapes: a dataclass whose field `layers` stacks those of the layers.
+        measure: what is computed of a value: `sums`, or `bits` for `fingerprints`.
     """
 
-    def __init__(self, program: Any, weights: Any):
+    def __init__(self, program: Any, weights: Any, measure: Callable = sums):
+        self._measure = measure
         self._points, self._gradients = saved_points(program), gradient_paths(program)
         path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
         self._weights = [path(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
@@ -40,8 +41,8 @@ class Look:
 
     def _take(self, path: Path, operands: list, x: jax.Array) -> jax.Array:
         if path in self._gradients:
-            return sums(x, self._stacks[self._gradients.index(path)], of_gradient=True)
-        return sums(x)
+            return self._measure(x, self._stacks[self._gradients.index(path)], of_gradient=True)
+        return self._measure(x)
 
     def __call__(self, *args: Any) -> dict[str, list[jax.Array]]:
         """What `described` takes. Arguments as for the step; under jit, on the mesh on which it was traced."""
@@ -49,7 +50,7 @@ class Look:
         results, values = self._replay.with_results(*leaves)
         of_path = {note.path: value for note, value in zip(self._replay.notes, values, strict=True)}
         of_weights = zip(leaves, results, self._stacks, strict=False)
-        both = [(sums(w, rows), sums(jnp.float32(new) - w, rows)) for w, new, rows in of_weights]
+        both = [(self._measure(w, rows), self._measure(new - w, rows)) for w, new, rows in of_weights]
         return {
             "points": [[of_path[path] for path in point.paths] for point in self._points],
             "gradients": [of_path[path] for path in self._gradients],
@@ -77,15 +78,26 @@ class Look:
             weights.append({"name": name, **_plain(w, rows), "gradient": _plain(g, rows), **ratio})
         return {"points": points, "weights": weights}
 
+    def fingerprints(self, found: Mapping[str, Sequence]) -> list[tuple[str, np.ndarray]]:
+        """Words on each value, in the order in which a step computes them, and its `bits`, [parts, layers]."""
+        found = jax.tree.map(np.asarray, found)
+        values = [(f"weights/{n}", x.reshape(1, -1)) for n, x in zip(self._weights, found["weights"], strict=True)]
+        for point, arrays in zip(self._points, found["points"], strict=True):
+            values.append((f"{point.name}, {point.place}", _in_order(point, arrays)[0]))
+        for kind in ("gradients", "updates"):
+            of = f"the {kind.removesuffix('s')} of "
+            values += [(of + n, x.reshape(1, -1)) for n, x in zip(self._weights, found[kind], strict=True)]
+        return values
+
 
 def _in_order(point: Point, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The sums of a point, one array [*turns, 6] for each of its paths, as [6, parts, layers]."""
-    found = np.stack(arrays, axis=-2)  # [*turns, paths, 6]
+    """What was measured at a point, one array [*turns, n] for each of its paths, as [n, parts, layers]."""
+    found = np.stack(arrays, axis=-2)  # [*turns, paths, n]
     by_layer = [*point.of_layers, any(point.of_layers)]  # in a loop over layers, the paths are a period of layers
     parts = [i for i, is_layer in enumerate(by_layer) if not is_layer]
     layers = [i for i, is_layer in enumerate(by_layer) if is_layer]
     sizes = (int(np.prod([found.shape[i] for i in dims], initial=1)) for dims in (parts, layers))
-    return found.transpose(-1 % found.ndim, *parts, *layers).reshape(6, *sizes)
+    return found.transpose(-1 % found.ndim, *parts, *layers).reshape(found.shape[-1], *sizes)
 
 
 def _plain(values: Mapping[str, np.ndarray], by_layer: bool) -> dict[str, Any]:

@@ -34,6 +34,12 @@ class Note(NamedTuple):
     loops: tuple[tuple[int, bool], ...] = ()
 
 
+def executed(note: Note, turns: tuple[int, ...]) -> list[int]:
+    """When a value is computed in these turns of its loops: a list that sorts by execution order."""
+    ran = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(turns, note.loops, strict=True)]
+    return [n for pair in zip(note.order, ran, strict=False) for n in pair] + [note.order[-1]]
+
+
 def on_all_devices(x: jax.Array) -> jax.Array:
     """`x`, as a value that may differ on each device of the mesh."""
     return varying(x, jax.sharding.get_abstract_mesh().axis_names)

@@ -36,6 +36,18 @@ def sums(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Arr
     return jnp.concatenate([reduced(lax.psum, total), peak[None]])
 
 
+def bits(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Array:
+    """Sum of the bits of all entries, u32[1] or with `rows` u32[1, rows], modulo 2**32. Arguments as for `sums`.
+
+    Values that differ in an entry have another one, but for one in billions. It does not depend on the order of
+    entries, nor on the mesh. `of_gradient` makes no difference.
+    """
+    over, within = sort_axes(jax.typeof(x).manual_axis_type.varying), tuple(range(int(rows), x.ndim))
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    total = jnp.sum(lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32), axis=within, dtype=jnp.uint32)
+    return (lax.psum(total, over) if over else total)[None]
+
+
 def finished(found: np.ndarray) -> dict[str, np.ndarray]:
     """The statistics by NAMES, of what `sums` gave: f32[6, parts, values], each with one entry for each value."""
     squares, zeros, bf16, of_fp8, count = found[:5].astype(np.float64).sum(1)

@@ -10,17 +10,20 @@ import pytest
 import tiny
 import zarr
 from losses_of_runs import losses
+from recipes import SOURCE, module_of
 from rich.console import Console
 
 import train
 from cluster.config import MeshConfig
 from cluster.devices import make_mesh
 from flat_tokens import Writer
+from input_loader import make_loader
+from input_loader.origins import documents_of_batch
 from modeling.model import load_model
 from tools.replay.__main__ import Config, replay
 from training_io.opening import StagesChoice
 
-GARBAGE, DOCUMENTS = 37, 64
+GARBAGE = 37
 """The document with tokens that no other has."""
 MESHES = {
     "d=4 t=2": MeshConfig(r=1, d=4, t=2),
@@ -29,27 +32,29 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> str:
-    """Documents of 3 to 20 tokens, of which one is garbage."""
-    path = tmp_path_factory.mktemp("data") / "documents.zarr"
+def written(path, documents: int, garbage: int) -> str:
+    """A dataset of documents of 3 to 20 tokens, of which one is garbage."""
     rng = np.random.default_rng(1)
-    lengths = rng.integers(3, 20, DOCUMENTS)
+    lengths = rng.integers(3, 20, documents)
     tokens = [rng.integers(0, 8, n) for n in lengths]
-    tokens[GARBAGE] = rng.integers(50, 64, lengths[GARBAGE])
+    tokens[garbage] = rng.integers(50, 64, lengths[garbage])
     with Writer(str(path), "train") as writer:
         writer.append(np.concatenate(tokens).astype(np.uint32), lengths)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> str:
+    return written(tmp_path_factory.mktemp("data") / "documents.zarr", 64, GARBAGE)
 
 
 def run(directory, dataset, mesh="d=4 t=2", steps=10, **changes):
     c = tiny.config(tiny.model(layers=2), microbatches=2, eval_batches=0)
     c.data.filespec, c.mesh = dataset, MESHES[mesh]
     c.training = dataclasses.replace(c.training, steps=steps, checkpoint_interval=4, keep_checkpoints=None)
-    for name, value in changes.items():
-        for section in (c.optimizer, c.training, c.data):
-            if hasattr(section, name):
-                setattr(section, name, value)
+    for name, value in changes.items():  # the seed is that of the data
+        section = next(x for x in (c.optimizer, c.data, c.training, c.model) if hasattr(x, name))
+        setattr(section, name, value)
     directory.mkdir(parents=True, exist_ok=True)
     with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)):
         train.train(c, load_model(c.model), directory)
@@ -124,7 +129,7 @@ def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset
 
 @pytest.mark.long
 def test_what_cannot_be_replayed_is_refused(of_demo, tmp_path, dataset):
-    with pytest.raises(ValueError, match="step is 10; .* has done the steps 0 to 9"):
+    with pytest.raises(ValueError, match=r"step is 10; .* has done the steps 0 to 9"):
         replayed(of_demo, step=10)
     with pytest.raises(ValueError, match="give step=<step>"):
         replayed(of_demo)
@@ -133,3 +138,91 @@ def test_what_cannot_be_replayed_is_refused(of_demo, tmp_path, dataset):
         replayed(tmp_path / "empty", step=1)
     with pytest.raises(ValueError, match="there is no run"):
         replayed(tmp_path / "none", step=1)
+
+
+# ---- a spike --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_spike(tmp_path_factory):
+    """A run that has learned that there are eight tokens when garbage comes, and the step of it."""
+    data = written(tmp_path_factory.mktemp("data") / "spike.zarr", 400, GARBAGE)
+    for seed in range(100):
+        config = dataclasses.replace(tiny.config().data, filespec=data, seed=seed)
+        loader = make_loader(config, "train", tiny.BATCH, tiny.LENGTH)
+        at = [
+            step
+            for step in range(30)
+            if any(first <= GARBAGE <= last for first, last in documents_of_batch(loader, step)[None])
+        ]
+        if len(at) == 1 and at[0] > 20:
+            break
+    options = {"steps": 30, "seed": seed, "checkpoint_interval": 10, "schedule_steps": 60, "microbatches": 1}
+    return run(tmp_path_factory.mktemp("runs") / "spike", data, **options), at[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
+def test_the_document_of_a_spike_is_found(of_spike, metric):
+    directory, step = of_spike
+    found, text = replayed(directory, step=step, bisect=metric)
+    assert {x["document"] for x in found["documents"]} == {GARBAGE}
+    assert found["after"][metric] < 0.7 * found["before"][metric]
+    assert "of " in text
+    assert f"1 document makes the {metric} of step {step}" in text
+
+
+@pytest.mark.long
+def test_a_batch_without_a_spike_has_no_culprit(of_spike):
+    directory, step = of_spike
+    found, text = replayed(directory, step=step - 1, bisect="loss")
+    assert found["after"] is None
+    assert "it is that of the whole batch" in text
+
+
+# ---- two runs -------------------------------------------------------------------------------------------------------
+
+
+def line_of(text: str) -> int:
+    (number,) = [i for i, line in enumerate(SOURCE.splitlines(), 1) if line.strip().startswith(text)]
+    return number
+
+
+@pytest.mark.long
+def test_equal_runs_do_not_differ(of_demo, tmp_path, dataset):
+    found, text = replayed(of_demo, against=str(run(tmp_path / "b", dataset)))
+    assert found["first"] is None
+    assert found["settings"] == ["training.microscope_interval: 3, and None"]
+    assert "equal to the bit in all 10 steps that both runs logged" in text
+
+
+@pytest.mark.long
+def test_another_order_of_the_data_is_found(of_demo, tmp_path, dataset):
+    found, text = replayed(of_demo, against=str(run(tmp_path / "b", dataset, seed=1)))
+    assert "data.seed: 0, and 1" in found["settings"]
+    assert found["first"] == (0, "the batch, targets, sequence 0")
+    assert "metrics     differ first in step 0" in text
+
+
+@pytest.mark.long
+def test_another_rate_is_found_in_the_first_update_that_it_changes(of_demo, tmp_path, dataset):
+    """The rate of step 0 is 0: the loss of step 2 differs first."""
+    other = run(tmp_path / "b", dataset, learning_rate=0.011)
+    found, text = replayed(of_demo, against=str(other))
+    assert "optimizer.learning_rate: 0.01, and 0.011" in found["settings"]
+    assert found["first"] == (1, "the update of embed")
+    assert "metrics     differ first in step 2" in text
+
+
+@pytest.mark.long
+def test_a_line_that_differs_is_found(of_demo, tmp_path, dataset):
+    line = 'up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_up))'
+    assert SOURCE.count(line) == 1
+    changed = line.replace("nx, w_up)", "nx, w_up) * (1 + 1e-6)")
+    with module_of(SOURCE.replace(line, changed)):
+        other = run(tmp_path / "b", dataset, module="changed_train")
+        found, _ = replayed(of_demo, against=str(other), trust=True)
+    step, where = found["first"]
+    assert step == 0
+    assert where.startswith(f"Llama.layer up, train.py:{line_of('up = save')} (Llama.layer up, <changed_train")
+    assert where.endswith("layer 0")

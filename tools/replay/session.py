@@ -113,6 +113,16 @@ def first_checkpoint(checkpoints: Checkpointer, step: int) -> tuple[int, int]:
     return before, before if before in steps else min(steps)
 
 
+def common_checkpoint(a: str, b: str, step: int) -> int:
+    """Step of the last checkpoint at or before `step` that both runs have; 0 for the beginning."""
+    steps = []
+    for run in (a, b):
+        checkpoints, _ = find_checkpoint(run, None, last_step)
+        with checkpoints:
+            steps.append({*checkpoints.steps()})
+    return max((done for done in steps[0] & steps[1] if done <= step), default=0)
+
+
 @contextlib.contextmanager
 def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: bool, write: Write) -> Iterator[Session]:
     """A session at the last checkpoint at or before `step`, or at the beginning of the run. Sets the mesh.

@@ -10,7 +10,7 @@ from rich.text import Text
 from configuration.foreign import one_line, shown
 from text.codec import TextCodec
 from tools.replay.documents import Document
-from tools.replay.session import Done, Session
+from tools.replay.session import Done
 
 
 class Screen:
@@ -36,7 +36,7 @@ class Screen:
         self._console.print(table)
 
     def documents(
-        self, session: Session, documents: Sequence[Document], codec: TextCodec, most: int, characters: int
+        self, title: str, documents: Sequence[Document], codec: TextCodec, most: int, characters: int
     ) -> None:
         """Prints the first documents: their losses and their texts."""
         rows = [
@@ -51,9 +51,7 @@ class Screen:
             for x in documents[:most]
         ]
         left = f", {len(documents) - most} more: documents={len(documents)}" * (len(documents) > most)
-        instead = f", batch {session.number}" * (session.number != session.step)
-        title = f"Documents of step {session.step}{instead}, the worst first{left}"
-        self.table(title, ("loss", "tokens", "document", "from", "sequence", "text"), rows, "text")
+        self.table(title + left, ("loss", "tokens", "document", "from", "sequence", "text"), rows, "text")
 
     def statistics(self, found: dict[str, list[dict[str, Any]]]) -> None:
         """Prints what the microscope found."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
-from microscope.replay import Path, Replay
+from microscope.replay import Path, Replay, executed
 from modeling.model import load_model
 from shardlib.marks import is_region
 from shardlib.values import planned_for
@@ -165,8 +165,7 @@ def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[lis
         scale = by_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0), axes, loops)
         for turn in np.argwhere(error > np.maximum(tolerance * scale, AMPLIFIED * noise)):
             turns = tuple(map(int, turn))
-            ran = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(turns, note.loops, strict=True)]
-            order = [n for pair in zip(note.order, ran, strict=False) for n in pair] + [note.order[-1]]
+            order = executed(note, turns)
             if first is None or order < first[0]:
                 relative = float(error[turns] / scale[turns]) if scale[turns] else float(error[turns])
                 first = order, First(eq.place(), eq.name, turns, relative)
