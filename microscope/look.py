@@ -78,15 +78,19 @@ class Look:
             weights.append({"name": name, **_plain(w, rows), "gradient": _plain(g, rows), **ratio})
         return {"points": points, "weights": weights}
 
-    def fingerprints(self, found: Mapping[str, Sequence]) -> list[tuple[str, np.ndarray]]:
-        """Words on each value, in the order in which a step computes them, and its `bits`, [parts, layers]."""
+    def fingerprints(self, found: Mapping[str, Sequence]) -> list[tuple[str, str, np.ndarray]]:
+        """Name, place and `bits` of each value, in the order in which a step computes them."""
         found = jax.tree.map(np.asarray, found)
-        values = [(f"weights/{n}", x.reshape(1, -1)) for n, x in zip(self._weights, found["weights"], strict=True)]
-        for point, arrays in zip(self._points, found["points"], strict=True):
-            values.append((f"{point.name}, {point.place}", _in_order(point, arrays)[0]))
+        values, first = [], next((i for i, point in enumerate(self._points) if any(point.of_layers)), 0)
+        for i, (name, point) in enumerate(zip(unique_names(self._points), self._points, strict=True)):
+            found_there = _in_order(point, found["points"][i])[0]
+            for layer, x in enumerate(found_there.T):  # one layer after the other
+                of_layer, order = (f" in layer {layer}", (first, layer, i)) if any(point.of_layers) else ("", (i, 0, i))
+                values.append((order, (name + of_layer, point.place, x)))
+        values = [value for _, value in sorted(values, key=lambda pair: pair[0])]
         for kind in ("gradients", "updates"):
             of = f"the {kind.removesuffix('s')} of "
-            values += [(of + n, x.reshape(1, -1)) for n, x in zip(self._weights, found[kind], strict=True)]
+            values += [(of + n, "", x.reshape(-1)) for n, x in zip(self._weights, found[kind], strict=True)]
         return values
 
 

@@ -122,7 +122,8 @@ def step_of(session: Session, config: Config, logs: dict[int, dict], screen: sho
     documents = with_losses(every, token_losses(session, batch), host.loss_mask)
     show_documents = lambda title, found: screen.documents(title, found, codec, config.documents, config.characters)
     if config.bisect is not None:
-        return bisected(session, config.bisect, documents, screen, show_documents)
+        usual = bisect.usual(logs, step, config.bisect)
+        return bisected(session, config.bisect, usual, documents, screen, show_documents)
     instead = f", batch {session.number}" * (session.number != step)
     show_documents(f"Documents of step {step}{instead}, the worst first", documents)
     found = {}
@@ -151,17 +152,23 @@ def step_of(session: Session, config: Config, logs: dict[int, dict], screen: sho
 
 
 def bisected(
-    session: Session, metric: str, documents: list[Document], screen: show.Screen, show_documents: Callable
+    session: Session,
+    metric: str,
+    usual: float,
+    documents: list[Document],
+    screen: show.Screen,
+    show_documents: Callable,
 ) -> dict[str, Any]:
-    """Shows the documents that make the metric of the step jump."""
-    found = bisect.find(session, session.batch(), documents, metric, screen.line)
+    """Shows the documents that make the metric of the step jump from its usual value."""
+    screen.line(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {session.step}")
+    found = bisect.find(session, session.batch(), documents, metric, usual, screen.line)
     numbers = lambda done: f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
     if found.after is None:
-        screen.line(f"no half of the documents makes the {metric}: it is that of the whole batch")
+        screen.line(f"step {session.step}  {numbers(found.before)}: no half of its documents makes that")
     else:
         count = len(found.documents)
         which = "document makes" if count == 1 else "documents together make"
-        show_documents(f"{count} {which} the {metric} of step {session.step}", found.documents)
+        show_documents(f"{count} {which} the {metric} of step {session.step} jump", found.documents)
         screen.line(f"step {session.step}  {numbers(found.before)}; without: {numbers(found.after)}")
     both = {"before": vars(found.before), "after": found.after and vars(found.after)}
     return {"step": session.step, **both, "documents": [show.described(document) for document in found.documents]}

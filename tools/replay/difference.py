@@ -70,8 +70,12 @@ def first_step(a: str, b: str) -> tuple[int | None, int]:
     return None, len(common)
 
 
+Value = tuple[str, str, np.ndarray]
+"""Name and place of a value, and numbers that are equal if the value is."""
+
+
 class Fingerprints:
-    """What a session's steps compute, value after value, as words and numbers that are equal if the values are."""
+    """What a session's steps compute, value after value."""
 
     def __init__(self, session: Session):
         self._session, self._mesh = session, folded_mesh(session.c)
@@ -82,28 +86,28 @@ class Fingerprints:
         self._look = Look(program, session.model.table, bits)
         self._program = jax.jit(self._look, compiler_options=session.options)
 
-    def of_state(self) -> list[tuple[str, np.ndarray]]:
+    def of_state(self) -> list[Value]:
         """Of the state before the step. The weights come first."""
         state = without_stages(self._session.state, self._session.placement, self._mesh)
         with jax.set_mesh(self._mesh):
             found = jax.jit(lambda state: jax.tree.map(bits, state))(state)
-        return [(name, np.asarray(x)) for name, x in named_leaves(found).items()]
+        return [(f"the state, {name}", "", np.asarray(x)) for name, x in named_leaves(found).items()]
 
-    def of_step(self) -> list[tuple[str, np.ndarray]]:
+    def of_step(self) -> list[Value]:
         """Of the batch, what the step saves, the gradients and the updates."""
         session, batch = self._session, self._session.batch()
         host = on_host(batch)
         names = [field.name for field in dataclasses.fields(host) if getattr(host, field.name) is not None]
-        rows = lambda x: np.array([[zlib.crc32(row.tobytes()) for row in x]], np.uint32)
-        of_batch = [(f"the batch, {name}", rows(getattr(host, name))) for name in names]
+        rows = lambda x: np.array([zlib.crc32(row.tobytes()) for row in x], np.uint32)
+        of_batch = [(f"the batch, {name}", "", rows(getattr(host, name))) for name in names]
         state = without_stages(session.state, session.placement, self._mesh)
         with jax.set_mesh(self._mesh):
             batch = jax.tree.map(jax.device_put, batch, make_shardings(train.Batch, like=batch))
             found = self._look.fingerprints(self._program(state, batch, np.int32(session.step)))
-        return of_batch + [entry for entry in found if not entry[0].startswith("weights/")]
+        return of_batch + found
 
 
-def recorded(session: Session, last: int) -> dict[int, list[tuple[str, np.ndarray]]]:
+def recorded(session: Session, last: int) -> dict[int, list[Value]]:
     """The fingerprints of the steps from the session's to `last`, with those of the state before the first of them."""
     prints = Fingerprints(session)
     found = {session.step: prints.of_state()}
@@ -115,30 +119,27 @@ def recorded(session: Session, last: int) -> dict[int, list[tuple[str, np.ndarra
     return found
 
 
-def compared(
-    a: dict[int, list[tuple[str, np.ndarray]]], b: dict[int, list[tuple[str, np.ndarray]]]
-) -> tuple[int, str] | None:
+def compared(a: dict[int, list[Value]], b: dict[int, list[Value]]) -> tuple[int, str] | None:
     """The first step with a value that differs, and words on the value; None if all are equal.
 
-    A point whose line moved, but whose name did not, is the same.
+    A point keeps its name where its line moved.
     """
-    bare = lambda name: name.rpartition(", ")[0] if ".py:" in name else name
     for step in sorted(a.keys() & b.keys()):
-        theirs = {bare(name): (name, x) for name, x in b[step]}
-        for name, x in a[step]:
-            if bare(name) not in theirs:
-                return step, f"{name}: only in the first run"
-            other, y = theirs[bare(name)]
+        theirs = {name: (place, x) for name, place, x in b[step]}
+        for name, place, x in a[step]:
+            where = f"{name}, {place}" if place else name
+            if name not in theirs:
+                return step, f"{where}: only in the first run"
+            other, y = theirs[name]
             if x.shape != y.shape:
-                return step, f"{name}: of another shape in the other run"
+                return step, f"{where}: of another shape in the other run"
             if (x != y).any():
-                return step, name + (f" ({other} in the other run)" if other != name else "") + _where(name, x != y)
+                return step, where + f" ({other} in the other run)" * (other != place) + _where(name, x != y)
     return None
 
 
 def _where(name: str, differs: np.ndarray) -> str:
-    """The first sequence, or layer, in which a value differs."""
-    if differs.ndim != 2 or differs.shape[1] == 1:
+    """The first sequence of a batch, or layer of a weight, in which a value differs."""
+    if differs.ndim != 1 or len(differs) == 1 or " in layer " in name:
         return ""
-    what = "sequence" if name.startswith("the batch") else "layer"
-    return f", {what} {int(np.argwhere(differs.any(0))[0, 0])}"
+    return f", {'sequence' if name.startswith('the batch') else 'layer'} {int(np.flatnonzero(differs)[0])}"
