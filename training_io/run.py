@@ -337,9 +337,12 @@ class Run:
         words, documents = described_documents(self.loader, batch)
         self.print(
             f"skipped step {step}, counted from 0: {why}; batch {batch}, {words}; "
-            f"python -m tools.inspect_data run={self.directory} step={step} shows them"
+            f"{self._replay_of(step)} shows them, and names what is not finite"
         )
         self._log.add_event(step, "skipped", {"why": why, "batch": batch, "documents": documents})
+
+    def _replay_of(self, step: int) -> str:
+        return f"python -m tools.replay {override('run', str(self.directory))} step={step}"
 
     def due(self, interval: int | None) -> bool:
         """Whether `interval` divides the number of steps done, or all are done. None: only when all are done."""
@@ -363,7 +366,7 @@ class Run:
         def check() -> None:
             self._log.flush()  # a complete checkpoint has the lines of all its steps
             metadata["skips"] = self._skips.state()
-            check_finite(finite, self.done, self.checkpoints.latest_step)
+            check_finite(finite, self.done, self.checkpoints.latest_step, self._replay_of(self.done - 1))
 
         orders = stack_orders(self.placement, type(state), state)
         self.checkpoints.save(self.done, state, metadata, orders, check=check)

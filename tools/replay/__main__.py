@@ -109,7 +109,8 @@ def replay(config: Config, console: Console | None = None) -> dict[str, Any]:
             f"step is {config.step}; {config.run} has done the steps 0 to {max(logs)}. Choose one of them."
         )
     with opened(config.run, config.step, config.mesh, config.trust, config.other_source, screen.line) as session:
-        screen.line(f"checkpoint  of step {session.step} of {config.run}")
+        origin = f"its checkpoint of step {session.step}" if session.step else "its beginning"
+        screen.line(f"run         {config.run}, from {origin}")
         to_step(session, config.step, logs, screen)
         return step_of(session, config, logs, screen)
 

@@ -23,7 +23,7 @@ from training_io.opening import StagesChoice, mesh_of_steps, read_state, trusted
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
 from training_io.run import fresh_state
-from training_io.saved import check_addresses, saved_config
+from training_io.saved import check_addresses, read_config, saved_config
 from training_io.skipping import SkippedSteps
 from training_io.stages import placement_of, stack_orders
 
@@ -106,20 +106,38 @@ class Session:
         return done
 
 
-def first_checkpoint(checkpoints: Checkpointer, step: int) -> tuple[int, int]:
-    """Step of the last checkpoint at or before `step`, 0 for the beginning; and of the one with the configuration."""
+@contextlib.contextmanager
+def checkpoints_of(run: str) -> Iterator[Checkpointer | None]:
+    """The checkpoints of a run; None if it ended before its first. Raises ValueError if they are kept elsewhere."""
+    if "://" not in run and not Path(run).is_dir():
+        raise ValueError(f"there is no run {run}: `run` is a run's directory, for example runs/<name>.")
+    try:
+        checkpoints, _ = find_checkpoint(run, None, last_step)
+    except ValueError:
+        config = Path(run) / "config.yaml"
+        if not config.exists() or read_config(config).get("paths", {}).get("checkpoints"):
+            raise
+        yield None
+        return
+    with checkpoints:
+        yield checkpoints
+
+
+def before(run: str, checkpoints: Checkpointer | None, step: int) -> tuple[int, dict[str, Any]]:
+    """Step of the last checkpoint at or before `step`, 0 for the beginning, and metadata with the configuration."""
+    if checkpoints is None:
+        return 0, {"config": read_config(Path(run) / "config.yaml")}
     steps = checkpoints.steps()
-    before = max((done for done in steps if done <= step), default=0)
-    return before, before if before in steps else min(steps)
+    done = max((done for done in steps if done <= step), default=0)
+    return done, checkpoints.metadata(done if done in steps else min(steps))
 
 
 def common_checkpoint(a: str, b: str, step: int) -> int:
     """Step of the last checkpoint at or before `step` that both runs have; 0 for the beginning."""
     steps = []
     for run in (a, b):
-        checkpoints, _ = find_checkpoint(run, None, last_step)
-        with checkpoints:
-            steps.append({*checkpoints.steps()})
+        with checkpoints_of(run) as checkpoints:
+            steps.append({*checkpoints.steps()} if checkpoints else set())
     return max((done for done in steps[0] & steps[1] if done <= step), default=0)
 
 
@@ -131,12 +149,8 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
         ValueError: no such run, no checkpoint, other source, data that is gone or that would be fetched.
         Damaged: the checkpoint is damaged.
     """
-    if "://" not in run and not Path(run).is_dir():
-        raise ValueError(f"there is no run {run}: `run` is a run's directory, for example runs/<name>.")
-    checkpoints, _ = find_checkpoint(run, None, last_step)
-    with checkpoints:
-        done, where = first_checkpoint(checkpoints, step)
-        metadata = checkpoints.metadata(where)
+    with checkpoints_of(run) as checkpoints:
+        done, metadata = before(run, checkpoints, step)
         c = config_of(saved_config(metadata), trust)
         check_addresses(dataclasses.asdict(c.data), trust, "write a config of your own")
         if done == 0 and c.training.init_from is not None and not trust:
