@@ -24,6 +24,7 @@ from text import definitions
 from text.tokenizers import ByteTokenizer
 from tools import checkpoint_to_huggingface
 from tools.evaluate import Config, MeshChoice, evaluate, open_run
+from training_io.opening import trusted_options
 
 pytestmark = pytest.mark.long
 
