@@ -7,12 +7,12 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-_SAVED = "saved_for_backward"
+SAVED = "saved_for_backward"
 
 
 def save_for_backward(x):
     """`x`, an array or a pytree of arrays, marked to be kept from the forward pass for the backward pass."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _SAVED), x)
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), x)
 
 
 _FUSED = "dot_product_attention_fwd_wrapper"
@@ -20,7 +20,7 @@ _FUSED = "dot_product_attention_fwd_wrapper"
 
 KEPT = {
     "marked": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.save_only_these_names(_SAVED), lambda primitive, *_, **__: primitive.name == _FUSED
+        jax.checkpoint_policies.save_only_these_names(SAVED), lambda primitive, *_, **__: primitive.name == _FUSED
     ),
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

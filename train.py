@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from input_loader import TokenBatch
 from jax_extra import explicit_activation_checkpointing, save_for_backward
@@ -168,8 +169,7 @@ class Llama:
         gather, softcap = shardops.all_gather, self.c.logit_softcap
         nx = rms_norm(x, gather("M/t/d/p -> M", w.final_norm), self.c.norm_epsilon)
         nx = gather("B/r/d L/t M -> B/r/d L M", nx)
-        unembed = w.embed if w.unembed is None else w.unembed
-        unembed = gather("V/t M/d/p -> V/t M", unembed.astype(act.dtype))
+        unembed = gather("V/t M/d/p -> V/t M", (w.embed if w.unembed is None else w.unembed).astype(act.dtype))
         spec = "B/r/d L M, V/t M -> B/r/d L V/t"
         logits = shardops.einsum_unreduced(spec, nx, unembed, preferred_element_type=jnp.float32)
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
@@ -478,7 +478,7 @@ def make_training_step(c: Config, model: LanguageModel):
         state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d"] | None, limit: f32[""]
     ) -> tuple[State[Weights], Metrics]:
         loss, g, layers, _ = loss_and_gradients(state.weights, batch, c, forward, seeds)
-        new, grad_norm, rate = update_state(state, g, step, c, updates)
+        new, grad_norm, rate = update_state(state, checkpoint_name(g, "gradient"), step, c, updates)
         skipped = ~jnp.isfinite(loss + grad_norm) | (grad_norm > limit)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped)
@@ -499,8 +499,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 
     @typed_shard_map
     def per_device(w: Weights, batch: Batch) -> tuple[f32[""], f32[""]]:
-        copies, loss = forward.copies(w), staged_loss(forward)
-        total = stages.run_evaluation(c, model, loss, copies, (batch, None))
+        total = stages.run_evaluation(c, model, staged_loss(forward), forward.copies(w), (batch, None))
         return shardops.psum("+p ->", total), count_targets(batch)
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -536,6 +535,7 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         if samples and run.start == 0:
             samples.write(evaluated(state))
         for step, batch in run.steps():
+            run.look(step, state, batch)  # statistics, every training.microscope_interval steps
             state, metrics = training_step(state, batch, np.int32(step), run.norm_limit(step))
             run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
             if samples and run.due(t.sample_interval):

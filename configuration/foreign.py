@@ -21,6 +21,12 @@ def shown(text: Any) -> str:
     return _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", str(text).replace("\r\n", "\n"))
 
 
+def one_line(text: str, characters: int | None = None) -> str:
+    """The first characters of a text, or all, with signs for line ends and for unprintable characters."""
+    cut = text if characters is None or len(text) <= characters else text[:characters] + "…"
+    return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "�") for c in cut)
+
+
 def open_no_pipe(path: str, flags: int) -> int:
     """Opener, for `open`, of a file to read. Raises FileNotFoundError for a pipe or a device, and waits for none."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)

@@ -26,10 +26,15 @@ def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """
     peak = jnp.max(jnp.abs(x)).astype(jnp.float32)
     peak = marks.leave(peak, "each device scales its own blocks; only the rounding depends on the mesh", "")
-    # In x's dtype, as in _dequantize. bf16 may round it down, but so little that the peak still rounds to the largest.
-    scale = peak / jnp.finfo(dtype).max.astype(jnp.float32)
-    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny).astype(x.dtype)  # for an x of zeros
+    scale = scale_of(peak, dtype).astype(x.dtype)
     return (x.astype(jnp.float32) / scale.astype(jnp.float32)).astype(dtype), scale
+
+
+def scale_of(peak: jax.Array, dtype) -> jax.Array:
+    """Scale, in f32, that maps `peak` to the largest number of `dtype`."""
+    # Rounded to bf16, as in _dequantize, it may be less, but so little that the peak still rounds to the largest.
+    scale = peak.astype(jnp.float32) / jnp.finfo(dtype).max.astype(jnp.float32)
+    return jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)  # for an x of zeros
 
 
 def _dequantize(x: tuple[jax.Array, jax.Array]) -> jax.Array:

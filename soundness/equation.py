@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -225,18 +224,21 @@ class Equation:
     # ---- texts
 
     def place(self) -> str:
-        """`file.py:line` of the user's code that made the equation.
+        """`file.py:line` of the user's code that made the equation; ? if none did."""
+        found = self.line()
+        return place(*found) if found else "?"
+
+    def line(self) -> tuple[str, int] | None:
+        """File and line of the user's code that made the equation; None if none did.
 
         JAX traces its own jitted functions once. Their equations know the first caller, so this caller is asked.
         """
         if self.caller is not None and self.caller.is_of_jax():
-            return self.caller.place()
-        traceback = self.eqn.source_info.traceback
-        frames = _frames(traceback.as_python_traceback()) if traceback is not None else []
-        for file, line in reversed(frames):
-            if is_users(file):
-                return place(file, line)
-        return "?" if self.caller is None else self.caller.place()
+            return self.caller.line()
+        users = [(file, line) for file, line in frames_of(self.eqn) if is_users(file)]
+        if users:
+            return users[-1]
+        return None if self.caller is None else self.caller.line()
 
     def is_of_jax(self) -> bool:
         """Whether the equation calls a jitted function of JAX itself."""
@@ -258,8 +260,10 @@ def _comparable(parameter: Any) -> Any:
     return str(parameter) if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr") else parameter
 
 
-def _frames(traceback: types.TracebackType | None) -> list[tuple[str, int]]:
-    found = []
+def frames_of(eqn: Any) -> list[tuple[str, int]]:
+    """File and line of each call on the way to an equation, outermost first."""
+    traceback, found = eqn.source_info.traceback, []
+    traceback = traceback.as_python_traceback() if traceback is not None else None
     while traceback is not None:
         found.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next

@@ -31,7 +31,6 @@ from rich.console import Console
 import train
 from cluster.devices import known_options
 from configuration.checks import at_least_0, at_least_1, check_choice, check_ranges, within
-from configuration.foreign import shown
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import make_loader
@@ -150,14 +149,6 @@ class OpenRun:
         """Raises ValueError if the run's data is on a server, and the user neither trusts it nor gives `instead`."""
         check_addresses(dataclasses.asdict(self.c.data), self.config.trust, f"name it by {instead}")
 
-    def compiler_options(self, write_line: Callable[[str], None]) -> dict[str, Any]:
-        """The run's options of XLA. Without trust none that is a text, which could be the place of files or of code."""
-        options, trust = self.c.hardware.compiler_options, self.config.trust
-        left = [name for name, value in options.items() if isinstance(value, str) and not trust]
-        for name in left:
-            write_line(f"compiler    {shown(name)} of the run is left out: trust=true takes it")
-        return {name: value for name, value in options.items() if name not in left}
-
     def codec_or_none(self) -> TextCodec:
         """The same; one without a tokenizer if there is none."""
         try:
@@ -200,7 +191,8 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
     loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches)
     with jax.set_mesh(run.mesh):
         loader = PaddedLoader(loader, run.mesh.shape["r"] * run.mesh.shape["d"])
-        options = known_options(run.compiler_options(write_line), write_line)
+        trusted = opening.trusted_options(c, run.config.trust, write_line)
+        options = known_options(trusted, write_line)
         evaluation_step = train.make_evaluation_step(c, run.model, options)
         found = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}

@@ -27,7 +27,7 @@ from rich.text import Text
 import flat_tokens
 from configuration.checks import at_least_1, check_ranges, within
 from configuration.composing import wrong_setting
-from configuration.foreign import shown
+from configuration.foreign import one_line, shown
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import DataConfig, batch_of, make_loader
@@ -80,12 +80,6 @@ def open_codec(filespec: str, attributes: Mapping[str, Any]) -> TextCodec:
         return codec_of_attributes(filespec, attributes)
     except FileNotFoundError:
         return TextCodec()
-
-
-def one_line(text: str, characters: int | None = None) -> str:
-    """The first characters of a text, or all, with signs for line ends and for unprintable characters."""
-    cut = text if characters is None or len(text) <= characters else text[:characters] + "…"
-    return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "�") for c in cut)
 
 
 # ---- a batch ------------------------------------------------------------------------------------------------------

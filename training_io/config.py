@@ -110,6 +110,9 @@ class TrainingConfig:
     skipped whose loss or gradients are not finite."""
     max_skipped: int | None = at_least_1(10)
     """Skipped steps in a row that end the run, at least 1; null: they never do."""
+    microscope_interval: int | None = at_least_1(None)
+    """Steps between looks at the step with the microscope, whose statistics are events in metrics.jsonl
+    (docs/replay.md). Null: none."""
     log_interval: int = at_least_1(10)
     """Steps between progress lines where the output is not a terminal."""
     checkpoint_interval: int = at_least_1(1000)

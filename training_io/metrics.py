@@ -77,6 +77,7 @@ class RunLog:
         self.directory, self.total_steps, self.start_step, self.speed = Path(directory), total_steps, start_step, speed
         self._see, self._send = see, send
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
+        self._later: list[tuple[int, str, Callable[[], Mapping[str, Any]]]] = []
         self.events: list[tuple[int, str]] = []
         """Step and name of each event that was logged."""
         self._last_end: float | None = None
@@ -149,7 +150,20 @@ class RunLog:
         if "skipped" not in values:  # `see` tells more of such a step
             self._warn_if_not_finite(step, values)
         self._show(step, values)
+        later, self._later = self._later, []
+        for known, event, get in later:
+            self._write_line({"step": known, "event": event} | get())
         self._see(step, values)
+
+    def log_later(self, step: int, event: str, get: Callable[[], Mapping[str, Any]]) -> None:
+        """Writes an event of a step that is dispatched next, right after its metrics. Prints nothing.
+
+        Args:
+            step: index of the step.
+            event: its name.
+            get: gives its JSON values, which devices compute before the step.
+        """
+        self._later.append((step, event, get))
 
     def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         """Writes and prints an event after step `step`, such as a validation. Waits for the devices.

@@ -17,6 +17,7 @@ from modeling.weights import shapes_of
 from shardlib.shardtypes import make_shardings
 from training_io import config as run_config
 from training_io.checkpoint import Checkpointer
+from training_io.checkpoint_arrays import Orders
 from training_io.initial_weights import find_checkpoint, last_step
 from training_io.manifest import Damaged
 from training_io.provenance import compare_source, provenance_of
@@ -31,6 +32,26 @@ class MeshChoice:
     r: int | None = within(-1, 2**20, None)
     d: int | None = within(-1, 2**20, None)
     t: int | None = within(-1, 2**20, None)
+
+
+@dataclass
+class StagesChoice(MeshChoice):
+    """Devices along each axis, the pipeline's too; None: not chosen."""
+
+    p: int | None = within(1, 2**20, None)
+
+
+def mesh_of_steps(choice: StagesChoice, c: run_config.Config) -> jax.sharding.Mesh:
+    """Makes the mesh on which steps of a run are done: that of `c`, or what is chosen, with 1 for other axes but d.
+
+    Raises ValueError if it does not fit the devices, or the model or the batch does not fit it.
+    """
+    simulate_devices(c.hardware)
+    chosen = {axis: size for axis, size in dataclasses.asdict(choice).items() if size is not None}
+    sizes = {"p": 1, "r": 1, "d": -1, "t": 1} | chosen if chosen else dataclasses.asdict(c.mesh)
+    mesh = make_mesh(sizes["r"], sizes["d"], sizes["t"], jax.devices(), sizes["p"])
+    run_config.check_divides(c, mesh.shape)
+    return mesh
 
 
 def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
@@ -83,6 +104,32 @@ class SavedRun:
         shapes = shapes_of(model.table)
         like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, make_shardings(model.Weights, like=shapes))
         return self.checkpoints.restore(self.step, {which: like}, part=f"{which}/")[which], now["source"]
+
+
+def read_state(checkpoints: Checkpointer, step: int, State: Any, shapes: Any, model: Any, orders: Orders) -> Any:
+    """The state of a checkpoint on the current mesh.
+
+    Args:
+        checkpoints: of the run.
+        step: that of the checkpoint.
+        State: class of the state, generic in the class of the weights.
+        shapes: of its arrays. Without those of `ema`, the average is left where the checkpoint has it.
+        model: the model.
+        orders: of the stacks of layers.
+    """
+    shardings = make_shardings(State[model.Weights], like=shapes)
+    like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
+    leave = () if jax.tree.leaves(shapes.ema) else ("ema/",)
+    return checkpoints.restore(step, like, orders=orders, leave=leave)
+
+
+def trusted_options(c: run_config.Config, trust: bool, write_line: Callable[[str], None]) -> dict[str, Any]:
+    """The run's options of XLA. Without trust none that is a text, which could be the place of files or of code."""
+    options = c.hardware.compiler_options
+    left = [name for name, value in options.items() if isinstance(value, str) and not trust]
+    for name in left:
+        write_line(f"compiler    {shown(name)} of the run is left out: trust=true takes it")
+    return {name: value for name, value in options.items() if name not in left}
 
 
 @contextlib.contextmanager

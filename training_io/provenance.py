@@ -38,7 +38,7 @@ from training_io.pipeline_config import PipelineConfig
 
 ROOT = Path(__file__).parent.parent
 PROJECT = ("train.py", "jax_extra.py", "modeling", "models", "optimizers", "shardlib", "input_loader", "training_io")
-PROJECT += ("soundness", "sampling", "flat_tokens", "text", "cluster", "configuration")
+PROJECT += ("soundness", "microscope", "sampling", "flat_tokens", "text", "cluster", "configuration")
 """The project's source, without the programs beside train.py."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 """Beginnings of the names of variables that are kept. Others may be secrets."""

@@ -19,7 +19,6 @@ from configuration.foreign import shown
 from input_loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
-from shardlib.shardtypes import make_shardings
 from training_io.checkpoint import ANOTHER, Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
 from training_io.compiling import compile_step, start_drawing
@@ -31,6 +30,8 @@ from training_io.initial_weights import check_begins, checkpoints_of, fresh_stat
 from training_io.manifest import Damaged
 from training_io.memory import peak_memory
 from training_io.metrics import RunLog, check_metrics, has_event, keep_metrics
+from training_io.microscope import Microscope
+from training_io.opening import read_state
 from training_io.owning import owned
 from training_io.page import Page
 from training_io.profile import StepProfiler
@@ -85,7 +86,7 @@ class Run:
         self._failure: str | None = None  # why the log ends the run
         self._failed_saves, self._told = 0, False
         self._damaged: dict[int, str] = {}
-        self._hlo = self._drawing = self._loss = None
+        self._hlo = self._drawing = self._loss = self._microscope = None
         self._page = Page(directory, c.training.report)
         self._cleanup = contextlib.ExitStack()
 
@@ -210,10 +211,8 @@ class Run:
             self.print(f"average    of the weights: begins with those of step {self.start}")
         if has_average and not wants_average:
             self.print(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
-        shardings = make_shardings(State[self.model.Weights], like=shapes)
-        like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
-        orders, leave = stack_orders(self.placement, State, shapes), () if wants_average else ("ema/",)
-        state = self.checkpoints.restore(self.start, like, orders=orders, leave=leave)
+        orders = stack_orders(self.placement, State, shapes)
+        state = read_state(self.checkpoints, self.start, State, shapes, self.model, orders)
         return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state
 
     def _introduce(self) -> None:
@@ -296,6 +295,15 @@ class Run:
             if self.stopped_by:
                 return
 
+    def look(self, step: int, state: Any, batch: TokenBatch) -> None:
+        """Logs the event `microscope` of a step, before it is dispatched, if it is due."""
+        interval = self.c.training.microscope_interval
+        if interval is None or step % interval:
+            return
+        if self._microscope is None:
+            self._microscope = Microscope(self.c, self.model, self.placement, self.programs, self.options)
+        self._log.log_later(step, "microscope", self._microscope.look(state, batch, np.int32(step), self.print))
+
     def log(self, step: int, metrics: Any) -> None:
         """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.
 
@@ -328,9 +336,12 @@ class Run:
         words, documents = described_documents(self.loader, batch)
         self.print(
             f"skipped step {step}, counted from 0: {why}; batch {batch}, {words}; "
-            f"python -m tools.inspect_data run={self.directory} step={step} shows them"
+            f"{self._replay_of(step)} shows them, and names what is not finite"
         )
         self._log.add_event(step, "skipped", {"why": why, "batch": batch, "documents": documents})
+
+    def _replay_of(self, step: int) -> str:
+        return f"python -m tools.replay {override('run', str(self.directory))} step={step}"
 
     def due(self, interval: int | None) -> bool:
         """Whether `interval` divides the number of steps done, or all are done. None: only when all are done."""
@@ -354,7 +365,7 @@ class Run:
         def check() -> None:
             self._log.flush()  # a complete checkpoint has the lines of all its steps
             metadata["skips"] = self._skips.state()
-            check_finite(finite, self.done, self.checkpoints.latest_step)
+            check_finite(finite, self.done, self.checkpoints.latest_step, self._replay_of(self.done - 1))
 
         orders = stack_orders(self.placement, type(state), state)
         self.checkpoints.save(self.done, state, metadata, orders, check=check)

@@ -303,7 +303,8 @@ class _Sending:
 def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
     """The step and the numbers of a line of metrics.jsonl, by name; numbers of an event as `event/name`.
 
-    Entries of lists and dicts have names with `/`. What is not finite is NaN or an infinity. Texts are left out.
+    Entries of lists and dicts have names with `/`; a dict in a list has that of its entry `name`. What is not finite is
+    NaN or an infinity. Texts are left out.
     """
     event = record.get("event")
     found: dict[str, float] = {}
@@ -314,7 +315,7 @@ def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
                 add(f"{name}/{key}", item)
         elif isinstance(value, list):
             for i, item in enumerate(value):
-                add(f"{name}/{i}", item)
+                add(f"{name}/{item['name'] if isinstance(item, Mapping) and 'name' in item else i}", item)
         elif isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
             found[name] = float(value)
 

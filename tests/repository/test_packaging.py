@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
 INSTALLED_EXTRAS = ("tools", "test", "oracle", "bench")
-PACKAGES = ("cluster", "compiled", "configuration", "flat_tokens", "input_loader", "modeling", "models", "optimizers")
-PACKAGES += ("sampling", "shardlib", "soundness", "text", "tools", "training_io")
+PACKAGES = ("cluster", "compiled", "configuration", "flat_tokens", "input_loader", "microscope", "modeling")
+PACKAGES += ("models", "optimizers", "sampling", "shardlib", "soundness", "text", "tools", "training_io")
 
 
 def requirements(*extras: str) -> list[Requirement]:

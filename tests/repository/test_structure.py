@@ -17,6 +17,7 @@ FLOORS = [
     ("train",),
     ("sampling",),
     ("training_io",),
+    ("microscope",),
     ("input_loader", "optimizers"),
     ("modeling",),
     ("soundness",),

@@ -24,6 +24,7 @@ from text import definitions
 from text.tokenizers import ByteTokenizer
 from tools import checkpoint_to_huggingface
 from tools.evaluate import Config, MeshChoice, evaluate, open_run
+from training_io.opening import trusted_options
 
 pytestmark = pytest.mark.long
 
@@ -83,10 +84,10 @@ def test_options_of_xla_that_are_texts_need_trust(run, tmp_path):
     lines = []
     opened = open_run(Config(run=str(run)))
     opened.c.hardware.compiler_options = {"xla_dump_to": str(tmp_path), "xla_cpu_use_fusion_emitters": False}
-    assert opened.compiler_options(lines.append) == {"xla_cpu_use_fusion_emitters": False}
+    assert trusted_options(opened.c, opened.config.trust, lines.append) == {"xla_cpu_use_fusion_emitters": False}
     assert "xla_dump_to of the run is left out: trust=true takes it" in lines[0]
     opened.config.trust = True
-    assert len(opened.compiler_options(lines.append)) == 2
+    assert len(trusted_options(opened.c, opened.config.trust, lines.append)) == 2
 
 
 def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):

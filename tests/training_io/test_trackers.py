@@ -46,6 +46,8 @@ def test_the_numbers_of_a_line():
         {"loss": 1.5, "source_tokens/web": 64.0, "skipped": 1.0},
     )
     step, values = numbers({"step": 3, "event": "sample", "text": "Infinity!", "size": ["-Infinity", 2]})
+    found = {"step": 3, "event": "microscope", "points": [{"name": "layer q", "rms": [1.0, 2.0]}]}
+    assert numbers(found) == (3, {"microscope/points/layer q/rms/0": 1.0, "microscope/points/layer q/rms/1": 2.0})
     assert (step, values) == (3, {"sample/size/0": float("-inf"), "sample/size/1": 2.0})
 
 

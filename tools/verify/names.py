@@ -4,24 +4,16 @@ import ast
 import functools
 import inspect
 import textwrap
-from pathlib import Path
 from typing import Any
 
+from microscope.names import function_and_target
 from tools.verify.record import Site
 
 
-@functools.cache
 def name_of_site(site: Site) -> str:
     """The function around a `save_for_backward` and what its result is assigned to, if anything: `layer.v`."""
-    nodes = ast.walk(ast.parse(Path(site.file).read_text()))
-    around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= site.line <= node.end_lineno]
-    functions = [node.name for node in around if isinstance(node, ast.FunctionDef)]
-    targets = []
-    for node in around:
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            first = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            targets.append(ast.unparse(first))
-    return ".".join([*functions[-1:], *targets[-1:]]) or "saved"
+    function, target = function_and_target(site.file, site.line)
+    return ".".join(filter(None, (function.rpartition(".")[2], target))) or "saved"
 
 
 def line_of_field(weights: Any, path: str) -> tuple[str, int]:

@@ -14,111 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend import core
-from jax.sharding import PartitionSpec as P
 
 import train
+from microscope.replay import Path, Replay, executed
 from modeling.model import load_model
 from shardlib.marks import is_region
-from shardlib.op_checks import varying
 from shardlib.values import planned_for
 from soundness.check import findings_and_facts
-from soundness.control import scan_counts
 from soundness.domain import UNIFORM, Value, devices
 from soundness.interpreter import CALLS
 from tools.verify.measure import Inputs, mesh_of, placed, placed_state
 from training_io.config import Config
-
-Path = tuple[int, ...]
-"""Where an equation is in a program: Interpreter.noted."""
-
-
-class Note(NamedTuple):
-    """A value of a replay.
-
-    Attributes:
-        path: of its equation.
-        result: its number among the results of the equation.
-        order: its place in program order; within a loop, the place of the loop first.
-        loops: of each loop around it, outermost first, the number of turns, and whether they run backwards.
-    """
-
-    path: Path
-    result: int
-    order: tuple[int, ...]
-    loops: tuple[tuple[int, bool], ...] = ()
-
-
-class Replay:
-    """A traced program that also returns what the equations `wanted` compute, on all devices.
-
-    Calling it gives an array [*axes of the mesh, *turns of loops, *block] for each of `notes`.
-    """
-
-    def __init__(self, program: Any, wanted: Mapping[Path, list[int]]):
-        self._program, self._wanted = program, wanted
-        self.notes: list[Note] = []
-
-    def __call__(self, *args: Any) -> list[jax.Array]:
-        """The values. Under jit, on the mesh on which the program was traced."""
-        values: list[tuple[Note, jax.Array]] = []
-        self._run(self._program, args, (), values)
-        self.notes = [note for note, _ in values]
-        return [value for _, value in values]
-
-    def _run(self, jaxpr: Any, args: Any, path: Path, values: list) -> list:
-        consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        read = lambda var: var.val if isinstance(var, core.Literal) else env[var]
-        for eqn in jaxpr.eqns:
-            name, here, ins = eqn.primitive.name, (*path, id(eqn)), list(map(read, eqn.invars))
-            if name == "shard_map":
-                outs = self._on_devices(eqn, ins, values)
-            elif name in CALLS and not is_region(eqn):
-                outs = self._run(eqn.params[CALLS[name]], ins, here, values)
-            elif name == "scan":
-                outs = self._loop(eqn, ins, here, values)
-            else:
-                outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
-                outs = outs if eqn.primitive.multiple_results else [outs]
-            for i in self._wanted.get(here, ()):
-                if not jax.typeof(outs[i]).manual_axis_type.unreduced:  # its terms are what it was made of
-                    of_all = varying(outs[i], jax.sharding.get_abstract_mesh().axis_names)
-                    values.append((Note(here, i, (len(values),)), of_all))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def _on_devices(self, eqn: Any, ins: list, values: list) -> list:
-        notes: list[Note] = []
-        axes = jax.sharding.get_abstract_mesh().axis_names
-
-        def per_device(*ins):
-            inner: list[tuple[Note, jax.Array]] = []
-            outs = self._run(eqn.params["jaxpr"], ins, (), inner)
-            notes[:] = [note for note, _ in inner]
-            return outs, [value[(None,) * len(axes)] for _, value in inner]
-
-        out_specs = list(eqn.params["out_specs"]), P(*axes)
-        outs, found = jax.shard_map(per_device, in_specs=tuple(eqn.params["in_specs"]), out_specs=out_specs)(*ins)
-        values += zip(notes, found, strict=True)
-        return outs
-
-    def _loop(self, eqn: Any, ins: list, here: Path, values: list) -> list:
-        consts, carried = scan_counts(eqn)
-        ins = [jnp.asarray(x, var.aval.dtype) if np.isscalar(x) else x for x, var in zip(ins, eqn.invars, strict=True)]
-        turns, at, inner = (eqn.params["length"], eqn.params["reverse"]), len(values), []
-
-        def body(carry, xs):
-            inner.clear()  # JAX may trace it again
-            outs = self._run(eqn.params["jaxpr"], [*ins[:consts], *carry, *xs], here, inner)
-            return outs[:carried], (outs[carried:], [value for _, value in inner])
-
-        carry, xs = ins[consts : consts + carried], ins[consts + carried :]
-        carry, (ys, found) = lax.scan(body, carry, xs, length=turns[0], reverse=turns[1])
-        notes = [note._replace(order=(at, *note.order), loops=(turns, *note.loops)) for note, _ in inner]
-        values += zip(notes, found, strict=True)
-        return [*carry, *ys]
 
 
 def is_compared(value: Value, aval: Any) -> bool:
@@ -259,8 +165,7 @@ def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[lis
         scale = by_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0), axes, loops)
         for turn in np.argwhere(error > np.maximum(tolerance * scale, AMPLIFIED * noise)):
             turns = tuple(map(int, turn))
-            ran = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(turns, note.loops, strict=True)]
-            order = [n for pair in zip(note.order, ran, strict=False) for n in pair] + [note.order[-1]]
+            order = executed(note, turns)
             if first is None or order < first[0]:
                 relative = float(error[turns] / scale[turns]) if scale[turns] else float(error[turns])
                 first = order, First(eq.place(), eq.name, turns, relative)

@@ -1,0 +1,248 @@
+"""tools/replay: a step of a run again, equal to the bit; its documents; what makes a spike; how two runs differ."""
+
+import dataclasses
+import io
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import zarr
+from losses_of_runs import losses
+from recipes import SOURCE, module_of
+from rich.console import Console
+
+import train
+from cluster.config import MeshConfig
+from cluster.devices import make_mesh
+from flat_tokens import Writer
+from input_loader import make_loader
+from input_loader.origins import documents_of_batch
+from modeling.model import load_model
+from tools.replay.__main__ import Config, replay
+from training_io.opening import StagesChoice
+
+GARBAGE = 260
+"""The document of the dataset with a spike that has tokens as no other."""
+MESHES = {
+    "d=4 t=2": MeshConfig(r=1, d=4, t=2),
+    "r=2 d=4": MeshConfig(r=2, d=4, t=1),
+    "p=2 d=2 t=2": MeshConfig(p=2, r=1, d=2, t=2),
+}
+
+
+def written(path, documents: int, garbage: int, length: int) -> str:
+    """A dataset of documents of 3 to 20 tokens, of which one, of this length, is garbage."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(3, 20, documents)
+    tokens = [rng.integers(0, 8, n) for n in lengths]
+    lengths[garbage], tokens[garbage] = length, rng.integers(50, 64, length)
+    with Writer(str(path), "train") as writer:
+        writer.append(np.concatenate(tokens).astype(np.uint32), lengths)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> str:
+    return written(tmp_path_factory.mktemp("data") / "documents.zarr", 64, 37, 12)
+
+
+def run(directory, dataset, mesh="d=4 t=2", steps=10, **changes):
+    c = tiny.config(tiny.model(layers=2), microbatches=2, eval_batches=0)
+    c.data.filespec, c.mesh = dataset, MESHES[mesh]
+    c.training = dataclasses.replace(c.training, steps=steps, checkpoint_interval=4, keep_checkpoints=None)
+    for name, value in changes.items():  # the seed is that of the data
+        section = next(x for x in (c.optimizer, c.data, c.training, c.model) if hasattr(x, name))
+        setattr(section, name, value)
+    directory.mkdir(parents=True, exist_ok=True)
+    with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)):
+        train.train(c, load_model(c.model), directory)
+    return directory
+
+
+def replayed(directory, **settings) -> tuple[dict, str]:
+    console = Console(file=io.StringIO(), width=100)
+    return replay(Config(run=str(directory), **settings), console), console.file.getvalue()
+
+
+def of_page(text: str) -> None:
+    """Asserts that each line of docs/replay.md that begins like a line of `text` is like one, but for its numbers."""
+    page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
+    bare = lambda line: re.sub(r"[\d.,]*\d(e-\d+)?", "#", line).rstrip()
+    quoted = [
+        line
+        for block in re.findall(r"^```\w*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+    ]
+    of_text = {bare(line) for line in text.splitlines()}
+    begins = {line.split("  ")[0] for line in of_text if "  " in line}
+    checked = [line for line in quoted if "  " in line and bare(line).split("  ")[0] in begins]
+    # The last line of a replay begins like that of a bisection.
+    checked = [line for line in checked if ("without" in line) == ("without" in text)]
+    assert checked
+    assert {bare(line) for line in checked} <= of_text
+
+
+def lines_of(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def of_demo(tmp_path_factory, dataset):
+    return run(tmp_path_factory.mktemp("runs") / "a", dataset, microscope_interval=3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", [2, 4, 9])
+def test_a_step_is_equal_to_the_bit(of_demo, step):
+    """From the beginning, at a checkpoint, and after one."""
+    found, text = replayed(of_demo, step=step, microscope=False)
+    assert found["is_equal"] is True
+    assert found["loss"] == losses(of_demo)[step]
+    assert "equal to the bit" in text
+    of_page(text)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mesh", "options"), [("p=2 d=2 t=2", {}), ("r=2 d=4", {"microbatches": 1})])
+def test_it_is_on_other_meshes_too(tmp_path, dataset, mesh, options):
+    """With steps that were skipped, and batches that are left out."""
+    options = {"skip_steps": [1, 5], "skip_above": 1.0, "max_skipped": None, **options}
+    directory = run(tmp_path / "run", dataset, mesh, **options)
+    found, _ = replayed(directory, step=9, microscope=False)
+    assert found["is_equal"] is True
+    elsewhere, text = replayed(directory, step=9, mesh=StagesChoice(r=1, d=2, t=4), microscope=False)
+    assert elsewhere["loss"] == pytest.approx(found["loss"], rel=1e-5)
+    assert "on this other mesh" in text or elsewhere["is_equal"]
+
+
+@pytest.mark.long
+def test_its_statistics_are_those_of_the_run_and_leave_it_as_it_is(of_demo, tmp_path, dataset):
+    events = {x["step"]: x for x in lines_of(of_demo) if x.get("event") == "microscope"}
+    assert list(events) == [0, 3, 6, 9]
+    found, text = replayed(of_demo, step=6)
+    assert found["microscope"] == {name: events[6][name] for name in ("points", "weights")}
+    assert "Llama.layer gate" in text
+    without = run(tmp_path / "without", dataset)
+    assert losses(without) == losses(of_demo)
+    for name in ("weights/layers/w_up", "adam_nu/embed"):
+        arrays = [zarr.open_group(x / "checkpoints/0000000010", mode="r")[name][...] for x in (without, of_demo)]
+        np.testing.assert_array_equal(*arrays)
+
+
+@pytest.mark.long
+def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset):
+    found, _ = replayed(of_demo, step=3, microscope=False)
+    documents = found["documents"]
+    assert [x["loss"] for x in documents] == sorted((x["loss"] for x in documents), reverse=True)
+    tokens = sum(x["tokens"] for x in documents)
+    assert tokens == tiny.BATCH * tiny.LENGTH
+    assert sum(x["loss"] * x["tokens"] for x in documents) / tokens == pytest.approx(found["loss"], rel=1e-5)
+    group = zarr.open_group(f"{dataset}/train", mode="r")
+    starts = group["seq_starts"][...]
+    for x in documents:
+        first = starts[x["document"]] + x["start"]
+        assert x["ids"] == (group["encoded_tokens"][first : first + x["tokens"]] >> 1).tolist()
+
+
+@pytest.mark.long
+def test_what_cannot_be_replayed_is_refused(of_demo, tmp_path, dataset):
+    with pytest.raises(ValueError, match=r"step is 10; .* has done the steps 0 to 9"):
+        replayed(of_demo, step=10)
+    with pytest.raises(ValueError, match="give step=<step>"):
+        replayed(of_demo)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no complete checkpoint in"):
+        replayed(tmp_path / "empty", step=1)
+    with pytest.raises(ValueError, match="there is no run"):
+        replayed(tmp_path / "none", step=1)
+
+
+# ---- a spike --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_spike(tmp_path_factory):
+    """A run that has learned that there are eight tokens when garbage comes, and the step of it."""
+    data = written(tmp_path_factory.mktemp("data") / "spike.zarr", 400, GARBAGE, 3 * tiny.LENGTH)
+    config = dataclasses.replace(tiny.config().data, filespec=data, shuffle=False)
+    loader = make_loader(config, "train", tiny.BATCH, tiny.LENGTH)
+    has_it = lambda step: any(a <= GARBAGE <= b for a, b in documents_of_batch(loader, step)[None])
+    step = next(step for step in range(30) if has_it(step))
+    options = {"checkpoint_interval": 10, "schedule_steps": 60, "microbatches": 1, "shuffle": False}
+    return run(tmp_path_factory.mktemp("runs") / "spike", data, steps=step + 1, **options), step
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
+def test_the_document_of_a_spike_is_found(of_spike, metric):
+    directory, step = of_spike
+    found, text = replayed(directory, step=step, bisect=metric)
+    assert {x["document"] for x in found["documents"]} == {GARBAGE}, text
+    before, after = (found[name][metric] for name in ("before", "after"))
+    assert before > 1.3 * after
+    assert before == next(x for x in lines_of(directory) if x["step"] == step and "event" not in x)[metric]
+    count = len(found["documents"])
+    which = "document makes" if count == 1 else "documents together make"
+    assert f"{count} {which} the {metric} of step {step} jump" in text
+    if metric == "grad_norm":
+        of_page(text)
+
+
+@pytest.mark.long
+def test_a_batch_without_a_spike_has_no_culprit(of_spike):
+    directory, step = of_spike
+    found, text = replayed(directory, step=step - 1, bisect="loss")
+    assert found["after"] is None
+    assert "no half of its documents makes that" in text
+
+
+# ---- two runs -------------------------------------------------------------------------------------------------------
+
+
+def line_of(text: str) -> int:
+    (number,) = [i for i, line in enumerate(SOURCE.splitlines(), 1) if line.strip().startswith(text)]
+    return number
+
+
+@pytest.mark.long
+def test_equal_runs_do_not_differ(of_demo, tmp_path, dataset):
+    found, text = replayed(of_demo, against=str(run(tmp_path / "b", dataset)))
+    assert found["first"] is None
+    assert found["settings"] == ["training.microscope_interval: 3, and None"]
+    assert "equal to the bit in all 10 steps that both runs logged" in text
+
+
+@pytest.mark.long
+def test_another_order_of_the_data_is_found(of_demo, tmp_path, dataset):
+    found, text = replayed(of_demo, against=str(run(tmp_path / "b", dataset, seed=1)))
+    assert "data.seed: 0, and 1" in found["settings"]
+    assert found["first"] == (0, "the batch, targets, sequence 0")
+    assert "metrics     differ first in step 0" in text
+
+
+@pytest.mark.long
+def test_another_rate_is_found_in_the_first_update_that_it_changes(of_demo, tmp_path, dataset):
+    """The rate of step 0 is 0: the loss of step 2 differs first."""
+    other = run(tmp_path / "b", dataset, learning_rate=0.011)
+    found, text = replayed(of_demo, against=str(other))
+    assert "optimizer.learning_rate: 0.01, and 0.011" in found["settings"]
+    assert found["first"] == (1, "the update of embed")
+    assert "metrics     differ first in step 2" in text
+    of_page(text)
+
+
+@pytest.mark.long
+def test_a_line_that_differs_is_found(of_demo, tmp_path, dataset):
+    line = 'up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_up))'
+    assert SOURCE.count(line) == 1
+    changed = line.replace("nx, w_up)", "nx, w_up) * (1 + 1e-6)")
+    with module_of(SOURCE.replace(line, changed)):
+        other = run(tmp_path / "b", dataset, module="changed_train")
+        found, _ = replayed(of_demo, against=str(other), trust=True)
+    step, where = found["first"]
+    assert step == 0
+    assert where.startswith(f"Llama.layer up in layer 0, train.py:{line_of('up = save')} (<changed_train")

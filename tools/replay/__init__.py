@@ -1,0 +1,1 @@
+"""Replays steps of a run."""

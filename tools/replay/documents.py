@@ -1,0 +1,135 @@
+"""The documents of a batch, and the loss of each."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import train
+from input_loader import TokenBatch
+from input_loader.codec import codec_of_data
+from input_loader.origins import pieces_of, sequences_of_batch
+from modeling.model import compute_scope
+from shardlib.shardtypes import f32, make_shardings, typed_shard_map, u32
+from text.codec import TextCodec
+from tools.replay.session import Session
+from training_io.stages import folded_mesh, without_stages
+
+
+@dataclasses.dataclass
+class Document:
+    """The part of a document in a sequence of a batch."""
+
+    sequence: int
+    """Index of the sequence in the batch."""
+    position: int
+    """Position of its first token in the sequence."""
+    ids: np.ndarray
+    document: int | None = None
+    """Index in the split; None for a stream, which has none."""
+    start: int = 0
+    """Place of its first token in the document."""
+    source: str | None = None
+    """Name of its source in the mixture."""
+    loss: float = float("nan")
+    """Mean over its tokens, in nats."""
+
+    @property
+    def span(self) -> slice:
+        """Its positions."""
+        return slice(self.position, self.position + len(self.ids))
+
+    @property
+    def name(self) -> str:
+        """Words for where it is from."""
+        of = f"{self.source} " * bool(self.source)
+        return f"{of}{self.document:,}" if self.document is not None else f"{of}-"
+
+
+def on_host(batch: TokenBatch) -> TokenBatch:
+    """The batch of a step with host arrays [sequences, …]."""
+    return jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), batch)
+
+
+def documents_of(session: Session, batch: TokenBatch) -> list[Document]:
+    """The documents of a batch `on_host`, in order, without padding."""
+    try:
+        sequences = sequences_of_batch(session.loader, session.number, np.arange(session.loader.batch_size))
+    except ValueError:  # a stream
+        return _by_starts(batch)
+    found = []
+    for sequence in sequences:
+        for piece in pieces_of(sequence):
+            ids = batch.targets[sequence.number, piece.position : piece.position + piece.length]
+            where = piece.document, piece.start, sequence.source
+            found.append(Document(sequence.number, piece.position, ids, *where))
+    return found
+
+
+def _by_starts(batch: TokenBatch) -> list[Document]:
+    found = []
+    for number, (ids, is_start, mask) in enumerate(
+        zip(batch.targets, batch.is_seq_start, batch.loss_mask, strict=True)
+    ):
+        length = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
+        starts = sorted({0, *np.flatnonzero(is_start[:length]).tolist()})
+        for first, last in zip(starts, [*starts[1:], length], strict=True):
+            if last > first:
+                found.append(Document(number, first, ids[first:last]))
+    return found
+
+
+def codec_of(session: Session) -> TextCodec:
+    """The tokenizer of the run's data; one that shows ids if there is none."""
+    try:
+        return codec_of_data(session.c.data)
+    except ValueError:
+        return TextCodec()
+
+
+def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
+    """Loss of each target of a batch of the step in nats, f32[sequences, seq_len], by the forward pass of training.
+
+    With stages, on the mesh without them.
+    """
+    c, model = session.c, session.model
+    forward, Weights, Batch = train.Forward(model, c.training), model.Weights, train.Batch
+
+    @typed_shard_map
+    def per_device(w: Weights, batch: Batch, seeds: u32["m B/r/d"] | None) -> f32["m B/r/d L"]:
+        copies = forward.copies(w)
+
+        def of_microbatch(_, part):
+            head = lambda w, x: train.cross_entropy(forward.model.logits(w, x), part[0].targets)
+            return None, forward(copies, forward.tokens(*part), head)[0]
+
+        return lax.scan(of_microbatch, None, (batch, seeds))[1]
+
+    @functools.partial(jax.jit, compiler_options=session.options)
+    def losses(w: Any, batch: Any, step: Any):
+        key = jax.random.fold_in(jax.random.key(c.training.seed), step)  # as in the training step
+        seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
+        with compute_scope(c.training.compute_dtype):
+            return jax.reshard(per_device(w, batch, seeds), PartitionSpec())
+
+    mesh = folded_mesh(c)
+    weights = without_stages(session.state.weights, session.placement, mesh)
+    with jax.set_mesh(mesh):
+        batch = jax.tree.map(jax.device_put, batch, make_shardings(Batch, like=batch))
+        found = np.asarray(losses(weights, batch, np.int32(session.step)))
+    return found.reshape(-1, found.shape[-1])
+
+
+def with_losses(documents: list[Document], losses: np.ndarray, mask: np.ndarray) -> list[Document]:
+    """The documents with their losses, the worst first. Those that no target counts of are left out."""
+    scored = []
+    for document in documents:
+        counts = mask[document.sequence, document.span]
+        if counts.any():
+            of = losses[document.sequence, document.span][counts]
+            scored.append(dataclasses.replace(document, loss=float(np.mean(of, dtype=np.float64))))
+    return sorted(scored, key=lambda document: -document.loss if np.isfinite(document.loss) else -np.inf)

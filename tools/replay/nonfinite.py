@@ -1,0 +1,92 @@
+"""Why a step is not finite: the line, the tensor, the layer, the document."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+import train
+from input_loader import TokenBatch, batch_shapes
+from microscope.origin import Finder, Origin, positions
+from modeling.model import inputs_of
+from shardlib.shardtypes import make_shardings
+from tools.replay.documents import Document
+from tools.replay.session import Session
+from training_io.checkpoint_arrays import named_leaves
+from training_io.skipping import are_finite
+from training_io.stages import folded_mesh, without_stages
+
+
+def is_finite(state: Any) -> bool:
+    """Whether all values of a state are finite."""
+    return all(map(bool, jax.tree.leaves(are_finite(state))))
+
+
+def in_state(state: Any) -> Iterator[str]:
+    """Words on each array of a state, on one mesh without stages, that is not finite: its name, layer and entry."""
+    for name, x in named_leaves(state).items():
+        bad = ~np.isfinite(np.asarray(x))
+        if not bad.any():
+            continue
+        first = np.argwhere(bad)[0].tolist()
+        kind = "NaN" if np.isnan(np.asarray(x)[tuple(first)]) else "an infinity"
+        parts = name.split("/")
+        of_layer = f", layer {first.pop(0)}" if "layers" in parts[:-1] else ""
+        yield f"{name}{of_layer}, entry {first}: {kind} ({int(bad.sum()):,} of {bad.size:,} entries are not finite)"
+
+
+class Explainer:
+    """Names what makes steps of a session not finite. With stages, on the mesh without them."""
+
+    def __init__(self, session: Session):
+        self._session, self._mesh = session, folded_mesh(session.c)
+        c, t = session.c, session.c.training
+        with jax.set_mesh(self._mesh):
+            batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(session.model)))
+            self._finder = Finder(train.programs(c, session.model, batch)["training"].jaxpr, c.model.layers)
+        self._is_compared = False
+
+    def explain(self, state: Any, batch: TokenBatch, documents: list[Document]) -> list[str]:
+        """Lines on the first value that is not finite in the step from this state; empty if there is none.
+
+        Args:
+            state: before the step.
+            batch: of the step.
+            documents: of the batch.
+        """
+        session, step = self._session, np.int32(self._session.step)
+        state = without_stages(state, session.placement, self._mesh)
+        if found := list(in_state(state)):
+            return [f"before the step, {line}" for line in found]
+        with jax.set_mesh(self._mesh):
+            batch = jax.tree.map(jax.device_put, batch, make_shardings(train.Batch, like=batch))
+            if not self._is_compared:
+                fresh = jax.jit(session.init)(jax.random.key(session.c.training.seed))
+                after, metrics = train.make_training_step(session.c, session.model)(
+                    jax.tree.map(lambda x: x.copy(), fresh), batch, step
+                )
+                if np.isfinite(metrics.loss + metrics.grad_norm) and is_finite(after):
+                    self._finder.leave_out(fresh, batch, step)
+                self._is_compared = True
+            origin = self._finder.find(state, batch, step)
+            return [] if origin is None else self._lines(origin, documents)
+
+    def _lines(self, origin: Origin, documents: list[Document]) -> list[str]:
+        t = self._session.c.training
+        layers = "" if origin.layers is None else f", layer {origin.layers[0]}"
+        if origin.layers is not None and origin.layers[0] != origin.layers[1]:
+            layers = f", one of the layers {origin.layers[0]} to {origin.layers[1]}"
+        backward = ", in the backward pass" * origin.is_backward
+        where = f"{origin.place}, {origin.name}{layers}{backward} ({origin.operation})"
+        lines = [f"{origin.kind} is first computed at {where}"]
+        size = t.batch_size // t.microbatches
+        if (found := positions(origin, size, t.seq_len)) is not None:
+            sequence, position = origin.microbatch * size + found[0], found[1]
+            where = f"sequence {sequence}" + (f", position {position}" if position is not None else "")
+            among = [x for x in documents if x.sequence == sequence]
+            if position is not None:
+                among = [x for x in among if x.span.start <= position < x.span.stop]
+            named = ", ".join(x.name for x in among)
+            lines.append(f"{where}: document {named}" if among else f"{where}: padding")
+        return lines

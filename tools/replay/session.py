@@ -1,0 +1,201 @@
+"""A run at one of its steps again: its state from a checkpoint, its batches, its compiled step."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import train
+from cluster.devices import compile_program, known_options
+from configuration.foreign import open_no_pipe, parse_json, shown
+from input_loader import TokenBatch, batch_of, batch_shapes, make_loader
+from modeling.model import inputs_of, load_model
+from training_io.checkpoint import Checkpointer
+from training_io.config import Config as RunConfig
+from training_io.files import read_config
+from training_io.initial_weights import find_checkpoint, last_step
+from training_io.opening import StagesChoice, mesh_of_steps, read_state, trusted_options
+from training_io.provenance import compare_source, provenance_of
+from training_io.resuming import config_of
+from training_io.run import fresh_state
+from training_io.saved import check_addresses, saved_config
+from training_io.skipping import SkippedSteps
+from training_io.stages import placement_of, stack_orders
+
+Write = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a step gave."""
+
+    loss: np.float32
+    grad_norm: np.float32
+    skipped: bool
+
+
+class Session:
+    """A run between two of its steps, on the current mesh.
+
+    Attributes:
+        step: the step that comes next.
+        state: the state before it.
+        is_own_mesh: whether the mesh is that of the run.
+    """
+
+    def __init__(self, c: RunConfig, metadata: dict[str, Any], step: int, options: dict[str, Any]):
+        self.c, self.step, self.model, self.options = c, step, load_model(c.model), options
+        mesh, count = jax.sharding.get_mesh().shape, jax.device_count()
+        sizes = dataclasses.asdict(c.mesh)
+        sizes = {axis: n if n > 0 else count // -math.prod(sizes.values()) for axis, n in sizes.items()}
+        self.is_own_mesh = {"p": 1, **mesh} == sizes
+        self.placement = placement_of(c, self.model)
+        t = c.training
+        sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
+        inputs = inputs_of(self.model)
+        state = metadata.get("loader")
+        self.loader = make_loader(c.data, "train", vocab_size=c.model.vocab, **sizes, inputs=inputs, state=state)
+        # However many were skipped in a row, the run went on.
+        never = dataclasses.replace(t, max_skipped=None)
+        self._skips = SkippedSteps(never, metadata.get("skips", {}), lambda step, why: None)
+        self.state: Any = None
+        self._program: Any = None
+
+    def init(self, key: jax.Array) -> Any:
+        """A fresh state. To be traced."""
+        return train.init_state(key, self.c, self.model)
+
+    @property
+    def number(self) -> int:
+        """Index of the batch of the step."""
+        return batch_of(self.step, self.c.data.skip_steps)
+
+    def batch(self) -> TokenBatch:
+        """The batch of the step."""
+        return self.loader.load(self.number)
+
+    @property
+    def limit(self) -> np.float32:
+        """Largest norm of gradients with which the step is not skipped."""
+        return self._skips.limit(self.step)
+
+    def try_step(self, batch: TokenBatch, state: Any = None) -> tuple[Any, Done]:
+        """The state after the step with this batch, and what it gave. The session stays where it is."""
+        state = jax.tree.map(jnp.copy, self.state if state is None else state)  # the step takes its memory
+        if self._program is None:
+            t = self.c.training
+            shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(self.model)))
+            step = train.make_training_step(self.c, self.model)
+            lowered = step.lower(state, shapes, np.int32(self.step), self.limit)
+            self._program = compile_program(lowered, self.options)
+        state, metrics = self._program(state, batch, np.int32(self.step), self.limit)
+        loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
+        return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
+
+    def advance(self) -> Done:
+        """Does the step."""
+        self.state, done = self.try_step(self.batch())
+        number = lambda x: float(x) if math.isfinite(x) else str(x)
+        self._skips.see(self.step, number(done.loss), number(done.grad_norm), done.skipped)
+        self.step += 1
+        return done
+
+
+@contextlib.contextmanager
+def checkpoints_of(run: str) -> Iterator[Checkpointer | None]:
+    """The checkpoints of a run; None if it ended before its first. Raises ValueError if they are kept elsewhere."""
+    if "://" not in run and not Path(run).is_dir():
+        raise ValueError(f"there is no run {run}: `run` is a run's directory, for example runs/<name>.")
+    try:
+        checkpoints, _ = find_checkpoint(run, None, last_step)
+    except ValueError:
+        config = Path(run) / "config.yaml"
+        if not config.exists() or read_config(config).get("paths", {}).get("checkpoints"):
+            raise
+        yield None
+        return
+    with checkpoints:
+        yield checkpoints
+
+
+def before(run: str, checkpoints: Checkpointer | None, step: int) -> tuple[int, dict[str, Any]]:
+    """Step of the last checkpoint at or before `step`, 0 for the beginning, and metadata with the configuration."""
+    if checkpoints is None:
+        return 0, {"config": read_config(Path(run) / "config.yaml")}
+    steps = checkpoints.steps()
+    done = max((done for done in steps if done <= step), default=0)
+    return done, checkpoints.metadata(done if done in steps else min(steps))
+
+
+def common_checkpoint(a: str, b: str, step: int) -> int:
+    """Step of the last checkpoint at or before `step` that both runs have; 0 for the beginning."""
+    steps = []
+    for run in (a, b):
+        with checkpoints_of(run) as checkpoints:
+            steps.append({*checkpoints.steps()} if checkpoints else set())
+    return max((done for done in steps[0] & steps[1] if done <= step), default=0)
+
+
+@contextlib.contextmanager
+def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: bool, write: Write) -> Iterator[Session]:
+    """A session at the last checkpoint at or before `step`, or at the beginning of the run. Sets the mesh.
+
+    Raises:
+        ValueError: no such run, no checkpoint, other source, data that is gone or that would be fetched.
+        Damaged: the checkpoint is damaged.
+    """
+    with checkpoints_of(run) as checkpoints:
+        done, metadata = before(run, checkpoints, step)
+        c = config_of(saved_config(metadata), trust)
+        check_addresses(dataclasses.asdict(c.data), trust, "write a config of your own")
+        if done == 0 and c.training.init_from is not None and not trust:
+            raise ValueError(
+                f"the run began with the weights of {c.training.init_from!r}, which would be read. If you trust that "
+                "place, give trust=true; or give a step after a checkpoint."
+            )
+        on = mesh_of_steps(mesh, c)
+        if c.training.attention == "cudnn" and on.devices.flat[0].platform != "gpu":
+            c.training.attention = "auto"
+        with jax.set_mesh(on):
+            options = known_options(trusted_options(c, trust, write), write)
+            session = Session(c, metadata if done else {}, done, options)
+            now = provenance_of(train.programs, c, session.model)
+            allow = None if other_source else "other_source=true"
+            if differs := compare_source(metadata.get("provenance"), now, ("training",), allow):
+                write(shown(f"source      {differs}"))
+            shapes = jax.eval_shape(session.init, jax.random.key(c.training.seed))
+            if done:
+                orders = stack_orders(session.placement, train.State, shapes)
+                session.state = read_state(checkpoints, done, train.State, shapes, session.model, orders)
+            else:
+                session.state = fresh_state(c, session.placement, session.init, train.State)
+            yield session
+
+
+def metrics_of(run: str) -> dict[int, dict[str, Any]]:
+    """The lines of the steps in a run's metrics.jsonl, by step; empty if there is none."""
+    path = Path(run.removesuffix("/")) / "metrics.jsonl"
+    if not path.exists():
+        return {}
+    found = {}
+    with open(path, encoding="utf-8", errors="replace", opener=open_no_pipe) as file:
+        for line in file:
+            with contextlib.suppress(ValueError):  # the last line of a run that was killed
+                record = parse_json(line)
+                if isinstance(record, dict) and "event" not in record and type(record.get("step")) is int:
+                    found[record["step"]] = record
+    return found
+
+
+def logged(record: dict[str, Any], name: str) -> np.float32 | None:
+    """A metric of a step as the run logged it; None if it did not."""
+    value = record.get(name)
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        value = float(value.replace("Infinity", "inf"))
+    return np.float32(value) if type(value) in (int, float) else None

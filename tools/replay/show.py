@@ -1,0 +1,108 @@
+"""What tools.replay prints."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from configuration.foreign import one_line, shown
+from text.codec import TextCodec
+from tools.replay.documents import Document
+from tools.replay.session import Done
+
+
+class Screen:
+    """Prints to a console what a stranger's run may hold."""
+
+    def __init__(self, console: Console):
+        self._console = console
+
+    def line(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], last: str = "") -> None:
+        """Prints a table. Columns but the first are numbers; that of the name `last` takes the rest of the width."""
+        table = Table(title=Text(shown(title)), title_justify="left", title_style="bold", box=None, header_style="dim")
+        for i, name in enumerate(columns):
+            if name == last:
+                table.add_column(name, ratio=1, overflow="fold")
+            else:
+                table.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(shown(str(cell))) for cell in row))
+        self._console.print(table)
+
+    def documents(
+        self, title: str, documents: Sequence[Document], codec: TextCodec, most: int, characters: int
+    ) -> None:
+        """Prints the first documents: their losses and their texts."""
+        rows = [
+            (
+                f"{x.loss:.4f}",
+                len(x.ids),
+                x.name,
+                f"{x.start:,}",
+                f"{x.sequence}:{x.position}",
+                _text(x, codec, characters),
+            )
+            for x in documents[:most]
+        ]
+        left = f", {len(documents) - most} more: documents={len(documents)}" * (len(documents) > most)
+        self.table(title + left, ("loss", "tokens", "document", "from", "sequence", "text"), rows, "text")
+
+    def statistics(self, found: dict[str, list[dict[str, Any]]]) -> None:
+        """Prints what the microscope found."""
+        shares = lambda x: [_largest(x[name], share=True) for name in ("zeros", "bf16", "fp8")]
+        line = lambda point: point["place"].rpartition("/")[2]
+        rows = [(p["name"], line(p), _range(p["rms"]), _largest(p["max"]), *shares(p)) for p in found["points"]]
+        columns = ("point", "line", "rms", "max", "zeros", "→0 bf16", "→0 fp8")
+        self.table("Saved for the backward pass: rms by layer, and the largest of all layers", columns, rows)
+        rows = [
+            (w["name"], _range(w["rms"]), _largest(w["max"]), _range(w["gradient"]["rms"]), _range(w["update"]))
+            for w in found["weights"]
+        ]
+        self.table("Weights", ("weight", "rms", "max", "gradient rms", "update/weight"), rows)
+
+    def verdict(self, step: int, done: Done, differs: str | None) -> None:
+        """Prints the numbers of the step, and how they differ from those that the run logged; None: it logged none."""
+        what = "not in metrics.jsonl" if differs is None else differs or "equal to the bit"
+        self.line(
+            f"step {step}  loss {done.loss:.7g}  grad_norm {done.grad_norm:.7g}{', skipped' * done.skipped}  {what}"
+        )
+
+
+def described(document: Document) -> dict[str, Any]:
+    """A document for JSON."""
+    where = {"sequence": document.sequence, "position": document.position}
+    of = {"source": document.source, "document": document.document, "start": document.start}
+    return {**of, **where, "tokens": len(document.ids), "loss": document.loss, "ids": document.ids.tolist()}
+
+
+def _text(document: Document, codec: TextCodec, characters: int) -> str:
+    # A token stands for one character or more, nearly always.
+    return one_line(codec.decode(document.ids[: characters + 8].tolist()), characters)
+
+
+def _number(x: float | str, share: bool = False) -> str:
+    if isinstance(x, str):
+        return x
+    return ("<0.1%" if x < 0.001 else f"{x:.1%}") if share and x else f"{x:.2g}"
+
+
+def _range(value: Any) -> str:
+    """A number, or the smallest and the largest of a list; what is not finite, if anything is not."""
+    values = value if isinstance(value, list) else [value]
+    if bad := [x for x in values if isinstance(x, str)]:
+        return bad[0]
+    ends = dict.fromkeys([_number(min(values)), _number(max(values))])
+    return " – ".join(ends)
+
+
+def _largest(value: Any, share: bool = False) -> str:
+    """A number, or the largest of a list; what is not finite, if anything is not."""
+    values = value if isinstance(value, list) else [value]
+    bad = [x for x in values if isinstance(x, str)]
+    return bad[0] if bad else _number(max(values), share)
