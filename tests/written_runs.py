@@ -13,6 +13,15 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def look(step: int) -> dict[str, Any]:
+    """The event of the microscope: activations with four layers, and a weight outside of the layers."""
+    of_layers = {"rms": [1.5, 2.5, 3.5, 4.5], "max": [8.0] * 4, "zeros": [0.0] * 4, "bf16": [0.0] * 4}
+    gate = {"name": "Llama.layer gate", "place": "train.py:159"} | of_layers | {"fp8": [0.0, 0.0, 0.0, 0.5]}
+    gradient = {"rms": 0.25 / (step + 1), "max": "Infinity", "zeros": 0.0, "bf16": 0.0, "fp8": 0.003}
+    embed = {"name": "embed", "rms": 0.125, "max": 2.0, "zeros": 0.0, "bf16": 0.0, "fp8": 0.0, "update": 0.0625}
+    return {"step": step, "event": "microscope", "points": [gate], "weights": [embed | {"gradient": gradient}]}
+
+
 def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") -> Path:
     """A run that was stopped after 200 of 250 steps, with one skipped step, and resumed after 100."""
     directory.mkdir(parents=True)
@@ -41,6 +50,7 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
     lines.append({"step": 0, "event": "memory", "peak_memory_bytes": 3 * 2**20, "source": "compiler"})
     lines.append({"step": 7, "event": "step_bubble", "step_bubble": 0.0123})
     lines.append({"step": SKIPPED, "event": "skipped", "why": "the loss is NaN", "batch": 90, "documents": []})
+    lines += [look(step) for step in (0, 100)]
     lines.append({"step": STEPS - 1, "event": "end", "state": "stopped", "why": "SIGTERM"})
     write_lines(directory / "metrics.jsonl", lines)
     samples = [

@@ -13,6 +13,7 @@ from written_runs import LAYERS, RESUMED, SKIPPED, write_lines, write_run
 
 from tools.report.__main__ import Config, show_report
 from tools.report.comparing import compare
+from tools.report.microscope import microscope
 from tools.report.plots import panels_of
 from tools.report.reading import read_run
 from tools.report.sections import SECTIONS, Report, checkpoints, files, head, provenance, samples, settings
@@ -127,6 +128,41 @@ def test_the_plots_of_a_run_alone(tmp_path):
     assert map_of_layers["type"] == "heatmap"
     assert map_of_layers["z"].shape == (LAYERS, 200)
     assert map_of_layers["z"][3, 20] == pytest.approx(map_of_layers["z"][0, 20] + 0.3)
+
+
+def test_the_last_look_of_the_microscope_is_tables_and_all_looks_are_curves(tmp_path):
+    found = microscope(read_run(write_run(tmp_path / "run"), 50))
+    assert (found["step"], found["count"]) == (101, 2)
+    activations, weights = found["tables"]
+    ((name, place, cells),) = activations["rows"]
+    assert (name, place) == ("Llama.layer gate", "train.py:159")
+    assert cells == [("3 (1.5 – 4.5)", False), ("8", False), ("0", False), ("0", False), ("12% (0 – 50%)", True)]
+    ((name, _, cells),) = weights["rows"]
+    assert name == "embed"
+    written = [("0.125", False), ("2", False), ("0.0625", False), ("0.00248", False), ("inf", True), ("0.3%", False)]
+    assert cells == written
+    gradients = found["panels"][1]
+    assert [(trace["name"], trace["x"], trace["y"]) for trace in gradients.traces] == [
+        ("embed", (1, 101), (0.25, 0.25 / 101))
+    ]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        {"points": 3, "weights": {}},
+        {"points": [1, [], {}], "weights": [{"name": [], "rms": {}, "gradient": 7}]},
+        {"points": [{"name": "x", "rms": ["Infinity", None, "y"], "max": []}] * 999},
+    ],
+)
+def test_a_strange_look_is_shown_as_far_as_it_is_known(tmp_path, event):
+    run = write_run(tmp_path / "run")
+    lines = [{"step": 0, "loss": 1.0}, {"step": 0, "event": "microscope"} | event]
+    write_lines(run / "metrics.jsonl", lines)
+    page = Reader(write_page(run))
+    assert ("Under the microscope" in page.text) == isinstance(event.get("points"), list)
+    assert sum(tag == "tr" for tag, _ in page.elements) < 300
 
 
 def test_settings_that_were_chosen_come_first(tmp_path):
@@ -286,7 +322,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(("which", "plots"), [("alone", 8), ("several", 14)])
+@pytest.mark.parametrize(("which", "plots"), [("alone", 11), ("several", 14)])
 def test_the_page_in_a_browser(chromium, pages, tmp_path, which, plots, width, scheme):
     chromium.open(pages[which], width, scheme)
     drawn = chromium.evaluate(DRAWN)

@@ -140,11 +140,11 @@ def curve(c: Comparison, title: str, name: str, smooth: int, y: dict[str, Any] |
         if _alone(c) and name == "grad_norm":
             _mark(panel, run, run.step + 1, values)
     if panel.y.get("type") == "log":
-        panel.y |= {"tickmode": "array", "tickvals": _log_ticks(panel.traces), "tickformat": "~g"}
+        panel.y |= {"tickmode": "array", "tickvals": log_ticks(panel.traces), "tickformat": "~g"}
     return panel
 
 
-def _log_ticks(traces: list[dict[str, Any]]) -> list[float]:
+def log_ticks(traces: list[dict[str, Any]]) -> list[float]:
     """Round numbers among the values of these traces, for a logarithmic axis: plotly would write 5 for 0.5."""
     values = np.concatenate([np.asarray(trace["y"], float) for trace in traces] or [np.ones(1)])
     values = values[np.isfinite(values) & (values > 0)]

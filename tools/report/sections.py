@@ -14,6 +14,7 @@ from urllib.parse import quote
 import numpy as np
 
 from tools.report.comparing import BYTES, IGNORED_SETTINGS, METRICS, NUMBER, Comparison, name_of, remarks, scaled
+from tools.report.microscope import microscope
 from tools.report.plots import colour, panels_of
 from tools.report.reading import Run, as_json, number, read_checkpoints, read_files, read_samples
 from training_io.files import duration
@@ -289,7 +290,7 @@ def _date(seconds: float) -> str:
 SECTIONS = (
     Section("runs", "Runs", runs),
     Section("curves", "Curves", curves),
-    # Here: the microscope, statistics by layer from the events `microscope`.
+    Section("microscope", "Under the microscope", lambda r: microscope(r.run) if r.run else None),
     # Here: the compiled step, and the profile by source line, from the files that read_files lists.
     Section("events", "What happened", events),
     Section("samples", "Samples", samples),

@@ -37,7 +37,8 @@ for (const plot of plots) {
   const { data, layout } = JSON.parse(plot.nextElementSibling.textContent);
   set(layout, { ...themed(), "font.family": getComputedStyle(document.body).fontFamily, "font.size": 12,
     margin: { l: 52, r: 14, t: 28, b: 42 }, hovermode: "closest", "hoverlabel.namelength": -1, dragmode: "zoom",
-    legend: { x: 1, xanchor: "right", y: 1, bgcolor: "rgba(0,0,0,0)", tracegroupgap: 0, groupclick: "toggleitem" },
+    legend: { ...(data.length > 8 ? { orientation: "h", x: 0, y: -0.2 } : { x: 1, xanchor: "right", y: 1 }),
+      bgcolor: "rgba(0,0,0,0)", tracegroupgap: 0, groupclick: "toggleitem" },
     "xaxis.automargin": true, "yaxis.automargin": true, "xaxis.nticks": narrow.matches ? 5 : 8 });
   Plotly.newPlot(plot, data, layout, config);
 }
