@@ -17,6 +17,8 @@ from tools.replay import nonfinite
 from tools.replay.documents import _by_starts, on_host
 from training_io.stages import placement_of
 
+pytestmark = pytest.mark.long
+
 LAYERS, MICROBATCHES = 4, 2
 STACKS = ("attention_norm", "w_q", "w_k", "w_v", "w_o", "mlp_norm", "w_gate", "w_up", "w_down")
 OTHERS = ("embed", "final_norm", "unembed")
@@ -25,7 +27,6 @@ MESHES = {
     "d=4 t=2": functools.partial(tiny.mesh, "d=4 t=2"),
     "p=2": lambda: make_mesh(1, 2, 2, jax.devices(), 2),
 }
-MESHES_OF_TESTS = ["one device", *(pytest.param(name, marks=pytest.mark.long) for name in ("d=4 t=2", "p=2"))]
 
 
 def session_of(c, model=None):
@@ -39,7 +40,7 @@ def _init(key, c, model):
     return tiny.train.init_state(key, c, model)
 
 
-@pytest.fixture(scope="module", params=MESHES_OF_TESTS)
+@pytest.fixture(scope="module", params=MESHES)
 def told(request):
     """Lines on a step whose state has a change, and the documents of its batch."""
     c = tiny.config(tiny.model(layers=LAYERS), microbatches=MICROBATCHES)
@@ -171,7 +172,6 @@ CODE = {  # a change of train.py, the line to be named, and what follows
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", CODE)
 def test_of_code_the_line_is_named(name):
     """Where a fresh state is not finite either."""
