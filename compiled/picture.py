@@ -36,6 +36,12 @@ def draw(step: Step, source: Mapping[str, str]) -> str:
     return _Picture(step, source).svg()
 
 
+def axis_colours(mesh: Iterable[str]) -> dict[str, str]:
+    """Colours of the usual axes and of all axes of a mesh."""
+    others = (axis for axis in mesh if axis not in _AXES)
+    return _AXES | {axis: _OTHER_AXES[i % len(_OTHER_AXES)] for i, axis in enumerate(others)}
+
+
 class _Picture:
     def __init__(self, step: Step, source: Mapping[str, str]):
         self.step, self.source, self.table = step, source, rows(step, source)
@@ -43,9 +49,7 @@ class _Picture:
         self.box: dict[int, tuple[float, float, float, float]] = {}  # number → left, top, right, bottom
         self.path: dict[int, tuple[int, ...]] = {}  # number → those of the sections around it, and its own
         self._find_paths(step.body, ())
-        self.colours = dict(_AXES)
-        for axis, colour in zip([axis for axis in step.mesh if axis not in _AXES], _OTHER_AXES * 9, strict=False):
-            self.colours[axis] = colour
+        self.colours = axis_colours(step.mesh)
 
     def _find_paths(self, section: Section, around: tuple[int, ...]) -> None:
         path = (*around, section.number)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,28 @@ class Table:
     def as_data(self) -> dict[str, Any]:
         """The table as JSON has it."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Any) -> "Table":
+        """The table of what as_data gave, or a stranger. Raises ValueError for data that is no table."""
+        mesh, source = ({str(k): v for k, v in _checked(dict, data, name).items()} for name in ("mesh", "source"))
+        sizes = {axis: _checked(int, mesh, axis) for axis in mesh}
+        texts = {line: _checked(str, source, line) for line in source}
+        kinds = {"collectives": CollectiveRow, "matmuls": MatmulRow, "kept": KeptRow}
+        found = {name: [_row(kind, row) for row in _checked(list, data, name)] for name, kind in kinds.items()}
+        return cls(_checked(str, data, "name"), _checked(int, data, "devices"), sizes, **found, source=texts)
+
+
+def _checked(kind: Any, data: Any, name: str) -> Any:
+    """The value of this name, if it is of this kind; of numbers, those that a program can have."""
+    value = data.get(name) if isinstance(data, dict) else None
+    if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**63):
+        raise ValueError(f"its {name} is not what a run writes")
+    return value
+
+
+def _row(kind: type, data: Any) -> Any:
+    return kind(**{name: _checked(hint, data, name) for name, hint in typing.get_type_hints(kind).items()})
 
 
 def table_of(text: str, mesh: Mapping[str, int] | None = None, source: Mapping[str, str] | None = None) -> Table:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import numpy as np
 
 from tools.report.comparing import BYTES, IGNORED_SETTINGS, METRICS, NUMBER, Comparison, name_of, remarks, scaled
+from tools.report.lines import step_by_line
 from tools.report.plots import colour, panels_of
 from tools.report.reading import Run, as_json, number, read_checkpoints, read_files, read_samples
 from training_io.files import duration
@@ -159,6 +160,11 @@ def curves(r: Report) -> dict[str, Any] | None:
     return {"panels": panels, "averaged": r.smooth} if panels else None
 
 
+def step(r: Report) -> dict[str, Any] | None:
+    """The compiled step and its profile, of a single run."""
+    return step_by_line(r.run) if r.run else None
+
+
 def events(r: Report) -> dict[str, Any] | None:
     """What happened beside the steps, of a single run."""
     if not r.run:
@@ -290,7 +296,7 @@ SECTIONS = (
     Section("runs", "Runs", runs),
     Section("curves", "Curves", curves),
     # Here: the microscope, statistics by layer from the events `microscope`.
-    # Here: the compiled step, and the profile by source line, from the files that read_files lists.
+    Section("step", "The step by source line", step),
     Section("events", "What happened", events),
     Section("samples", "Samples", samples),
     Section("settings", "Settings", settings),
