@@ -17,6 +17,15 @@ _MAX_LANES = 14
 _AXES = {"r": "#cc79a7", "d": "#0072b2", "t": "#d55e00", "p": "#009e73", "e": "#8c6bb1", "c": "#7f6000"}
 _OTHER_AXES = ("#56b4e9", "#999999")
 _KEPT, _MATMUL, _ARROW = "#b8860b", "#333333", "#9aa0a6"
+_DARK = dict(
+    pair.split()
+    for pair in (
+        *("#ffffff #1a1f28", "#fafafa #161b23", "#fcfcfc #151a22", "#f6f8fc #12161d", "#dadce0 #343d4d"),
+        *("#202124 #e4e8ef", "#5f6368 #9aa5b8", "#80868b #8f9aad", "#1f3b73 #9cc0f5"),
+        *(f"{_MATMUL} #c8ccd4", f"{_ARROW} #6b7689"),
+    )
+)
+"""Colours where the reader prefers a dark scheme, in the place of those that are too bright or too dark there."""
 _PHASES = {"forward": "#4c9f70", "backward": "#7b61a8", "again": "#b9a5dc", "": "#b0b0b0"}
 _PHASE_WORDS = {
     "forward": "forward",
@@ -69,7 +78,10 @@ class _Picture:
             f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" '
             'font-size="12">'
         )
-        return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *self.parts, "</svg>", ""])
+        dark = "".join(f'[fill="{a}"]{{fill:{b}}}[stroke="{a}"]{{stroke:{b}}}' for a, b in _DARK.items())
+        style = f"<style>@media (prefers-color-scheme: dark) {{{dark}}}</style>"
+        back = '<rect width="100%" height="100%" fill="#ffffff"/>'
+        return "\n".join([head, style, back, *self.parts, "</svg>", ""])
 
     # ---- pieces ---------------------------------------------------------------------------------------------------
 
@@ -102,13 +114,19 @@ class _Picture:
                 x += 17 + len(label) * _SMALL_LETTER + 16
         x = self._chip(x, y - 2, "matmul", _MATMUL) + 10
         x = self._chip(x, y - 2, "kept for the backward pass", _KEPT) + 10
-        self._text(x, y + 11, "~ the compiler dropped the line: a neighbour's", 11, "#5f6368")
+        self._text(x, y + 11, "~ the compiler dropped the line: its neighbour's is shown", 11, "#5f6368")
         x, y = _MARGIN, y + 24
         for phase, colour in _PHASES.items():
             self._rect(x, y, x + 5, y + 13, colour)
             self._text(x + 10, y + 11, words := _PHASE_WORDS[phase], 11)
             x += 10 + len(words) * _SMALL_LETTER + 18
-        self._text(x, y + 11, "grey arrows: what a line reads, without detours", 11, "#5f6368")
+        self._text(
+            x,
+            y + 11,
+            "grey arrows: from a line to what reads its result; sizes are of one turn of a loop",
+            11,
+            "#5f6368",
+        )
         return y + 28
 
     def _chip(self, x: float, y: float, text: str, colour: str, axes: Iterable[str] = ()) -> float:

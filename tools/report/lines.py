@@ -13,7 +13,6 @@ from compiled.picture import axis_colours
 from compiled.table import CollectiveRow, KeptRow, MatmulRow, Table, in_bytes, in_flops
 from configuration.foreign import open_no_pipe, parse_json
 from tools.report.reading import Run, number
-from training_io.files import duration
 from training_io.optional import why
 
 _STEP, _TIMES = "training_step_optimized_hlo_*", "plugins/profile/*/profile_by_line.json"
@@ -23,7 +22,7 @@ _FIRST, _MOST_LINES, _MOST_PARTS, _LONGEST = 15, 500, 8, 300
 
 
 class Times(NamedTuple):
-    """Time of a line: seconds a step and device, its share of all, and what share of all is communication and exposed."""
+    """Time of a line: seconds a step and device, and the shares of all time: its own, its communication, exposed."""
 
     seconds: float
     share: float
@@ -42,7 +41,7 @@ class Part(NamedTuple):
 
 @dataclass
 class Line:
-    """A source line of the step, with everything known of it. A mark says that the compiler dropped some of its names."""
+    """A source line of the step, with all that is known of it; inferred: the compiler dropped some of its names."""
 
     place: str
     inferred: bool = False
@@ -60,17 +59,18 @@ class Line:
 
 
 def step_by_line(run: Run) -> dict[str, Any] | None:
-    """What the section shows; None if the run wrote nothing of its step. What cannot be read is a line of `problems`."""
+    """What the section shows; None if the run wrote nothing of its step. `problems` says what cannot be read."""
     problems: list[str] = []
     table_path, times_path = (_newest(run.directory, name) for name in (f"{_STEP}.json", _TIMES))
     table = _read(table_path, Table.from_data, problems) if table_path else None
     times = _read(times_path, _times, problems) if times_path else {}
     picture_path, hlo = _newest(run.directory, f"{_STEP}.svg"), _newest(run.directory, f"{_STEP}.txt")
+    trace = _newest(run.directory, "plugins/profile/*/perfetto_trace.json.gz")
     links = [
         (picture_path, "the picture alone, where the mouse on a box shows its operations"),
         (hlo, "the compiled step, as XLA writes it (HLO)"),
-        (_newest(run.directory, "plugins/profile/*/perfetto_trace.json.gz"), "the trace of a few steps, for ui.perfetto.dev"),
-    ]  # fmt: skip
+        (trace, "the trace of a few steps, for ui.perfetto.dev"),
+    ]
     if not (table_path or times_path or hlo):
         return None
     if table_path and times_path and times_path.parent.name < table_path.stem[-len(times_path.parent.name) :]:
@@ -226,9 +226,8 @@ def _cut(parts: list[Part]) -> tuple[list[Part], int]:
 
 
 def _where(row: CollectiveRow | MatmulRow) -> str:
-    if row.turns > 1:
-        return f"{row.where}: {f'{row.count} in each of ' if row.count > 1 else ''}{row.turns} turns"
-    return f"{row.where}: {row.count} times" if row.count > 1 else row.where
+    """Loops around it, how often it is in one turn of them, and number of their turns in a step."""
+    return row.where + "".join(f" × {count}" for count in (row.count, row.turns) if count > 1)
 
 
 def _ms(seconds: float) -> str:
@@ -245,7 +244,7 @@ def _facts(run: Run, table: Table, devices: int) -> list[tuple[str, str, str]]:
     took, peak = run.values.get("ms/step", math.nan) / 1000, number(run.fact("peak_flops"))
     if devices and 0 < peak < math.inf:
         least = flops * devices / peak
-        of = f"of {duration(took)} that a step took" if math.isfinite(took) else ""
+        of = f"of {_ms(took)} ms that a step took" if math.isfinite(took) else ""
         found.append(("the matmuls take at least", f"{_ms(least)} ms", of))
     return found
 

@@ -252,7 +252,10 @@ def provenance(r: Report) -> dict[str, Any] | None:
     command = about.get("command") if isinstance(about.get("command"), list) else []
     facts = [("commit", about.get("commit") or "no git repository"), ("Python", about.get("python"))]
     facts += [(name, version) for name, version in listed("packages") if name in ("jax", "jaxlib", "numpy")]
-    facts += [(name, r.run.fact(name)) for name in ("devices", "mesh", "peak_source")]
+    facts += [
+        (name, r.run.fact(name))
+        for name in ("devices", "mesh", "flops_per_token", "flops_per_token_full_attention", "peak_source")
+    ]
     facts = [(name.replace("_", " "), v if isinstance(v, str) else as_json(v)) for name, v in facts if v is not None]
     parts = {"Environment": "environment", "Packages": "packages", "Hashes of the source": "source"}
     parts["Hashes of the programs"] = "programs"
