@@ -16,7 +16,7 @@ _LETTER, _SMALL_LETTER = 7.3, 6.7
 _MAX_LANES = 14
 _AXES = {"r": "#cc79a7", "d": "#0072b2", "t": "#d55e00", "p": "#009e73", "e": "#8c6bb1", "c": "#7f6000"}
 _OTHER_AXES = ("#56b4e9", "#999999")
-_KEPT, _MATMUL, _ARROW = "#b8860b", "#333333", "#9aa0a6"
+KEPT_COLOUR, _MATMUL, _ARROW = "#b8860b", "#333333", "#9aa0a6"
 _DARK = dict(
     pair.split()
     for pair in (
@@ -113,7 +113,7 @@ class _Picture:
                 self._text(x + 17, y + 11, label := f"along {axis}", 11)
                 x += 17 + len(label) * _SMALL_LETTER + 16
         x = self._chip(x, y - 2, "matmul", _MATMUL) + 10
-        x = self._chip(x, y - 2, "kept for the backward pass", _KEPT) + 10
+        x = self._chip(x, y - 2, "kept for the backward pass", KEPT_COLOUR) + 10
         self._text(x, y + 11, "~ the compiler dropped the line: its neighbour's is shown", 11, "#5f6368")
         x, y = _MARGIN, y + 24
         for phase, colour in _PHASES.items():
@@ -208,7 +208,7 @@ class _Picture:
             words = f"{product.shape} {product.dtype}: {in_flops(product.flops)}{times(count)}"
             found.append((words, _MATMUL, ()))
         for (shape, size), count in collections.Counter((array.shape, array.bytes) for array in line.kept).items():
-            found.append((f"kept {shape}: {in_bytes(size)}{times(count)}", _KEPT, ()))
+            found.append((f"kept {shape}: {in_bytes(size)}{times(count)}", KEPT_COLOUR, ()))
         return found
 
     # ---- arrows ---------------------------------------------------------------------------------------------------
@@ -281,8 +281,8 @@ class _Picture:
             ys = [self.box[maker][1] + 33 for maker in makers]
             d = f"M{x} {min(*ys, end):.0f}V{max(*ys, end):.0f}M{x} {end:.0f}H{left - 4:.0f}"
             d += "".join(f"M{self.box[maker][0]:.0f} {y:.0f}H{x}" for maker, y in zip(makers, ys, strict=True))
-            self.parts.append(f'<path d="{d}" fill="none" stroke="{_KEPT}" stroke-opacity="0.6"/>')
-            self.parts.append(f'<path d="M{left:.0f} {end:.0f}l-6 -3v6z" fill="{_KEPT}"/>')
+            self.parts.append(f'<path d="{d}" fill="none" stroke="{KEPT_COLOUR}" stroke-opacity="0.6"/>')
+            self.parts.append(f'<path d="M{left:.0f} {end:.0f}l-6 -3v6z" fill="{KEPT_COLOUR}"/>')
 
 
 def _key(place: Place | None) -> str:

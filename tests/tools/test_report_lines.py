@@ -42,31 +42,38 @@ def test_lines_have_their_time_and_what_they_do(run):
     # (1.2 + 0.08) s of 8 devices and 2 steps; simulated devices share the peak of 1e11, so one may have all of it.
     assert (matmul["share"], matmul["time"], matmul["exposed"], matmul["least"]) == ("80.0%", "80.0", "", "0.24")
     assert [float(width) for width in matmul["bar"]] == [100, 0, 0]
-    (product,), _ = matmul["parts"][1]
-    assert product == ("24.0 MFLOP", "100×100×100 bf16", "layers, forward × 12", ())
-    (kept,), _ = matmul["parts"][2]
-    assert (kept.size, kept.what, kept.where) == ("64 B", "f32[8] × 2", "outside of loops")
+    product, kept = matmul["parts"]
+    assert product[:3] == ("24.0 MFLOP", "matmul 100×100×100 bf16", "layers, forward × 12")
+    assert kept[:3] == ("64 B", "kept f32[8] × 2", "outside of loops")
 
     assert (gather["place"], gather["text"]) == ("train.py:10", 'w = gather("M/d -> M", w)')
     assert (gather["share"], gather["time"], gather["exposed"], gather["least"]) == ("20.0%", "20.0", "5.00", "")
     assert [float(width) for width in gather["bar"]] == pytest.approx([0, 18.75, 6.25])
-    (forward, backward), left_out = gather["parts"][0]
+    forward, backward = gather["parts"]
     assert forward[:3] == ("36.0 KiB", "all-gather t d", "layers, forward × 3 × 12; not overlapped")
     assert backward[:3] == ("2.0 KiB", "reduce-scatter t", "layers, backward; overlapped")
-    assert (len(set(forward.colours)), backward.colours, left_out) == (2, forward.colours[:1], 0)
+    assert (len(set(forward.colours)), backward.colours, gather["more"]) == (2, forward.colours[:1], 0)
 
 
 def test_totals(run):
     found = shown(run)
-    values = [(label, value) for label, value, _ in found["facts"]]
+    values = [(label, value) for label, value, *_ in found["facts"]]
     assert values[:3] == [
         ("sent to other devices", "38.0 KiB"),
         ("multiplied", "24.0 MFLOP"),
         ("kept for the backward pass", "64 B"),
     ]
     # 8 devices x 24 MFLOP at 1e11 FLOP/s
-    assert found["facts"][3] == ("the matmuls take at least", "1.92 ms", "of 500 ms that a step took")
+    assert found["facts"][3] == ("the matmuls take at least", "1.92 ms", "of 500 ms that a step took", False)
     assert [(axes, sent) for axes, sent, _ in found["axes"]] == [("t d", "36.0 KiB"), ("t", "2.0 KiB")]
+
+
+def test_a_floor_above_the_time_of_a_step_is_doubtful(run):
+    (path,) = run.glob("source/*100/provenance.json")
+    about = json.loads(path.read_text())
+    about["run"]["peak_flops"] = 1e8
+    path.write_text(json.dumps(about))
+    assert shown(run)["facts"][3][1:] == ("1,920 ms", "a step took 500 ms: the peak was measured too low", True)
 
 
 def test_one_of_several_processors_has_its_share_of_the_peak(run):
@@ -164,8 +171,8 @@ def test_a_step_of_very_many_lines_is_cut(run):
     found = shown(run)
     assert len(found["first"]) + len(found["rest"]) == lines._MOST_LINES
     assert found["left_out"] == 3002 - lines._MOST_LINES
-    parts, left_out = found["first"][0]["parts"][1]
-    assert len(parts) + left_out == 50
+    row = next(row for row in found["first"] if row["place"].endswith("train.py:20"))
+    assert (len(row["parts"]), row["more"]) == (lines._MOST_PARTS + 1, 50 - lines._MOST_PARTS)
 
 
 def test_a_table_is_read_as_it_was_written(run):

@@ -312,7 +312,7 @@ def test_the_page_in_a_browser(chromium, pages, tmp_path, which, plots, width, s
 def test_the_picture_of_the_step_opens_and_does_nothing_else(chromium, pages):
     chromium.open(pages["alone"], 1280, "light")
     before = chromium.evaluate("document.title")
-    chromium.evaluate("document.querySelector('#step3').open = true")
+    chromium.evaluate("step3.open = true, step3.scrollIntoView()")
     chromium.evaluate("new Promise(done => setTimeout(done, 500))")
     assert chromium.evaluate("document.querySelector('#step3 img').naturalWidth") == 300
     assert chromium.evaluate("document.title") == before

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from compiled.picture import axis_colours
+from compiled.picture import KEPT_COLOUR, axis_colours
 from compiled.table import CollectiveRow, KeptRow, MatmulRow, Table, in_bytes, in_flops
 from configuration.foreign import open_no_pipe, parse_json
 from tools.report.reading import Run, number
@@ -31,7 +31,7 @@ class Times(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One thing that a line does: its size, what it is, and where and how often, in words; colours of its axes."""
+    """One thing that a line does, in words: its size, what it is, where and how often; colours as in the picture."""
 
     size: str
     what: str
@@ -202,11 +202,13 @@ def _shown(line: Line, colours: dict[str, str], peak: float | None, longest: flo
         )
         for row in line.collectives
     ]
-    matmuls = [Part(in_flops(row.step_flops), f"{row.shape} {row.dtype}", _where(row)) for row in line.matmuls]
-    kept = [
-        Part(in_bytes(row.bytes), f"{row.shape}{f' × {row.count}' if row.count > 1 else ''}", row.where)
-        for row in line.kept
+    matmuls = [
+        Part(in_flops(row.step_flops), f"matmul {row.shape} {row.dtype}", _where(row), ("currentColor",))
+        for row in line.matmuls
     ]
+    times = lambda row: f" × {row.count}" if row.count > 1 else ""
+    kept = [Part(in_bytes(row.bytes), f"kept {row.shape}{times(row)}", row.where, (KEPT_COLOUR,)) for row in line.kept]
+    parts = [part for kind in (collectives, matmuls, kept) for part in kind[:_MOST_PARTS]]
     flops, t = sum(row.step_flops for row in line.matmuls), line.times
     bar = (t.share - t.collective, t.collective - t.exposed, t.exposed) if t else ()
     return {
@@ -217,12 +219,9 @@ def _shown(line: Line, colours: dict[str, str], peak: float | None, longest: flo
         "time": _ms(t.seconds) if t else "",
         "exposed": _ms(t.seconds * t.exposed / t.share) if t and t.exposed and t.share else "",
         "least": _ms(flops / peak) if flops and peak else "",
-        "parts": [_cut(parts) for parts in (collectives, matmuls, kept)],
+        "parts": parts,
+        "more": len(collectives) + len(matmuls) + len(kept) - len(parts),
     }
-
-
-def _cut(parts: list[Part]) -> tuple[list[Part], int]:
-    return parts[:_MOST_PARTS], max(0, len(parts) - _MOST_PARTS)
 
 
 def _where(row: CollectiveRow | MatmulRow) -> str:
@@ -234,18 +233,22 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f}"
 
 
-def _facts(run: Run, table: Table, devices: int) -> list[tuple[str, str, str]]:
-    """Totals of a step and device: label, value, note."""
+def _facts(run: Run, table: Table, devices: int) -> list[tuple[str, str, str, bool]]:
+    """Totals of a step and device: label, value, note, and whether the value is doubtful."""
     flops, kept = (sum(x) for x in ([r.step_flops for r in table.matmuls], [r.bytes for r in table.kept]))
     sent = sum(row.step_bytes for row in table.collectives)
-    found = [("sent to other devices", in_bytes(sent), "by one device in a step")]
-    found.append(("multiplied", in_flops(flops), "by one device in a step"))
-    found.append(("kept for the backward pass", in_bytes(kept), "on one device"))
+    found = [
+        ("sent to other devices", in_bytes(sent), "by one device in a step", False),
+        ("multiplied", in_flops(flops), "by one device in a step", False),
+        ("kept for the backward pass", in_bytes(kept), "on one device", False),
+    ]
     took, peak = run.values.get("ms/step", math.nan) / 1000, number(run.fact("peak_flops"))
     if devices and 0 < peak < math.inf:
         least = flops * devices / peak
-        of = f"of {_ms(took)} ms that a step took" if math.isfinite(took) else ""
-        found.append(("the matmuls take at least", f"{_ms(least)} ms", of))
+        note = f"of {_ms(took)} ms that a step took" if math.isfinite(took) else "at the peak of the devices"
+        if doubtful := least > took:
+            note = f"a step took {_ms(took)} ms: the peak was measured too low"
+        found.append(("the matmuls take at least", f"{_ms(least)} ms", note, doubtful))
     return found
 
 
