@@ -102,8 +102,8 @@ class _Picture:
         mesh = " ".join(f"{axis}={size}" for axis, size in step.mesh.items())
         self._text(_MARGIN, 30, f"{step.name}: the compiled step, by source line", 18, font_weight="bold")
         facts = [f"{step.devices} devices{f', {mesh}' if mesh else ''}. In a step each device"]
-        facts.append(f"sends {in_bytes(sum(row.step_bytes for row in table.collectives))},")
-        facts.append(f"multiplies {in_flops(sum(row.step_flops for row in table.matmuls))},")
+        facts.append(f"sends {table.at_most}{in_bytes(sum(row.step_bytes for row in table.collectives))},")
+        facts.append(f"multiplies {table.at_most}{in_flops(sum(row.step_flops for row in table.matmuls))},")
         facts.append(f"keeps {in_bytes(sum(row.bytes for row in table.kept))} for the backward pass.")
         self._text(_MARGIN, 52, " ".join(facts), 12, "#5f6368")
         x, y = _MARGIN, 66

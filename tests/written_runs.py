@@ -111,15 +111,15 @@ def write_step(run: Path) -> Path:
         "collectives": [
             line(10, "layers, forward")
             | {"op": "all-gather", "axes": "t d", "dtype": "f32", "overlapped": False, "bytes": 1024, "count": 3}
-            | {"turns": 12, "step_bytes": 36 * 1024},
+            | {"turns": 12, "step_bytes": 36 * 1024, "sometimes": False},
             line(10, "layers, backward")
             | {"op": "reduce-scatter", "axes": "t", "dtype": "f32", "overlapped": True, "bytes": 2048, "count": 1}
-            | {"turns": 1, "step_bytes": 2048},
+            | {"turns": 1, "step_bytes": 2048, "sometimes": False},
         ],
         "matmuls": [
             line(20, "layers, forward")
             | {"shape": "100×100×100", "dtype": "bf16", "flops": 2_000_000, "count": 1, "turns": 12}
-            | {"step_flops": 24_000_000}
+            | {"step_flops": 24_000_000, "sometimes": False}
         ],
         "kept": [{"line": "~train.py:20", "where": "outside of loops", "shape": "f32[8]", "count": 2, "bytes": 64}],
         "source": {"train.py:10": 'w = gather("M/d -> M", w)', "train.py:20": "y = x @ w"},

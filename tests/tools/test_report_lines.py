@@ -68,6 +68,16 @@ def test_totals(run):
     assert [(axes, sent) for axes, sent, _ in found["axes"]] == [("t d", "36.0 KiB"), ("t", "2.0 KiB")]
 
 
+def test_what_is_on_condition_is_at_most_and_in_no_floor(run):
+    path = run / f"{HLO}.json"
+    (row,) = json.loads(path.read_text())["matmuls"]
+    change(path, matmuls=[row | {"sometimes": True}])
+    found = shown(run)
+    matmul, _ = found["first"]
+    assert (matmul["parts"][0].size, matmul["least"]) == ("≤ 24.0 MFLOP", "")
+    assert [note for _, _, note, _ in found["facts"]] == ["at most by one device in a step"] * 2 + ["on one device"]
+
+
 def test_a_floor_above_the_time_of_a_step_is_doubtful(run):
     (path,) = run.glob("source/*100/provenance.json")
     about = json.loads(path.read_text())

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from compiled.picture import KEPT_COLOUR, axis_colours
 from compiled.table import CollectiveRow, KeptRow, MatmulRow, Table, in_bytes, in_flops
 from configuration.foreign import open_no_pipe, parse_json
+from tools.report.comparing import scaled
 from tools.report.reading import Run, number
 from training_io.optional import why
 
@@ -85,8 +86,9 @@ def step_by_line(run: Run) -> dict[str, Any] | None:
         "facts": _facts(run, table, devices) if table else [],
         "axes": _sent(table, colours) if table else [],
         "timed": bool(times),
-        "peak": f"{peak / 1e12:,.4g} TFLOP/s" if peak else "",
+        "peak": f"{scaled(peak, (1e12, ' T'), (1e9, ' G'), (1, ' '))}FLOP/s" if peak else "",
         "simulated": devices and "cpu" in str(run.fact("devices")),
+        "at_most": bool(table and table.at_most),
         "overlaps": any(row.overlapped is not None for row in (table.collectives if table else ())),
         "first": rows[:_FIRST],
         "rest": rows[_FIRST:],
@@ -195,7 +197,7 @@ def _shown(line: Line, colours: dict[str, str], peak: float | None, longest: flo
     """A row of the table."""
     collectives = [
         Part(
-            in_bytes(row.step_bytes),
+            f"{'≤ ' * row.sometimes}{in_bytes(row.step_bytes)}",
             f"{row.op} {row.axes or '?'}",
             _where(row) + {True: "; overlapped", False: "; not overlapped", None: ""}[row.overlapped],
             tuple(colours.get(axis, "#999999") for axis in row.axes.split()[:8]),
@@ -203,13 +205,16 @@ def _shown(line: Line, colours: dict[str, str], peak: float | None, longest: flo
         for row in line.collectives
     ]
     matmuls = [
-        Part(in_flops(row.step_flops), f"matmul {row.shape} {row.dtype}", _where(row), ("currentColor",))
+        Part(
+            f"{'≤ ' * row.sometimes}{in_flops(row.step_flops)}",
+            *(f"matmul {row.shape} {row.dtype}", _where(row), ("currentColor",)),
+        )
         for row in line.matmuls
     ]
     times = lambda row: f" × {row.count}" if row.count > 1 else ""
     kept = [Part(in_bytes(row.bytes), f"kept {row.shape}{times(row)}", row.where, (KEPT_COLOUR,)) for row in line.kept]
     parts = [part for kind in (collectives, matmuls, kept) for part in kind[:_MOST_PARTS]]
-    flops, t = sum(row.step_flops for row in line.matmuls), line.times
+    flops, t = sum(row.step_flops for row in line.matmuls if not row.sometimes), line.times
     bar = (t.share - t.collective, t.collective - t.exposed, t.exposed) if t else ()
     return {
         "place": f"{'~' * line.inferred}{line.place}",
@@ -237,13 +242,14 @@ def _facts(run: Run, table: Table, devices: int) -> list[tuple[str, str, str, bo
     """Totals of a step and device: label, value, note, and whether the value is doubtful."""
     flops, kept = (sum(x) for x in ([r.step_flops for r in table.matmuls], [r.bytes for r in table.kept]))
     sent = sum(row.step_bytes for row in table.collectives)
+    by_one = f"{table.at_most}by one device in a step"
     found = [
-        ("sent to other devices", in_bytes(sent), "by one device in a step", False),
-        ("multiplied", in_flops(flops), "by one device in a step", False),
+        ("sent to other devices", in_bytes(sent), by_one, False),
+        ("multiplied", in_flops(flops), by_one, False),
         ("kept for the backward pass", in_bytes(kept), "on one device", False),
     ]
     took, peak = run.values.get("ms/step", math.nan) / 1000, number(run.fact("peak_flops"))
-    if devices and 0 < peak < math.inf:
+    if devices and 0 < peak < math.inf and not table.at_most:
         least = flops * devices / peak
         note = f"of {_ms(took)} ms that a step took" if math.isfinite(took) else "at the peak of the devices"
         if doubtful := least > took:
