@@ -20,7 +20,14 @@ KEPT_COLOUR, _MATMUL, _ARROW = "#b8860b", "#333333", "#9aa0a6"
 _DARK = dict(
     pair.split()
     for pair in (
-        *("#ffffff #1a1f28", "#fafafa #161b23", "#fcfcfc #151a22", "#f6f8fc #12161d", "#dadce0 #343d4d"),
+        *(
+            "#ffffff #1a1f28",
+            "#fafafa #161b23",
+            "#fcfcfc #151a22",
+            "#f6f8fc #12161d",
+            "#dadce0 #343d4d",
+            "#c0c0c0 #4a5365",
+        ),
         *("#202124 #e4e8ef", "#5f6368 #9aa5b8", "#80868b #8f9aad", "#1f3b73 #9cc0f5"),
         *(f"{_MATMUL} #c8ccd4", f"{_ARROW} #6b7689"),
     )
@@ -163,7 +170,8 @@ class _Picture:
         self._rect(
             left, top, right, bottom, fill, "#8aa0c8" if section.kind != "branch" else "#c0c0c0", rx="6", **dashed
         )
-        count = {"loop": f" × {section.turns or '?'}", "unrolled": f" × {section.turns}, without a loop"}
+        unrolled = f" × {section.turns}, without a loop" if section.turns != 1 else ", one layer"
+        count = {"loop": f" × {section.turns or '?'}", "unrolled": unrolled}
         title = section.title + count.get(section.kind, "")
         bold = {"font_weight": "bold"} if section.kind != "branch" else {}
         self._text(left + _PAD, top + 18, title, 13, "#1f3b73" if section.kind != "branch" else "#5f6368", **bold)

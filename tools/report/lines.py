@@ -86,7 +86,9 @@ def step_by_line(run: Run) -> dict[str, Any] | None:
         "facts": _facts(run, table, devices) if table else [],
         "axes": _sent(table, colours) if table else [],
         "timed": bool(times),
-        "peak": f"{scaled(peak, (1e12, ' T'), (1e9, ' G'), (1, ' '))}FLOP/s" if peak else "",
+        "peak": f"{scaled(peak, (1e12, ' T'), (1e9, ' G'), (1, ' '))}FLOP/s"
+        if peak and any(row["least"] for row in rows)
+        else "",
         "simulated": devices and "cpu" in str(run.fact("devices")),
         "at_most": bool(table and table.at_most),
         "overlaps": any(row.overlapped is not None for row in (table.collectives if table else ())),
