@@ -16,7 +16,23 @@ _LETTER, _SMALL_LETTER = 7.3, 6.7
 _MAX_LANES = 14
 _AXES = {"r": "#cc79a7", "d": "#0072b2", "t": "#d55e00", "p": "#009e73", "e": "#8c6bb1", "c": "#7f6000"}
 _OTHER_AXES = ("#56b4e9", "#999999")
-_KEPT, _MATMUL, _ARROW = "#b8860b", "#333333", "#9aa0a6"
+KEPT_COLOUR, _MATMUL, _ARROW = "#b8860b", "#333333", "#9aa0a6"
+_DARK = dict(
+    pair.split()
+    for pair in (
+        *(
+            "#ffffff #1a1f28",
+            "#fafafa #161b23",
+            "#fcfcfc #151a22",
+            "#f6f8fc #12161d",
+            "#dadce0 #343d4d",
+            "#c0c0c0 #4a5365",
+        ),
+        *("#202124 #e4e8ef", "#5f6368 #9aa5b8", "#80868b #8f9aad", "#1f3b73 #9cc0f5"),
+        *(f"{_MATMUL} #c8ccd4", f"{_ARROW} #6b7689"),
+    )
+)
+"""Colours where the reader prefers a dark scheme, in the place of those that are too bright or too dark there."""
 _PHASES = {"forward": "#4c9f70", "backward": "#7b61a8", "again": "#b9a5dc", "": "#b0b0b0"}
 _PHASE_WORDS = {
     "forward": "forward",
@@ -36,6 +52,12 @@ def draw(step: Step, source: Mapping[str, str]) -> str:
     return _Picture(step, source).svg()
 
 
+def axis_colours(mesh: Iterable[str]) -> dict[str, str]:
+    """Colours of the usual axes and of all axes of a mesh."""
+    others = (axis for axis in mesh if axis not in _AXES)
+    return _AXES | {axis: _OTHER_AXES[i % len(_OTHER_AXES)] for i, axis in enumerate(others)}
+
+
 class _Picture:
     def __init__(self, step: Step, source: Mapping[str, str]):
         self.step, self.source, self.table = step, source, rows(step, source)
@@ -43,9 +65,7 @@ class _Picture:
         self.box: dict[int, tuple[float, float, float, float]] = {}  # number → left, top, right, bottom
         self.path: dict[int, tuple[int, ...]] = {}  # number → those of the sections around it, and its own
         self._find_paths(step.body, ())
-        self.colours = dict(_AXES)
-        for axis, colour in zip([axis for axis in step.mesh if axis not in _AXES], _OTHER_AXES * 9, strict=False):
-            self.colours[axis] = colour
+        self.colours = axis_colours(step.mesh)
 
     def _find_paths(self, section: Section, around: tuple[int, ...]) -> None:
         path = (*around, section.number)
@@ -65,7 +85,10 @@ class _Picture:
             f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" '
             'font-size="12">'
         )
-        return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *self.parts, "</svg>", ""])
+        dark = "".join(f'[fill="{a}"]{{fill:{b}}}[stroke="{a}"]{{stroke:{b}}}' for a, b in _DARK.items())
+        style = f"<style>@media (prefers-color-scheme: dark) {{{dark}}}</style>"
+        back = '<rect width="100%" height="100%" fill="#ffffff"/>'
+        return "\n".join([head, style, back, *self.parts, "</svg>", ""])
 
     # ---- pieces ---------------------------------------------------------------------------------------------------
 
@@ -86,8 +109,8 @@ class _Picture:
         mesh = " ".join(f"{axis}={size}" for axis, size in step.mesh.items())
         self._text(_MARGIN, 30, f"{step.name}: the compiled step, by source line", 18, font_weight="bold")
         facts = [f"{step.devices} devices{f', {mesh}' if mesh else ''}. In a step each device"]
-        facts.append(f"sends {in_bytes(sum(row.step_bytes for row in table.collectives))},")
-        facts.append(f"multiplies {in_flops(sum(row.step_flops for row in table.matmuls))},")
+        facts.append(f"sends {table.at_most}{in_bytes(sum(row.step_bytes for row in table.collectives))},")
+        facts.append(f"multiplies {table.at_most}{in_flops(sum(row.step_flops for row in table.matmuls))},")
         facts.append(f"keeps {in_bytes(sum(row.bytes for row in table.kept))} for the backward pass.")
         self._text(_MARGIN, 52, " ".join(facts), 12, "#5f6368")
         x, y = _MARGIN, 66
@@ -97,14 +120,20 @@ class _Picture:
                 self._text(x + 17, y + 11, label := f"along {axis}", 11)
                 x += 17 + len(label) * _SMALL_LETTER + 16
         x = self._chip(x, y - 2, "matmul", _MATMUL) + 10
-        x = self._chip(x, y - 2, "kept for the backward pass", _KEPT) + 10
-        self._text(x, y + 11, "~ the compiler dropped the line: a neighbour's", 11, "#5f6368")
+        x = self._chip(x, y - 2, "kept for the backward pass", KEPT_COLOUR) + 10
+        self._text(x, y + 11, "~ the compiler dropped the line: its neighbour's is shown", 11, "#5f6368")
         x, y = _MARGIN, y + 24
         for phase, colour in _PHASES.items():
             self._rect(x, y, x + 5, y + 13, colour)
             self._text(x + 10, y + 11, words := _PHASE_WORDS[phase], 11)
             x += 10 + len(words) * _SMALL_LETTER + 18
-        self._text(x, y + 11, "grey arrows: what a line reads, without detours", 11, "#5f6368")
+        self._text(
+            x,
+            y + 11,
+            "grey arrows: from a line to what reads its result; sizes are of one turn of a loop",
+            11,
+            "#5f6368",
+        )
         return y + 28
 
     def _chip(self, x: float, y: float, text: str, colour: str, axes: Iterable[str] = ()) -> float:
@@ -141,7 +170,8 @@ class _Picture:
         self._rect(
             left, top, right, bottom, fill, "#8aa0c8" if section.kind != "branch" else "#c0c0c0", rx="6", **dashed
         )
-        count = {"loop": f" × {section.turns or '?'}", "unrolled": f" × {section.turns}, without a loop"}
+        unrolled = f" × {section.turns}, without a loop" if section.turns != 1 else ", one layer"
+        count = {"loop": f" × {section.turns or '?'}", "unrolled": unrolled}
         title = section.title + count.get(section.kind, "")
         bold = {"font_weight": "bold"} if section.kind != "branch" else {}
         self._text(left + _PAD, top + 18, title, 13, "#1f3b73" if section.kind != "branch" else "#5f6368", **bold)
@@ -186,7 +216,7 @@ class _Picture:
             words = f"{product.shape} {product.dtype}: {in_flops(product.flops)}{times(count)}"
             found.append((words, _MATMUL, ()))
         for (shape, size), count in collections.Counter((array.shape, array.bytes) for array in line.kept).items():
-            found.append((f"kept {shape}: {in_bytes(size)}{times(count)}", _KEPT, ()))
+            found.append((f"kept {shape}: {in_bytes(size)}{times(count)}", KEPT_COLOUR, ()))
         return found
 
     # ---- arrows ---------------------------------------------------------------------------------------------------
@@ -259,8 +289,8 @@ class _Picture:
             ys = [self.box[maker][1] + 33 for maker in makers]
             d = f"M{x} {min(*ys, end):.0f}V{max(*ys, end):.0f}M{x} {end:.0f}H{left - 4:.0f}"
             d += "".join(f"M{self.box[maker][0]:.0f} {y:.0f}H{x}" for maker, y in zip(makers, ys, strict=True))
-            self.parts.append(f'<path d="{d}" fill="none" stroke="{_KEPT}" stroke-opacity="0.6"/>')
-            self.parts.append(f'<path d="M{left:.0f} {end:.0f}l-6 -3v6z" fill="{_KEPT}"/>')
+            self.parts.append(f'<path d="{d}" fill="none" stroke="{KEPT_COLOUR}" stroke-opacity="0.6"/>')
+            self.parts.append(f'<path d="M{left:.0f} {end:.0f}l-6 -3v6z" fill="{KEPT_COLOUR}"/>')
 
 
 def _key(place: Place | None) -> str:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ class CollectiveRow:
         count: number of them in one turn of the loops.
         turns: number of turns of the loops in a step.
         step_bytes: number of bytes that a device sends in a step, for all of them.
+        sometimes: whether it is on condition, so that a device may do fewer than are counted.
     """
 
     line: str
@@ -35,6 +37,7 @@ class CollectiveRow:
     count: int
     turns: int
     step_bytes: int
+    sometimes: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,7 @@ class MatmulRow:
     """Equal matmuls of a line.
 
     Attributes:
-        line, where, count, turns: as those of CollectiveRow.
+        line, where, count, turns, sometimes: as those of CollectiveRow.
         shape, dtype: as those of Matmul.
         flops: floating-point operations of one of them, on one device.
         step_flops: of all of them, in a step.
@@ -56,6 +59,7 @@ class MatmulRow:
     count: int
     turns: int
     step_flops: int
+    sometimes: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +100,36 @@ class Table:
     kept: list[KeptRow]
     source: dict[str, str]
 
+    @property
+    def at_most(self) -> str:
+        """What to say before sums of bytes or FLOPs: "at most " if some is on condition."""
+        return "at most " if any(row.sometimes for row in (*self.collectives, *self.matmuls)) else ""
+
     def as_data(self) -> dict[str, Any]:
         """The table as JSON has it."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Any) -> "Table":
+        """The table of what as_data gave, or a stranger. Raises ValueError for data that is no table."""
+        mesh, source = ({str(k): v for k, v in _checked(dict, data, name).items()} for name in ("mesh", "source"))
+        sizes = {axis: _checked(int, mesh, axis) for axis in mesh}
+        texts = {line: _checked(str, source, line) for line in source}
+        kinds = {"collectives": CollectiveRow, "matmuls": MatmulRow, "kept": KeptRow}
+        found = {name: [_row(kind, row) for row in _checked(list, data, name)] for name, kind in kinds.items()}
+        return cls(_checked(str, data, "name"), _checked(int, data, "devices"), sizes, **found, source=texts)
+
+
+def _checked(kind: Any, data: Any, name: str) -> Any:
+    """The value of this name, if it is of this kind; of numbers, those that a program can have."""
+    value = data.get(name) if isinstance(data, dict) else None
+    if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**63):
+        raise ValueError(f"its {name} is not what a run writes")
+    return value
+
+
+def _row(kind: type, data: Any) -> Any:
+    return kind(**{name: _checked(hint, data, name) for name, hint in typing.get_type_hints(kind).items()})
 
 
 def table_of(text: str, mesh: Mapping[str, int] | None = None, source: Mapping[str, str] | None = None) -> Table:
@@ -123,15 +154,16 @@ def rows(step: Step, source: Mapping[str, str]) -> Table:
     communicated, products, kept = [], [], []
     for line, around in step.body.lines():
         where, turns = where_of(line, around), times_of(around)
+        sometimes = any(section.kind == "branch" for section in around)
         for found, count in collections.Counter(line.collectives).items():
             communicated.append(
                 CollectiveRow(
                     *(name_of(line.place), where, found.op, found.axes, found.dtype, found.overlapped),
-                    *(found.bytes, count, turns, found.bytes * count * turns),
+                    *(found.bytes, count, turns, found.bytes * count * turns, sometimes),
                 )
             )
         for product, count in collections.Counter(line.matmuls).items():
-            counts = product.flops, count, turns, product.flops * count * turns
+            counts = product.flops, count, turns, product.flops * count * turns, sometimes
             products.append(MatmulRow(name_of(line.place), where, product.shape, product.dtype, *counts))
         for (shape, size), count in collections.Counter((array.shape, array.bytes) for array in line.kept).items():
             kept.append(KeptRow(name_of(line.place), where, shape, count, size * count))
@@ -211,9 +243,9 @@ def as_text(table: Table, width: int = 120) -> str:
     arrays = [(in_bytes(row.bytes), str(row.count), row.shape, *last(row)) for row in table.kept]
     blocks = [
         f"{table.name} on {table.devices} devices{f', {mesh}' if mesh else ''}; what one device does in a step",
-        f"\nCollectives: a device sends {in_bytes(sent)}, if the devices of a group form a ring",
+        f"\nCollectives: a device sends {table.at_most}{in_bytes(sent)}, if the devices of a group form a ring",
         *_columns(("sent", "number", "op", "axes", "overlapped", "where", "line", ""), collectives, width),
-        f"\nMatmuls: {in_flops(flops)}",
+        f"\nMatmuls: {table.at_most}{in_flops(flops)}",
         *_columns(("FLOPs", "number", "m×k×n", "of", "where", "line", ""), matmuls, width),
         f"\nKept for the backward pass: {in_bytes(kept)}",
         *_columns(("bytes", "number", "shape", "where", "line", ""), arrays, width),

@@ -93,12 +93,14 @@ def top_lines(found: Mapping[str, Any], count: int = 10, width: int = 80) -> str
     """
     rows = found["lines"][:count]
     longest = max((len(row["line"]) for row in rows), default=0)
-    text = [f"profile by source line: share of the {found['seconds']:.3g} s that {found['devices']} devices worked,"]
-    text[0] = text[0].replace("1 devices", "1 device") if found["devices"] == 1 else text[0]
-    text.append(f"and of collectives with nothing else to compute ({100 * found['exposed']:.1f}% in all)")
+    text = ["slowest    source lines, by their share of the time that devices work"]
+    if found["collective"]:
+        text.append(f"           waits: for data of other devices; {100 * found['exposed']:.1f}% of all that time")
+    text.append("  time   waits  line" if found["collective"] else "  time  line")
     for row in rows:
-        exposed = f"{100 * row['exposed']:5.1f}%" if row["collective"] else " " * 6
-        line = f"{100 * row['share']:5.1f}%  {exposed}  {row['line'].ljust(longest)}  {row['text']}".rstrip()
+        exposed = f"{100 * row['exposed']:6.1f}%" if row["collective"] else " " * 7
+        exposed = f" {exposed}" if found["collective"] else ""
+        line = f"{100 * row['share']:5.1f}%{exposed}  {row['line'].ljust(longest)}  {row['text']}".rstrip()
         text.append(line if len(line) <= width else line[: width - 1] + "…")
     return "\n".join(text)
 

@@ -19,7 +19,7 @@ def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[s
     Args:
         trace: the xplane.pb. The file LINES is written beside it.
         module: name of the traced program.
-        steps: number of whole steps in the trace.
+        steps: number of whole steps in the trace, which LINES has too.
         hlo: the program's HLO text; None if there is none.
     """
     from jax.profiler import ProfileData
@@ -33,7 +33,7 @@ def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[s
         if hlo is None:
             raise ValueError("there is no HLO text of the step")
         program, step, source = read_program(hlo)
-        found["lines"] = line_times(profile, program, step, source)
+        found["lines"] = {"steps": steps, **line_times(profile, program, step, source)}
         write_json(trace.with_name(LINES), found["lines"])
     except (ValueError, OSError) as error:
         found["lines"] = {"because": str(error)}

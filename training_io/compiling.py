@@ -73,11 +73,11 @@ def draw_step(hlo: Path) -> str:
     Returns a line for the user: where the picture is, or why there is none.
     """
     try:
-        return f"HLO picture: {run_beside('compiled.show', hlo, timeout=DRAWN_WITHIN_S, patient=True).strip()}"
+        return f"picture    {run_beside('compiled.show', hlo, timeout=DRAWN_WITHIN_S, patient=True).strip()}"
     except subprocess.TimeoutExpired:
-        return f"HLO picture: none, drawing {hlo} was stopped after {DRAWN_WITHIN_S:g} s"
+        return f"picture    none, drawing {hlo} was stopped after {DRAWN_WITHIN_S:g} s"
     except FAILURES as error:
-        return f"HLO picture: none, {hlo} cannot be drawn: {error}"
+        return f"picture    none, {hlo} cannot be drawn: {error}"
 
 
 def start_drawing(hlo: Path) -> concurrent.futures.Future[str]:

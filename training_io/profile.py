@@ -123,19 +123,15 @@ class StepProfiler:
     def _print_time(self, start: float, outputs: Any) -> None:
         jax.block_until_ready(outputs)
         seconds, count = time.perf_counter() - start, self._last - self._first + 1
-        speed, flops, peak = self._log.speed.of_step(seconds / count), self._log.speed.flops, self._log.speed.peak
+        speed, peak = self._log.speed.of_step(seconds / count), self._log.speed.peak
         which = f"steps {self._first + 1} and {self._last + 1}" if count == 2 else f"step {self._last + 1}"
-        lines = [f"profile of {which} of this run, data fetching included"]
-        rate = speed["tokens_per_second"]
-        lines.append(f"  time   {seconds:.4f} s: {seconds / count:.4f} s a step, {rate:,.0f} tokens/s")
-        for mfu, per_token, formula, label in (
-            (speed["mfu"], flops.causal, flops.causal_formula, "attention half"),
-            (speed["mfu_full_attention"], flops.full, flops.full_formula, "attention full"),
-        ):
-            lines.append(f"  MFU    {100 * mfu:.1f}%  {label}: {per_token / 1e6:,.2f} MFLOP/token = {formula}")
-        lines.append(f"  peak   {peak.total / 1e12:,.4g} TFLOP/s: {peak.source}")
-        if self._first < 2:
-            lines.append("  a run of fewer than 4 steps: its first steps may still be warming up")
+        doubtful = "; they may still be warming up" if self._first < 2 else ""
+        most = f"{peak.total / 1e12:,.4g} TFLOP/s" if peak.total >= 1e12 else f"{peak.total / 1e9:,.3g} GFLOP/s"
+        lines = [
+            f"speed      {speed['tokens_per_second']:,.0f} tokens/s: "
+            f"{seconds / count:.4f} s a step, in {which}{doubtful}",
+            f"MFU        {100 * speed['mfu']:.1f}% of the {most} that the devices can do",
+        ]
         print("\n".join(lines), flush=True)
 
     def _trace_and_bubble(self, last: int, outputs: Any) -> Path:
@@ -145,13 +141,13 @@ class StepProfiler:
         except FAILURES as error:
             found = {key: {"because": f"the trace could not be read: {error}"} for key in ("bubble", "lines")}
         by_line, found = found["lines"], found["bubble"]
-        unknown = f"profile by source line: none, because {by_line.get('because')}"
+        unknown = f"slowest    source lines: not known, because {by_line.get('because')}"
         self.by_line = unknown if "because" in by_line else top_lines(by_line)
         begin, end = self._log.start_step + self._first, self._log.start_step + last
         stops = {event for step, event in self._log.events if begin <= step < end}
         if stops:
             found = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
-        print(_bubble_line(found, self._first, last), flush=True)
+        print(_bubble_line(found), flush=True)
         if "step_bubble" in found:
             self._log.add_event(end, "step_bubble", found)
         return trace
@@ -191,12 +187,9 @@ def _read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[
     return json.loads(run_beside("compiled.trace", *given, timeout=_READ_TIMEOUT_S))
 
 
-def _bubble_line(found: dict[str, Any], first: int, last: int) -> str:
+def _bubble_line(found: dict[str, Any]) -> str:
     if "because" in found:
-        return f"step_bubble: not measured, because {found['because']}"
-    worst = f" (worst: {100 * found['worst']:.2f}%, {found['worst_device']})" if found["devices"] > 1 else ""
+        return f"idle       not measured, because {found['because']}"
     gap, step = 1e3 * found["gap_seconds"], 1e3 * found["step_seconds"]
-    return (
-        f"step_bubble  {100 * found['step_bubble']:.2f}% of the time a device executes nothing between steps{worst}: "
-        f"{gap:.2f} ms of {step:.1f} ms, mean of steps {first + 1} to {last + 1} of this run"
-    )
+    between = f"{gap:.2f} of {step:.1f} ms"
+    return f"idle       {100 * found['step_bubble']:.2f}% of the time: devices wait between steps, {between}"

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from configuration.differences import flat
 from training_io.config import Config
-from training_io.flops import PeakFlops
+from training_io.flops import Speed
 from training_io.optional import optional
 from training_io.resuming import with_defaults
 
@@ -55,7 +55,7 @@ def save_config(directory: Path, config: Any) -> None:
             OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
 
 
-def facts_of(c: Config, total: int, loader: Any, parameters: int, peak: PeakFlops) -> dict[str, Any]:
+def facts_of(c: Config, total: int, loader: Any, parameters: int, speed: Speed) -> dict[str, Any]:
     """Facts of this start that its page shows, for provenance.json.
 
     Args:
@@ -63,7 +63,7 @@ def facts_of(c: Config, total: int, loader: Any, parameters: int, peak: PeakFlop
         total: number of steps of the whole run.
         loader: loader of the training split.
         parameters: number of parameters of the model.
-        peak: FLOP/s that MFU is a share of.
+        speed: what MFU is computed from.
     """
     mesh, hydra = jax.sharding.get_mesh(), HydraConfig.get() if HydraConfig.initialized() else None
     module = c.model.module
@@ -79,29 +79,41 @@ def facts_of(c: Config, total: int, loader: Any, parameters: int, peak: PeakFlop
             "parameters": parameters,
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
-            "peak_flops": peak.total,
-            "peak_source": peak.source,
+            "flops_per_token": f"{speed.flops.causal / 1e6:,.2f} MFLOP = {speed.flops.causal_formula}",
+            "flops_per_token_full_attention": f"{speed.flops.full / 1e6:,.2f} MFLOP = {speed.flops.full_formula}",
+            "peak_flops": speed.peak.total,
+            "peak_source": speed.peak.source,
         },
     }
 
 
 def print_end(
-    directory: Path, checkpoint: str, loss: float, loader: Any, trace: Path | None, drawing: Any, page: Path | None
+    directory: Path, checkpoint: str, loss: float, loader: Any, trace: Path | None, drawn: str | None, page: Path | None
 ) -> None:
-    """Prints the last loss in nats a token and the files of a run, on process 0 alone.
+    """Prints the last loss in nats a token and what to open, on process 0 alone.
 
-    `drawing`: the future that start_drawing gives, which this waits for, or None. `page`: report.html.
+    Without a page, which links to the other files of the run, it names these.
+
+    Args:
+        directory: of the run.
+        checkpoint: place of the last one.
+        loss: of the last step.
+        loader: loader of the training split.
+        trace: of the profiled steps; None if there is none.
+        drawn: what draw_step returns; None if there is no compiled step to draw.
+        page: report.html; None if there is none.
     """
     if jax.process_index():
         return
     entropy = loader.unigram_entropy()
-    known = f"; unigram entropy {entropy:.3f}" if entropy is not None else ""
-    print(f"loss {loss:.3f} nats a token at the last step{known}")
-    print(f"metrics    {directory / 'metrics.jsonl'}")
+    known = f" (unigram {entropy:.3f})" if entropy is not None else ""
+    print(f"loss       {loss:.3f} nats a token at the last step{known}")
+    if drawn and (page is None or ": none" in drawn):
+        print(drawn)
+    if page is None:
+        print(f"metrics    {directory / 'metrics.jsonl'}")
+        if trace:
+            print(f"trace      {trace}  (open it at ui.perfetto.dev)")
     print(f"checkpoint {checkpoint}")
-    if trace:
-        print(f"trace      {trace}  (open it at ui.perfetto.dev)")
-    if drawing:
-        print(drawing.result())
     if page:
         print(f"report     {page}  (open it in a browser)")

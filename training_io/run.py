@@ -247,7 +247,7 @@ class Run:
             self._log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
         if not self.is_over:
             save_config(self.directory, c)
-            facts = facts_of(c, self.total, self.loader, parameters, self._peak)
+            facts = facts_of(c, self.total, self.loader, parameters, speed)
             keep_source(self.directory, self.start, self.model, self.provenance, facts)
 
     @property
@@ -428,7 +428,8 @@ class Run:
         if self._profiler.by_line:
             self.print(self._profiler.by_line)
         checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"
-        files = trace, self._drawing, self._finish_page("finished")
+        drawn = self._drawing.result() if self._drawing else None  # before the page, which shows it
+        files = trace, drawn, self._finish_page("finished")
         print_end(self.directory, checkpoint, float(self._loss), self.loader, *files)
         return None
 

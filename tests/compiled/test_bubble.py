@@ -139,24 +139,23 @@ def train(directory, sleep_s, sample_after=None):
 
 def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys):
     _, (slept,) = train(tmp_path / "a", 0.2)
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step_bubble"))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("idle "))
     _, (awake,) = train(tmp_path / "b", 0)
     assert (slept["event"], slept["step"], slept["steps"], slept["devices"]) == ("step_bubble", 15, 4, 1)
     assert 0.2 <= slept["gap_seconds"] < 0.6
     assert slept["gap_seconds"] < slept["step_seconds"]
     assert slept["step_bubble"] == pytest.approx(slept["gap_seconds"] / slept["step_seconds"])
     assert 0 <= awake["gap_seconds"] < 0.1
-    assert line.startswith(
-        f"step_bubble  {100 * slept['step_bubble']:.2f}% of the time a device executes nothing between "
-    )
-    assert line.endswith(" ms, mean of steps 3 to 6 of this run")
+    gap, step = (1000 * slept[name] for name in ("gap_seconds", "step_seconds"))
+    share = f"{100 * slept['step_bubble']:.2f}%"
+    assert line == f"idle       {share} of the time: devices wait between steps, {gap:.2f} of {step:.1f} ms"
 
 
 @pytest.mark.parametrize(("after", "among"), [(1, False), (2, True), (4, True), (5, False)])
 def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, after, among):
     _, events = train(tmp_path, 0, sample_after=after)
     assert [event["event"] for event in events] == (["sample"] if among else ["sample", "step_bubble"])
-    told = "step_bubble: not measured, because the training stopped among these steps for: sample"
+    told = "idle       not measured, because the training stopped among these steps for: sample"
     assert (told in capsys.readouterr().out.splitlines()) == among
 
 
@@ -165,9 +164,9 @@ def test_a_trace_without_executions_is_told_in_one_line(tmp_path, capsys, monkey
     trace, lines = train(tmp_path, 0)
     assert trace.is_file()
     assert lines == []
-    said = [line for line in capsys.readouterr().out.splitlines() if "step_bubble" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("idle ")]
     why = "the trace has no line of any device with executions of jit_another"
-    assert said == [f"step_bubble: not measured, because {why}"]
+    assert said == [f"idle       not measured, because {why}"]
 
 
 @pytest.mark.parametrize("broken", [b"", b"no trace", None])
@@ -185,4 +184,4 @@ def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch, broke
     assert trace.is_file()
     assert lines == []
     output = capsys.readouterr().out.splitlines()
-    assert [line for line in output if line.startswith("step_bubble: not measured, because ")] == output[-1:]
+    assert [line for line in output if line.startswith("idle       not measured, because ")] == output[-1:]

@@ -91,12 +91,19 @@ def test_top_lines_fit_the_terminal():
     rows = [{"line": f"models/a_long_name.py:{i}", "text": "x" * 80, "seconds": 1, "share": 0.05, "collective": i % 2,
              "exposed": 0.012} for i in range(20)]  # fmt: skip
     lines = top_lines({"devices": 8, "seconds": 1.5, "collective": 0.5, "exposed": 0.25, "lines": rows}).splitlines()
-    assert len(lines) == 2 + 10
+    assert len(lines) == 3 + 10
     assert all(len(line) <= 80 for line in lines)
-    assert lines[0] == "profile by source line: share of the 1.5 s that 8 devices worked,"
-    assert lines[1] == "and of collectives with nothing else to compute (25.0% in all)"
-    assert lines[2].startswith("  5.0%          models/a_long_name.py:0  xxx")
-    assert lines[3].startswith("  5.0%    1.2%  models/a_long_name.py:1  xxx")
+    assert lines[0] == "slowest    source lines, by their share of the time that devices work"
+    assert lines[1] == "           waits: for data of other devices; 25.0% of all that time"
+    assert lines[2] == "  time   waits  line"
+    assert lines[3].startswith("  5.0%          models/a_long_name.py:0  xxx")
+    assert lines[4].startswith("  5.0%    1.2%  models/a_long_name.py:1  xxx")
+
+
+def test_top_lines_without_communication_have_no_column_for_it():
+    row = {"line": "train.py:1", "text": "x", "seconds": 1, "share": 1.0, "collective": 0.0, "exposed": 0.0}
+    found = top_lines({"devices": 1, "seconds": 1.0, "collective": 0.0, "exposed": 0.0, "lines": [row]}).splitlines()
+    assert found[1:] == ["  time  line", "100.0%  train.py:1  x"]
 
 
 def test_the_larger_of_two_matmuls_takes_longer(tmp_path):
@@ -127,6 +134,7 @@ def test_the_larger_of_two_matmuls_takes_longer(tmp_path):
     assert sum(row["share"] for row in found["lines"]) == pytest.approx(1)
     assert next(row["text"] for row in found["lines"]) == "return y @ large"
     assert json.loads(path.with_name("profile_by_line.json").read_text()) == found
+    assert found["steps"] == 5
     profile = ProfileData.from_file(str(path))
     events = [
         event.duration_ns / 1e9

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, browser
 from rich.console import Console
-from written_runs import LAYERS, RESUMED, SKIPPED, write_lines, write_run
+from written_runs import LAYERS, PROFILE, RESUMED, SKIPPED, write_lines, write_run, write_step
 
 from tools.report.__main__ import Config, show_report
 from tools.report.comparing import compare
@@ -246,14 +246,20 @@ def evil(value):
 
 
 def test_a_strangers_run_is_text(tmp_path):
-    run = write_run(tmp_path / f"run{EVIL}".replace("/", ""))
+    run = write_step(write_run(tmp_path / f"run{EVIL}".replace("/", "")))
     for name in ("metrics.jsonl", "samples.jsonl"):
         lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
         write_lines(run / name, [evil(line) for line in lines] + [{"step": 3, "event": EVIL, "why": EVIL}])
-    for path in (run / "config.yaml", *run.glob("source/*/provenance.json")):
+    (table,) = run.glob("training_step*.json")
+    for path in (
+        run / "config.yaml",
+        table,
+        run / PROFILE / "profile_by_line.json",
+        *run.glob("source/*/provenance.json"),
+    ):
         path.write_text(json.dumps(evil(json.loads(path.read_text()))))
     (run / f"metrics_{EVIL}.jsonl".replace("/", "")).write_text("")
-    plain = [write_run(tmp_path / name) for name in "ab"]
+    plain = [write_step(write_run(tmp_path / name)) for name in "ab"]
     for others in ([], plain[:1]):
         page = write_page(run, *others, output=tmp_path / "evil.html")
         read, expected = Reader(page), Reader(write_page(plain[1], *others, output=tmp_path / "plain.html"))
@@ -279,11 +285,12 @@ def test_too_much_is_cut(tmp_path):
 
 
 def test_the_page_is_whole_and_fetches_nothing(tmp_path):
-    page = write_page(write_run(tmp_path / "run"))
+    page = write_page(write_step(write_run(tmp_path / "run")))
     read = Reader(page)
-    assert not [
-        attributes for tag, attributes in read.elements if tag in ("link", "img", "iframe") or "src" in attributes
-    ]
+    assert not [attributes for tag, attributes in read.elements if tag in ("link", "iframe")]
+    (picture,) = [(tag, attributes["src"]) for tag, attributes in read.elements if "src" in attributes]
+    assert picture[0] == "img"
+    assert picture[1].startswith("data:image/svg+xml;base64,")
     links = [attributes["href"] for tag, attributes in read.elements if tag == "a"]
     assert {link for link in links if ":" in link or link.startswith("/")} == set()
     assert {f"#{section.name}" for section in SECTIONS if section.name != "runs"} <= set(links)
@@ -315,7 +322,7 @@ def chromium(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("runs")
-    one, two = write_run(root / "one"), write_run(root / "two", rate=0.03)
+    one, two = write_step(write_run(root / "one")), write_run(root / "two", rate=0.03)
     return {"alone": write_page(one), "several": write_page(one, two, output=root / "report.html")}
 
 
@@ -335,6 +342,18 @@ def test_the_page_in_a_browser(chromium, pages, tmp_path, which, plots, width, s
     assert chromium.fetched == [pages[which].as_uri()]
     assert chromium.complaints == []
     chromium.screenshot(tmp_path / "page.png")
+
+
+@pytest.mark.long
+def test_the_picture_of_the_step_opens_and_does_nothing_else(chromium, pages):
+    chromium.open(pages["alone"], 1280, "light")
+    before = chromium.evaluate("document.title")
+    chromium.evaluate("step3.open = true, step3.scrollIntoView()")
+    chromium.evaluate("new Promise(done => setTimeout(done, 500))")
+    assert chromium.evaluate("document.querySelector('#step3 img').naturalWidth") == 300
+    assert chromium.evaluate("document.title") == before
+    assert chromium.fetched == [pages["alone"].as_uri()]
+    assert chromium.complaints == []
 
 
 @pytest.mark.long

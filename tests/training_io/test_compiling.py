@@ -47,7 +47,7 @@ def test_the_text_is_kept_and_drawn(tmp_path):
     x = jax.device_put(jnp.ones((64, 16)), NamedSharding(mesh, P("d")))
     assert compiled(w, x).shape == (8, 32)
     picture = text.with_suffix(".svg")
-    assert start_drawing(text).result() == f"HLO picture: {picture}"
+    assert start_drawing(text).result() == f"picture    {picture}"
     assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
     assert {path.suffix for path in (tmp_path / "run").iterdir()} == {".txt", ".json", ".svg"}
     table = json.loads(text.with_suffix(".json").read_text())
@@ -72,11 +72,11 @@ def test_a_text_that_cannot_be_drawn_is_told_in_a_line(tmp_path):
     text = tmp_path / "hlo.txt"
     text.write_text("no program")
     assert draw_step(text) == (
-        f"HLO picture: none, {text} cannot be drawn: ValueError: this is no text of an HLO program: it has no line "
+        f"picture    none, {text} cannot be drawn: ValueError: this is no text of an HLO program: it has no line "
         'that begins with "HloModule".'
     )
     line = draw_step(tmp_path / "gone.txt")
-    assert line.startswith(f"HLO picture: none, {tmp_path / 'gone.txt'} cannot be drawn: FileNotFoundError")
+    assert line.startswith(f"picture    none, {tmp_path / 'gone.txt'} cannot be drawn: FileNotFoundError")
     assert [path.name for path in tmp_path.iterdir()] == ["hlo.txt"]
 
 
@@ -84,7 +84,7 @@ def test_slow_drawing_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "DRAWN_WITHIN_S", 0.01)
     text = tmp_path / "hlo.txt"
     text.write_text(TEXT)
-    assert draw_step(text) == f"HLO picture: none, drawing {text} was stopped after 0.01 s"
+    assert draw_step(text) == f"picture    none, drawing {text} was stopped after 0.01 s"
     assert [path.name for path in tmp_path.iterdir()] == ["hlo.txt"]
 
 
@@ -92,7 +92,7 @@ def test_a_file_of_the_working_directory_is_not_run(tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
     (tmp_path / "hlo.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
-    assert draw_step(Path("hlo.txt")) == "HLO picture: hlo.svg"
+    assert draw_step(Path("hlo.txt")) == "picture    hlo.svg"
 
 
 def test_the_reason_is_the_last_line_of_the_programs_errors(tmp_path):

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import numpy as np
 
 from tools.report.comparing import BYTES, IGNORED_SETTINGS, METRICS, NUMBER, Comparison, name_of, remarks, scaled
+from tools.report.lines import step_by_line
 from tools.report.microscope import microscope
 from tools.report.plots import colour, panels_of
 from tools.report.reading import Run, as_json, number, read_checkpoints, read_files, read_samples
@@ -160,6 +161,11 @@ def curves(r: Report) -> dict[str, Any] | None:
     return {"panels": panels, "averaged": r.smooth} if panels else None
 
 
+def step(r: Report) -> dict[str, Any] | None:
+    """The compiled step and its profile, of a single run."""
+    return step_by_line(r.run) if r.run else None
+
+
 def events(r: Report) -> dict[str, Any] | None:
     """What happened beside the steps, of a single run."""
     if not r.run:
@@ -247,7 +253,10 @@ def provenance(r: Report) -> dict[str, Any] | None:
     command = about.get("command") if isinstance(about.get("command"), list) else []
     facts = [("commit", about.get("commit") or "no git repository"), ("Python", about.get("python"))]
     facts += [(name, version) for name, version in listed("packages") if name in ("jax", "jaxlib", "numpy")]
-    facts += [(name, r.run.fact(name)) for name in ("devices", "mesh", "peak_source")]
+    facts += [
+        (name, r.run.fact(name))
+        for name in ("devices", "mesh", "flops_per_token", "flops_per_token_full_attention", "peak_source")
+    ]
     facts = [(name.replace("_", " "), v if isinstance(v, str) else as_json(v)) for name, v in facts if v is not None]
     parts = {"Environment": "environment", "Packages": "packages", "Hashes of the source": "source"}
     parts["Hashes of the programs"] = "programs"
@@ -290,8 +299,8 @@ def _date(seconds: float) -> str:
 SECTIONS = (
     Section("runs", "Runs", runs),
     Section("curves", "Curves", curves),
+    Section("step", "The step by source line", step),
     Section("microscope", "Under the microscope", lambda r: microscope(r.run) if r.run else None),
-    # Here: the compiled step, and the profile by source line, from the files that read_files lists.
     Section("events", "What happened", events),
     Section("samples", "Samples", samples),
     Section("settings", "Settings", settings),
