@@ -18,7 +18,7 @@ import train
 from cluster.devices import make_mesh
 from modeling.model import load_model
 from shardlib.program_hash import hash_of
-from tools import checkpoint_to_huggingface
+from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
 from tools.generate import Config, generate
 from training_io import provenance
 from training_io.checkpoint import Checkpointer
