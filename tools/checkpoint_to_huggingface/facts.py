@@ -14,6 +14,7 @@ from typing import Any
 
 from configuration.differences import flat
 from configuration.foreign import open_no_pipe, parse_json
+from tools.report.comparing import IGNORED_SETTINGS
 from tools.report.reading import Run, number, read_run, smoothed
 from training_io.resuming import with_defaults
 
@@ -272,9 +273,14 @@ def _proof(x: Exported, about: dict[str, Any]) -> str:
         return "not recorded by the run"
     which = proof["programs"]
     which = " and ".join(map(_text, which)) if isinstance(which, list) else _text(which)
-    text = f"the run recorded a proof: on mesh {_mesh(proof['mesh'])}, {which} compute what they compute on one device"
-    if about.get("programs") != x.saved.get("programs") or not about.get("programs"):
-        text += "; that was another step than the one that this checkpoint names"
+    text = (
+        f"the run recorded a proof: on mesh {_mesh(proof['mesh'])}, {which} compute what they compute on one device, "
+        "under the assumptions of docs/soundness.md"
+    )
+    if not (about.get("programs") and x.saved.get("programs")):
+        return f"{text}; whether this checkpoint is of that step is not known"
+    if about["programs"] != x.saved["programs"]:
+        return f"{text}; that was another step than this checkpoint's"
     return text
 
 
@@ -291,18 +297,16 @@ def verified(x: Exported) -> Rows:
         said = f"{count} meshes {said}, in {result['tensors']} tensors of a step"
         if result["compared"] == "types":
             said = f"the step type-checks on {count} meshes; nothing was computed"
-        left_out = f"; not run, as they do not fit: {', '.join(map(_text, result['left_out']))}" * bool(
-            result["left_out"]
-        )
-        rows.append((f"{title} {x.verified['title']}{sizes}, {result['compared']}", f"{said}: {named}{left_out}"))
+        if left_out := ", ".join(map(_text, result["left_out"])):
+            named += f"; not run, as they do not fit: {left_out}"
+        rows.append((f"{title} {x.verified['title']}{sizes}, {result['compared']}", f"{said}: {named}"))
     now, then = x.verified["source"], x.saved.get("source", {})
     others = sorted(name for name in {*now, *then} if now.get(name) != then.get(name))
     source = "that of the run" if not others else f"other than the run's in {', '.join(others)}"
     rows.append((f"{title}: its source", source if then else "not compared: the checkpoint does not name its own"))
-    given = x.verified["settings"]
-    names = [
-        n for n in {**settings, **given} if n.startswith(_OF_A_STEP) and _text(given.get(n)) != _text(settings.get(n))
-    ]
+    given, own = x.verified["settings"], x.settings
+    names = [name for name in {**own, **given} if name.startswith(_OF_A_STEP) and not name.startswith(IGNORED_SETTINGS)]
+    names = [name for name in names if _text(given.get(name)) != _text(own.get(name))]
     differ = ", ".join(f"{name}={_text(public(given.get(name)))}" for name in names)
     rows.append((f"{title}: other settings than the run's", differ or "none of model, optimizer, training, pipeline"))
     return rows

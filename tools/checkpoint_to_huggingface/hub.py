@@ -61,13 +61,15 @@ def push(directory: Path, repository: str, private: bool, log: Callable[[str], N
         ValueError: the directory is no export; a repository that all can see is to be private; or the server, the
             network or the token does not allow it.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_token
 
     names = files_of(directory)
     if others := sorted({path.name for path in directory.iterdir()} - {*names}):
         log(shown(f"not sent   {', '.join(others)}: not part of the export"))
     api = HfApi()
     try:
+        if get_token() is None:
+            raise ValueError("there is no token; run `hf auth login`, or set HF_TOKEN")
         url = api.create_repo(repository, private=private, exist_ok=True)
         is_private = api.model_info(repository).private
         if is_private or not private:
@@ -80,7 +82,7 @@ def push(directory: Path, repository: str, private: bool, log: Callable[[str], N
             )
     except Exception as error:  # of the library, of its HTTP client or of the network
         raise ValueError(
-            f"push_to_hub={repository}: {_line(error)}. The export {directory} is complete. To push it again: "
+            f"push_to_hub={repository} at {api.endpoint}: {_line(error)}. The export {directory} is complete. To push it again: "
             f"python -m tools.checkpoint_to_huggingface output={directory} push_to_hub={repository}"
             f"{'' if private else ' private=false'}"
         ) from error
@@ -95,4 +97,5 @@ def push(directory: Path, repository: str, private: bool, log: Callable[[str], N
 def _line(error: Exception) -> str:
     """What an error of the hub says, as one line without its last full stop."""
     text = " ".join(shown(error).split()) or type(error).__name__
+    text = re.sub(r"For more information check: \S+ ?", "", text)
     return text[:300].rstrip(". ")
