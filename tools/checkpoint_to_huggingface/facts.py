@@ -292,14 +292,14 @@ def verified(x: Exported) -> Rows:
     rows: Rows = []
     sizes = " at small sizes" if x.verified["small"] else ""
     for result in x.verified["results"]:
-        count, named = len(result["meshes"]), ", ".join(map(_text, result["meshes"]))
-        said = "agree with one device" if result["agree"] else "DIFFER from one device, at least one of them"
-        said = f"{count} meshes {said}, in {result['tensors']} tensors of a step"
+        said = "all agree with one device" if result["agree"] else "they DIFFER from one device, not all of them agree"
+        said = f"{said}, in {result['tensors']} tensors of a step"
         if result["compared"] == "types":
-            said = f"the step type-checks on {count} meshes; nothing was computed"
+            said = "the step type-checks; nothing was computed"
         if left_out := ", ".join(map(_text, result["left_out"])):
-            named += f"; not run, as they do not fit: {left_out}"
-        rows.append((f"{title} {x.verified['title']}{sizes}, {result['compared']}", f"{said}: {named}"))
+            said += f"; not run, as they do not fit: {left_out}"
+        said = f"on meshes {', '.join(map(_text, result['meshes']))}: {said}"
+        rows.append((f"{title} {x.verified['title']}{sizes}, {result['compared']}", said))
     now, then = x.verified["source"], x.saved.get("source", {})
     others = sorted(name for name in {*now, *then} if now.get(name) != then.get(name))
     source = "that of the run" if not others else f"other than the run's in {', '.join(others)}"

@@ -81,10 +81,10 @@ def push(directory: Path, repository: str, private: bool, log: Callable[[str], N
                 commit_message="Export of a run of shardwright",
             )
     except Exception as error:  # of the library, of its HTTP client or of the network
+        again = f"output={directory} push_to_hub={repository}{'' if private else ' private=false'}"
         raise ValueError(
-            f"push_to_hub={repository} at {api.endpoint}: {_line(error)}. The export {directory} is complete. To push it again: "
-            f"python -m tools.checkpoint_to_huggingface output={directory} push_to_hub={repository}"
-            f"{'' if private else ' private=false'}"
+            f"push_to_hub={repository} at {api.endpoint}: {_line(error)}. The export {directory} is complete. To push "
+            f"it again: python -m tools.checkpoint_to_huggingface {again}"
         ) from error
     if private and not is_private:
         raise ValueError(
