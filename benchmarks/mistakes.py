@@ -290,6 +290,10 @@ OF_TOOLS = {
         ("output={tmp}", "output"),
         ("file_bytes=0", "file_bytes"),
         ("step=-1", "step"),
+        ("run=null", "run"),
+        ("push_to_hub=mine", "push_to_hub"),
+        ("license='a: b'", "license"),
+        ("verify={tmp}/none", "verify"),
     ],
     "tools.huggingface_to_checkpoint": [
         ("model={tmp}", "config.json"),

@@ -4,7 +4,8 @@
         train.py, <module>.py   as they ran, and modules that are not of this project
         changes.patch           differences from the commit in files that git tracks
         untracked/              Python files of this project that git does not track
-        provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run
+        provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run,
+                                what the check before the first step proved
 
 The training step and the evaluation step are compared. They are traced on one device and hashed as graphs of values, so
 that names, comments and the order of lines do not count.
@@ -29,6 +30,7 @@ from typing import Any
 import jax
 
 from cluster.devices import make_mesh
+from compiled.files import write_whole
 from input_loader import batch_shapes
 from modeling.model import inputs_of
 from shardlib.program_hash import hash_of
@@ -161,7 +163,19 @@ def _keep_source(kept: Path, model: Any, about_run: dict[str, Any]) -> None:
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
         **about_run,
     }
-    (kept / "provenance.json").write_text(json.dumps(about, indent=1, default=str) + "\n")
+    write_whole(kept / "provenance.json", json.dumps(about, indent=1, default=str) + "\n")
+
+
+def add_facts(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
+    """Adds facts, as JSON, to the provenance.json that keep_source wrote at this start, on process 0 alone."""
+    if jax.process_index() == 0:
+        path = directory / "source" / f"{step:010}" / "provenance.json"
+        with optional(str(path)):
+            try:
+                about = json.loads(path.read_text()) | dict(facts)
+            except ValueError as error:  # keep_source could not write it
+                raise OSError(f"it is damaged: {error}") from error
+            write_whole(path, json.dumps(about, indent=1) + "\n")
 
 
 def _git(*arguments: str) -> str | None:

@@ -35,7 +35,7 @@ from training_io.opening import read_state
 from training_io.owning import owned
 from training_io.page import Page
 from training_io.profile import StepProfiler
-from training_io.provenance import compare_source, keep_source, provenance_of
+from training_io.provenance import add_facts, compare_source, keep_source, provenance_of
 from training_io.report import facts_of, print_end, print_start, save_config
 from training_io.resuming import check_resumes, choose_checkpoint
 from training_io.saved import saved_config
@@ -264,6 +264,8 @@ class Run:
         source = self.provenance["source"]
         if jax.sharding.get_mesh().size > 1:
             check_steps(self.programs, self.c, self.model, source, kept_programs("soundness"))
+            proof = {"programs": ["training", "evaluation"], "mesh": dict(jax.sharding.get_mesh().shape)}
+            add_facts(self.directory, self.start, {"proof": proof})
             self.print("proof      training and evaluation compute on this mesh what they compute on one device")
         check_paths(self.forward, t.seq_len, kept_programs("attention"))
         shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))

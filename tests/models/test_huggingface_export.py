@@ -19,9 +19,9 @@ from flat_tokens import Writer
 from models import gpt2
 from models import llama_huggingface as huggingface_llama
 from text.tokenizers import ByteTokenizer
-from tools import checkpoint_to_huggingface as tool
 from tools import huggingface_to_checkpoint
-from tools.checkpoint_to_huggingface import Config
+from tools.checkpoint_to_huggingface import __main__ as tool
+from tools.checkpoint_to_huggingface.__main__ import Config
 from training_io import host_checkpoint
 from training_io.stores import Directory
 
@@ -215,7 +215,7 @@ def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):
 
 KILLED = """
 import os, signal, safetensors.numpy
-from tools import checkpoint_to_huggingface as tool
+from tools.checkpoint_to_huggingface import __main__ as tool
 save = safetensors.numpy.save_file
 def save_file(tensors, path, metadata):
     save(tensors, path, metadata=metadata)

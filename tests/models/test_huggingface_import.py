@@ -26,8 +26,8 @@ from modeling.settings import RopeScaling
 from modeling.weights import shapes_of
 from models import llama_huggingface as huggingface_llama
 from shardlib.shardtypes import make_shardings
-from tools import checkpoint_to_huggingface
 from tools import huggingface_to_checkpoint as tool
+from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
 from tools.huggingface_to_checkpoint import Config
 from training_io import config as run_config
 from training_io import host_checkpoint

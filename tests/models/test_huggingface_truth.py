@@ -18,7 +18,8 @@ from models import gpt2, huggingface_check
 from models import llama_huggingface as huggingface_llama
 from models.huggingface_forward import FORWARDS
 from models.huggingface_tensors import Tensors, check_names
-from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
+from tools import huggingface_to_checkpoint
+from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
 from training_io import initial_weights
 from training_io.resuming import fixed_by_weights
 

@@ -36,6 +36,7 @@ BY_NAME = {"modeling.model", "shardlib.schedules", "training_io.sweeps", "benchm
 BY_NAME |= {"benchmarks.bad_settings", "training_io.trackers"}
 """Modules that import what a configuration, a pickled function, or a list of programs names."""
 SHARED = {"benchmarks.steps", "benchmarks.mistakes"}
+SHARED |= {f"tools.report.{name}" for name in ("comparing", "pictures", "plots", "reading")}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE = 450, 0.25
 MAX_TRAIN_LINES, MAX_TRAIN_NAMES = 560, 30

@@ -22,7 +22,7 @@ from input_loader import DataConfig
 from modeling.model import load_model
 from text import definitions
 from text.tokenizers import ByteTokenizer
-from tools import checkpoint_to_huggingface
+from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
 from tools.evaluate import Config, MeshChoice, evaluate, open_run
 from training_io.opening import trusted_options
 

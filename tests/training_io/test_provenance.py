@@ -18,7 +18,7 @@ import train
 from cluster.devices import make_mesh
 from modeling.model import load_model
 from shardlib.program_hash import hash_of
-from tools import checkpoint_to_huggingface
+from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
 from tools.generate import Config, generate
 from training_io import provenance
 from training_io.checkpoint import Checkpointer
@@ -157,6 +157,18 @@ def test_a_run_keeps_its_source(tmp_path, monkeypatch):
     assert "key" not in about["environment"].values()
     assert about["programs"] == {"training": "hash"}
     assert about["command"] == sys.orig_argv
+
+
+def test_facts_are_added_to_those_of_a_start(tmp_path, capsys):
+    kept = tmp_path / "source" / "0000000012"
+    kept.mkdir(parents=True)
+    (kept / "provenance.json").write_text('{"commit": null}')
+    provenance.add_facts(tmp_path, 12, {"proof": {"mesh": {"d": 8}}})
+    assert json.loads((kept / "provenance.json").read_text()) == {"commit": None, "proof": {"mesh": {"d": 8}}}
+    (kept / "provenance.json").write_text('{"commit":')  # of a disk that was full
+    provenance.add_facts(tmp_path, 12, {"proof": {}})
+    assert "provenance.json cannot be written: it is damaged" in capsys.readouterr().out
+    assert (kept / "provenance.json").read_text() == '{"commit":'
 
 
 def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):

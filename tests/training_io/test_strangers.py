@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from modeling.model import is_shipped
-from tools import checkpoint_to_huggingface, inspect_data
+from tools import inspect_data
+from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
 from tools.generate import Config, MeshChoice, generate
 from tools.report import __main__ as report
 from training_io.files import read_config

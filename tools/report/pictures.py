@@ -15,11 +15,12 @@ def write_picture(panels: list[Panel], path: Path, kind: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    rows = -(-len(panels) // 3)
+    columns = min(3, len(panels))
+    rows, width = -(-len(panels) // columns), 8 if columns == 1 else 4 * columns
     style = {"axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
     with matplotlib.rc_context(style | {"text.parse_math": False, "svg.hashsalt": "report"}):
-        figure = Figure(figsize=(12, 3 * rows + 1), layout="constrained")
-        axes = figure.subplots(rows, 3, squeeze=False).flat
+        figure = Figure(figsize=(width, 3 * rows + 1), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False).flat
         for ax, panel in itertools.zip_longest(axes, panels):
             ax.set_visible(panel is not None)
             for trace in panel.traces if panel else []:
@@ -40,8 +41,8 @@ def write_picture(panels: list[Panel], path: Path, kind: str) -> None:
         for trace, line in zip(panels[0].traces, figure.axes[0].lines, strict=True):
             if trace["name"] not in lines or lines[trace["name"]].get_alpha() < 1:
                 lines[trace["name"]] = line
-        columns = max(1, 150 // max(map(len, lines)))
-        figure.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=columns, frameon=False)
+        words = max(1, int(12.5 * width) // max(map(len, lines)))
+        figure.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=words, frameon=False)
         figure.savefig(path, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
 
 

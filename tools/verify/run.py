@@ -46,6 +46,7 @@ from tools.verify.measure import (
 )
 from tools.verify.program import RECORD
 from tools.verify.replay import first_difference, traced_step
+from tools.verify.result import keep_result
 from training_io.config import Config, check_divides
 from training_io.resuming import config_of
 from training_io.stages import training_plan
@@ -408,6 +409,7 @@ def main(path: str) -> int:
             )
         if settings["only_types"]:
             type_check_all(c, meshes, others, console)
+            keep_result(path, "types", [*map(mesh_name, meshes)], [mesh_name(m) for m, _ in others], True, 0)
             return 0
         tolerance = settings["tolerance"] if double else 0.0
         log = lambda text: progress.print(text, style="dim")
@@ -434,6 +436,8 @@ def main(path: str) -> int:
             f"not all is f64: the program makes {', '.join(other)} too, which rounds more than the limit allows"
         )
     same = show(outcome, console)
+    left_out = [mesh_name(mesh) for mesh, _ in others]
+    keep_result(path, dtype, [*map(mesh_name, meshes)], left_out, same, len(outcome.limits))
     console.print(f"In {dtype}, all {len(meshes)} meshes agree with one device." if same else "The meshes DIFFER.")
     return 0 if same else 1
 

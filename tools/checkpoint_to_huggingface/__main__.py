@@ -1,7 +1,9 @@
-"""Writes a checkpoint as a model of `transformers`: config.json, safetensors, tokenizer.
+"""Writes a checkpoint as a model of `transformers`: config.json, safetensors, tokenizer, model card.
 
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported step=500 dtype=bf16
+    python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported push_to_hub=<owner>/<name>
+    python -m tools.checkpoint_to_huggingface output=exported push_to_hub=<owner>/<name>
 
     model = transformers.AutoModelForCausalLM.from_pretrained("exported")
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
@@ -9,7 +11,8 @@
 A model of train.py becomes a Llama; with QK-norm, a Qwen3. The module of another model (model.module) is
 converted by its own `to_huggingface`, which docs/huggingface.md describes. A weight that the format cannot hold, or
 attention that is not plain causal, is refused by name. Then the logits of a text are computed twice, from the files and
-as the run does. If they differ, the error names the layer. The output is complete or missing.
+as the run does. If they differ, the error names the layer. The output is complete or missing. Only a
+complete one is sent to the hub, by the last command one that an earlier call wrote.
 
 Runs on the CPU. Memory is bounded for a model of any size: two files of `file_bytes`; if a checkpoint's chunks hold all
 layers of a weight, as those of a run do, 8 GiB of them, or the largest weight; for the logits four times the embedding
@@ -19,6 +22,7 @@ table, and twice 8 GiB of layers, or twice the model if it is smaller.
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,6 +42,9 @@ from modeling.model import inputs_of, load_model, module_of
 from models.huggingface import mapping_of
 from models.huggingface_check import check_rules, compare
 from text.huggingface import find_tokenizer, tokenizer_files
+from tools.checkpoint_to_huggingface.card import CARD, write_card
+from tools.checkpoint_to_huggingface.facts import Exported, read_run_until, read_verified
+from tools.checkpoint_to_huggingface.hub import check_repository, push
 from training_io.checkpoint_arrays import named_leaves
 from training_io.config import WEIGHTS, check_weights
 from training_io.host_checkpoint import StoredArray, open_checkpoint
@@ -53,10 +60,10 @@ DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtyp
 class Config:
     """Settings of the program."""
 
-    run: str = MISSING
-    """Directory or URL of a run, or of one of its checkpoints."""
+    run: str | None = None
+    """Directory or URL of a run, or of one of its checkpoints. Null: `output` exists, and push_to_hub sends it."""
     output: str = MISSING
-    """The directory to write; it must not exist yet."""
+    """The directory to write; with a run it must not exist yet."""
     step: int | None = within(0, 2**31, None)
     """Step of the checkpoint; null: the last one."""
     weights: str = "weights"
@@ -72,6 +79,15 @@ class Config:
     """A flat-tokens dataset whose tokenizer is written. Null: the run's."""
     file_bytes: int = within(1, 2**63, 2**31)
     """Largest size of a file of weights, at least 1. A tensor that is larger has a file of its own."""
+    license: str | None = None
+    """License of the weights, by its name on the hub, such as apache-2.0, for the model card."""
+    verify: str | None = None
+    """The file that tools.verify wrote with verify.output, for the model card. Null: the card says: not run."""
+    push_to_hub: str | None = None
+    """Repository that the finished export is sent to, <owner>/<name>. Null: none. The token is that of `hf auth login`,
+    or HF_TOKEN in the environment; HF_ENDPOINT is the address of another server."""
+    private: bool = True
+    """Makes the repository private. True also refuses one that exists and is public."""
 
 
 def read_model(run: str, step: int | None, which: str = "weights", trust: bool = False) -> tuple[int, Any, Any, dict]:
@@ -138,8 +154,8 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def run(config: Config, log: Callable[[str], None] = print) -> None:
-    """Writes the model.
+def export(config: Config, log: Callable[[str], None]) -> None:
+    """Writes the model into config.output.
 
     Raises:
         ValueError: a setting out of range, no such checkpoint, an output that exists, a model that transformers cannot
@@ -147,7 +163,9 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     """
     check_choice("dtype", config.dtype, tuple(DTYPES))
     check_choice("weights", config.weights, WEIGHTS)
-    check_ranges("", config)
+    if config.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,60}", config.license):
+        raise ValueError(f"license is {config.license!r}; give its name on the hub, such as apache-2.0 or other.")
+    verified = config.verify and read_verified(config.verify)
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")
@@ -191,16 +209,52 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
             _write_json(temporary / name, file)
         total = write_tensors(temporary, tensors, dtype, config.file_bytes)
         compared = compare(c, weights, json.loads((temporary / "config.json").read_text()), temporary, dtype)
+        parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
+        exported = Exported(
+            name=(config.push_to_hub or output.absolute().name).rpartition("/")[2],
+            repository=config.push_to_hub,
+            step=step,
+            weights=config.weights,
+            dtype=config.dtype,
+            parameters=parameters,
+            content=content,
+            metadata=metadata,
+            has_tokenizer="tokenizer.json" in files,
+            compared=compared,
+            license=config.license,
+            verified=verified,
+            run=read_run_until(config.run, step),
+        )
+        write_card(exported, temporary)
         temporary.rename(output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
     log(f"model      {content['architectures'][0]}: {parameters:,} parameters after {step} steps")
     log(f"weights    {total:,} bytes, {config.dtype}")
     log(f"compared   {compared}")
     log(shown(f"tokenizer  {about}"))
+    log(f"card       {output / CARD}")
     log(f'written    {output}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
+
+
+def run(config: Config, log: Callable[[str], None] = print) -> None:
+    """Writes the model, and sends it to the hub.
+
+    Raises:
+        ValueError: as `export` and `push`, or a setting that the other settings need is missing.
+    """
+    check_ranges("", config)
+    if config.push_to_hub is not None:
+        check_repository(config.push_to_hub)
+    if config.run is not None:
+        export(config, log)
+    elif config.push_to_hub is None:
+        raise ValueError("run is missing; give run=<directory of a run>, or push_to_hub=… for an export that exists.")
+    elif not Path(config.output).is_dir():
+        raise ValueError(f"output is {config.output}, which is no directory. Give run=<directory of a run> to make it.")
+    if config.push_to_hub is not None:
+        push(Path(config.output), config.push_to_hub, config.private, log)
 
 
 if __name__ == "__main__":
