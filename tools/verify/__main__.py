@@ -94,6 +94,8 @@ def run(c: Config, settings: VerifyConfig, title: str) -> int:
     """Verifies `c`: 0 if all meshes agree, 1 if one differs, 2 if tracing or a setting is refused."""
     sources = find_sources("train", module_name(c.model.module))
     status, results = 0, []
+    if settings.output is not None:
+        Path(settings.output).unlink(missing_ok=True)  # or else, of a step that is refused, an older result would stay
     for precision in ["configured"] if settings.only_types else settings.precisions:
         double = precision == "f64"
         config = dataclasses.asdict(c)
