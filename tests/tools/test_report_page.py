@@ -191,6 +191,8 @@ def test_samples_checkpoints_provenance_and_files(tmp_path):
         (100, "2026-01-01T01:00:00Z", "0123456789ab"),
     ]
     assert ("jax", "0.12.0") in made["facts"]
+    proved = "training and evaluation compute on this mesh what they compute on one device"
+    assert ("proved", proved) in made["facts"]
     assert {link for _, link, *_ in files(r)["main"]} == {"metrics.jsonl", "samples.jsonl", "config.yaml"}
 
 

@@ -257,6 +257,9 @@ def provenance(r: Report) -> dict[str, Any] | None:
         (name, r.run.fact(name))
         for name in ("devices", "mesh", "flops_per_token", "flops_per_token_full_attention", "peak_source")
     ]
+    if isinstance(proof := about.get("proof"), dict) and isinstance(proof.get("programs"), list):
+        programs = " and ".join(map(str, proof["programs"]))[:_LONGEST]
+        facts.append(("proved", f"{programs} compute on this mesh what they compute on one device"))
     facts = [(name.replace("_", " "), v if isinstance(v, str) else as_json(v)) for name, v in facts if v is not None]
     parts = {"Environment": "environment", "Packages": "packages", "Hashes of the source": "source"}
     parts["Hashes of the programs"] = "programs"
