@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
-INSTALLED_EXTRAS = ("tools", "test", "oracle", "bench")
+INSTALLED_EXTRAS = ("tools", "test", "oracle", "bench", "docs")
 PACKAGES = ("cluster", "compiled", "configuration", "flat_tokens", "input_loader", "modeling", "models", "optimizers")
 PACKAGES += ("sampling", "shardlib", "soundness", "text", "tools", "training_io")
 

@@ -1,0 +1,80 @@
+"""Sphinx's configuration for the documentation site; build.py makes the pages and calls Sphinx."""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+project = "shardwright"
+html_title = "shardwright"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0b5c8a", "color-brand-content": "#0b5c8a"},
+    "dark_css_variables": {"color-brand-primary": "#7cc4ec", "color-brand-content": "#7cc4ec"},
+}
+highlight_language = "text"
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+
+myst_heading_anchors = 4
+nb_execution_mode = "off"  # its outputs are stored; tests/repository/test_tour.py compares them with those of a run
+nb_merge_streams = True
+
+add_module_names = False
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+suppress_warnings = ["ref.python"]  # names in annotations, which Sphinx takes for links, may belong to several classes
+
+
+def _marked_up(words: str) -> str:
+    """Words as reStructuredText, from words with code in single backticks."""
+    parts = re.split(r"(`[^`]+`)", words)
+    # A star or a bar begins markup, and an underscore at the end of a word is a link. After code, an escaped space lets
+    # any letter follow.
+    escaped = [re.sub(r"([*|]|(?<=\w)_(?=\W))", r"\\\1", part) for part in parts]
+    return "".join(f"`{parts[i]}`\\ " if i % 2 else escaped[i] for i in range(len(parts)))
+
+
+def _as_rst(app, what, name, obj, options, lines: list[str]) -> None:
+    """Turns a docstring as this project writes it into reStructuredText: code, and examples, which are indented."""
+    indent = lambda line: len(line) - len(line.lstrip())
+    found, words, above = [], [], 0
+    example = None  # indentation of the text around the example that this line is in
+    for i, line in enumerate(lines):
+        if example is not None and line and indent(line) <= example:
+            example = None
+        if example is None and line and i and not lines[i - 1] and indent(line) > above:
+            example = above
+            found += [*_marked_up("\n".join(words)).split("\n"), " " * above + ".. code-block:: default", ""]
+            words = []
+        above = indent(line) if line else above
+        (words if example is None else found).append(line)
+        if example is not None and (i + 1 == len(lines) or (lines[i + 1] and indent(lines[i + 1]) <= example)):
+            found.append("")
+    lines[:] = [*found, *_marked_up("\n".join(words)).split("\n")]
+
+
+def _signature(app, what, name, obj, options, signature, returns):
+    """The fields of a dataclass are shown one by one, with their docstrings."""
+    return ("", None) if what == "class" and dataclasses.is_dataclass(obj) else None
+
+
+def _is_skipped(app, what, name, obj, skip, options) -> bool | None:
+    """Leaves out functions of other packages that are values of fields."""
+    return True if getattr(obj, "__module__", "").startswith("jax") else None
+
+
+def setup(app) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _as_rst, priority=100)
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-skip-member", _is_skipped)
