@@ -17,7 +17,7 @@ DEVELOPMENT := $(VENV)/.installed-$(EXTRAS)
 SITE := $(VENV)/.installed-for-docs
 fail = { echo "make: $(1)" >&2; exit 1; }
 
-.PHONY: help demo verify setup test test-quick test-long test-slow docs lint format constraints clean check-python check-venv
+.PHONY: help demo verify setup test test-quick test-long test-slow docs pictures lint format constraints clean check-python check-venv
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS) ARGS=$(ARGS)"
@@ -47,6 +47,9 @@ test-slow: $(DEVELOPMENT) ## only the slow tests: more than an hour on two cores
 
 docs: $(SITE) ## the documentation as a site with search; prints the path of its first page
 	@$(VENV)/bin/python docs/site/build.py
+
+pictures: $(DEVELOPMENT) ## the pictures of README and the outputs of docs/tour.ipynb, anew: some minutes
+	@$(VENV)/bin/python docs/site/pictures.py
 
 lint: $(DEVELOPMENT) ## only the linters
 	$(RUN) ruff check

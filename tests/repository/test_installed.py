@@ -1,4 +1,4 @@
-"""`pip install .` without -e: docs/shardlib.md works with what it says alone, and programs say that they need the checkout."""
+"""`pip install .` without -e: docs/shardlib.md works with what it says alone, and programs ask for the checkout."""
 
 import os
 import re
