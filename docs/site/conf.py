@@ -61,6 +61,8 @@ def _as_rst(app, what, name, obj, options, lines: list[str]) -> None:
         if example is not None and (i + 1 == len(lines) or (lines[i + 1] and indent(lines[i + 1]) <= example)):
             found.append("")
     lines[:] = [*found, *_marked_up("\n".join(words)).split("\n")]
+    if what in ("attribute", "data"):  # else napoleon takes what is before a colon in the first line for the type
+        lines.insert(0, "")
 
 
 def _signature(app, what, name, obj, options, signature, returns):
