@@ -144,6 +144,9 @@ def write_pages(root: Path, pages: Path) -> list[str]:
     shutil.copytree(root / "docs", pages, ignore=shutil.ignore_patterns("*.md", "site"))
     site.copy("README.md")
     top = [site.copy(HOW_DO_I)]
+    # In its table Sphinx writes the titles of what is linked, in place of the names of files.
+    tasks = (pages / top[0]).read_text()
+    site.write(top[0], re.sub(r"\[[\w-]+\.(?:md|ipynb)\]\(", "[](", tasks))
     table = (root / HOW_DO_I).read_text().partition("## Pages")[2]
     for kind, title in SECTIONS.items():
         (row,) = re.findall(rf"^\| {kind} \|(.*)\|$", table, re.MULTILINE)

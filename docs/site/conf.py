@@ -45,22 +45,23 @@ def _marked_up(words: str) -> str:
 
 
 def _as_rst(app, what, name, obj, options, lines: list[str]) -> None:
-    """Turns a docstring as this project writes it into reStructuredText: code, and examples, which are indented."""
+    """Turns a docstring as this project writes it into reStructuredText.
+
+    It marks code, examples, which are paragraphs indented more than the text before them, and columns of text.
+    """
     indent = lambda line: len(line) - len(line.lstrip())
-    found, words, above = [], [], 0
-    example = None  # indentation of the text around the example that this line is in
-    for i, line in enumerate(lines):
-        if example is not None and line and indent(line) <= example:
-            example = None
-        if example is None and line and i and not lines[i - 1] and indent(line) > above:
-            example = above
-            found += [*_marked_up("\n".join(words)).split("\n"), " " * above + ".. code-block:: default", ""]
-            words = []
-        above = indent(line) if line else above
-        (words if example is None else found).append(line)
-        if example is not None and (i + 1 == len(lines) or (lines[i + 1] and indent(lines[i + 1]) <= example)):
-            found.append("")
-    lines[:] = [*found, *_marked_up("\n".join(words)).split("\n")]
+    found, above, in_example = [], 0, False
+    for paragraph in filter(str.strip, "\n".join(lines).split("\n\n")):
+        rows = paragraph.split("\n")
+        if min(map(indent, rows)) > above or re.search(r"\S {3,}\S", paragraph):
+            found += [] if in_example else [" " * above + ".. code-block:: default", ""]
+            found += [" " * 4 + row for row in rows]
+            in_example = True
+        else:
+            found += _marked_up(paragraph).split("\n")
+            above, in_example = indent(rows[-1]), False
+        found.append("")
+    lines[:] = found
     if what in ("attribute", "data"):  # else napoleon takes what is before a colon in the first line for the type
         lines.insert(0, "")
 

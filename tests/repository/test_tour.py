@@ -17,10 +17,10 @@ def outputs(notebook: nbformat.NotebookNode) -> tuple[list[str], list[float]]:
     """What each cell printed or drew, and the numbers with a fraction in it, such as losses."""
     found = []
     for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            found.append(
-                output["text"] if output.output_type == "stream" else ", ".join(sorted(output.get("data", {})))
-            )
+        of_cell = cell.get("outputs", [])
+        # A kernel sends what a cell prints in any number of parts.
+        found.append("".join(output["text"] for output in of_cell if output.output_type == "stream"))
+        found += [", ".join(sorted(output.data)) for output in of_cell if "data" in output]
     text = "\n".join(found)
     return NUMBER.sub("#", text).splitlines(), [float(number) for number in NUMBER.findall(text)]
 
