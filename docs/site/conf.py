@@ -38,10 +38,12 @@ suppress_warnings = ["ref.python"]  # names in annotations, which Sphinx takes f
 def _marked_up(words: str) -> str:
     """Words as reStructuredText, from words with code in single backticks."""
     parts = re.split(r"(`[^`]+`)", words)
-    # A star or a bar begins markup, and an underscore at the end of a word is a link. After code, an escaped space lets
-    # any letter follow.
-    escaped = [re.sub(r"([*|]|(?<=\w)_(?=\W))", r"\\\1", part) for part in parts]
-    return "".join(f"`{parts[i]}`\\ " if i % 2 else escaped[i] for i in range(len(parts)))
+    for i, part in enumerate(parts):
+        if i % 2:  # code; an escaped space lets a letter follow
+            parts[i] = f"`{part}`" + "\\ " * bool(re.match(r"\w", parts[i + 1]))
+        else:  # a star or a bar begins markup, and an underscore at the end of a word is a link
+            parts[i] = re.sub(r"([*|]|(?<=\w)_(?=\W))", r"\\\1", part)
+    return "".join(parts)
 
 
 def _as_rst(app, what, name, obj, options, lines: list[str]) -> None:
