@@ -39,8 +39,8 @@ def _marked_up(words: str) -> str:
     """Words as reStructuredText, from words with code in single backticks."""
     parts = re.split(r"(`[^`]+`)", words)
     for i, part in enumerate(parts):
-        if i % 2:  # code; an escaped space lets a letter follow
-            parts[i] = f"`{part}`" + "\\ " * bool(re.match(r"\w", parts[i + 1]))
+        if i % 2:  # code; an escaped space lets anything follow
+            parts[i] = f"`{part}`" + "\\ " * bool(re.match(r"\S", parts[i + 1]))
         else:  # a star or a bar begins markup, and an underscore at the end of a word is a link
             parts[i] = re.sub(r"([*|]|(?<=\w)_(?=\W))", r"\\\1", part)
     return "".join(parts)
