@@ -14,9 +14,10 @@ RUN = $(VENV)/bin/python -m
 # Each of these files marks a complete installation.
 RUNTIME := $(VENV)/.installed
 DEVELOPMENT := $(VENV)/.installed-$(EXTRAS)
+SITE := $(VENV)/.installed-for-docs
 fail = { echo "make: $(1)" >&2; exit 1; }
 
-.PHONY: help demo verify setup test test-quick test-long test-slow lint format constraints clean check-python check-venv
+.PHONY: help demo verify setup test test-quick test-long test-slow docs pictures lint format constraints clean check-python check-venv
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS) ARGS=$(ARGS)"
@@ -44,6 +45,12 @@ test-long: $(DEVELOPMENT) ## only the long tests: a quarter of an hour on two co
 test-slow: $(DEVELOPMENT) ## only the slow tests: more than an hour on two cores
 	$(RUN) pytest -n $(WORKERS) -m slow
 
+docs: $(SITE) ## the documentation as a site with search; prints the path of its first page
+	@$(VENV)/bin/python docs/site/build.py
+
+pictures: $(DEVELOPMENT) ## the pictures of README and the outputs of docs/tour.ipynb, anew: some minutes
+	@$(VENV)/bin/python docs/site/pictures.py
+
 lint: $(DEVELOPMENT) ## only the linters
 	$(RUN) ruff check
 	$(RUN) ruff format --check
@@ -59,7 +66,8 @@ clean: ## remove the virtual environment and the caches
 # A killed pip leaves packages that look installed, so an environment with an unfinished installation is made anew.
 $(RUNTIME): PACKAGES = .
 $(DEVELOPMENT): PACKAGES = .[$(EXTRAS)]
-$(RUNTIME) $(DEVELOPMENT): pyproject.toml $(CONSTRAINTS) | check-venv
+$(SITE): PACKAGES = .[docs]
+$(RUNTIME) $(DEVELOPMENT) $(SITE): pyproject.toml $(CONSTRAINTS) | check-venv
 	@if [ -e $(VENV)/.unfinished ]; then rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && touch $(VENV)/.unfinished
 	@echo "setting up $(VENV) with Python $(VERSION): about a minute"
@@ -72,8 +80,8 @@ $(RUNTIME) $(DEVELOPMENT): pyproject.toml $(CONSTRAINTS) | check-venv
 constraints: FRESH := $(VENV)-fresh
 constraints: check-python ## renew the constraints file of this Python, with the newest packages
 	rm -rf $(FRESH) && $(PYTHON) -m venv $(FRESH)
-	$(FRESH)/bin/python -m pip install -e '.[$(EXTRAS)]'
-	{ echo "# What pyproject.toml and its extras $(EXTRAS) install on Python $(VERSION) for Linux;"; \
+	$(FRESH)/bin/python -m pip install -e '.[$(EXTRAS),docs]'
+	{ echo "# What pyproject.toml and its extras $(EXTRAS),docs install on Python $(VERSION) for Linux;"; \
 	  echo "# made by 'make constraints PYTHON=python$(VERSION)': do not edit."; \
 	  $(FRESH)/bin/python -m pip freeze --exclude-editable | sed 's/+.*//' | grep -vE '^(nvidia|cuda|triton)'; \
 	} > constraints/py$(VERSION).txt

@@ -314,7 +314,7 @@ class TickTable:
     backward_cotangent: the slot of `cotangents` to read; the last stage reads none.
     forward_residuals, backward_residuals: the slot of `residuals` to write, and to read.
     arriving_input, arriving_cotangent: the slot to write what arrives at the start of this tick, before anything is
-        read. Where nothing arrives it is `inputs` or `cotangents`: one slot past the last, which is never read.
+    read. Where nothing arrives it is `inputs` or `cotangents`: one slot past the last, which is never read.
     """
     inputs: int
     """Number of slots for stage inputs: the most that any device needs."""

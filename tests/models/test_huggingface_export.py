@@ -87,8 +87,8 @@ def test_logits_in_transformers_are_ours(tmp_path, mesh, case):
 
 
 @pytest.mark.long
-def test_greedy_generation_is_ours(tmp_path, one_device):
-    """From text to text, with the tokenizer of a dataset of bytes."""
+def test_greedy_generation_is_ours(tmp_path, one_device, monkeypatch, capsys):
+    """From text to text, with the tokenizer of a dataset of bytes; then as docs/huggingface.md does it."""
     transformers = need_transformers()
     c = models.model("grouped", vocab=259, bos_id=0)
     w = models.weights(c)
@@ -113,6 +113,12 @@ def test_greedy_generation_is_ours(tmp_path, one_device):
     assert generated.tolist() == [0, *ids]
     text = bytes((ids[ids >= 3] - 3).astype(np.uint8)).decode(errors="replace")
     assert text.startswith(prompt)
+
+    page = (Path(__file__).parents[2] / "docs/huggingface.md").read_text()
+    example = page.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    assert "It is a truth" in capsys.readouterr().out
     assert tokenizer.decode(generated, skip_special_tokens=True) == text
     assert llama.generation_config.eos_token_id == ByteTokenizer.END
 

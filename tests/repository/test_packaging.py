@@ -3,11 +3,13 @@
 import ast
 import functools
 import importlib.metadata
+import re
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
-INSTALLED_EXTRAS = ("tools", "test", "oracle", "bench")
+INSTALLED_EXTRAS = ("tools", "test", "oracle", "bench", "docs")
 PACKAGES = ("cluster", "compiled", "configuration", "flat_tokens", "input_loader", "microscope", "modeling")
 PACKAGES += ("models", "optimizers", "sampling", "shardlib", "soundness", "text", "tools", "training_io")
 
@@ -127,3 +129,13 @@ def test_python_versions_agree():
     oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
     assert oldest in [path.stem.removeprefix("py") for path in CONSTRAINTS]
     assert f"({oldest} or newer)" in (ROOT / "Makefile").read_text()
+
+
+def test_versions_agree():
+    """Of the package, of the citation, and the newest in the changelog, whose date is that of the citation."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    found = re.findall(r"^## (\d+\.\d+\.\d+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert found[0] == (PROJECT["project"]["version"], str(citation["date-released"]))
+    assert citation["version"] == PROJECT["project"]["version"]
+    assert citation["abstract"] == PROJECT["project"]["description"]
+    assert citation["license"] == PROJECT["project"]["license"]

@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import fnmatch
 import functools
+import html
 import importlib
 import re
 import shlex
@@ -290,12 +291,16 @@ def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
     wrong = sum(len(m.PROGRAMS) for m in (wrong_programs, wrong_recipes, wrong_subtly))
     gates = collections.Counter(bug.get("caught") for bug in gauntlet.bugs() if "edit" in bug)
     assert set(gates) == {"tracing", "verify", "test"}
-    sentences = (
-        f"The check refuses {wrong} wrong programs and accepts {right} right ones. Of "
-        f"{gates.total()} silent bugs that other frameworks have published, tracing refuses {gates['tracing']}; "
-        f"`tools.verify` finds {gates['verify']}, and a test the other {gates['test']}"
-    )
-    assert sentences in " ".join((ROOT / "README.md").read_text().split())
+    rows = {
+        f"{wrong} wrong programs": f"{wrong} refused",
+        f"{right} right programs": f"{right} accepted",
+        f"{gates.total()} silent bugs that other frameworks have published ([docs/gauntlet.md](docs/gauntlet.md))": (
+            f"{gates['tracing']} refused while tracing, {gates['verify']} found by `tools.verify`, "
+            f"{gates['test']} by a test"
+        ),
+    }
+    table = re.findall(r"^\| (\d+ .*?) \| (.*?) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert dict(table) == rows
 
 
 # ---- README's first change ----------------------------------------------------------------------------------------
@@ -317,6 +322,11 @@ def test_the_first_change_and_its_refusal():
     found = blocks((ROOT / "README.md").read_text())
     good, wrong = (block for language, block in found if language == "diff")
     (message,) = (block for language, block in found if block.startswith("train.py:"))
+    drawn = re.findall(r"<text[^>]*>(.*?)</text>", (ROOT / "docs/pictures/refusal.svg").read_text())
+    drawn = "".join(html.unescape(text) for text in drawn).split()
+    assert "".join(f"$gitdiff--unified=0train.py{wrong}$makedemoError:{message}".split()) in "".join(drawn), (
+        "`make pictures` draws README's refusal"
+    )
     source = SOURCE
     for diff in (good, wrong):
         before, after = ("".join(f"{x[1:]}\n" for x in diff.splitlines() if x[0] == sign) for sign in "-+")

@@ -1,0 +1,96 @@
+"""Python in the pages: each block runs in a test, or is compared with the source that it quotes."""
+
+import ast
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax import lax
+from shipped import load
+
+from modeling import rules
+from models import gpt2, llama_huggingface
+from shardlib import shardops
+from shardlib.shardtypes import f32, typed_shard_map
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+RUN_BY = {
+    "evaluation.md": "tools/test_evaluate.py",
+    "flat-tokens.md": "flat_tokens/test_flat_tokens.py",
+    "huggingface.md": "models/test_huggingface_export.py",
+    "loading.md": "repository/test_snippets.py",
+    "models.md": "train/test_models_doc.py",
+    "pipeline.md": "tools/test_schedule_tool.py",
+    "pytree-zarr-checkpoint.md": "training_io/test_checkpoint.py",
+    "seqax.md": "repository/test_snippets.py",
+    "sharding-types.md": "shardlib/test_sharding_types_doc.py",
+    "shardlib.md": "repository/test_installed.py",
+    "soundness.md": "soundness/test_check.py",
+}
+"""The test of each page with Python in it. A block of huggingface.md and one of soundness.md are tested here."""
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_each_page_with_python_has_a_test():
+    pages = {path.name for path in (ROOT / "docs").glob("*.md") if "```python" in path.read_text()}
+    assert pages == RUN_BY.keys()
+    for page, test in RUN_BY.items():
+        assert page in (ROOT / "tests" / test).read_text(), f"tests/{test} does not read docs/{page}"
+    assert not [path for path in ROOT.glob("*.md") if "```python" in path.read_text()]
+
+
+def test_loading(monkeypatch):
+    """The loader and the prefetcher, on the demo's dataset; the loop gets each batch once."""
+    (code,) = blocks("loading.md")
+    monkeypatch.chdir(ROOT)
+    c = load("local_test_synthetic")
+    names = {"jax": jax, "mesh": tiny.mesh("d=4 t=2"), "config": c, "saved_state": None, "start": 3, "m": 2, "seen": []}
+    names |= {"batch_size": 8, "seq_len": 64, "vocab_size": c.model.vocab}
+    assert code.count("        ...  # train") == 1
+    code = code.replace("        ...  # train", "        seen.append((step, batch)); break  # train")
+    with jax.set_mesh(names["mesh"]):
+        exec(code, names)
+    ((step, batch),) = names["seen"]
+    assert step == 3
+    assert batch.targets.shape == (2, 4, 64)
+    assert names["steps"] > 100
+
+
+def test_the_scale_of_seqax():
+    (code,) = blocks("seqax.md")
+    names = {"rules": rules}
+    exec(code, names)
+    assert names["rule"].scale == 1.0
+
+
+def test_the_functions_of_an_exchange_have_these_signatures():
+    tree = ast.parse(blocks("huggingface.md")[1])
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert [function.name for function in functions] == ["to_huggingface", "from_huggingface"]
+    for function in functions:
+        for module in (gpt2, llama_huggingface):
+            code = getattr(module, function.name).__code__
+            assert code.co_varnames[: code.co_argcount] == tuple(argument.arg for argument in function.args.args)
+
+
+def test_a_ring_that_is_per_device_on_purpose():
+    code = blocks("soundness.md")[0]
+    names = {"jnp": jnp, "lax": lax, "shardops": shardops}
+
+    @typed_shard_map
+    def summed(x: f32["B/t M"]) -> f32["M"]:
+        exec(code, names | {"x": x}, found := {})
+        return found["y"]
+
+    x = np.arange(64, dtype=np.float32).reshape(16, 4)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        np.testing.assert_array_equal(jax.jit(summed)(x), x.sum(axis=0))
