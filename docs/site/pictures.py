@@ -36,6 +36,7 @@ def refusal(readme: str) -> str:
     console.print(Text("$ make demo", "bold"))
     place, rest = message.split(" ", 1)
     console.print(Text.assemble("Error: ", (place, "cyan"), " ", rest.rstrip()))
+    console.print()  # the last line of an SVG loses its underscores
     # Without the addresses of fonts: the picture fetches nothing.
     template = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title="a forgotten reduction", code_format=template, unique_id="refusal")
