@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 from compiled.hlo import parse
 from compiled.places import Place
 from compiled.step import Line, Section, Step, describe, times_of
+from configuration.foreign import open_no_pipe
+
+_LARGEST = 2**20
+"""Characters of a file of source."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,15 +200,22 @@ def read_source(step: Step, newest: float) -> dict[str, str]:
     found, files = {}, {}
     for place in {line.place for line, _ in step.body.lines() if line.place}:
         if place.file not in files:
-            path = Path(step.root, place.file)
-            try:
-                lines = path.read_text(errors="replace").splitlines() if path.stat().st_mtime <= newest else []
-            except OSError:
-                lines = []
+            lines = _lines_of(Path(step.root, place.file), newest)
             files[place.file] = lines
         if place.line <= len(files[place.file]):
             found[f"{place.file}:{place.line}"] = files[place.file][place.line - 1].strip()
     return found
+
+
+def _lines_of(path: Path, newest: float) -> list[str]:
+    """The lines of a file of Python. None of another file, which a stranger's HLO text may name."""
+    try:
+        with open(path, encoding="utf-8", errors="replace", opener=open_no_pipe) as file:
+            about = os.fstat(file.fileno())
+            is_source = path.suffix == ".py" and about.st_mtime <= newest and about.st_size <= _LARGEST
+            return file.read(_LARGEST).splitlines() if is_source else []
+    except (OSError, ValueError):
+        return []
 
 
 def in_bytes(count: float) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from compiled.hlo import Program
-from compiled.operations import COLLECTIVES, base_opcode
+from compiled.operations import COLLECTIVES, base_opcode, collective
 from compiled.step import Step
 from compiled.table import name_of
 
@@ -55,6 +55,11 @@ def line_times(profile: Any, program: Program, step: Step, source: Mapping[str, 
     """
     line_of = {name: name_of(line.place) for line, _ in step.body.lines() for name in line.operations}
     kinds = {i.name: base_opcode(program, i) for i in program.instructions()}
+    for computation in program.computations.values():
+        for i in computation.instructions.values():
+            is_copy = kinds[i.name] in COLLECTIVES and not i.opcode.endswith(("-done", "-update"))
+            if is_copy and collective(program, computation, i) is None:  # each device is a group of its own
+                kinds[i.name] = "copy"
     spent: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
     devices = _devices(profile, program.name)
     for lines in devices.values():

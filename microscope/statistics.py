@@ -37,15 +37,26 @@ def sums(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Arr
 
 
 def bits(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Array:
-    """Sum of the bits of all entries, u32[1] or with `rows` u32[1, rows], modulo 2**32. Arguments as for `sums`.
+    """Sum of a hash of each entry's bits and place, u32[1] or with `rows` u32[1, rows]. Arguments as for `sums`.
 
-    Values that differ in an entry have another one, but for one in billions. It does not depend on the order of
-    entries, nor on the mesh. `of_gradient` makes no difference.
+    Values that differ have another one, but for one in billions; those that differ in signs alone, or in the order of
+    entries, too. It is to be compared on one mesh. `of_gradient` makes no difference.
     """
-    over, within = sort_axes(jax.typeof(x).manual_axis_type.varying), tuple(range(int(rows), x.ndim))
-    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    total = jnp.sum(lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32), axis=within, dtype=jnp.uint32)
+    over = sort_axes(jax.typeof(x).manual_axis_type.varying)
+    words = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(4, x.dtype.itemsize)}")).astype(jnp.uint32)
+    place = lax.iota(jnp.uint32, words.size).reshape(words.shape)
+    if over:
+        place += jnp.uint32(words.size) * lax.axis_index(over).astype(jnp.uint32)
+    total = jnp.sum(_mixed(words ^ _mixed(place)), axis=tuple(range(int(rows), words.ndim)), dtype=jnp.uint32)
     return (lax.psum(total, over) if over else total)[None]
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A hash of each u32, one to one: the finalizer of MurmurHash3, after the place of 0 is moved."""
+    x = x + jnp.uint32(0x9E3779B9)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def finished(found: np.ndarray) -> dict[str, np.ndarray]:

@@ -75,7 +75,6 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
             "environment": {"JAX_PLATFORMS": "cpu"},
             "source": {"train.py": "ab" * 10},
             "programs": {"training": "cd" * 10},
-            "proof": {"programs": ["training", "evaluation"], "mesh": {"d": 8}},
             "started": f"2026-01-01T0{start // 100}:00:00Z",
             "recipe": "tiny",
             "overrides": [f"optimizer.learning_rate={rate}"],

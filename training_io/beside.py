@@ -10,6 +10,7 @@ _ROOT = Path(__file__).parents[1]
 _START = (
     "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 )
+_OWN_SESSION = {"start_new_session": True}  # so that Ctrl-C, which stops the run in order, does not end it
 FAILURES = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
 """What run_beside and the reading of its output may raise."""
 
@@ -30,7 +31,7 @@ def run_beside(module: str, *arguments: Any, timeout: float, patient: bool = Fal
     nice = ["nice", "-n", "19"] if patient and shutil.which("nice") else []
     # The checkout is on the path of the program, but not the working directory, which may have a json.py.
     command = [*nice, sys.executable, "-I", "-c", _START, str(_ROOT), module, *map(str, arguments)]
-    done = subprocess.run(command, timeout=timeout, stdin=subprocess.DEVNULL, capture_output=True)
+    done = subprocess.run(command, timeout=timeout, stdin=subprocess.DEVNULL, capture_output=True, **_OWN_SESSION)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"{module} ended with exit code {done.returncode}")

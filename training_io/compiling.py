@@ -16,6 +16,8 @@ from compiled.files import write_whole
 from compiled.hlo import with_mesh
 from training_io.beside import FAILURES, run_beside
 
+NO_PICTURE = "picture    none"
+"""Beginning of the line that says why there is no picture of the step."""
 DRAWN_WITHIN_S = 120.0
 
 
@@ -75,9 +77,9 @@ def draw_step(hlo: Path) -> str:
     try:
         return f"picture    {run_beside('compiled.show', hlo, timeout=DRAWN_WITHIN_S, patient=True).strip()}"
     except subprocess.TimeoutExpired:
-        return f"picture    none, drawing {hlo} was stopped after {DRAWN_WITHIN_S:g} s"
+        return f"{NO_PICTURE}, drawing {hlo} was stopped after {DRAWN_WITHIN_S:g} s"
     except FAILURES as error:
-        return f"picture    none, {hlo} cannot be drawn: {error}"
+        return f"{NO_PICTURE}, {hlo} cannot be drawn: {error}"
 
 
 def start_drawing(hlo: Path) -> concurrent.futures.Future[str]:

@@ -164,6 +164,7 @@ class RunLog:
             get: gives its JSON values, which devices compute before the step.
         """
         self._later.append((step, event, get))
+        self.events.append((step - 1, event))  # it is computed between the steps
 
     def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         """Writes and prints an event after step `step`, such as a validation. Waits for the devices.

@@ -79,6 +79,7 @@ class Page:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         options |= {"cwd": self._directory, "env": os.environ | {"PYTHONPATH": path}}
+        options["start_new_session"] = True  # so that Ctrl-C, which stops the run in order, does not end it
         self._started = time.monotonic()
         self._next = self._started + INTERVAL_S
         try:

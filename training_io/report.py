@@ -9,6 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from configuration.differences import flat
+from training_io.compiling import NO_PICTURE
 from training_io.config import Config
 from training_io.flops import Speed
 from training_io.optional import optional
@@ -108,12 +109,17 @@ def print_end(
     entropy = loader.unigram_entropy()
     known = f" (unigram {entropy:.3f})" if entropy is not None else ""
     print(f"loss       {loss:.3f} nats a token at the last step{known}")
-    if drawn and (page is None or ": none" in drawn):
+    if drawn and (page is None or drawn.startswith(NO_PICTURE)):
         print(drawn)
     if page is None:
         print(f"metrics    {directory / 'metrics.jsonl'}")
         if trace:
             print(f"trace      {trace}  (open it at ui.perfetto.dev)")
     print(f"checkpoint {checkpoint}")
+    print_page(page)
+
+
+def print_page(page: Path | None) -> None:
+    """Prints where the page of the run is, if there is one."""
     if page:
         print(f"report     {page}  (open it in a browser)")

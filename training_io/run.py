@@ -36,7 +36,7 @@ from training_io.owning import owned
 from training_io.page import Page
 from training_io.profile import StepProfiler
 from training_io.provenance import add_facts, compare_source, keep_source, provenance_of
-from training_io.report import facts_of, print_end, print_start, save_config
+from training_io.report import facts_of, print_end, print_page, print_start, save_config
 from training_io.resuming import check_resumes, choose_checkpoint
 from training_io.saved import saved_config
 from training_io.skipping import SkippedSteps, are_finite, check_finite, described_documents
@@ -418,7 +418,7 @@ class Run:
             self._log.close()
             if self._failure:
                 raise OSError(self._failure)
-            self._finish_page("stopped", self.stopped_by)
+            print_page(self._finish_page("stopped", self.stopped_by))
             return self.stopped_by
         self._log.close()
         self.checkpoints.wait()

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import logging
 import math
 import queue
 import threading
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cluster.watch import pause
 from configuration.checks import check_choice
 from configuration.differences import flat
 from configuration.foreign import open_no_pipe, parse_json, shown
@@ -47,9 +47,11 @@ class TrackersConfig:
 
 
 def check_trackers(c: TrackersConfig) -> None:
-    """Raises ValueError for an unknown tracker, or a queue without ClearML."""
+    """Raises ValueError for an unknown tracker, one named twice, or a queue without ClearML."""
     for name in c.names:
         check_choice("trackers.names", name, tuple(TRACKERS))
+        if c.names.count(name) > 1:
+            raise ValueError(f"trackers.names has {name} twice. Name each tracker once.")
     if c.queue is not None and "clearml" not in c.names:
         raise ValueError(
             f"trackers.queue is {c.queue!r}, a queue of ClearML, but trackers.names is {c.names}. Add clearml to it."
@@ -97,6 +99,8 @@ def _tensorboard(tensorboardx: Any, run: Facts) -> Opened:
     suffix = f".{run.start}"  # two starts within a second would have one file
     writer = tensorboardx.SummaryWriter(str(run.directory), purge_step=run.start or None, filename_suffix=suffix)
     writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in run.settings.items()))
+
+    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns of each NaN, which the run tells
 
     def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -241,15 +245,9 @@ def tracked(
     """
     sending = []
     if jax.process_index() == 0 and c.names:
-        known = _known(directory / FILE)
-        with pause("opening the trackers"):
-            facts = Facts(name, directory, c.project, start, flat(dict(settings)), None)
-            for which in c.names:
-                opened = _try(which, lambda which=which: _opened(which, facts._replace(known=known.get(which))))
-                if opened is not None:
-                    known[which] = opened.id
-                    sending.append(_Sending(which, opened))
-        _keep(directory / FILE, known)
+        names = _Names(directory / FILE)
+        facts = Facts(name, directory, c.project, start, flat(dict(settings)), None)
+        sending = [_Sending(which, facts._replace(known=names.known.get(which)), names) for which in c.names]
     try:
         yield lambda record: [each.send(record) for each in sending]
     finally:
@@ -258,10 +256,10 @@ def tracked(
 
 
 class _Sending:
-    """A tracker, which gets lines in a thread of its own."""
+    """A tracker, which is opened and gets lines in a thread of its own."""
 
-    def __init__(self, name: str, opened: Opened):
-        self._name, self._opened = name, opened
+    def __init__(self, name: str, facts: Facts, names: "_Names"):
+        self._name, self._facts, self._names = name, facts, names
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_WAITING)
         self._left = False
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
@@ -279,25 +277,24 @@ class _Sending:
             self._lines.put_nowait(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            _tell(self._name, f"it was not done within {CLOSE_TIMEOUT_S:g} s of the end; the last lines may be missing")
+            self._leave(f"it was not done within {CLOSE_TIMEOUT_S:g} s of the end; the last lines may be missing")
 
     def _run(self) -> None:
-        while (record := self._lines.get()) is not None:
-            if not self._left:
-                step, values = numbers(record)
-                try:
-                    self._opened.log(values, step)
-                except Exception as error:
-                    self._leave(_why(error))
+        tracker = TRACKERS[self._name]
         try:
-            self._opened.close()
-        except Exception as error:
-            if not self._left:
-                _tell(self._name, f"at its end: {_why(error)}")
+            opened = tracker.open(importlib.import_module(tracker.package), self._facts)
+            self._names.keep(self._name, opened.id)
+            while (record := self._lines.get()) is not None:
+                step, values = numbers(record)
+                opened.log(values, step)
+            opened.close()
+        except BaseException as error:  # SystemExit too: a tracker never stops a run
+            self._leave(_why(error))
 
     def _leave(self, why: str) -> None:
-        self._left = True
-        _tell(self._name, why)
+        if not self._left:
+            self._left = True
+            _tell(self._name, why)
 
 
 def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
@@ -325,46 +322,36 @@ def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
     return record["step"], found
 
 
-def _known(path: Path) -> dict[str, str]:
-    """Names of the run in the trackers, as an earlier start kept them."""
-    if not path.exists():
-        return {}
-    try:
-        with open(path, opener=open_no_pipe) as file:
-            found = parse_json(file.read(2**16))
-        if isinstance(found, dict) and all(isinstance(x, str) for x in found.values()):
-            return found
-        why = "it is not a dict of names"
-    except (OSError, ValueError) as error:
-        why = str(error)
-    print(f"WARNING: {path} is not readable: {shown(why)}. The trackers begin new runs.")
-    return {}
+class _Names:
+    """The names of a run in its trackers, in the file `path`. Those that an earlier start kept are `known`."""
 
+    def __init__(self, path: Path):
+        self._path, self._lock, self.known = path, threading.Lock(), dict[str, str]()
+        if not path.exists():
+            return
+        try:
+            with open(path, opener=open_no_pipe) as file:
+                found = parse_json(file.read(2**16))
+            if not isinstance(found, dict) or not all(isinstance(x, str) for x in found.values()):
+                raise ValueError("it is not a dict of names")
+            self.known = found
+        except (OSError, ValueError) as error:
+            print(f"WARNING: {path} is not readable: {shown(str(error))}. The trackers begin new runs.")
 
-def _keep(path: Path, known: Mapping[str, str]) -> None:
-    with optional(str(path)):
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(known) + "\n")
-        temporary.replace(path)
-
-
-def _opened(name: str, facts: Facts) -> Opened:
-    tracker = TRACKERS[name]
-    return tracker.open(importlib.import_module(tracker.package), facts)
-
-
-def _try(name: str, open_: Callable[[], Opened]) -> Opened | None:
-    try:
-        return open_()
-    except Exception as error:  # of any kind: a tracker never stops a run
-        _tell(name, _why(error))
-        return None
+    def keep(self, tracker: str, name: str) -> None:
+        """Keeps the name of the run in a tracker. May come from any thread."""
+        with self._lock, optional(str(self._path)):
+            self.known[tracker] = name
+            temporary = self._path.with_name(self._path.name + ".tmp")
+            temporary.write_text(json.dumps(self.known) + "\n")
+            temporary.replace(self._path)
 
 
 def _tell(name: str, why: str) -> None:
-    print(f"WARNING: the tracker {name} is left: {shown(why)}. The run goes on, and its metrics are in metrics.jsonl.")
+    why = shown(why.rstrip("."))
+    print(f"WARNING: the tracker {name} is left: {why}. The run goes on, and its metrics are in metrics.jsonl.")
 
 
-def _why(error: Exception) -> str:
+def _why(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

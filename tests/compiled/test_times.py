@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats:Depreca
 SOURCE = {"train.py:10": "x = gather(x)", "train.py:20": "y = x @ w"}
 
 
-def times(planes):
-    program = parse(TEXT)
+def times(planes, text=TEXT):
+    program = parse(text)
     return line_times(trace(planes), program, describe(program), SOURCE)
 
 
@@ -31,6 +31,13 @@ def by_line(found):
 def on_cpu(device, *events):
     of = {"hlo_module": "jit_f", "run_id": 7, "device_ordinal": device}
     return [(start, end, name, of | {"hlo_op": name}) for start, end, name in events]
+
+
+def test_a_collective_in_groups_of_one_device_is_a_copy():
+    text = TEXT.replace("replica_groups={{0,1,2,3}}", "replica_groups={{0},{1},{2},{3}}")
+    events = {"/host:CPU": {"a": on_cpu(0, (0, 5e6, "total"))}}
+    assert by_line(times(events))["train.py:20"] == [5, 1, 1, 1]
+    assert by_line(times(events, text))["train.py:20"] == [5, 1, 0, 0]
 
 
 def test_cpu_devices():

@@ -20,7 +20,7 @@ from input_loader import batch_shapes
 from jax_extra import save_for_backward
 from microscope.look import Look, worst
 from microscope.points import saved_points
-from microscope.statistics import finished, sums
+from microscope.statistics import bits, finished, sums
 from modeling.model import load_model
 from shardlib.program_hash import hash_of
 from training_io.microscope import Microscope
@@ -235,3 +235,18 @@ def test_the_worst_is_named():
     assert worst(described, "fp8") == (0.6, "the gradient of layers/w in layer 1")
     weight["gradient"]["fp8"] = 0.0
     assert worst(described, "fp8") == (0.5, "f x in layer 1, a.py:3")
+
+
+def test_the_bits_tell_signs_order_and_devices_apart():
+    x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    split, whole = P("d"), P()
+    on_devices = jax.jit(jax.shard_map(bits, mesh=mesh, in_specs=split, out_specs=whole))
+    for of in (jax.jit(bits), on_devices):
+        others = [x, -x, x[::-1], x[:, ::-1], np.roll(x, 2, 0), np.where(x == x[3, 2], np.nextafter(x, 9), x)]
+        assert len({int(of(y)[0]) for y in others}) == len(others)
+        assert of(x) == of(x.copy())
+    rows = np.asarray(jax.jit(functools.partial(bits, rows=True))(x))
+    changed = x.copy()
+    changed[5, 1] *= -1
+    assert list(np.flatnonzero(rows[0] != np.asarray(jax.jit(functools.partial(bits, rows=True))(changed))[0])) == [5]

@@ -22,7 +22,9 @@ from flat_tokens import Writer
 from input_loader import make_loader
 from input_loader.origins import documents_of_batch
 from modeling.model import load_model
-from tools.replay.__main__ import Config, replay
+from tools.replay import __main__ as program
+from tools.replay.__main__ import Config, compare, plain, replay
+from tools.replay.session import Done
 from training_io.opening import StagesChoice
 
 GARBAGE = 260
@@ -104,6 +106,25 @@ def test_a_step_is_equal_to_the_bit(of_demo, step):
     assert found["loss"] == losses(of_demo)[step]
     assert "equal to the bit" in text
     of_page(text)
+
+
+def test_a_step_without_numbers_in_the_log_is_not_called_equal():
+    done = Done(np.float32(1), np.float32(2), False)
+    assert compare(done, None, "") is None
+    assert compare(done, {"step": 3}, "") is None
+    assert compare(done, {"step": 3, "loss": 1.0, "grad_norm": 2.0}, "") == ""
+    assert compare(done, {"step": 3, "loss": 1.5, "grad_norm": 2.0}, "").startswith("differs: loss 0.3 from the 1.5")
+
+
+def test_the_result_is_json_and_its_place_is_tried_first(tmp_path, monkeypatch):
+    results, done = [], Done(np.float32("nan"), np.float32(2), True)
+    monkeypatch.setattr(program, "replay", lambda config: results.append(config) or plain(done))
+    program.run(Config(run="x", step=1, out=str(tmp_path / "x.json")))
+    assert json.loads((tmp_path / "x.json").read_text()) == {"loss": "NaN", "grad_norm": 2.0, "skipped": True}
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    with pytest.raises(ValueError, match=r"out is .*nowhere/x.json, which cannot be written: No such file"):
+        program.run(Config(run="x", step=1, out=str(tmp_path / "nowhere/x.json")))
+    assert len(results) == 1
 
 
 @pytest.mark.long
@@ -214,6 +235,18 @@ def test_equal_runs_do_not_differ(of_demo, tmp_path, dataset):
     assert found["first"] is None
     assert found["settings"] == ["training.microscope_interval: 3, and None"]
     assert "equal to the bit in all 10 steps that both runs logged" in text
+
+
+@pytest.mark.long
+def test_equal_runs_do_not_differ_in_a_chosen_step_either(of_demo, tmp_path, dataset):
+    other = str(run(tmp_path / "b", dataset))
+    with pytest.raises(ValueError, match="step is 10; both runs have done the steps 0 to 9"):
+        replayed(of_demo, against=other, step=10)
+    with pytest.raises(ValueError, match="against= compares two runs, and bisect= searches one step of one"):
+        replayed(of_demo, against=other, bisect="loss")
+    found, text = replayed(of_demo, against=other, step=3)
+    assert found["first"] is None
+    assert text.rstrip().endswith("equal to the bit to step 3, by this source and on one mesh")
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from tools.report.__main__ import Config, show_report
 from tools.report.comparing import compare
 from tools.report.microscope import microscope
 from tools.report.plots import panels_of
-from tools.report.reading import read_run
+from tools.report.reading import find_runs, read_run
 from tools.report.sections import SECTIONS, Report, checkpoints, files, head, provenance, samples, settings
 
 
@@ -165,6 +165,20 @@ def test_a_strange_look_is_shown_as_far_as_it_is_known(tmp_path, event):
     assert sum(tag == "tr" for tag, _ in page.elements) < 300
 
 
+def test_a_run_of_unknown_length_has_its_figures(tmp_path):
+    """Of a metrics.jsonl alone."""
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0, "loss": 1.0, "tokens": 64}])
+    assert {figure.label: figure.value for figure in head(report(tmp_path))["figures"]}["steps"] == "1"
+
+
+def test_links_to_directories_are_not_followed(tmp_path):
+    inside = tmp_path / "runs" / "x"
+    write_run(inside / "run")
+    for name, target in {"l1": "..", "l2": "..", "l3": ".", "latest": "run"}.items():
+        (inside / name).symlink_to(target)
+    assert find_runs([str(tmp_path / "runs")]) == [inside / "run"]
+
+
 def test_settings_that_were_chosen_come_first(tmp_path):
     shown = settings(report(write_run(tmp_path / "run", rate=0.03)))
     given, of_recipe, defaults = shown["groups"]
@@ -192,7 +206,10 @@ def test_samples_checkpoints_provenance_and_files(tmp_path):
     ]
     assert ("jax", "0.12.0") in made["facts"]
     proved = "training and evaluation compute on this mesh what they compute on one device"
-    assert ("proved", proved) in made["facts"]
+    assert ("proved", proved) not in made["facts"]
+    path = tmp_path / "run/source/0000000100/provenance.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"proof": {"programs": ["training", "evaluation"]}}))
+    assert ("proved", proved) in provenance(report(tmp_path / "run"))["facts"]
     assert {link for _, link, *_ in files(r)["main"]} == {"metrics.jsonl", "samples.jsonl", "config.yaml"}
 
 

@@ -165,11 +165,14 @@ def test_a_tracker_has_the_numbers_of_both_starts_of_a_run(name, tmp_path, monke
 class Fake:
     """A tracker that fails at a chosen call."""
 
-    def __init__(self, fails):
+    def __init__(self, fails, kind=RuntimeError):
+        self.kind = kind
         self.fails, self.lines, self.closed, self.go = fails, [], False, threading.Event()
 
     def open(self, package, facts):
         self._fail("open")
+        if self.fails == "slow to open":
+            self.go.wait(10)
         self.facts = facts
         return Opened("its name", self.log, self.close)
 
@@ -185,7 +188,7 @@ class Fake:
 
     def _fail(self, what):
         if self.fails == what:
-            raise RuntimeError(f"no\nnetwork in {what}\x1b[2J")
+            raise self.kind(f"no\nnetwork in {what}\x1b[2J")
 
 
 def send_to(monkeypatch, tmp_path, *fakes, lines=FIRST):
@@ -197,18 +200,20 @@ def send_to(monkeypatch, tmp_path, *fakes, lines=FIRST):
 
 
 @pytest.mark.parametrize("fails", ["open", "log", "close"])
-def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fails, tmp_path, monkeypatch, capsys):
-    bad, good = Fake(fails), Fake(None)
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fails, kind, tmp_path, monkeypatch, capsys):
+    bad, good = Fake(fails, kind), Fake(None)
     send_to(monkeypatch, tmp_path, bad, good)
     assert [step for step, _ in good.lines] == [0, 1, 1]
     assert good.closed
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: the tracker fake0 is left: ")
-    assert f"RuntimeError: no network in {fails}\N{REPLACEMENT CHARACTER}[2J" in line
+    assert f"{kind.__name__}: no network in {fails}\N{REPLACEMENT CHARACTER}[2J" in line
 
 
-def test_a_slow_tracker_does_not_wait_in_the_loop_and_is_told_at_the_end(tmp_path, monkeypatch, capsys):
-    slow = Fake("slow")
+@pytest.mark.parametrize("fails", ["slow", "slow to open"])
+def test_a_slow_tracker_does_not_wait_in_the_loop_and_is_told_at_the_end(fails, tmp_path, monkeypatch, capsys):
+    slow = Fake(fails)
     monkeypatch.setattr(trackers, "CLOSE_TIMEOUT_S", 0.2)
     begin = time.perf_counter()
     send_to(monkeypatch, tmp_path, slow)
@@ -242,6 +247,7 @@ def test_strange_names_are_not_given_to_a_tracker(text, tmp_path, monkeypatch, c
     ("c", "message"),
     [
         (TrackersConfig(["wandbb"]), "trackers.names is 'wandbb'; .*Did you mean wandb"),
+        (TrackersConfig(["wandb", "wandb"]), "trackers.names has wandb twice. Name each tracker once."),
         (TrackersConfig([], queue="gpu"), r"trackers.queue is 'gpu', a queue of ClearML, but .* \[\]. Add clearml"),
     ],
 )

@@ -81,9 +81,9 @@ def to_step(session: Session, step: int, logs: dict[int, dict], screen: show.Scr
 
 def compare(done: Done, record: dict[str, Any] | None, where: str) -> str | None:
     """How a replayed step differs from the log, `where` it was done; "" if it is equal to the bit; None: not logged."""
-    if record is None:
+    pairs = {name: (getattr(done, name), logged(record or {}, name)) for name in ("loss", "grad_norm")}
+    if all(y is None for _, y in pairs.values()):
         return None
-    pairs = {name: (getattr(done, name), logged(record, name)) for name in ("loss", "grad_norm")}
     differing = [
         f"{name} {abs(x / y - 1):.1g} from the {y:.7g} that the run logged"
         for name, (x, y) in pairs.items()
@@ -142,14 +142,18 @@ def step_of(session: Session, config: Config, logs: dict[int, dict], screen: sho
             screen.line(f"not finite  {line}")
     return {
         "step": step,
-        "loss": float(done.loss),
-        "grad_norm": float(done.grad_norm),
-        "skipped": done.skipped,
+        **plain(done),
         "is_equal": None if differs is None else not differs,
         "not_finite": why,
         "documents": [show.described(document) for document in documents],
         "microscope": found,
     }
+
+
+def plain(done: Done) -> dict[str, Any]:
+    """What a step computed, for JSON, in which what is not finite is a string."""
+    numbers = {"loss": show.for_json(done.loss), "grad_norm": show.for_json(done.grad_norm)}
+    return numbers | {"skipped": bool(done.skipped)}
 
 
 def bisected(
@@ -171,19 +175,24 @@ def bisected(
         which = "document makes" if count == 1 else "documents together make"
         show_documents(f"{count} {which} the {metric} of step {session.step} jump", found.documents)
         screen.line(f"step {session.step}  {numbers(found.before)}; without: {numbers(found.after)}")
-    both = {"before": vars(found.before), "after": found.after and vars(found.after)}
+    both = {"before": plain(found.before), "after": found.after and plain(found.after)}
     return {"step": session.step, **both, "documents": [show.described(document) for document in found.documents]}
 
 
 def compare_runs(config: Config, screen: show.Screen) -> dict[str, Any]:
     """Shows the settings in which two runs differ, and the first step and tensor. Both are replayed on one mesh."""
     runs = config.run, config.against
+    given = [name for name in ("bisect",) if getattr(config, name) is not None]
+    if given:
+        raise ValueError(f"against= compares two runs, and {given[0]}= searches one step of one; give one of them.")
     settings, sources = difference.settings(*runs), difference.sources(*runs)
     for line in settings or ["none differs"]:
         screen.line(f"settings    {line}")
     for line in sources:
         screen.line(f"source      {line}")
     step, common = difference.first_step(*runs)
+    if config.step is not None and config.step >= common:
+        raise ValueError(f"step is {config.step}; both runs have done the steps 0 to {common - 1}. Choose one of them.")
     if step is None and config.step is None:
         screen.line(f"metrics     equal to the bit in all {common} steps that both runs logged")
         return {"settings": settings, "sources": sources, "step": None, "first": None}
@@ -201,9 +210,8 @@ def compare_runs(config: Config, screen: show.Screen) -> dict[str, Any]:
             mesh = StagesChoice(p=sizes.get("p", 1), r=sizes["r"], d=sizes["d"], t=sizes["t"])
     first = difference.compared(*found)
     if first is None:
-        screen.line(
-            "tensors     equal to the bit, by this source and on one mesh: the mesh or the source made the difference"
-        )
+        why = "" if step is None or step > last else ": the mesh or the source made the difference"
+        screen.line(f"tensors     equal to the bit to step {last}, by this source and on one mesh{why}")
     else:
         screen.line(f"tensors     in step {first[0]} the first that differs is {first[1]}")
     return {"settings": settings, "sources": sources, "step": step, "first": first}
@@ -213,9 +221,21 @@ def run(config: Config) -> None:
     """Replays, and writes the result to `out`."""
     if config.bisect is not None:
         check_choice("bisect", config.bisect, ("loss", "grad_norm"))
-    result = replay(config)
-    if config.out is not None:
-        Path(config.out).write_text(json.dumps(result, default=str) + "\n", encoding="utf-8")
+    if config.out is None:
+        replay(config)
+        return
+    out = Path(config.out)
+    temporary = out.with_name(f"{out.name}.tmp")
+    try:
+        temporary.touch()  # before the work
+    except OSError as error:
+        raise ValueError(f"out is {out}, which cannot be written: {error.strerror}. Choose another file.") from error
+    try:
+        text = json.dumps(replay(config), default=str, allow_nan=False) + "\n"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What tools.replay prints."""
 
+import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,11 +76,16 @@ class Screen:
         )
 
 
+def for_json(x: Any) -> float | str:
+    """A number; a string if it is not finite, which JSON cannot hold."""
+    return float(x) if math.isfinite(x) else json.dumps(float(x))
+
+
 def described(document: Document) -> dict[str, Any]:
     """A document for JSON."""
     where = {"sequence": document.sequence, "position": document.position}
     of = {"source": document.source, "document": document.document, "start": document.start}
-    return {**of, **where, "tokens": len(document.ids), "loss": document.loss, "ids": document.ids.tolist()}
+    return {**of, **where, "tokens": len(document.ids), "loss": for_json(document.loss), "ids": document.ids.tolist()}
 
 
 def _text(document: Document, codec: TextCodec, characters: int) -> str:

@@ -226,6 +226,7 @@ def _shown(line: Line, colours: dict[str, str], peak: float | None, longest: flo
         "time": _ms(t.seconds) if t else "",
         "exposed": _ms(t.seconds * t.exposed / t.share) if t and t.exposed and t.share else "",
         "least": _ms(flops / peak) if flops and peak else "",
+        "doubtful": bool(t and peak and flops / peak > t.seconds),
         "parts": parts,
         "more": len(collectives) + len(matmuls) + len(kept) - len(parts),
     }

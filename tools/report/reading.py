@@ -107,7 +107,8 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
 
 
 def _runs_in(directory: Path) -> Iterator[Path]:
-    inside = [path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    # Not through links, which may lead back, or to a run that is there already.
+    inside = [p for p in sorted(directory.iterdir()) if p.is_dir() and not p.is_symlink() and p.name[0] != "."]
     if not inside or any((directory / name).exists() for name in ("metrics.jsonl", "config.yaml")):
         yield directory  # empty too: of a run that left nothing
         return

@@ -97,7 +97,7 @@ def figures(c: Comparison, run: Run) -> list[Figure]:
     done = int(values["steps"])
     left = (total - done) * values.get("ms/step", math.nan) / 1000 if total else math.nan
     rest = f"{duration(left)} left" if run.state == "running" and 0 < left < 1e9 else ""
-    found.append(Figure("steps", f"{done:,}", " · ".join(filter(None, [f"of {total:,}" * bool(total), rest]))))
+    found.append(Figure("steps", f"{done:,}", " · ".join(filter(None, [f"of {total:,}" if total else "", rest]))))
     found.append(Figure("tokens", c.metric(run, "tokens"), f"in {duration(run.time[-1])}"))
     if "tokens/s" in values:
         found.append(Figure("tokens/s", c.metric(run, "tokens/s"), f"{c.metric(run, 'ms/step')} ms a step"))
