@@ -104,6 +104,12 @@ def _groups(program: Program, instruction: Instruction) -> list[tuple[int, ...]]
     listed = re.search(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", attributes)
     if listed:
         return [tuple(map(int, re.findall(r"\d+", group))) for group in re.findall(r"\{([^{}]*)\}", listed[1])]
+    # mesh['d'=4,'t'=2] {'d'}: the devices of a 4 × 2 mesh that differ along d alone.
+    named = re.search(r"\breplica_groups=mesh\[([^\[\]]*)\] \{([^{}]*)\}", attributes)
+    if named:
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        in_order = not re.search(r"\bdevice_ids=", attributes)
+        return _along(sizes, re.findall(r"'(\w+)'", named[2])) if in_order else []
     # [2,4]<=[4,2]T(1,0): the numbers of a 4 × 2 array, transposed, in 2 groups of 4.
     iota = re.search(r"\breplica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota is None:
@@ -115,6 +121,15 @@ def _groups(program: Program, instruction: Instruction) -> list[tuple[int, ...]]
     numbers = [sum(at * strides[i] for at, i in zip(place, order, strict=True)) for place in places]
     members = shape[-1]
     return [tuple(numbers[i : i + members]) for i in range(0, len(numbers), members)]
+
+
+def _along(sizes: dict[str, int], axes: list[str]) -> list[tuple[int, ...]]:
+    """The groups of devices, numbered in the order of the mesh, whose places differ along `axes`, major to minor."""
+    places = [dict(zip(sizes, at, strict=True)) for at in itertools.product(*map(range, sizes.values()))]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, place in enumerate(places):
+        groups.setdefault(tuple(place[axis] for axis in sizes if axis not in axes), []).append(number)
+    return [tuple(sorted(group, key=lambda n: [places[n][axis] for axis in axes])) for group in groups.values()]
 
 
 def _axes(groups: list[tuple[int, ...]], mesh: dict[str, int], devices: int) -> list[str]:

@@ -53,6 +53,10 @@ def test_a_collective_without_work_until_its_end_is_not_overlapped():
         ("[2,2]<=[4]", "t"),
         ("[2,2]<=[2,2]T(1,0)", "d"),
         ("{}", "d t"),
+        ("mesh['d'=2,'t'=2] {'d'}, use_global_device_ids=true", "d"),  # jax 0.12
+        ("mesh['d'=2,'t'=2] {'t'}", "t"),
+        ("mesh['d'=2,'t'=2] {'d','t'}", "d t"),
+        ("mesh['d'=2,'t'=2] {'t','d'}", "t d"),
         ("@a_form_of_the_future", ""),
     ],
 )
@@ -60,6 +64,7 @@ def test_axes_of_groups(groups, axes):
     text = TEXT.replace("replica_groups={{0,1},{2,3}}", f"replica_groups={groups}")
     (row,) = [row for row in table_of(text, MESH).collectives if row.overlapped is not None]
     assert row.axes == axes
+    assert row.bytes == 128 * (1 if len(axes) == 1 else 3)
 
 
 @pytest.mark.quick
