@@ -40,7 +40,9 @@ def _init(key, c, model):
     return tiny.train.init_state(key, c, model)
 
 
-@pytest.fixture(scope="module", params=MESHES)
+@pytest.fixture(
+    scope="module", params=["one device", *(pytest.param(x, marks=pytest.mark.slow) for x in ("d=4 t=2", "p=2"))]
+)
 def told(request):
     """Lines on a step whose state has a change, and the documents of its batch."""
     c = tiny.config(tiny.model(layers=LAYERS), microbatches=MICROBATCHES)
