@@ -109,17 +109,19 @@ def print_end(
     entropy = loader.unigram_entropy()
     known = f" (unigram {entropy:.3f})" if entropy is not None else ""
     print(f"loss       {loss:.3f} nats a token at the last step{known}")
-    if drawn and (page is None or drawn.startswith(NO_PICTURE)):
-        print(drawn)
     if page is None:
         print(f"metrics    {directory / 'metrics.jsonl'}")
         if trace:
             print(f"trace      {trace}  (open it at ui.perfetto.dev)")
     print(f"checkpoint {checkpoint}")
-    print_page(page)
+    print_page(drawn, page)
 
 
-def print_page(page: Path | None) -> None:
-    """Prints where the page of the run is, if there is one."""
+def print_page(drawn: str | None, page: Path | None) -> None:
+    """Prints where the page of the run is, and what draw_step returned, if the page does not show it."""
+    if jax.process_index():
+        return
+    if drawn and (page is None or drawn.startswith(NO_PICTURE)):
+        print(drawn)
     if page:
         print(f"report     {page}  (open it in a browser)")

@@ -418,7 +418,7 @@ class Run:
             self._log.close()
             if self._failure:
                 raise OSError(self._failure)
-            print_page(self._finish_page("stopped", self.stopped_by))
+            print_page(*self._finish_page("stopped", self.stopped_by))
             return self.stopped_by
         self._log.close()
         self.checkpoints.wait()
@@ -430,14 +430,15 @@ class Run:
         if self._profiler.by_line:
             self.print(self._profiler.by_line)
         checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"
-        drawn = self._drawing.result() if self._drawing else None  # before the page, which shows it
-        files = trace, drawn, self._finish_page("finished")
-        print_end(self.directory, checkpoint, float(self._loss), self.loader, *files)
+        files = self._finish_page("finished")
+        print_end(self.directory, checkpoint, float(self._loss), self.loader, trace, *files)
         return None
 
-    def _finish_page(self, state: str, why: str | None = None) -> Path | None:
+    def _finish_page(self, state: str, why: str | None = None) -> tuple[str | None, Path | None]:
+        """The line of draw_step, and the page, which shows what it drew."""
+        drawn = self._drawing.result() if self._drawing else None
         self._log.add_event(self.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
-        return self._page.finish()
+        return drawn, self._page.finish()
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
         if error is not None and self._loss is not None:

@@ -284,10 +284,12 @@ class _Sending:
         try:
             opened = tracker.open(importlib.import_module(tracker.package), self._facts)
             self._names.keep(self._name, opened.id)
-            while (record := self._lines.get()) is not None:
-                step, values = numbers(record)
-                opened.log(values, step)
-            opened.close()
+            try:
+                while (record := self._lines.get()) is not None:
+                    step, values = numbers(record)
+                    opened.log(values, step)
+            finally:
+                opened.close()
         except BaseException as error:  # SystemExit too: a tracker never stops a run
             self._leave(_why(error))
 

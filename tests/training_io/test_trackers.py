@@ -206,6 +206,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fails, kind, tmp
     send_to(monkeypatch, tmp_path, bad, good)
     assert [step for step, _ in good.lines] == [0, 1, 1]
     assert good.closed
+    assert bad.closed == (fails == "log")
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: the tracker fake0 is left: ")
     assert f"{kind.__name__}: no network in {fails}\N{REPLACEMENT CHARACTER}[2J" in line
