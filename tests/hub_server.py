@@ -7,54 +7,36 @@ import base64
 import hashlib
 import json
 import re
-import threading
 import urllib.parse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from local_server import LocalServer, SilentHandler
 
 TOKEN = "hf_of_the_test"
 _LFS = (".safetensors", ".png")
 """Endings of files that come by LFS, whatever their size."""
 
 
-class HubServer(ThreadingHTTPServer):
+class HubServer(LocalServer):
     """Repositories by <owner>/<name>. A context manager.
 
     Attributes:
         repositories: of each, whether it is private, its files, and the messages of its commits.
         objects: contents that came by LFS, by their SHA-256.
         failing: pattern of the paths that are answered with the status `failure`.
-        requests: method and path of each request.
     """
 
-    daemon_threads = True
-
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.repositories: dict[str, dict] = {}
         self.objects: dict[str, bytes] = {}
         self.failing, self.failure = re.compile("$^"), 500
-        self.requests: list[tuple[str, str]] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def add(self, name: str, private: bool) -> dict:
         self.repositories[name] = {"private": private, "files": {}, "commits": []}
         return self.repositories[name]
 
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
 
-    def __exit__(self, *exc_info):
-        self.shutdown()
-        self.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
+class _Handler(SilentHandler):
     def answer(self, status: int, content: dict | None = None) -> None:
         body = b"" if content is None else json.dumps(content).encode()
         self.send_response(status)
@@ -139,6 +121,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, {"success": True, "commitUrl": url, "commitOid": "1" * 40})
 
     do_GET = do_PUT = do_POST = do_HEAD = handle_any
-
-    def log_message(self, *arguments: object) -> None:
-        pass

@@ -7,47 +7,30 @@ import re
 import sys
 import threading
 import urllib.parse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from xml.sax.saxutils import escape
+
+from local_server import LocalServer, SilentHandler
 
 PAGE = 100
 """Keys in one answer to a list, so that tests see lists of several answers."""
 
 
-class S3Server(ThreadingHTTPServer):
+class S3Server(LocalServer):
     """Objects by their path `/bucket/key`. A context manager.
 
     Attributes:
         objects: contents by path.
         failures: answers 503 that are still to be given to writes, and to reads.
-        requests: method and path of each request.
     """
 
-    daemon_threads = True
-
     def __init__(self, port: int = 0):
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(_Handler, port)
         self.objects: dict[str, bytes] = {}
         self.failures = {"PUT": 0, "GET": 0}
-        self.requests: list[tuple[str, str]] = []
         self.lock = threading.Lock()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *exc_info):
-        self.shutdown()
-        self.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
+class _Handler(SilentHandler):
     def answer(self, status: int, content: bytes = b"", **headers: str) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), "ETag": '"1"', **headers}.items():
@@ -93,9 +76,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, text.encode(), **{"Content-Type": "application/xml"})
 
     do_GET = do_PUT = do_HEAD = do_DELETE = handle_any
-
-    def log_message(self, *arguments: object) -> None:
-        pass
 
 
 if __name__ == "__main__":

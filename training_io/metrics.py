@@ -77,7 +77,7 @@ class RunLog:
         self.directory, self.total_steps, self.start_step, self.speed = Path(directory), total_steps, start_step, speed
         self._see, self._send = see, send
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
-        self._later: list[tuple[int, str, Callable[[], Mapping[str, Any]]]] = []
+        self._later: list[tuple[int, str, Mapping[str, Any]]] = []
         self.events: list[tuple[int, str]] = []
         """Step and name of each event that was logged."""
         self._last_end: float | None = None
@@ -151,20 +151,29 @@ class RunLog:
             self._warn_if_not_finite(step, values)
         self._show(step, values)
         later, self._later = self._later, []
-        for known, event, get in later:
-            self._write_line({"step": known, "event": event} | get())
+        for known, event, found in later:
+            self._write_line({"step": known, "event": event} | found)
         self._see(step, values)
 
     def log_later(self, step: int, event: str, get: Callable[[], Mapping[str, Any]]) -> None:
         """Writes an event of a step that is dispatched next, right after its metrics. Prints nothing.
 
+        Waits for the devices.
+
         Args:
             step: index of the step.
             event: its name.
-            get: gives its JSON values, which devices compute before the step.
+            get: computes its JSON values before the step. The time is counted for no step.
         """
-        self._later.append((step, event, get))
+        self.flush()
+        self._later.append((step, event, get()))
         self.events.append((step - 1, event))  # it is computed between the steps
+        self._pass_time()
+
+    def _pass_time(self) -> None:
+        """Counts the time since the last step for no step."""
+        if self._last_end is not None:
+            self._last_end = time.perf_counter()
 
     def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         """Writes and prints an event after step `step`, such as a validation. Waits for the devices.
@@ -183,8 +192,7 @@ class RunLog:
         if event == "validation":
             self._validation = values.get("loss")
         self._warn_if_not_finite(step, values, event)
-        if self._last_end is not None:
-            self._last_end = time.perf_counter()  # the time that the event took is not the next step's
+        self._pass_time()
 
     def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
         """Writes an event of an earlier step that became known later. Waits for nothing, and prints only if it cannot.

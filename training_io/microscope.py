@@ -1,6 +1,7 @@
 """The microscope of a run: statistics of its step, every training.microscope_interval steps."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,59 +19,77 @@ MATTERS = 0.1
 """Share of the non-zero entries of a value that its format rounds to zero, from which the terminal tells it."""
 
 
-class Microscope:
-    """Looks at the steps of a run, and leaves them as they are. With pipeline stages it looks at the step without them.
+class StepWithoutStages:
+    """The training step on the current mesh without its pipeline stages, traced, to be looked at.
 
     Args:
         c: configuration of the run.
         model: the model.
         placement: of its layers.
         programs: train.programs.
-        options: compiler options.
+
+    Attributes:
+        mesh: without stages.
+        program: the traced step, a ClosedJaxpr.
 
     Raises:
         ValueError: with stages, a batch that the devices without them do not divide.
     """
 
-    def __init__(self, c: Config, model: Any, placement: Placement, programs: Callable, options: dict[str, Any]):
-        self._c, self._placement, self._mesh = c, placement, folded_mesh(c)
+    def __init__(self, c: Config, model: Any, placement: Placement, programs: Callable):
+        self.mesh, self._placement, t = folded_mesh(c), placement, c.training
         try:
-            check_divides(c, self._mesh.shape)
+            check_divides(c, self.mesh.shape)
         except ValueError as error:
-            raise ValueError(f"the microscope looks at a step without stages, whose devices d takes: {error}") from None
-        t = c.training
-        with jax.set_mesh(self._mesh):
+            raise ValueError(f"a step is looked at without stages, whose devices d takes: {error}") from None
+        with jax.set_mesh(self.mesh):
             batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
-            program = programs(c, model, batch)["training"].jaxpr
-        self._look = Look(program, model.table)
+            self.program = programs(c, model, batch)["training"].jaxpr
+
+    @contextlib.contextmanager
+    def arguments(self, state: Any, batch: TokenBatch) -> Iterator[tuple[Any, TokenBatch]]:
+        """A state and a batch of the current mesh on that without stages, which is the current one meanwhile."""
+        state = self.state(state)
+        with jax.set_mesh(self.mesh):
+            yield state, jax.tree.map(jax.device_put, batch, make_shardings(Array["m", TokenBatch], like=batch))
+
+    def state(self, state: Any) -> Any:
+        """A state of the current mesh on that without stages, with layers in their order."""
+        return without_stages(state, self._placement, self.mesh)
+
+
+class Microscope:
+    """Looks at the steps of a run, and leaves them as they are. With pipeline stages it looks at the step without them.
+
+    Args:
+        c, model, placement, programs: as of StepWithoutStages.
+        options: compiler options.
+
+    Raises:
+        ValueError: as StepWithoutStages.
+    """
+
+    def __init__(self, c: Config, model: Any, placement: Placement, programs: Callable, options: dict[str, Any]):
+        self._c, self._known = c, False
+        self._step = StepWithoutStages(c, model, placement, programs)
+        self._look = Look(self._step.program, model.table)
         self._program = jax.jit(self._look, compiler_options=options)
-        self._known = False
 
     def look(
         self, state: Any, batch: TokenBatch, step: Any, tell: Callable[[str], Any] = lambda line: None
-    ) -> Callable[[], dict[str, Any]]:
-        """Looks at the step that begins with `state`. Returns a function that waits for the statistics and gives them.
+    ) -> dict[str, Any]:
+        """Statistics of the step that begins with `state`, as Look.described says. Tells a line of the worst of them.
 
-        They are as Look.described says. The function tells a line of the worst of them, if it matters.
+        Waits for the devices. `tell` is not called if nothing matters.
         """
-        state = without_stages(state, self._placement, self._mesh)
-        with jax.set_mesh(self._mesh):
-            batch = jax.tree.map(jax.device_put, batch, make_shardings(Array["m", TokenBatch], like=batch))
-            if self._known:
-                found = self._program(state, batch, step)
-            else:
-                with pause("compiling the microscope"):
-                    found = self._program(state, batch, step)
-                self._known = True
-        jax.tree.map(lambda x: x.copy_to_host_async(), found)
-
-        def described() -> dict[str, Any]:
-            statistics = self._look.described(found)
-            if told := self.told(statistics):
-                tell(f"microscope step {step}: {told}")
-            return statistics
-
-        return described
+        with self._step.arguments(state, batch) as arguments, contextlib.ExitStack() as first:
+            if not self._known:
+                first.enter_context(pause("compiling the microscope"))
+            statistics = self._look.described(jax.device_get(self._program(*arguments, step)))
+        self._known = True
+        if told := self.told(statistics):
+            tell(f"microscope step {step}: {told}")
+        return statistics
 
     def told(self, described: dict[str, Any]) -> str | None:
         """A sentence on the value of which most is rounded to zero, if it is much. None: nothing to tell."""

@@ -302,9 +302,13 @@ class Run:
         interval = self.c.training.microscope_interval
         if interval is None or step % interval:
             return
-        if self._microscope is None:
-            self._microscope = Microscope(self.c, self.model, self.placement, self.programs, self.options)
-        self._log.log_later(step, "microscope", self._microscope.look(state, batch, np.int32(step), self.print))
+
+        def statistics() -> dict[str, Any]:
+            if self._microscope is None:
+                self._microscope = Microscope(self.c, self.model, self.placement, self.programs, self.options)
+            return self._microscope.look(state, batch, np.int32(step), self.print)
+
+        self._log.log_later(step, "microscope", statistics)
 
     def log(self, step: int, metrics: Any) -> None:
         """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.

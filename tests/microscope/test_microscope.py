@@ -96,7 +96,7 @@ def stepped(name: str, **changes):
     with jax.set_mesh(MESHES[name]()):
         state, batch = tiny.state(c), tiny.place_batch(c)
         microscope = Microscope(c, model, placement_of(c, model), train.programs, {})
-        found = microscope.look(state, batch, np.int32(3))()
+        found = microscope.look(state, batch, np.int32(3))
         before = jax.device_get(state)
         return found, before, *jax.device_get(train.make_training_step(c, model)(state, batch, np.int32(3)))
 

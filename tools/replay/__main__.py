@@ -130,7 +130,7 @@ def step_of(session: Session, config: Config, logs: dict[int, dict], screen: sho
     found = {}
     if config.microscope:
         microscope = Microscope(session.c, session.model, session.placement, train.programs, session.options)
-        found = microscope.look(session.state, batch, np.int32(step))()
+        found = microscope.look(session.state, batch, np.int32(step))
         screen.statistics(found)
     after, done = session.try_step(batch)
     differs = compare(done, logs.get(step), "" if session.is_own_mesh else " on this other mesh")
@@ -182,9 +182,9 @@ def bisected(
 def compare_runs(config: Config, screen: show.Screen) -> dict[str, Any]:
     """Shows the settings in which two runs differ, and the first step and tensor. Both are replayed on one mesh."""
     runs = config.run, config.against
-    given = [name for name in ("bisect",) if getattr(config, name) is not None]
-    if given:
-        raise ValueError(f"against= compares two runs, and {given[0]}= searches one step of one; give one of them.")
+    of_a_step = [name for name in ("bisect", "documents", "characters", "microscope") if given(config, name)]
+    if of_a_step:
+        raise ValueError(f"against= compares two runs, and {of_a_step[0]}= is for one step of one; give one of them.")
     settings, sources = difference.settings(*runs), difference.sources(*runs)
     for line in settings or ["none differs"]:
         screen.line(f"settings    {line}")
@@ -215,6 +215,11 @@ def compare_runs(config: Config, screen: show.Screen) -> dict[str, Any]:
     else:
         screen.line(f"tensors     in step {first[0]} the first that differs is {first[1]}")
     return {"settings": settings, "sources": sources, "step": step, "first": first}
+
+
+def given(config: Config, name: str) -> bool:
+    """Whether a setting differs from its default."""
+    return getattr(config, name) != getattr(Config(), name)
 
 
 def run(config: Config) -> None:

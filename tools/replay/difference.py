@@ -8,19 +8,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import train
 from configuration.differences import flat
-from input_loader import batch_shapes
 from microscope.look import Look
 from microscope.statistics import bits
-from modeling.model import inputs_of
-from shardlib.shardtypes import make_shardings
 from tools.replay.documents import on_host
 from tools.replay.session import Session, logged, metrics_of
 from training_io.checkpoint_arrays import named_leaves
 from training_io.files import read_config
 from training_io.resuming import with_defaults
-from training_io.stages import folded_mesh, without_stages
 
 OF_A_RUN = ("paths.", "hardware.", "distributed.")
 """Beginnings of the names of settings that change nothing that a step computes."""
@@ -78,18 +73,14 @@ class Fingerprints:
     """What a session's steps compute, value after value."""
 
     def __init__(self, session: Session):
-        self._session, self._mesh = session, folded_mesh(session.c)
-        c, t = session.c, session.c.training
-        with jax.set_mesh(self._mesh):
-            batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(session.model)))
-            program = train.programs(c, session.model, batch)["training"].jaxpr
-        self._look = Look(program, session.model.table, bits)
+        self._session, self._step = session, session.without_stages()
+        self._look = Look(self._step.program, session.model.table, bits)
         self._program = jax.jit(self._look, compiler_options=session.options)
 
     def of_state(self) -> list[Value]:
         """Of the state before the step. The weights come first."""
-        state = without_stages(self._session.state, self._session.placement, self._mesh)
-        with jax.set_mesh(self._mesh):
+        state = self._step.state(self._session.state)
+        with jax.set_mesh(self._step.mesh):
             found = jax.jit(lambda state: jax.tree.map(bits, state))(state)
         return [(f"the state, {name}", "", np.asarray(x)) for name, x in named_leaves(found).items()]
 
@@ -100,10 +91,8 @@ class Fingerprints:
         names = [field.name for field in dataclasses.fields(host) if getattr(host, field.name) is not None]
         rows = lambda x: np.array([zlib.crc32(row.tobytes()) for row in x], np.uint32)
         of_batch = [(f"the batch, {name}", "", rows(getattr(host, name))) for name in names]
-        state = without_stages(session.state, session.placement, self._mesh)
-        with jax.set_mesh(self._mesh):
-            batch = jax.tree.map(jax.device_put, batch, make_shardings(train.Batch, like=batch))
-            found = self._look.fingerprints(self._program(state, batch, np.int32(session.step)))
+        with self._step.arguments(session.state, batch) as arguments:
+            found = self._look.fingerprints(self._program(*arguments, np.int32(session.step)))
         return of_batch + found
 
 

@@ -7,15 +7,12 @@ import jax
 import numpy as np
 
 import train
-from input_loader import TokenBatch, batch_shapes
+from input_loader import TokenBatch
 from microscope.origin import Finder, Origin, positions
-from modeling.model import inputs_of
-from shardlib.shardtypes import make_shardings
 from tools.replay.documents import Document
 from tools.replay.session import Session
 from training_io.checkpoint_arrays import named_leaves
 from training_io.skipping import are_finite
-from training_io.stages import folded_mesh, without_stages
 
 
 def is_finite(state: Any) -> bool:
@@ -40,11 +37,9 @@ class Explainer:
     """Names what makes steps of a session not finite. With stages, on the mesh without them."""
 
     def __init__(self, session: Session):
-        self._session, self._mesh = session, folded_mesh(session.c)
-        c, t = session.c, session.c.training
-        with jax.set_mesh(self._mesh):
-            batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(session.model)))
-            self._finder = Finder(train.programs(c, session.model, batch)["training"].jaxpr, c.model.layers)
+        self._session, self._step = session, session.without_stages()
+        with jax.set_mesh(self._step.mesh):
+            self._finder = Finder(self._step.program, session.c.model.layers)
         self._is_compared = False
 
     def explain(self, state: Any, batch: TokenBatch, documents: list[Document]) -> list[str]:
@@ -56,11 +51,9 @@ class Explainer:
             documents: of the batch.
         """
         session, step = self._session, np.int32(self._session.step)
-        state = without_stages(state, session.placement, self._mesh)
-        if found := list(in_state(state)):
+        if found := list(in_state(self._step.state(state))):
             return [f"before the step, {line}" for line in found]
-        with jax.set_mesh(self._mesh):
-            batch = jax.tree.map(jax.device_put, batch, make_shardings(train.Batch, like=batch))
+        with self._step.arguments(state, batch) as (state, batch):
             if not self._is_compared:
                 fresh = jax.jit(session.init)(jax.random.key(session.c.training.seed))
                 after, metrics = train.make_training_step(session.c, session.model)(

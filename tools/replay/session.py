@@ -20,6 +20,7 @@ from training_io.checkpoint import Checkpointer
 from training_io.config import Config as RunConfig
 from training_io.files import read_config
 from training_io.initial_weights import find_checkpoint, last_step
+from training_io.microscope import StepWithoutStages
 from training_io.opening import StagesChoice, mesh_of_steps, read_state, trusted_options
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of
@@ -70,6 +71,10 @@ class Session:
     def init(self, key: jax.Array) -> Any:
         """A fresh state. To be traced."""
         return train.init_state(key, self.c, self.model)
+
+    def without_stages(self) -> StepWithoutStages:
+        """The step, traced without stages."""
+        return StepWithoutStages(self.c, self.model, self.placement, train.programs)
 
     @property
     def number(self) -> int:
