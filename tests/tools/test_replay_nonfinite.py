@@ -15,6 +15,7 @@ from cluster.devices import make_mesh
 from modeling.model import load_model
 from tools.replay import nonfinite
 from tools.replay.documents import _by_starts, on_host
+from training_io.microscope import StepWithoutStages
 from training_io.stages import placement_of
 
 pytestmark = pytest.mark.long
@@ -29,15 +30,13 @@ MESHES = {
 }
 
 
-def session_of(c, model=None):
+def session_of(c, model=None, train=tiny.train):
     """What an Explainer asks of a Session."""
     model = model or load_model(c.model)
-    init = functools.partial(_init, c=c, model=model)
-    return types.SimpleNamespace(c=c, model=model, step=3, init=init, placement=placement_of(c, model))
-
-
-def _init(key, c, model):
-    return tiny.train.init_state(key, c, model)
+    session = types.SimpleNamespace(c=c, model=model, step=3, placement=placement_of(c, model))
+    session.init = functools.partial(train.init_state, c=c, model=model)
+    session.without_stages = functools.partial(StepWithoutStages, c, model, session.placement, train.programs)
+    return session
 
 
 @pytest.fixture(
@@ -182,9 +181,10 @@ def test_of_code_the_line_is_named(name):
     with module_of(source) as module, jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.MonkeyPatch.context() as patched:
         patched.setattr(nonfinite, "train", module)
         c = tiny.config(tiny.model(layers=LAYERS, module="changed_train"), microbatches=MICROBATCHES)
-        model = load_model(c.model)
-        init = functools.partial(module.init_state, c=c, model=model)
-        session = types.SimpleNamespace(c=c, model=model, step=3, init=init, placement=placement_of(c, model))
-        state, batch = jax.jit(init)(jax.random.key(0)), tiny.place(jax.device_get(tiny.place_batch(c)), module.Batch)
+        session = session_of(c, train=module)
+        state, batch = (
+            jax.jit(session.init)(jax.random.key(0)),
+            tiny.place(jax.device_get(tiny.place_batch(c)), module.Batch),
+        )
         first, *_ = nonfinite.Explainer(session).explain(state, batch, [])
     assert f":{line_of(added.strip()[:20], source)}, {expected}" in first
