@@ -40,7 +40,7 @@ test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: s
 	$(RUN) pytest -n $(WORKERS) -m "quick and not slow"
 
 test-long: $(DEVELOPMENT) ## only the long tests: a quarter of an hour on two cores
-	$(RUN) pytest -n $(WORKERS) -m "long and not slow"
+	$(RUN) pytest -n $(WORKERS) -m "long and not slow" --durations=40
 
 test-slow: $(DEVELOPMENT) ## only the slow tests: more than an hour on two cores
 	$(RUN) pytest -n $(WORKERS) -m slow

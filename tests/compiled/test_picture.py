@@ -55,7 +55,15 @@ def boxes(svg):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("training", [{}, {"unroll": None}, {"microbatches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        pytest.param({"unroll": None}, marks=pytest.mark.slow),
+        pytest.param({"microbatches": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_picture_of_a_step_with_eight_layers(tmp_path, training):
     """It is drawn within ten seconds, opens with its title, fits a screen's width, and can be read as it is."""
     step = tiny.config(tiny.model(layers=8), **training)

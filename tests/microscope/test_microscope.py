@@ -163,7 +163,14 @@ def test_gradients_and_updates_are_those_of_the_step():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in MESHES if name != "d=4 t=2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "p=2 d=2 t=2" else pytest.param(name, marks=pytest.mark.slow)
+        for name in MESHES
+        if name != "d=4 t=2"
+    ],
+)
 def test_statistics_are_the_same_on_every_mesh(name):
     found, expected = stepped(name)[0], stepped("d=4 t=2")[0]
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -172,7 +179,12 @@ def test_statistics_are_the_same_on_every_mesh(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "changes", [{"save": "nothing"}, {"unroll": None}, {"loss_chunk": 8}, {"gather_weights": "step"}], ids=str
+    "changes",
+    [
+        {"gather_weights": "step"},
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ({"save": "nothing"}, {"unroll": None}, {"loss_chunk": 8})),
+    ],
+    ids=str,
 )
 def test_a_point_counts_once_however_the_step_is_computed(changes):
     found, expected = (stepped("d=4 t=2", **options)[0] for options in (changes, {}))

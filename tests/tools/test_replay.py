@@ -98,7 +98,7 @@ def of_demo(tmp_path_factory, dataset):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", [2, 4, 9])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_step_is_equal_to_the_bit(of_demo, step):
     """From the beginning, at a checkpoint, and after one."""
     found, text = replayed(of_demo, step=step, microscope=False)
@@ -128,7 +128,9 @@ def test_the_result_is_json_and_its_place_is_tried_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "options"), [("p=2 d=2 t=2", {}), ("r=2 d=4", {"microbatches": 1})])
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("p=2 d=2 t=2", {}), pytest.param("r=2 d=4", {"microbatches": 1}, marks=pytest.mark.slow)]
+)
 def test_it_is_on_other_meshes_too(tmp_path, dataset, mesh, options):
     """With steps that were skipped, and batches that are left out."""
     options = {"skip_steps": [1, 5], "skip_above": 1.0, "max_skipped": None, **options}
@@ -198,7 +200,7 @@ def of_spike(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
+@pytest.mark.parametrize("metric", ["loss", pytest.param("grad_norm", marks=pytest.mark.slow)])
 def test_the_document_of_a_spike_is_found(of_spike, metric):
     directory, step = of_spike
     found, text = replayed(directory, step=step, bisect=metric)
@@ -213,7 +215,7 @@ def test_the_document_of_a_spike_is_found(of_spike, metric):
         of_page(text)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_batch_without_a_spike_has_no_culprit(of_spike):
     directory, step = of_spike
     found, text = replayed(directory, step=step - 1, bisect="loss")
@@ -237,7 +239,7 @@ def test_equal_runs_do_not_differ(of_demo, tmp_path, dataset):
     assert "equal to the bit in all 10 steps that both runs logged" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_equal_runs_do_not_differ_in_a_chosen_step_either(of_demo, tmp_path, dataset):
     other = str(run(tmp_path / "b", dataset))
     with pytest.raises(ValueError, match="step is 10; both runs have done the steps 0 to 9"):
@@ -249,7 +251,7 @@ def test_equal_runs_do_not_differ_in_a_chosen_step_either(of_demo, tmp_path, dat
     assert text.rstrip().endswith("equal to the bit to step 3, by this source and on one mesh")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_order_of_the_data_is_found(of_demo, tmp_path, dataset):
     found, text = replayed(of_demo, against=str(run(tmp_path / "b", dataset, seed=1)))
     assert "data.seed: 0, and 1" in found["settings"]
@@ -257,7 +259,7 @@ def test_another_order_of_the_data_is_found(of_demo, tmp_path, dataset):
     assert "metrics     differ first in step 0" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_rate_is_found_in_the_first_update_that_it_changes(of_demo, tmp_path, dataset):
     """The rate of step 0 is 0: the loss of step 2 differs first."""
     other = run(tmp_path / "b", dataset, learning_rate=0.011)

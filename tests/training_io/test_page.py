@@ -145,7 +145,7 @@ def test_the_page_of_a_run_that_finishes_and_is_continued(tmp_path, capsys):
     assert ">resumed<" in (tmp_path / "run" / "report.html").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_page_of_a_run_that_fails(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is gone\nfor ever")
