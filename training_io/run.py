@@ -86,7 +86,7 @@ class Run:
         self._failure: str | None = None  # why the log ends the run
         self._failed_saves, self._told = 0, False
         self._damaged: dict[int, str] = {}
-        self._hlo = self._drawing = self._loss = self._microscope = None
+        self._hlo = self._drawing = self._loss = None
         self._page = Page(directory, c.training.report)
         self._cleanup = contextlib.ExitStack()
 
@@ -300,15 +300,13 @@ class Run:
     def look(self, step: int, state: Any, batch: TokenBatch) -> None:
         """Logs the event `microscope` of a step, before it is dispatched, if it is due."""
         interval = self.c.training.microscope_interval
-        if interval is None or step % interval:
-            return
+        if interval is not None and step % interval == 0:
+            look = lambda: self._microscope.look(state, batch, np.int32(step), self.print)
+            self._log.log_later(step, "microscope", look)
 
-        def statistics() -> dict[str, Any]:
-            if self._microscope is None:
-                self._microscope = Microscope(self.c, self.model, self.placement, self.programs, self.options)
-            return self._microscope.look(state, batch, np.int32(step), self.print)
-
-        self._log.log_later(step, "microscope", statistics)
+    @functools.cached_property
+    def _microscope(self) -> Microscope:
+        return Microscope(self.c, self.model, self.placement, self.programs, self.options)
 
     def log(self, step: int, metrics: Any) -> None:
         """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.
