@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from cluster.devices import make_mesh, start_devices
@@ -30,7 +31,17 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line."""
+    """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line.
+
+    `run` returns the name of the signal that stopped it, or None. The exit code is then distributed.stopped_exit_code.
+    """
+
+    @functools.wraps(run)
+    def job(config: Any) -> Any:
+        stopped_by = run(config)
+        if stopped_by and HydraConfig.get().mode == RunMode.RUN and (code := config.distributed.stopped_exit_code):
+            sys.exit(code)
+        return stopped_by
 
     @functools.wraps(run)
     def main() -> Any:
@@ -38,7 +49,7 @@ def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
         doc = inspect.getmodule(run).__doc__ or ""
         sections = lambda: {"model": module_of("train").ModelConfig}
         about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, doc)
-        return start(about, PickledByName(run), sections, "1.3")
+        return start(about, PickledByName(job), sections, "1.3")
 
     return main
 

@@ -8,6 +8,7 @@ The contestants. Each is a file in peers/ and runs in its own process:
     nnx       a trainer in Flax NNX and optax, written as in their tutorials, jitted and donated
     cookbook  a trainer in plain JAX, written as in JAX's training cookbook, jitted and donated
     torch     transformers' Llama in PyTorch: torch.compile, fused attention, fused AdamW
+    seqax     the step of a checkout of seqax, with --seqax; products in bf16, the mesh of ours
     floor     not a trainer: the products of the step alone
 
 All train the same Llama-like model with AdamW and clipping, on sequences of one document each. The batches are on the
@@ -31,7 +32,7 @@ import time
 from pathlib import Path
 
 from benchmarks.throughput.figures import HEADER, figures, line_of
-from benchmarks.throughput.jobs import GPU_SIZES, MODULES, SIZES, jobs_of, missing
+from benchmarks.throughput.jobs import GPU_SIZES, MODULES, SIZES, check_seqax, jobs_of, missing
 from benchmarks.throughput.rounds import Measured, Timing, compare
 from benchmarks.throughput.targets import ratios, targets
 
@@ -57,6 +58,7 @@ def main() -> None:
     )
     parser.add_argument("--sizes", help=f"of {', '.join(SIZES)}; demo is the demo's run on 8 simulated devices")
     parser.add_argument("--only", help=f"of {', '.join(MODULES)}; the floor always runs")
+    parser.add_argument("--seqax", type=Path, metavar="PATH", help="a checkout of seqax; its step is compared too")
     parser.add_argument("--platform", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--dtype", choices=["f32", "bf16"], help="f32 on a CPU, bf16 on a GPU")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
@@ -81,6 +83,17 @@ def main() -> None:
         options.sizes.split(",") if options.sizes else ["2m", "10m", "demo"] if platform == "cpu" else list(GPU_SIZES)
     )
     names = options.only.split(",") if options.only else list(MODULES)
+    if options.seqax:
+        options.seqax = options.seqax.resolve()
+        try:
+            check_seqax(options.seqax)
+        except ValueError as error:
+            parser.error(str(error))
+        names += ["seqax"] if "seqax" not in names else []
+    elif options.only and "seqax" in names:
+        parser.error("seqax is compared with --seqax=PATH, the directory of its checkout")
+    else:
+        names = [name for name in names if name != "seqax"]
     names += ["floor"] if "floor" not in names else []
     dtype = options.dtype or ("f32" if platform == "cpu" else "bf16")
     timing = Timing(
@@ -109,7 +122,7 @@ def main() -> None:
             if options.json:
                 options.json.write_text(json.dumps(record, indent=1))
 
-        jobs = jobs_of(size, names, dtype, platform, options.extra_settings)
+        jobs = jobs_of(size, names, dtype, platform, options.extra_settings, options.seqax)
         done = {label for label, its in found.items() if its["error"] is None}
         compare({label: job for label, job in jobs.items() if label not in done}, timing, show)
     print()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+from pathlib import Path
 
 from benchmarks.throughput.peers.job import Job, Shapes
 
@@ -10,6 +11,7 @@ MODULES = {
     "nnx": "nnx_trainer",
     "cookbook": "cookbook_trainer",
     "torch": "torch_trainer",
+    "seqax": "seqax_trainer",
     "floor": "floor",
 }
 NEEDS = {
@@ -18,7 +20,10 @@ NEEDS = {
     "torch": (("torch", "transformers"), "pip install torch transformers"),
     "ours": (("jax", "hydra", "omegaconf", "tensorstore", "rich"), "pip install -e ."),
     "floor": (("jax",), "pip install -e ."),
+    "seqax": ((), ""),
 }
+SEQAX_NEEDS = "benchmarks/throughput/seqax.txt"
+"""What the step of seqax needs, for pip."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,20 @@ def missing(name: str) -> str | None:
     return f"{name} is skipped: no {' and no '.join(lacking)} here; {remedy}" if lacking else None
 
 
+def check_seqax(checkout: Path) -> None:
+    """Raises ValueError unless there is a checkout of seqax with an environment."""
+    if not (checkout / "train.py").exists():
+        raise ValueError(
+            f"--seqax is {checkout}, where there is no train.py. Give a checkout: "
+            "git clone https://github.com/MatX-inc/seqax"
+        )
+    if not (checkout / ".venv/bin/python").exists():
+        raise ValueError(
+            f"{checkout} has no environment .venv. Make it, with Python 3.11: "
+            f"python3.11 -m venv {checkout}/.venv && {checkout}/.venv/bin/pip install -r {SEQAX_NEEDS}"
+        )
+
+
 def variant_of(job: Job, text: str) -> Job:
     """`job` with other settings: "training.save=dots,sequences=16". sequences and microbatches are fields of Job."""
     changes, settings = {}, []
@@ -76,17 +95,22 @@ def variant_of(job: Job, text: str) -> Job:
     return dataclasses.replace(job, settings=(*job.settings, *settings), **changes)
 
 
-def jobs_of(size: str, names: list[str], dtype: str, platform: str, extra: list[str]) -> dict[str, Job]:
-    """The jobs by label. The floor is first: the figures of the others need it."""
+def jobs_of(
+    size: str, names: list[str], dtype: str, platform: str, extra: list[str], seqax: Path | None = None
+) -> dict[str, Job]:
+    """The jobs by label. The floor is first: the figures of the others need it. `seqax`: its checkout."""
     s = SIZES[size]
     job = Job("", s.shapes, s.sequences, s.length, dtype, platform, config=s.config)
     of = lambda name, **changes: dataclasses.replace(job, contestant=MODULES[name], **changes)
     if size == "demo":
         found = {"floor": of("floor", d=4, t=2), "ours": of("ours", d=4, t=2)}
         found |= {"cookbook": of("cookbook", d=8), "nnx": of("nnx", d=8)}
+        found |= {"seqax": of("seqax", d=4, t=2)}
         found = {label: job for label, job in found.items() if label in names}
     else:
         found = {name: of(name) for name in sorted(names, key=lambda name: name != "floor")}
+    if "seqax" in found:
+        found["seqax"] = dataclasses.replace(found["seqax"], checkout=str(seqax))
     for text in extra if "ours" in names else []:
         found[f"ours {text}"] = variant_of(found["ours"], text)
     return found

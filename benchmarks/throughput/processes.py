@@ -29,7 +29,7 @@ class Process:
         self.events: queue.Queue[dict | None] = queue.Queue()
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.throughput.peers.worker", job.to_json()],
+                [python_of(job), "-m", "benchmarks.throughput.peers.worker", job.to_json()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -82,6 +82,11 @@ class Process:
         self.send(None)
 
 
+def python_of(job: Job) -> str:
+    """The interpreter of a contestant."""
+    return f"{job.checkout}/.venv/bin/python" if job.checkout else sys.executable
+
+
 def environment(job: Job, scratch: Path) -> dict[str, str]:
     """The environment of a contestant, with caches of compiled programs only for this run, unless it has others."""
     env = dict(os.environ) | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -90,9 +95,10 @@ def environment(job: Job, scratch: Path) -> dict[str, str]:
         env["PYTHONPATH"] += os.pathsep + existing
     if job.platform == "cpu":
         env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        if job.devices > 1:
-            flag = f"--xla_force_host_platform_device_count={job.devices}"
-            env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flag}".strip()
+        # Another XLA does not know the flags of this one. Its pass that is left out here makes softmax wrong.
+        flags = ["--xla_disable_hlo_passes=onednn-ops-rewriter"] if job.checkout else [env.get("XLA_FLAGS", "")]
+        flags += [f"--xla_force_host_platform_device_count={job.devices}"] * (job.devices > 1)
+        env["XLA_FLAGS"] = " ".join(flags).strip()
     else:
         # Without the name of a platform, JAX would use the CPU if it cannot use the GPU.
         env |= {"JAX_PLATFORMS": "cuda", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

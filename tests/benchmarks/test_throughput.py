@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 
 from benchmarks.throughput.figures import figures, flops_per_token, line_of
-from benchmarks.throughput.jobs import MODULES, NEEDS, SIZES, jobs_of, variant_of
+from benchmarks.throughput.jobs import MODULES, NEEDS, SEQAX_NEEDS, SIZES, check_seqax, jobs_of, variant_of
 from benchmarks.throughput.peers.job import Job, Shapes, batches
+from benchmarks.throughput.processes import environment, python_of
 from benchmarks.throughput.rounds import Measured, Timing, compare
 from benchmarks.throughput.targets import Target, ratios, targets
 from training_io.flops import flops_of_model
@@ -65,6 +67,45 @@ def test_peers_train_the_same_model(contestant, dtype, ours):
     found = losses(contestant, dataclasses.replace(JOB, dtype=dtype), **options)
     np.testing.assert_allclose(found, ours[dtype], rtol=TOLERANCE[dtype])
     assert found[STEPS - 2] < found[0] - 0.5  # the same batch, some updates later
+
+
+@pytest.mark.slow
+def test_seqax_trains_the_same_model(tmp_path):
+    checkout = os.environ.get("SEQAX")
+    if checkout is None:
+        pytest.skip("SEQAX does not name a checkout of seqax with its environment (docs/performance.md)")
+    job = dataclasses.replace(JOB, contestant="seqax_trainer", dtype="bf16", d=4, t=2, checkout=checkout)
+    job = dataclasses.replace(job, shapes=dataclasses.replace(SHAPES, norm_epsilon=1e-6), clip_norm=1.0)
+    np.savez(tmp_path / "weights.npz", **random_weights(job.shapes))
+    program = f"""
+import numpy
+from benchmarks.throughput.peers.job import Job
+from benchmarks.throughput.peers.seqax_trainer import Contestant
+trainer = Contestant(Job.from_json({job.to_json()!r}), dict(numpy.load({str(tmp_path / "weights.npz")!r})))
+print(trainer.wait([trainer.step() for _ in range({STEPS})]))
+"""
+    env = environment(job, tmp_path)
+    done = subprocess.run([python_of(job), "-c", program], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = losses("ours", dataclasses.replace(job, checkout=""))
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE["bf16"])
+
+
+def test_seqax_needs_a_checkout_and_its_environment(tmp_path):
+    with pytest.raises(ValueError, match=r"no train\.py\. Give a checkout: git clone"):
+        check_seqax(tmp_path)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ValueError, match=r"-m venv .*/.venv && .* install -r benchmarks/throughput/seqax.txt"):
+        check_seqax(tmp_path)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    check_seqax(tmp_path)
+    job = jobs_of("demo", ["ours", "seqax", "floor"], "f32", "cpu", [], tmp_path)["seqax"]
+    assert python_of(job) == str(python)
+    assert (ROOT / SEQAX_NEEDS).exists()
+    assert "seqax" not in jobs_of("demo", ["ours", "floor"], "f32", "cpu", [])
 
 
 @pytest.mark.parametrize(

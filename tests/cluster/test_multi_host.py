@@ -493,15 +493,17 @@ def test_compilation_first_batch_and_checkpoints_may_take_longer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("receivers", "sent"), [([1], signal.SIGTERM), ([0], signal.SIGINT), ([0, 1], signal.SIGTERM)])
-def test_a_signal_to_any_process_saves_and_stops_all(receivers, sent, unbroken, tmp_path):
-    overrides = ["training.checkpoint_interval=1000", *LIMITS]
+@pytest.mark.parametrize(
+    ("receivers", "sent", "code"), [([1], signal.SIGTERM, 0), ([0], signal.SIGINT, 0), ([0, 1], signal.SIGTERM, 143)]
+)
+def test_a_signal_to_any_process_saves_and_stops_all(receivers, sent, code, unbroken, tmp_path):
+    overrides = ["training.checkpoint_interval=1000", f"distributed.stopped_exit_code={code}", *LIMITS]
     run = Run(tmp_path, 2, 2, "training.steps=4000", *overrides)
     run.wait_for_step(4)
     for i in receivers:
         run.processes[i].send_signal(sent)
     began = time.monotonic()
-    assert run.wait(60) == [0, 0], run.stderr(0)
+    assert run.wait(60) == [code, code], run.stderr(0)
     print(f"\n{sent.name} to {receivers}: all ended after {time.monotonic() - began:.1f} s")
     stopped = re.search(rf"{sent.name}: stopped and saved after (\d+) steps of 4000.", run.stdout(0))
     assert stopped

@@ -77,6 +77,16 @@ def test_jobset():
     assert c.distributed.count == job["parallelism"] == job["completions"]
     assert (replicated["replicas"], job["completionMode"], job["backoffLimit"]) == (1, "Indexed", 0)
     assert pod["restartPolicy"] == "Never"
+    # Exit codes, as docs/multi-host.md has them: an error ends the JobSet, a stop by a signal makes new pods.
+    actions = {
+        rule["onExitCodes"]["values"][0]: rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+        if rule["onExitCodes"]["containerName"] == container["name"] and rule["onExitCodes"]["operator"] == "In"
+    }
+    assert actions == {1: "FailJob", 143: "Ignore"}
+    assert c.distributed.stopped_exit_code == 143
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     # What is mounted is there, and what the run writes is on what all share.
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert c.paths.root_working_dir.startswith("/shared/")

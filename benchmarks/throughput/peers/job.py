@@ -89,6 +89,7 @@ class Job:
         d, t: the mesh. Peers have plain data parallelism over d·t devices.
         config: for ours, a file of configs/, for all settings that are not in the job.
         settings: for ours, overrides as on the command line of train.py. They come last.
+        checkout: for seqax, the directory of its source, with an environment .venv.
     """
 
     contestant: str
@@ -108,6 +109,7 @@ class Job:
     clip_norm: float = 1.0
     config: str = "local_test_synthetic"
     settings: tuple[str, ...] = ()
+    checkout: str = ""
     seed: int = 0
 
     @property
