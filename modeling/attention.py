@@ -6,7 +6,10 @@
     blockwise   softmax over one block of keys after another, in jax.numpy: any device, any float dtype
                 (modeling/blockwise.py). Its memory grows linearly with L.
     cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for rules that change no scores. It knows the conditions causal
-                and Window. Others, such as same_document, become a mask of L×L entries for each sequence.
+                and Window, and finds same_document in further entries of each head (`with_documents`). Other
+                conditions become a mask of L×L entries for each sequence.
+    splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of modeling/rules.py
+                (modeling/splash.py).
     auto        one of these, by `choose`.
 
 All are per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
@@ -19,16 +22,22 @@ import jax.numpy as jnp
 
 from modeling.blockwise import BLOCK, BLOCKS, blockwise
 from modeling.model import act
-from modeling.rules import Places, Rule, Window, causal
+from modeling.rules import Places, Rule, SoftCap, Window, causal, same_document
+from modeling.splash import LANES, splash
 from shardlib import shardops
 from shardlib.shardtypes import typed
 from shardlib.values import target_device
 
-PATHS = ("auto", "einsum", "blockwise", "cudnn")
+PATHS = ("auto", "einsum", "blockwise", "cudnn", "splash")
 """Values of `training.attention`."""
+KERNELS = {"cudnn": "gpu", "splash": "tpu"}
+"""Paths that are kernels of one platform, and the platform."""
 CUDNN_UP_TO = 16384
-"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask of documents. The mask, and its gradient,
-which cuDNN computes, then take 1 GiB for each sequence."""
+"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask. The mask, and its gradient, which cuDNN
+computes before jax 0.12, then take 1 GiB for each sequence."""
+UNSEEN = 2.0**16
+"""How much lower cuDNN's scores of keys in other documents are, at least. Their weights are exp(-UNSEEN) = 0 exactly.
+Where all scores of a block are that low, f32 still holds their differences."""
 
 
 def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False) -> tuple[str, str]:
@@ -47,6 +56,7 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
     device, length = target_device(), q.shape[1]
     refusals = {"einsum": None, "blockwise": "it has no dropout" if dropout else None}
     refusals["cudnn"] = _cudnn_refuses(rule, q, dropout, sinks, device)
+    refusals["splash"] = _splash_refuses(rule, q, dropout, sinks, device)
     if path != "auto":
         if refusals[path]:
             raise ValueError(
@@ -54,17 +64,20 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
                 "can, or einsum, which can do everything."
             )
         return path, ""
-    if not refusals["cudnn"] and not _masked(rule):
+    if not refusals["splash"]:
+        return "splash", "a TPU"
+    if not refusals["cudnn"] and not _masked(rule, q):
         return "cudnn", "an NVIDIA GPU, no mask"
     if not refusals["cudnn"] and length <= CUDNN_UP_TO:
-        return "cudnn", f"an NVIDIA GPU, at most {CUDNN_UP_TO} tokens"
+        return "cudnn", f"an NVIDIA GPU, a mask of at most {CUDNN_UP_TO} tokens"
     if refusals["blockwise"]:
         return "einsum", "dropout"
+    kernel = "splash" if device.platform == "tpu" else "cudnn"
+    why = f"no {kernel}: {refusals[kernel] or f'its mask of {length} × {length} is large'}"
     block = BLOCKS.get(device.platform, BLOCK)
     if length <= block:
-        return "einsum", f"one block of {block} tokens; no cudnn: {refusals['cudnn']}"
-    why = refusals["cudnn"] or f"its mask of {length} × {length} is large"
-    return "blockwise", f"blocks of {block} tokens; no cudnn: {why}"
+        return "einsum", f"one block of {block} tokens; {why}"
+    return "blockwise", f"blocks of {block} tokens; {why}"
 
 
 def _cudnn_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> str | None:
@@ -76,12 +89,35 @@ def _cudnn_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.D
         return "it has no dropout here"
     if rule.score or sinks:
         return "it changes no scores, and has no sinks"
-    if dtype not in (jnp.bfloat16, jnp.float16):
+    if dtype != jnp.bfloat16:
         return f"it takes bf16, not {dtype.name}"
-    largest = 256 if float(getattr(device, "compute_capability", 9)) >= 9 else 128  # abstract devices have none
+    largest = _largest_head(device)
     if d_head % 8 or d_head > largest:
         return f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"
     return f"an odd number of tokens, {length}" if length % 2 else None
+
+
+def _largest_head(device: jax.Device) -> int:
+    """Largest number of entries of a head that cuDNN takes. Abstract devices have no compute capability."""
+    return 256 if float(getattr(device, "compute_capability", 9)) >= 9 else 128
+
+
+def _splash_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> str | None:
+    """Reason why splash attention cannot compute this, or None."""
+    length, dtype = q.shape[1], jnp.dtype(q.dtype)
+    if device.platform != "tpu":
+        return f"{device.device_kind} is not a TPU"
+    if dropout:
+        return "it has no dropout"
+    if sinks:
+        return "it has no sinks here"
+    if rule.score and not isinstance(rule.score, SoftCap):
+        return "of functions of scores, it knows SoftCap alone"
+    if not all(f in (causal, same_document) or isinstance(f, Window) for f in rule.visible):
+        return "of conditions, it knows causal, same_document and Window alone"
+    if dtype != jnp.bfloat16:
+        return f"it takes bf16, not {dtype.name}"
+    return f"{length} tokens; it takes multiples of {LANES}" if length % LANES else None
 
 
 def run(
@@ -94,8 +130,10 @@ def run(
     learned: tuple = (),
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention by the path blockwise or cudnn."""
-    return blockwise(q, k, v, places, rule, learned, sinks) if path == "blockwise" else cudnn(q, k, v, places, rule)
+    """Attention by the path blockwise, cudnn or splash."""
+    if path == "blockwise":
+        return blockwise(q, k, v, places, rule, learned, sinks)
+    return {"cudnn": cudnn, "splash": splash}[path](q, k, v, places, rule)
 
 
 @typed
@@ -106,23 +144,58 @@ def cudnn(
 
     JAX's public function takes other conditions only as a mask [B, 1, L, L], one for all heads.
     """
-    b, l = q.shape[:2]
-    mask = Rule(_masked(rule)).sees(places.as_queries(), places.as_keys())[:, 0] if _masked(rule) else None
+    b, l, *_, d_head = q.shape
+    scale, masked, entries = rule.scale_of(d_head), _masked(rule, q), _document_entries(rule, q)
+    mask = Rule(masked).sees(places.as_queries(), places.as_keys())[:, 0] if masked else None
     windows = [condition.size for condition in rule.visible if isinstance(condition, Window)]
+    q = shardops.rearrange("B/r/d L K/t Q D -> B/r/d L (K/t Q) D", q)
+    if entries:
+        q, k, v = with_documents(q, k, v, places.document, entries, UNSEEN / scale)
     out = jax.nn.dot_product_attention(
-        shardops.rearrange("B/r/d L K/t Q D -> B/r/d L (K/t Q) D", q),
+        q,
         k,
         v,
         mask=None if mask is None else jnp.broadcast_to(mask, (b, 1, l, l)),
-        scale=rule.scale,
+        scale=scale,
         is_causal=causal in rule.visible,
         local_window_size=(min(windows) - 1, 0) if windows and causal in rule.visible else None,
         implementation="cudnn",
     )
-    return shardops.rearrange("B/r/d L (K/t Q) D -> B/r/d L K/t Q D", out)
+    return shardops.rearrange("B/r/d L (K/t Q) D -> B/r/d L K/t Q D", out[..., :d_head])
 
 
-def _masked(rule: Rule) -> tuple:
+def with_documents(
+    q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array, entries: int, unseen: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values with `entries` more in each head, by which causal attention sees its own document alone.
+
+    The entries are the bits of the number of the document. Numbers do not decrease along L, and a causal query sees no
+    later key. So the key of another document has a smaller number, which lacks some bit of the query's number. Each
+    such bit lowers the product of the two by `unseen`. Where the numbers are equal, only zeros are added.
+
+    Args:
+        q: queries [B, L, heads, D].
+        k: keys, which may have fewer heads.
+        v: values, whose further entries are 0.
+        document: numbers of the documents [B, L], in [0, 2**entries).
+        entries: number of further entries.
+        unseen: what lowers a product, before the scale.
+    """
+    bits = (document[:, :, None, None] >> jnp.arange(entries)) & 1
+    wide = lambda x, entry: jnp.concatenate([x, jnp.broadcast_to(entry.astype(x.dtype), (*x.shape[:3], entries))], -1)
+    return wide(q, bits * -unseen), wide(k, 1 - bits), wide(v, 0 * bits)
+
+
+def _document_entries(rule: Rule, q: Any) -> int:
+    """Number of further entries of each head for the documents, a multiple of 8; 0: they become a mask."""
+    length, d_head = q.shape[1], q.shape[-1]
+    entries = -(-length.bit_length() // 8) * 8
+    fits = d_head + entries <= _largest_head(target_device()) and rule.scale_of(d_head) > 0
+    return entries if fits and causal in rule.visible and same_document in rule.visible else 0
+
+
+def _masked(rule: Rule, q: Any) -> tuple:
     """Conditions that become a mask for cuDNN, which knows a window only where attention is causal too."""
-    known = lambda condition: condition is causal or (isinstance(condition, Window) and causal in rule.visible)
-    return tuple(condition for condition in rule.visible if not known(condition))
+    known = [causal, same_document] if _document_entries(rule, q) else [causal]
+    known += [f for f in rule.visible if isinstance(f, Window) and causal in rule.visible]
+    return tuple(f for f in rule.visible if f not in known)

@@ -1,0 +1,72 @@
+"""Splash attention for TPUs against train.attention. Pallas interprets the kernel on a CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import train
+from modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
+from modeling.splash import splash
+from shardlib.shardtypes import dtype_name, i32
+
+act = dtype_name("act")
+ROWS, LENGTH, KV, QUERIES, WIDTH = 2, 256, 2, 2, 16
+RULES = {
+    "causal, documents": CAUSAL,
+    "causal": Rule((causal,)),
+    "window, documents": Rule((*CAUSAL.visible, Window(70))),
+    "window": Rule((causal, Window(200), Window(130)), scale=0.3),
+    "window to the left alone": Rule((Window(70),)),
+    "documents": Rule((same_document,)),
+    "everything": Rule(()),
+    "soft-cap": Rule(score=SoftCap(1.5)),
+}
+
+
+def operands(seed: int = 0) -> list[np.ndarray]:
+    """q, k, v, documents, and a gradient of the result, large enough for some weights to be near 1."""
+    rng = np.random.default_rng(seed)
+    heads = (KV, QUERIES, WIDTH), (KV, WIDTH), (KV, WIDTH), (KV, QUERIES, WIDTH)
+    q, k, v, g = (1.5 * rng.standard_normal((ROWS, LENGTH, *shape)).astype(np.float32) for shape in heads)
+    return q, k, v, np.cumsum(rng.random((ROWS, LENGTH)) < 0.02, axis=1, dtype=np.int32), g
+
+
+def with_gradients(path, rule, dtype="float32"):
+    """The result of `path` and the gradients of q, k and v, on the mesh in force."""
+
+    def everything(
+        q: act["B/r/d L K/t Q D"],
+        k: act["B/r/d L K/t D"],
+        v: act["B/r/d L K/t D"],
+        document: i32["B/r/d L"],
+        g: act["B/r/d L K/t Q D"],
+    ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
+        index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Places(index, index, document), rule), q, k, v)
+        return out, *vjp(g)
+
+    cast = lambda x: jnp.asarray(x, None if x.dtype == np.int32 else dtype)
+    found = tiny.per_device(everything, act=dtype)(*map(cast, operands()))
+    return [np.asarray(x, np.float64) for x in found]
+
+
+def assert_close(found, expected, tolerance):
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_it_is_attention(name):
+    with jax.set_mesh(tiny.mesh("one device")):
+        expected = with_gradients(train.attention, RULES[name])
+        assert_close(with_gradients(splash, RULES[name]), expected, 1e-5)
+
+
+def test_heads_and_sequences_may_be_sharded():
+    """The gradient of each device's block is its own: no sum over others."""
+    mesh = jax.make_mesh((1, 2, 2), ("r", "d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
+    with jax.set_mesh(mesh):
+        expected = with_gradients(train.attention, CAUSAL, "bfloat16")
+        assert_close(with_gradients(splash, CAUSAL, "bfloat16"), expected, 2e-2)
