@@ -6,8 +6,9 @@
     blockwise   softmax over one block of keys after another, in jax.numpy: any device, any float dtype
                 (modeling/blockwise.py). Its memory grows linearly with L.
     cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for rules that change no scores. It knows the conditions causal
-                and Window, and finds same_document in further entries of each head (`with_documents`). Other
-                conditions become a mask of L×L entries for each sequence.
+                and Window. Others, such as same_document, become a mask of L×L entries for each sequence.
+    cudnn_wide  the same, for causal, same_document and Window, without a mask: documents are told apart by 8 or 16
+                further entries of each head.
     splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of modeling/rules.py
                 (modeling/splash.py).
     auto        one of these, by `choose`.
@@ -15,6 +16,7 @@
 All are per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -28,16 +30,16 @@ from shardlib import shardops
 from shardlib.shardtypes import typed
 from shardlib.values import target_device
 
-PATHS = ("auto", "einsum", "blockwise", "cudnn", "splash")
+PATHS = ("auto", "einsum", "blockwise", "cudnn", "cudnn_wide", "splash")
 """Values of `training.attention`."""
-KERNELS = {"cudnn": "gpu", "splash": "tpu"}
+KERNELS = {"cudnn": "gpu", "cudnn_wide": "gpu", "splash": "tpu"}
 """Paths that are kernels of one platform, and the platform."""
 CUDNN_UP_TO = 16384
-"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask. The mask, and its gradient, which cuDNN
-computes before jax 0.12, then take 1 GiB for each sequence."""
+"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask. The mask, and its gradient, which JAX has
+cuDNN compute before jax 0.12, then take 1 GiB for each sequence."""
 UNSEEN = 2.0**16
-"""How much lower cuDNN's scores of keys in other documents are, at least. Their weights are exp(-UNSEEN) = 0 exactly.
-Where all scores of a block are that low, f32 still holds their differences."""
+"""How much lower the scores of keys in other documents are in cudnn_wide, at least, so that their weights are 0. Where
+all scores of a block are that low, f32 still holds their differences."""
 
 
 def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False) -> tuple[str, str]:
@@ -56,6 +58,7 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
     device, length = target_device(), q.shape[1]
     refusals = {"einsum": None, "blockwise": "it has no dropout" if dropout else None}
     refusals["cudnn"] = _cudnn_refuses(rule, q, dropout, sinks, device)
+    refusals["cudnn_wide"] = refusals["cudnn"] or _wide_refuses(rule, q, device)
     refusals["splash"] = _splash_refuses(rule, q, dropout, sinks, device)
     if path != "auto":
         if refusals[path]:
@@ -66,10 +69,12 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
         return path, ""
     if not refusals["splash"]:
         return "splash", "a TPU"
-    if not refusals["cudnn"] and not _masked(rule, q):
+    if not refusals["cudnn"] and not _masked(rule):
         return "cudnn", "an NVIDIA GPU, no mask"
     if not refusals["cudnn"] and length <= CUDNN_UP_TO:
-        return "cudnn", f"an NVIDIA GPU, a mask of at most {CUDNN_UP_TO} tokens"
+        return "cudnn", f"an NVIDIA GPU, at most {CUDNN_UP_TO} tokens"
+    if not refusals["cudnn_wide"]:
+        return "cudnn_wide", f"an NVIDIA GPU, documents in more than {CUDNN_UP_TO} tokens"
     if refusals["blockwise"]:
         return "einsum", "dropout"
     kernel = "splash" if device.platform == "tpu" else "cudnn"
@@ -98,8 +103,24 @@ def _cudnn_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.D
 
 
 def _largest_head(device: jax.Device) -> int:
-    """Largest number of entries of a head that cuDNN takes. Abstract devices have no compute capability."""
-    return 256 if float(getattr(device, "compute_capability", 9)) >= 9 else 128
+    """Largest number of entries of a head that cuDNN takes: more from Hopper on.
+
+    An abstract device does not say what it is, and JAX takes it for an older one.
+    """
+    return 256 if float(getattr(device, "compute_capability", 8)) >= 9 else 128
+
+
+def _wide_refuses(rule: Rule, q: Any, device: jax.Device) -> str | None:
+    """Reason why cudnn_wide cannot compute what cudnn can, or None."""
+    length, d_head = q.shape[1], q.shape[-1]
+    more, largest = _entries_for(length), _largest_head(device)
+    if _masked(rule) != (same_document,) or causal not in rule.visible:
+        return "it takes rules of causal, same_document and Window, with the first two"
+    if rule.scale_of(d_head) <= 0:
+        return f"the scale of its scores must be above 0, not {rule.scale:g}"
+    if d_head + more > largest:
+        return f"heads of {d_head} entries; it adds {more}, and takes up to {largest}"
+    return None
 
 
 def _splash_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> str | None:
@@ -130,10 +151,10 @@ def run(
     learned: tuple = (),
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention by the path blockwise, cudnn or splash."""
+    """Attention by a path other than einsum."""
     if path == "blockwise":
         return blockwise(q, k, v, places, rule, learned, sinks)
-    return {"cudnn": cudnn, "splash": splash}[path](q, k, v, places, rule)
+    return {"cudnn": cudnn, "cudnn_wide": cudnn_wide, "splash": splash}[path](q, k, v, places, rule)
 
 
 @typed
@@ -144,58 +165,51 @@ def cudnn(
 
     JAX's public function takes other conditions only as a mask [B, 1, L, L], one for all heads.
     """
-    b, l, *_, d_head = q.shape
-    scale, masked, entries = rule.scale_of(d_head), _masked(rule, q), _document_entries(rule, q)
-    mask = Rule(masked).sees(places.as_queries(), places.as_keys())[:, 0] if masked else None
+    b, l = q.shape[:2]
+    mask = Rule(_masked(rule)).sees(places.as_queries(), places.as_keys())[:, 0] if _masked(rule) else None
     windows = [condition.size for condition in rule.visible if isinstance(condition, Window)]
-    q = shardops.rearrange("B/r/d L K/t Q D -> B/r/d L (K/t Q) D", q)
-    if entries:
-        q, k, v = with_documents(q, k, v, places.document, entries, UNSEEN / scale)
     out = jax.nn.dot_product_attention(
-        q,
+        shardops.rearrange("B/r/d L K/t Q D -> B/r/d L (K/t Q) D", q),
         k,
         v,
         mask=None if mask is None else jnp.broadcast_to(mask, (b, 1, l, l)),
-        scale=scale,
+        scale=rule.scale,
         is_causal=causal in rule.visible,
         local_window_size=(min(windows) - 1, 0) if windows and causal in rule.visible else None,
         implementation="cudnn",
     )
-    return shardops.rearrange("B/r/d L (K/t Q) D -> B/r/d L K/t Q D", out[..., :d_head])
+    return shardops.rearrange("B/r/d L (K/t Q) D -> B/r/d L K/t Q D", out)
 
 
-def with_documents(
-    q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array, entries: int, unseen: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values with `entries` more in each head, by which causal attention sees its own document alone.
+@typed
+def cudnn_wide(
+    q: act["B/r/d L K/t Q D"], k: act["B/r/d L K/t D"], v: act["B/r/d L K/t D"], places: Places, rule: Rule
+) -> act["B/r/d L K/t Q D"]:
+    """train.attention by cuDNN's kernel without a mask, for rules with causal and same_document.
 
-    The entries are the bits of the number of the document. Numbers do not decrease along L, and a causal query sees no
-    later key. So the key of another document has a smaller number, which lacks some bit of the query's number. Each
-    such bit lowers the product of the two by `unseen`. Where the numbers are equal, only zeros are added.
-
-    Args:
-        q: queries [B, L, heads, D].
-        k: keys, which may have fewer heads.
-        v: values, whose further entries are 0.
-        document: numbers of the documents [B, L], in [0, 2**entries).
-        entries: number of further entries.
-        unseen: what lowers a product, before the scale.
+    Each head has the bits of the number of its document as further entries. Numbers do not decrease along L, and a
+    query sees no later key. So a key of another document has a smaller number, which lacks some bit of the query's.
+    Each such bit lowers the product of the two. Where the numbers are equal, zeros are added to it.
     """
-    bits = (document[:, :, None, None] >> jnp.arange(entries)) & 1
-    wide = lambda x, entry: jnp.concatenate([x, jnp.broadcast_to(entry.astype(x.dtype), (*x.shape[:3], entries))], -1)
-    return wide(q, bits * -unseen), wide(k, 1 - bits), wide(v, 0 * bits)
+    d_head = q.shape[-1]
+    scale, more = rule.scale_of(d_head), _entries_for(q.shape[1])
+    bits = (places.document[:, :, None] >> jnp.arange(more)) & 1
+
+    def with_entries(x, entries):
+        of_heads = jnp.expand_dims(entries.astype(x.dtype), [*range(2, x.ndim - 1)])
+        return jnp.concatenate([x, jnp.broadcast_to(of_heads, (*x.shape[:-1], more))], axis=-1)
+
+    wide = with_entries(q, bits * (-UNSEEN / scale)), with_entries(k, 1 - bits), with_entries(v, 0 * bits)
+    alike = dataclasses.replace(rule.without(same_document), scale=scale)
+    return cudnn(*wide, places, alike)[..., :d_head]
 
 
-def _document_entries(rule: Rule, q: Any) -> int:
-    """Number of further entries of each head for the documents, a multiple of 8; 0: they become a mask."""
-    length, d_head = q.shape[1], q.shape[-1]
-    entries = -(-length.bit_length() // 8) * 8
-    fits = d_head + entries <= _largest_head(target_device()) and rule.scale_of(d_head) > 0
-    return entries if fits and causal in rule.visible and same_document in rule.visible else 0
+def _entries_for(length: int) -> int:
+    """Number of entries, a multiple of 8, for the bits of the number of a document in a sequence of `length` tokens."""
+    return -(-length.bit_length() // 8) * 8
 
 
-def _masked(rule: Rule, q: Any) -> tuple:
+def _masked(rule: Rule) -> tuple:
     """Conditions that become a mask for cuDNN, which knows a window only where attention is causal too."""
-    known = [causal, same_document] if _document_entries(rule, q) else [causal]
-    known += [f for f in rule.visible if isinstance(f, Window) and causal in rule.visible]
-    return tuple(f for f in rule.visible if f not in known)
+    known = lambda condition: condition is causal or (isinstance(condition, Window) and causal in rule.visible)
+    return tuple(condition for condition in rule.visible if not known(condition))

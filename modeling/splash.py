@@ -23,8 +23,9 @@ from shardlib.values import stage_axes, target_device
 
 LANES = 128
 """Sequences are a multiple of so many positions, as are blocks."""
-BLOCK = 512
-"""Largest number of positions in a block. It is not measured."""
+BLOCK, COMPUTED = 1024, 512
+"""Largest numbers of positions in a block, and of keys in the part of a block that is computed at a time. They are not
+measured. Smaller blocks would read keys and values faster than a v6e's memory gives them."""
 
 
 class _Task(NamedTuple):
@@ -60,6 +61,11 @@ def splash(
     return shardops.rearrange("B/r/d (K/t Q) L D -> B/r/d L K/t Q D", out)
 
 
+def block_of(length: int) -> int:
+    """Number of positions in a block of a sequence of `length` positions."""
+    return math.gcd(length, BLOCK)
+
+
 def _kernel(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
     # A heavy import, for TPUs alone.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
@@ -72,10 +78,11 @@ def _kernel(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax
         mask = masks.LocalMask((length, length), (min(windows), ahead), 0)
     else:
         mask = (masks.CausalMask if causal in rule.visible else masks.FullMask)((length, length))
-    block = math.gcd(length, BLOCK)
+    block = block_of(length)
+    part = min(block, COMPUTED)
     kernel = kernels.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * task.heads),
-        block_sizes=kernels.BlockSizes(*[block] * 8),
+        block_sizes=kernels.BlockSizes(block, block, part, block, block, part, block, block),
         attn_logits_soft_cap=rule.score.cap if rule.score else None,
         residual_checkpoint_name=SAVED,
         interpret=target_device().platform == "cpu",  # in tests

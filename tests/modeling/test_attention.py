@@ -21,6 +21,7 @@ from modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_d
 from models import gpt2
 from shardlib.shardtypes import dtype_name, i32
 from training_io.config import Config, check_config
+from training_io.soundness import find_unsound
 
 act = dtype_name("act")
 ROWS, HEADS, WIDTH = 8, 2, 4
@@ -145,35 +146,41 @@ def asked(monkeypatch):
 
 
 WINDOW = lambda q, k: q.index - k.index < 5
-CUDNN = {  # name: rule, the same for train.attention, whether there is a mask, window, entries of a head
-    "documents": (CAUSAL, CAUSAL, False, None, WIDTH + 8),
-    "one document": (Rule((causal,)), Rule((causal,)), False, None, WIDTH),
-    "window": (Rule((causal, Window(5)), scale=0.25), Rule((causal, WINDOW), scale=0.25), False, (4, 0), WIDTH),
-    "window, documents": (
-        Rule((causal, same_document, Window(5))),
-        Rule((causal, same_document, WINDOW)),
+CUDNN = {  # name: path, rule, the same for train.attention, whether there is a mask, window, entries of a head
+    "documents": ("cudnn", CAUSAL, CAUSAL, True, None, WIDTH),
+    "one document": ("cudnn", Rule((causal,)), Rule((causal,)), False, None, WIDTH),
+    "window": (
+        "cudnn",
+        Rule((causal, Window(5)), None, 0.25),
+        Rule((causal, WINDOW), None, 0.25),
+        False,
+        (4, 0),
+        WIDTH,
+    ),
+    "wide": ("cudnn_wide", CAUSAL, CAUSAL, False, None, WIDTH + 8),
+    "wide, window": (
+        "cudnn_wide",
+        Rule((causal, same_document, Window(5)), scale=0.25),
+        Rule((causal, same_document, WINDOW), scale=0.25),
         False,
         (4, 0),
         WIDTH + 8,
     ),
-    "not causal": (Rule((same_document,)), Rule((same_document,)), True, None, WIDTH),
-    "negative scale": (Rule(scale=-0.5), Rule(scale=-0.5), True, None, WIDTH),
-    "another condition": (Rule((*CAUSAL.visible, WINDOW)), Rule((*CAUSAL.visible, WINDOW)), True, None, WIDTH + 8),
 }
 
 
 @pytest.mark.parametrize("name", CUDNN)
 def test_cudnn_is_asked_for_the_same(asked, name):
     """Heads, documents, masks and scale."""
-    rule, by_hand, masked, window, entries = CUDNN[name]
+    path, rule, by_hand, masked, window, entries = CUDNN[name]
     (q, k, v, g), document = operands(12, 3), documents(12)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        found = with_gradients(attention.cudnn, q, k, v, document, g, rule=rule)
+        found = with_gradients(getattr(attention, path), q, k, v, document, g, rule=rule)
         expected = with_gradients(train.attention, q, k, v, document, g, rule=by_hand)
     assert_close(found, expected, 1e-5)
     if rule == CAUSAL:
         assert_close(found, dense(q, k, v, document, g), 1e-5)
-    assert asked == [("cudnn", causal in rule.visible, masked, window, entries)]
+    assert asked == [("cudnn", True, masked, window, entries)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -185,13 +192,24 @@ def test_other_documents_change_no_bit(asked, dtype):
     document = np.int32(document.repeat(ROWS // 4, 0))
     large = np.where(document < document[:, 290:291], 1000, 1)[..., None, None]
     with jax.set_mesh(tiny.mesh("d=8")):
-        path = functools.partial(with_gradients, attention.cudnn, document=document, g=g, dtype=dtype)
+        path = functools.partial(with_gradients, attention.cudnn_wide, document=document, g=g, dtype=dtype)
         found, beside = path(q, k, v), path(q, k * large, v * large)
     for a, b in zip(found, beside, strict=True):
         np.testing.assert_array_equal(a[:, 290:], b[:, 290:])
     rounded = [np.asarray(jnp.asarray(x, dtype), np.float32) for x in (q, k, v)]
     assert_close(found, dense(*rounded, document, g), 1e-5 if dtype == "float32" else 3e-2)
     assert {entries for *_, entries in asked} == {WIDTH + 16}
+
+
+@pytest.mark.parametrize("path", ["cudnn", "cudnn_wide", "splash"])
+def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
+    """The check of a step accepts what surrounds the kernel. Only traced: cuDNN's is replaced, splash is interpreted."""
+    monkeypatch.setattr(attention, "choose", lambda *_: (path, ""))
+    c = with_length(128, tiny.model(layers=1, n_kv=2), attention=path)  # one head of keys on each device
+    c.training.batch_size = 8
+    found = find_unsound(train.programs, c, tiny.forward(c).model, tiny.mesh("d=4 t=2"))
+    assert not found, found[0]
+    assert asked or path == "splash"
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------
@@ -206,11 +224,12 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
     ("device", "length", "changes", "expected"),
     [
         (GPU, 1024, {}, "cudnn"),
-        (GPU, 32768, {}, "cudnn"),
+        (GPU, 16384, {}, "cudnn"),
+        (GPU, 32768, {}, "cudnn_wide"),
+        (GPU, 32768, {"rule": Rule((*CAUSAL.visible, Window(9)))}, "cudnn_wide"),
         (GPU, 32768, {"d_head": 248}, "blockwise"),
-        (GPU, 16384, {"d_head": 248}, "cudnn"),
         (GPU, 32768, {"rule": Rule((same_document,))}, "blockwise"),
-        (A100, 32768, {"d_head": 112}, "cudnn"),
+        (A100, 32768, {"d_head": 112}, "cudnn_wide"),
         (A100, 32768, {"d_head": 128}, "blockwise"),
         (GPU, 32768, {"rule": CAUSAL.without(same_document)}, "cudnn"),
         (GPU, 32768, {"rule": Rule((causal, Window(9)))}, "cudnn"),
@@ -254,6 +273,11 @@ def test_auto_takes_what_can_do_it(monkeypatch, device, length, changes, expecte
         ("cudnn", GPU, {"d_head": 12}, "heads of 12 entries"),
         ("cudnn", GPU, {"d_head": 264}, "up to 256"),
         ("cudnn", GPU, {"length": 63}, "odd number of tokens, 63"),
+        ("cudnn_wide", CPU, {}, "cpu is not an NVIDIA GPU"),
+        ("cudnn_wide", GPU, {"d_head": 256}, "heads of 256 entries; it adds 8, and takes up to 256"),
+        ("cudnn_wide", GPU, {"rule": Rule((causal,))}, "with the first two"),
+        ("cudnn_wide", GPU, {"rule": Rule((same_document, Window(4)))}, "with the first two"),
+        ("cudnn_wide", GPU, {"rule": Rule(scale=-0.5)}, r"must be above 0, not -0\.5"),
         ("splash", GPU, {}, "NVIDIA H200 is not a TPU"),
         ("splash", TPU, {"dropout": True}, "no dropout"),
         ("splash", TPU, {"sinks": True}, "no sinks"),
@@ -283,7 +307,7 @@ def test_dropout_in_training_is_refused_before_anything_runs():
         tiny.forward(c).attend(tokens)(None, q, k, v, CAUSAL, drop=lambda x: x)
     c.training.attention = "flash"
     with pytest.raises(
-        ValueError, match=r"training\.attention is 'flash'; choose one of auto, einsum, blockwise, cudnn, splash"
+        ValueError, match=r"training\.attention is 'flash'; choose one of auto, einsum, blockwise, cudnn, "
     ):
         check_config(c)
 
