@@ -201,9 +201,10 @@ def test_other_documents_change_no_bit(asked, dtype):
     assert {entries for *_, entries in asked} == {WIDTH + 16}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["cudnn", "cudnn_wide", "splash"])
 def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
-    """The check of a step accepts what surrounds the kernel. Only traced: cuDNN's is replaced, splash is interpreted."""
+    """The check of a step accepts what surrounds the kernel, which is not run. cuDNN's is replaced."""
     monkeypatch.setattr(attention, "choose", lambda *_: (path, ""))
     c = with_length(128, tiny.model(layers=1, n_kv=2), attention=path)  # one head of keys on each device
     c.training.batch_size = 8

@@ -1,5 +1,7 @@
 """Splash attention for TPUs against train.attention. Pallas interprets the kernel on a CPU."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import pytest
 import tiny
 
 import train
+from input_loader import batch_shapes
+from modeling import attention
 from modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
 from modeling.splash import splash
 from shardlib.shardtypes import dtype_name, i32
@@ -57,16 +61,34 @@ def assert_close(found, expected, tolerance):
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("name", RULES)
+QUICK = ("causal, documents", "window", "soft-cap")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in RULES])
 def test_it_is_attention(name):
     with jax.set_mesh(tiny.mesh("one device")):
         expected = with_gradients(train.attention, RULES[name])
         assert_close(with_gradients(splash, RULES[name]), expected, 1e-5)
 
 
+@pytest.mark.long
 def test_heads_and_sequences_may_be_sharded():
     """The gradient of each device's block is its own: no sum over others."""
     mesh = jax.make_mesh((1, 2, 2), ("r", "d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
         expected = with_gradients(train.attention, CAUSAL, "bfloat16")
         assert_close(with_gradients(splash, CAUSAL, "bfloat16"), expected, 2e-2)
+
+
+@pytest.mark.long
+def test_the_backward_pass_does_not_repeat_the_kernel(monkeypatch):
+    """A layer keeps the result and the normalizer of the softmax, as it is marked."""
+    monkeypatch.setattr(attention, "choose", lambda *_: ("splash", ""))
+    c = tiny.config(tiny.model(layers=2), attention="splash")
+    c.training.seq_len = LENGTH
+    with jax.set_mesh(tiny.mesh("one device")):
+        state = jax.eval_shape(lambda: tiny.state(c))
+        step = tiny.training_step(c).trace(state, batch_shapes(tiny.BATCH, LENGTH, 1), np.int32(0))
+    found = re.findall(r"name=splash_mha_(\w+?)_segmented", str(step.jaxpr))
+    assert sorted(set(found)) == ["dkv", "dq", "fwd"]
+    assert len(found) == 3, found
