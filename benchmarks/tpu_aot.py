@@ -21,12 +21,12 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from benchmarks.gpu_aot import step_on
-from benchmarks.steps import load, print_header, print_line
+from benchmarks.steps import load, lowered_step, print_header, print_line
+from cluster.devices import make_mesh
 from compiled.hlo import with_mesh
 from modeling.model import load_model
 from modeling.splash import block_of
-from training_io.config import Config
+from training_io.config import Config, check_divides
 from training_io.flops import flops_of_model, peak_flops
 
 BANDWIDTH = {"v5e": 819e9, "v6e": 1638e9}
@@ -76,9 +76,12 @@ def main() -> None:
     print_header(*COLUMNS, left=2)
     for name in args.config_name.split(","):
         case = [" ".join((name, *overrides)), f"{args.devices} × {args.chip}"]
-        settings = ["hardware=tpu", *overrides]
         try:
-            lowered, _, mesh = step_on(name, settings, devices)
+            c = load(name, ["hardware=tpu", *overrides])
+            mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, devices, c.mesh.p)
+            check_divides(c, mesh.shape)
+            with jax.set_mesh(mesh):
+                lowered = lowered_step(c)
             begin = time.perf_counter()
             compiled = lowered.compile()
         except (ValueError, jax.errors.JaxRuntimeError) as error:
@@ -89,11 +92,11 @@ def main() -> None:
         peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         sizes = [f"{size / 2**30:.2f}" for size in (memory.argument_size_in_bytes, peak)]
         kernels = len(re.findall(r"^ *%splash_\S+ = .* custom-call\(", hlo, re.MULTILINE))
-        weights, attention = floors(load(name, settings), args.chip, devices)
+        weights, attention = floors(c, args.chip, devices)
         print_line(*case, seconds, *sizes, kernels, f"{weights:.1f}", f"{attention:.1f}" if kernels else "")
         if args.hlo:
             args.hlo.mkdir(parents=True, exist_ok=True)
-            (args.hlo / f"{name}.txt").write_text(with_mesh(hlo, mesh))
+            (args.hlo / f"{name}.txt").write_text(with_mesh(hlo, mesh.shape))
 
 
 if __name__ == "__main__":
