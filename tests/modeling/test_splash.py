@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from gradients import assert_same, loss_and_gradients, meshes
 
 import train
 from input_loader import batch_shapes
@@ -92,3 +93,16 @@ def test_the_backward_pass_does_not_repeat_the_kernel(monkeypatch):
     found = re.findall(r"name=splash_mha_(\w+?)_segmented", str(step.jaxpr))
     assert sorted(set(found)) == ["dkv", "dq", "fwd"]
     assert len(found) == 3, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["d=4 t=2", "p=2 d=2 t=2"])
+def test_a_step_is_the_same(monkeypatch, mesh):
+    monkeypatch.setattr(tiny, "LENGTH", 128)
+    model = tiny.model(layers=2)
+    _, (expected, g) = loss_and_gradients(tiny.config(model, attention="einsum"), tiny.mesh("one device"))
+    monkeypatch.setattr(attention, "choose", lambda *_: ("splash", ""))
+    c = tiny.config(model, microbatches=2, attention="splash")
+    _, (found, g_found) = loss_and_gradients(c, meshes(mesh))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert_same(g_found, g, 1e-5)
