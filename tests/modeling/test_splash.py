@@ -12,12 +12,13 @@ from gradients import assert_same, loss_and_gradients, meshes
 import train
 from input_loader import batch_shapes
 from modeling import attention
+from modeling import splash as splash_module
 from modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
 from modeling.splash import splash
 from shardlib.shardtypes import dtype_name, i32
 
 act = dtype_name("act")
-ROWS, LENGTH, KV, QUERIES, WIDTH = 2, 256, 2, 2, 16
+ROWS, LENGTH, KV, QUERIES, WIDTH = 2, 384, 2, 2, 16  # three blocks
 RULES = {
     "causal, documents": CAUSAL,
     "causal": Rule((causal,)),
@@ -70,6 +71,15 @@ def test_it_is_attention(name):
     with jax.set_mesh(tiny.mesh("one device")):
         expected = with_gradients(train.attention, RULES[name])
         assert_close(with_gradients(splash, RULES[name]), expected, 1e-5)
+
+
+@pytest.mark.long
+def test_a_block_may_be_computed_in_parts(monkeypatch):
+    monkeypatch.setattr(splash_module, "BLOCK", 2 * LENGTH)
+    monkeypatch.setattr(splash_module, "COMPUTED", 128)
+    with jax.set_mesh(tiny.mesh("one device")):
+        expected = with_gradients(train.attention, CAUSAL)
+        assert_close(with_gradients(splash, CAUSAL), expected, 1e-5)
 
 
 @pytest.mark.long
