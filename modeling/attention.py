@@ -35,8 +35,8 @@ PATHS = ("auto", "einsum", "blockwise", "cudnn", "cudnn_wide", "splash")
 KERNELS = {"cudnn": "gpu", "cudnn_wide": "gpu", "splash": "tpu"}
 """Paths that are kernels of one platform, and the platform."""
 CUDNN_UP_TO = 16384
-"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask. The mask, and its gradient, which JAX has
-cuDNN compute before jax 0.12, then take 1 GiB for each sequence."""
+"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask. The mask then takes half a GiB for each
+sequence. So does its gradient, which jax 0.10 has cuDNN compute, and jax 0.12 does not."""
 UNSEEN = 2.0**16
 """How much lower the scores of keys in other documents are in cudnn_wide, at least, so that their weights are 0. Where
 all scores of a block are that low, f32 still holds their differences."""
