@@ -7,11 +7,16 @@
                 (modeling/blockwise.py). Its memory grows linearly with L.
     cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for rules that change no scores. It knows the conditions causal
                 and Window. Others, such as same_document, become a mask of L×L entries for each sequence.
+    cudnn_wide  the same, for causal, same_document and Window, without a mask: documents are told apart by 8 or 16
+                further entries of each head.
+    splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of modeling/rules.py
+                (modeling/splash.py).
     auto        one of these, by `choose`.
 
 All are per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -19,16 +24,22 @@ import jax.numpy as jnp
 
 from modeling.blockwise import BLOCK, BLOCKS, blockwise
 from modeling.model import act
-from modeling.rules import Places, Rule, Window, causal
+from modeling.rules import Places, Rule, SoftCap, Window, causal, same_document
+from modeling.splash import LANES, splash
 from shardlib import shardops
 from shardlib.shardtypes import typed
 from shardlib.values import target_device
 
-PATHS = ("auto", "einsum", "blockwise", "cudnn")
+PATHS = ("auto", "einsum", "blockwise", "cudnn", "cudnn_wide", "splash")
 """Values of `training.attention`."""
+KERNELS = {"cudnn": "gpu", "cudnn_wide": "gpu", "splash": "tpu"}
+"""Paths that are kernels of one platform, and the platform."""
 CUDNN_UP_TO = 16384
-"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask of documents. The mask, and its gradient,
-which cuDNN computes, then take 1 GiB for each sequence."""
+"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask. The mask then takes half a GiB for each
+sequence. So does its gradient, which jax 0.10 has cuDNN compute, and jax 0.12 does not."""
+UNSEEN = 2.0**16
+"""How much lower the scores of keys in other documents are in cudnn_wide, at least, so that their weights are 0. Where
+all scores of a block are that low, f32 still holds their differences."""
 
 
 def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False) -> tuple[str, str]:
@@ -47,6 +58,8 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
     device, length = target_device(), q.shape[1]
     refusals = {"einsum": None, "blockwise": "it has no dropout" if dropout else None}
     refusals["cudnn"] = _cudnn_refuses(rule, q, dropout, sinks, device)
+    refusals["cudnn_wide"] = refusals["cudnn"] or _wide_refuses(rule, q, device)
+    refusals["splash"] = _splash_refuses(rule, q, dropout, sinks, device)
     if path != "auto":
         if refusals[path]:
             raise ValueError(
@@ -54,17 +67,22 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
                 "can, or einsum, which can do everything."
             )
         return path, ""
+    if not refusals["splash"]:
+        return "splash", "a TPU"
     if not refusals["cudnn"] and not _masked(rule):
         return "cudnn", "an NVIDIA GPU, no mask"
     if not refusals["cudnn"] and length <= CUDNN_UP_TO:
         return "cudnn", f"an NVIDIA GPU, at most {CUDNN_UP_TO} tokens"
+    if not refusals["cudnn_wide"]:
+        return "cudnn_wide", f"an NVIDIA GPU, documents in more than {CUDNN_UP_TO} tokens"
     if refusals["blockwise"]:
         return "einsum", "dropout"
+    kernel = "splash" if device.platform == "tpu" else "cudnn"
+    why = f"no {kernel}: {refusals[kernel] or f'its mask of {length} × {length} is large'}"
     block = BLOCKS.get(device.platform, BLOCK)
     if length <= block:
-        return "einsum", f"one block of {block} tokens; no cudnn: {refusals['cudnn']}"
-    why = refusals["cudnn"] or f"its mask of {length} × {length} is large"
-    return "blockwise", f"blocks of {block} tokens; no cudnn: {why}"
+        return "einsum", f"one block of {block} tokens; {why}"
+    return "blockwise", f"blocks of {block} tokens; {why}"
 
 
 def _cudnn_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> str | None:
@@ -76,12 +94,51 @@ def _cudnn_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.D
         return "it has no dropout here"
     if rule.score or sinks:
         return "it changes no scores, and has no sinks"
-    if dtype not in (jnp.bfloat16, jnp.float16):
+    if dtype != jnp.bfloat16:
         return f"it takes bf16, not {dtype.name}"
-    largest = 256 if float(getattr(device, "compute_capability", 9)) >= 9 else 128  # abstract devices have none
+    largest = _largest_head(device)
     if d_head % 8 or d_head > largest:
         return f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"
     return f"an odd number of tokens, {length}" if length % 2 else None
+
+
+def _largest_head(device: jax.Device) -> int:
+    """Largest number of entries of a head that cuDNN takes: more from Hopper on.
+
+    An abstract device does not say what it is, and JAX takes it for an older one.
+    """
+    return 256 if float(getattr(device, "compute_capability", 8)) >= 9 else 128
+
+
+def _wide_refuses(rule: Rule, q: Any, device: jax.Device) -> str | None:
+    """Reason why cudnn_wide cannot compute what cudnn can, or None."""
+    length, d_head = q.shape[1], q.shape[-1]
+    more, largest = _entries_for(length), _largest_head(device)
+    if _masked(rule) != (same_document,) or causal not in rule.visible:
+        return "it takes rules of causal, same_document and Window, with the first two"
+    if rule.scale_of(d_head) <= 0:
+        return f"the scale of its scores must be above 0, not {rule.scale:g}"
+    if d_head + more > largest:
+        return f"heads of {d_head} entries; it adds {more}, and takes up to {largest}"
+    return None
+
+
+def _splash_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> str | None:
+    """Reason why splash attention cannot compute this, or None."""
+    length, dtype = q.shape[1], jnp.dtype(q.dtype)
+    if device.platform != "tpu":
+        return f"{device.device_kind} is not a TPU"
+    if dropout:
+        return "it has no dropout"
+    if sinks:
+        return "it has no sinks here"
+    if rule.score and not isinstance(rule.score, SoftCap):
+        return "of functions of scores, it knows SoftCap alone"
+    if not all(f in (causal, same_document) or isinstance(f, Window) for f in rule.visible):
+        return "of conditions, it knows causal, same_document and Window alone"
+    if dtype != jnp.bfloat16:
+        return f"it takes bf16, not {dtype.name}"
+    return f"{length} tokens; it takes multiples of {LANES}" if length % LANES else None
 
 
 def run(
@@ -94,8 +151,10 @@ def run(
     learned: tuple = (),
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention by the path blockwise or cudnn."""
-    return blockwise(q, k, v, places, rule, learned, sinks) if path == "blockwise" else cudnn(q, k, v, places, rule)
+    """Attention by a path other than einsum."""
+    if path == "blockwise":
+        return blockwise(q, k, v, places, rule, learned, sinks)
+    return {"cudnn": cudnn, "cudnn_wide": cudnn_wide, "splash": splash}[path](q, k, v, places, rule)
 
 
 @typed
@@ -120,6 +179,34 @@ def cudnn(
         implementation="cudnn",
     )
     return shardops.rearrange("B/r/d L (K/t Q) D -> B/r/d L K/t Q D", out)
+
+
+@typed
+def cudnn_wide(
+    q: act["B/r/d L K/t Q D"], k: act["B/r/d L K/t D"], v: act["B/r/d L K/t D"], places: Places, rule: Rule
+) -> act["B/r/d L K/t Q D"]:
+    """train.attention by cuDNN's kernel without a mask, for rules with causal and same_document.
+
+    Each head has the bits of the number of its document as further entries. Numbers do not decrease along L, and a
+    query sees no later key. So a key of another document has a smaller number, which lacks some bit of the query's.
+    Each such bit lowers the product of the two. Where the numbers are equal, zeros are added to it.
+    """
+    d_head = q.shape[-1]
+    scale, more = rule.scale_of(d_head), _entries_for(q.shape[1])
+    bits = (places.document[:, :, None] >> jnp.arange(more)) & 1
+
+    def with_entries(x, entries):
+        of_heads = jnp.expand_dims(entries.astype(x.dtype), [*range(2, x.ndim - 1)])
+        return jnp.concatenate([x, jnp.broadcast_to(of_heads, (*x.shape[:-1], more))], axis=-1)
+
+    wide = with_entries(q, bits * (-UNSEEN / scale)), with_entries(k, 1 - bits), with_entries(v, 0 * bits)
+    alike = dataclasses.replace(rule.without(same_document), scale=scale)
+    return cudnn(*wide, places, alike)[..., :d_head]
+
+
+def _entries_for(length: int) -> int:
+    """Number of entries, a multiple of 8, for the bits of the number of a document in a sequence of `length` tokens."""
+    return -(-length.bit_length() // 8) * 8
 
 
 def _masked(rule: Rule) -> tuple:

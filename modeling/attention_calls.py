@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from modeling.attention import choose
+from modeling.attention import KERNELS, choose
 from modeling.blockwise import small_blocks
 from modeling.model import Tokens, act, blank_tokens, compute_scope, period_of
 from modeling.rules import Places, Rule
+from modeling.splash import LANES
 from modeling.weights import shapes_of
 from shardlib import gathers, shardops
 from shardlib.layers import split_extras
@@ -33,7 +34,7 @@ from shardlib.values import mesh_axes, pipeline_stage
 TOLERANCE = {"bf16": 2**-4, "f32": 2**-12}
 """Largest difference of two paths, divided by the largest entry: four times what rounding causes on random tokens."""
 PAIRS = 2**22
-"""Largest number of pairs of positions, times query heads of a device, that is compared."""
+"""Largest number of pairs of positions, times query heads of a device, that is compared; LANES positions at least."""
 LEAST_BLOCKS, DOCUMENTS = 4, 5
 """Numbers of blocks (or more) and of documents in the sequence that is compared."""
 NEAR = 64
@@ -132,11 +133,12 @@ def check_paths(forward: Any, length: int, cache: Path | None = None) -> None:
         if path == "einsum":
             continue
         heads = math.prod(call.q.shape[2:4])
-        compared = min(length, max(2, int((PAIRS / heads) ** 0.5) // 64 * 64))
+        compared = min(length, max(LANES, int((PAIRS / heads) ** 0.5) // LANES * LANES))
         # Named, since `auto` might take another path for a shorter sequence.
         program = _comparison(with_path(forward, path).attend, with_path(forward, "einsum").attend, call, compared)
-        dtype = forward.training.compute_dtype if path == "cudnn" else "f32"
-        with compute_scope(dtype), small_blocks(-(-compared // LEAST_BLOCKS)):
+        dtype = forward.training.compute_dtype if path in KERNELS else "f32"
+        exactly = jax.default_matmul_precision("highest")  # some devices round f32 operands otherwise
+        with compute_scope(dtype), exactly, small_blocks(-(-compared // LEAST_BLOCKS)):
             traced = jax.jit(program).trace()
             versions = jax.__version__, importlib.metadata.version("jaxlib")
             device = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS")

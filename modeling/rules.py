@@ -1,7 +1,8 @@
 """Who attends to whom, and how the score of a pair changes: the model's `Rule`, which all attention paths follow.
 
     sliding = Rule(visible=(causal, same_document, Window(1024)))
-    capped = Rule(score=lambda scores, q, k, heads: 50 * jnp.tanh(scores / 50))
+    capped = Rule(score=SoftCap(50))
+    alibi = Rule(score=lambda scores, q, k, heads: scores - 2.0 ** -(heads + 1) * (q.index - k.index))
 
 A model states its rule where a layer calls `attend(q, k, v, rule)`. The functions of a rule get the Places of queries
 and of keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, query heads of each, queries, keys.
@@ -69,6 +70,21 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
+class SoftCap:
+    """Scores stay within ±`cap`, as cap·tanh(score / cap) (Gemma 2, arXiv 2408.00118); `cap` is above 0."""
+
+    cap: float
+
+    def __post_init__(self):
+        if not 0 < self.cap < math.inf:
+            raise ValueError(f"SoftCap({self.cap}); its cap must be a finite number above 0.")
+
+    def __call__(self, scores: jax.Array, q: Places, k: Places, heads: jax.Array) -> jax.Array:
+        """The capped scores."""
+        return self.cap * jnp.tanh(scores / self.cap)
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """Who attends to whom, and how the score of a pair changes."""
 
@@ -118,8 +134,12 @@ class Rule:
         self, products: jax.Array, d_head: int, q: Places, k: Places, heads: jax.Array, learned: tuple = ()
     ) -> jax.Array:
         """Scores of all pairs, seen or not."""
-        scores = products * (d_head**-0.5 if self.scale is None else self.scale)
+        scores = products * self.scale_of(d_head)
         return scores if self.score is None else self.score(scores, q, k, heads, *learned)
+
+    def scale_of(self, d_head: int) -> float:
+        """Factor on the products of queries and keys with heads of `d_head` entries."""
+        return d_head**-0.5 if self.scale is None else self.scale
 
     def without(self, condition: Callable) -> "Rule":
         """The rule without this condition."""

@@ -36,6 +36,7 @@ from flat_tokens.stores import open_reader
 from input_loader import make_loader
 from input_loader.codec import codec_of_data
 from input_loader.padded import PaddedLoader
+from modeling.attention import KERNELS
 from modeling.model import inputs_of, load_model
 from sampling.choices import answers, read_questions, shares
 from sampling.documents import Given, documents_of_dataset, documents_of_files, losses_of
@@ -170,7 +171,8 @@ def open_run(config: Config, write_line: Callable[[str], None] = print) -> OpenR
         which = config.weights or c.training.eval_weights
         run_config.check_weights("weights", which, c.training.ema_decay)
         mesh, model = opening.mesh_for(config.mesh, c), load_model(c.model)
-        if c.training.attention == "cudnn" and mesh.devices.flat[0].platform != "gpu":
+        platform = mesh.devices.flat[0].platform
+        if KERNELS.get(c.training.attention, platform) != platform:
             c.training.attention = "auto"
         with jax.set_mesh(mesh):
             weights, source = saved.read_weights(model, which, train.programs, config.other_source, write_line)

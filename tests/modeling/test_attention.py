@@ -17,14 +17,17 @@ from modeling import attention
 from modeling.attention_calls import describe_attention
 from modeling.blockwise import blockwise
 from modeling.model import Tokens
-from modeling.rules import CAUSAL, Places, Rule, Window, causal, same_document
+from modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
 from models import gpt2
 from shardlib.shardtypes import dtype_name, i32
 from training_io.config import Config, check_config
+from training_io.soundness import find_unsound
 
 act = dtype_name("act")
 ROWS, HEADS, WIDTH = 8, 2, 4
 GPU = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+A100 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
+TPU = types.SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
 CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
 
 
@@ -128,27 +131,86 @@ def test_blocks_that_nobody_sees_are_not_computed():
     assert all(np.isfinite(x[:, clean]).all() for x in late), "keys of documents before those of a block of queries"
 
 
-def test_cudnn_is_asked_for_the_same(monkeypatch):
-    """JAX's own implementation in the place of cuDNN's kernel: heads, mask and scale. The kernel is not run."""
+@pytest.fixture
+def asked(monkeypatch):
+    """What cuDNN's kernel is asked for. JAX's own implementation is in its place; the kernel is not run."""
     real, asked = jax.nn.dot_product_attention, []
 
-    def instead(*args, implementation, **options):
-        asked.append((implementation, options["is_causal"], options["mask"] is not None, options["local_window_size"]))
-        return real(*args, implementation="xla", **options)
+    def instead(q, *args, implementation, **options):
+        mask, window = options["mask"] is not None, options["local_window_size"]
+        asked.append((implementation, options["is_causal"], mask, window, q.shape[-1]))
+        return real(q, *args, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    return asked
+
+
+WINDOW = lambda q, k: q.index - k.index < 5
+CUDNN = {  # name: path, rule, the same for train.attention, whether there is a mask, window, entries of a head
+    "documents": ("cudnn", CAUSAL, CAUSAL, True, None, WIDTH),
+    "one document": ("cudnn", Rule((causal,)), Rule((causal,)), False, None, WIDTH),
+    "window": (
+        "cudnn",
+        Rule((causal, Window(5)), None, 0.25),
+        Rule((causal, WINDOW), None, 0.25),
+        False,
+        (4, 0),
+        WIDTH,
+    ),
+    "wide": ("cudnn_wide", CAUSAL, CAUSAL, False, None, WIDTH + 8),
+    "wide, window": (
+        "cudnn_wide",
+        Rule((causal, same_document, Window(5)), scale=0.25),
+        Rule((causal, same_document, WINDOW), scale=0.25),
+        False,
+        (4, 0),
+        WIDTH + 8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUDNN)
+def test_cudnn_is_asked_for_the_same(asked, name):
+    """Heads, documents, masks and scale."""
+    path, rule, by_hand, masked, window, entries = CUDNN[name]
     (q, k, v, g), document = operands(12, 3), documents(12)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        found = with_gradients(attention.cudnn, q, k, v, document, g)
-        one_document = CAUSAL.without(same_document)
-        unmasked = with_gradients(attention.cudnn, q, k, v, document, g, rule=one_document)
-        window = with_gradients(attention.cudnn, q, k, v, document, g, rule=Rule((causal, Window(5)), scale=0.25))
-        by_hand = Rule((causal, lambda q, k: q.index - k.index < 5), scale=0.25)
-        masked = with_gradients(train.attention, q, k, v, document, g, rule=by_hand)
-    assert_close(found, dense(q, k, v, document, g), 1e-5)
-    assert_close(unmasked, dense(q, k, v, np.zeros_like(document), g), 1e-5)
-    assert_close(window, masked, 1e-5)
-    assert asked == [("cudnn", True, True, None), ("cudnn", True, False, None), ("cudnn", True, False, (4, 0))]
+        found = with_gradients(getattr(attention, path), q, k, v, document, g, rule=rule)
+        expected = with_gradients(train.attention, q, k, v, document, g, rule=by_hand)
+    assert_close(found, expected, 1e-5)
+    if rule == CAUSAL:
+        assert_close(found, dense(q, k, v, document, g), 1e-5)
+    assert asked == [("cudnn", True, masked, window, entries)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_documents_change_no_bit(asked, dtype):
+    """Documents of one position, with the largest numbers, of two, and of many. Keys of others are far larger."""
+    length = 300
+    q, k, v, g = operands(length, 1)
+    document = np.stack([np.arange(length), np.arange(length) + 1, np.arange(length) // 2, np.arange(length) // 200])
+    document = np.int32(document.repeat(ROWS // 4, 0))
+    large = np.where(document < document[:, 290:291], 1000, 1)[..., None, None]
+    with jax.set_mesh(tiny.mesh("d=8")):
+        path = functools.partial(with_gradients, attention.cudnn_wide, document=document, g=g, dtype=dtype)
+        found, beside = path(q, k, v), path(q, k * large, v * large)
+    for a, b in zip(found, beside, strict=True):
+        np.testing.assert_array_equal(a[:, 290:], b[:, 290:])
+    rounded = [np.asarray(jnp.asarray(x, dtype), np.float32) for x in (q, k, v)]
+    assert_close(found, dense(*rounded, document, g), 1e-5 if dtype == "float32" else 3e-2)
+    assert {entries for *_, entries in asked} == {WIDTH + 16}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", ["cudnn", "cudnn_wide", "splash"])
+def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
+    """The check of a step accepts what surrounds the kernel, which is not run. cuDNN's is replaced."""
+    monkeypatch.setattr(attention, "choose", lambda *_: (path, ""))
+    c = with_length(128, tiny.model(layers=1, n_kv=2), attention=path)  # one head of keys on each device
+    c.training.batch_size = 8
+    found = find_unsound(train.programs, c, tiny.forward(c).model, tiny.mesh("d=4 t=2"))
+    assert not found, found[0]
+    assert asked or path == "splash"
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------
@@ -163,7 +225,13 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
     ("device", "length", "changes", "expected"),
     [
         (GPU, 1024, {}, "cudnn"),
-        (GPU, 32768, {}, "blockwise"),
+        (GPU, 16384, {}, "cudnn"),
+        (GPU, 32768, {}, "cudnn_wide"),
+        (GPU, 32768, {"rule": Rule((*CAUSAL.visible, Window(9)))}, "cudnn_wide"),
+        (GPU, 32768, {"d_head": 248}, "blockwise"),
+        (GPU, 32768, {"rule": Rule((same_document,))}, "blockwise"),
+        (A100, 32768, {"d_head": 112}, "cudnn_wide"),
+        (A100, 32768, {"d_head": 128}, "blockwise"),
         (GPU, 32768, {"rule": CAUSAL.without(same_document)}, "cudnn"),
         (GPU, 32768, {"rule": Rule((causal, Window(9)))}, "cudnn"),
         (GPU, 32768, {"rule": Rule((Window(9),))}, "blockwise"),
@@ -174,6 +242,12 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
         (GPU, 1024, {"d_head": 256}, "cudnn"),
         (GPU, 1024, {"dropout": True}, "einsum"),
         (GPU, 511, {}, "einsum"),
+        (TPU, 1024, {}, "splash"),
+        (TPU, 32768, {"rule": Rule((Window(9), same_document), SoftCap(30.0)), "d_head": 60}, "splash"),
+        (TPU, 1024, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "blockwise"),
+        (TPU, 1024, {"dtype": jnp.float32}, "blockwise"),
+        (TPU, 1024, {"dropout": True}, "einsum"),
+        (TPU, 500, {}, "einsum"),
         (CPU, 128, {}, "einsum"),
         (CPU, 129, {}, "blockwise"),
         (CPU, 32768, {"dropout": True}, "einsum"),
@@ -200,6 +274,18 @@ def test_auto_takes_what_can_do_it(monkeypatch, device, length, changes, expecte
         ("cudnn", GPU, {"d_head": 12}, "heads of 12 entries"),
         ("cudnn", GPU, {"d_head": 264}, "up to 256"),
         ("cudnn", GPU, {"length": 63}, "odd number of tokens, 63"),
+        ("cudnn_wide", CPU, {}, "cpu is not an NVIDIA GPU"),
+        ("cudnn_wide", GPU, {"d_head": 256}, "heads of 256 entries; it adds 8, and takes up to 256"),
+        ("cudnn_wide", GPU, {"rule": Rule((causal,))}, "with the first two"),
+        ("cudnn_wide", GPU, {"rule": Rule((same_document, Window(4)))}, "with the first two"),
+        ("cudnn_wide", GPU, {"rule": Rule(scale=-0.5)}, r"must be above 0, not -0\.5"),
+        ("splash", GPU, {}, "NVIDIA H200 is not a TPU"),
+        ("splash", TPU, {"dropout": True}, "no dropout"),
+        ("splash", TPU, {"sinks": True}, "no sinks"),
+        ("splash", TPU, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "SoftCap alone"),
+        ("splash", TPU, {"rule": Rule((causal, lambda q, k: q.index > 5))}, "causal, same_document and Window alone"),
+        ("splash", TPU, {"dtype": jnp.float32}, "takes bf16, not float32"),
+        ("splash", TPU, {"length": 192}, "192 tokens; it takes multiples of 128"),
     ],
 )
 def test_a_path_that_cannot_do_it_says_so(monkeypatch, path, device, changes, reason):
@@ -222,7 +308,7 @@ def test_dropout_in_training_is_refused_before_anything_runs():
         tiny.forward(c).attend(tokens)(None, q, k, v, CAUSAL, drop=lambda x: x)
     c.training.attention = "flash"
     with pytest.raises(
-        ValueError, match=r"training\.attention is 'flash'; choose one of auto, einsum, blockwise, cudnn"
+        ValueError, match=r"training\.attention is 'flash'; choose one of auto, einsum, blockwise, cudnn, "
     ):
         check_config(c)
 

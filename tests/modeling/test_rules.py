@@ -14,7 +14,7 @@ from modeling import attention as attention_module
 from modeling import blockwise as blockwise_module
 from modeling.attention_calls import calls_of, check_paths
 from modeling.blockwise import blockwise
-from modeling.rules import CAUSAL, Places, Rule, Window, causal, same_document
+from modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
 from models import gpt2
 from shardlib.shardtypes import dtype_name, f32, i32
 
@@ -39,7 +39,7 @@ RULES = {
     "prefix": Rule((lambda q, k: (q.index >= k.index) | (k.index < 4),)),
     "everything": Rule(()),
     "alibi": Rule(score=alibi),
-    "soft-cap": Rule(score=lambda scores, q, k, heads: 5 * jnp.tanh(scores / 5)),
+    "soft-cap": Rule(score=SoftCap(5)),
     "scale": Rule(scale=0.1),
     "learned": Rule(score=relative),
     "sinks": CAUSAL,
@@ -132,7 +132,7 @@ class Alternating(train.Llama):
     """Local and global layers in turn; those see soft-capped scores of another scale."""
 
     period = 2
-    rules = Rule((*MASKS, Window(3))), Rule(score=lambda scores, q, k, heads: 5 * jnp.tanh(scores / 5), scale=0.3)
+    rules = Rule((*MASKS, Window(3))), Rule(score=SoftCap(5), scale=0.3)
 
     def layer(self, x, w, tokens, attend, einsum):
         of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.turn])

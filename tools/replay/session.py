@@ -15,6 +15,7 @@ import train
 from cluster.devices import compile_program, known_options
 from configuration.foreign import open_no_pipe, parse_json, shown
 from input_loader import TokenBatch, batch_of, batch_shapes, make_loader
+from modeling.attention import KERNELS
 from modeling.model import inputs_of, load_model
 from training_io.checkpoint import Checkpointer
 from training_io.config import Config as RunConfig
@@ -165,7 +166,8 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 "place, give trust=true; or give a step after a checkpoint."
             )
         on = mesh_of_steps(mesh, c)
-        if c.training.attention == "cudnn" and on.devices.flat[0].platform != "gpu":
+        platform = on.devices.flat[0].platform
+        if KERNELS.get(c.training.attention, platform) != platform:
             c.training.attention = "auto"
         with jax.set_mesh(on):
             options = known_options(trusted_options(c, trust, write), write)
