@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib import lookups
 from shardlib.checks import current_scope
 from shardlib.escapes import per_device  # noqa: F401 (one of the ops)
 from shardlib.op_checks import (
@@ -345,7 +346,7 @@ def _with_gradients(formula: str, dtype, x_is_smaller: bool, x: jax.Array, y: ja
 
     JAX's own rule contracts the gradient with x and transposes the result. XLA turns that into a transposition of the
     gradient, which for a layer's up-projection takes a CPU longer than the product. Also, where the dtype of the result
-    is wider than that of the operands, as for logits, JAX multiplies in the wider one, which is many times slower on an
+    is wider than that of the operands, as for scores, JAX multiplies in the wider one, which is many times slower on an
     accelerator.
     """
     return jnp.einsum(formula, x, y, preferred_element_type=dtype)
@@ -431,15 +432,12 @@ def index_unreduced(spec, table, ids):
     for axis in looked_up.axes:
         indices = indices - lax.axis_index(axis) * block * _minor_devices(looked_up, axis)
     if batched:
-        # Compare and sum rather than gather: it fuses in both directions, while the transpose of a gather is a scatter.
-        positions = jnp.arange(block, dtype=jnp.int32)
-        positions = positions.reshape([-1 if i == table_spec.index else 1 for i in range(values.ndim)])
-        hit = positions == jnp.expand_dims(indices, table_spec.index)
-        value = jnp.sum(jnp.where(hit, values, jnp.zeros((), values.dtype)), axis=table_spec.index)
+        value = lookups.pick(values, indices, table_spec.index)
     else:
-        values = jnp.moveaxis(values, table_spec.index, 0)
+        summed = [f"+{axis}" for axis in sort_axes(ids_spec.sharded)]
+        gradient = " ".join(map(str, (looked_up, *rest, *summed)))
+        value = lookups.take(jnp.moveaxis(values, table_spec.index, 0), indices, gradient)
         found = (indices >= 0) & (indices < block)
-        value = jnp.take(values, indices, axis=0, mode="clip")
         if looked_up.axes:
             value = jnp.where(found.reshape(found.shape + (1,) * len(rest)), value, jnp.zeros((), value.dtype))
     return wrap(varying(value, axes), op.rhs.partial, copies, f"index_unreduced({op})")
