@@ -307,8 +307,7 @@ class Forward:
 def cross_entropy(logits: act["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
     """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². The backward pass keeps the logits only."""
     logits = jnp.float32(logits)
-    peak = save_for_backward(shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits)))
-    terms = shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None]))
+    peak, terms = shardops.pmax_and_exp_sum("B/r/d L V/t -> B/r/d L +t", logits)
     log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t -> B/r/d L", terms))) + peak
     at_target = shardops.index_unreduced("B/r/d L [V/t], B/r/d L -> B/r/d L +t", logits, targets)
     at_target = shardops.psum("B/r/d L +t -> B/r/d L", at_target)
