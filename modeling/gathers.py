@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 import jax
 
 from modeling.model import LanguageModel, blank_tokens, check_logits
-from shardlib import shardops
-from shardlib.gathers import gather_as_noted, note_gathers
+from shardlib import gathers, shardops
 from shardlib.layers import split_extras
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.values import mesh_axes, pipeline_stage
@@ -47,8 +46,8 @@ def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, laye
         check_logits(model, model.logits(w, x))
 
     with pipeline_stage():  # devices of p have different layers
-        notes = note_gathers(parts, w)
+        notes = gathers.note_gathers(parts, w)
     in_layer = lambda path: path.startswith("layers.")
     in_stage = PIPELINE_AXIS in mesh_axes()  # in a stage nothing can be gathered over p
     needed = lambda path: (in_stage and not in_layer(path)) or (layers and shardops.axis_size("d") > 1)
-    return gather_as_noted(w, notes, lambda path: layers or not in_layer(path), needed)
+    return gathers.gather_as_noted(w, notes, lambda path: layers or not in_layer(path), needed)

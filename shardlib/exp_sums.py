@@ -34,8 +34,8 @@ def pmax_and_exp_sum(spec, x):
         refuse_in_stage(axes)
     label = f"pmax_and_exp_sum({op})"
     if target_device().platform != "gpu":
-        peak = _pmax(jnp.max(lax.stop_gradient(value), axis=dropped), axes)
-        terms = jnp.sum(jnp.exp(value - jnp.expand_dims(save_for_backward(peak), dropped)), axis=dropped)
+        peak = save_for_backward(_pmax(jnp.max(lax.stop_gradient(value), axis=dropped), axes))
+        terms = jnp.sum(jnp.exp(value - jnp.expand_dims(peak, dropped)), axis=dropped)
         return peak, wrap(varying(terms, axes), rhs.partial, (), label)
 
     def of_block(value):
