@@ -1,5 +1,6 @@
 """The gradient of a lookup that is the same in each run: against numpy's sums, and in steps that are proved."""
 
+import re
 import types
 
 import jax
@@ -11,6 +12,7 @@ from gradients import assert_same, loss_and_gradients
 from jax.sharding import AbstractMesh, AxisType
 
 import train
+from input_loader import batch_shapes
 from modeling.model import load_model
 from models import gpt2
 from shardlib import lookups
@@ -75,6 +77,18 @@ MODELS = {
     "tied": tiny.model(tied_embeddings=True),
     "gpt2": gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=4, bos_id=0),
 }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_scatters_nothing(name, as_on_a_gpu):
+    """Of what a step does, XLA would make each scatter of rows with equal ids a sort of all their entries."""
+    c = tiny.config(MODELS[name], microbatches=2)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        state = jax.eval_shape(lambda: tiny.state(c))
+        batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
+        step = str(tiny.training_step(c).trace(state, batch, np.int32(0)).jaxpr)
+    assert "associative_scan" in step or "sort" in step
+    assert not re.findall(r"\bscatter[\w-]*\[", step)
 
 
 @pytest.mark.long
