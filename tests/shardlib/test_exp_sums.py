@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients
+from gradients import assert_same, loss_and_gradients, meshes
 from jax.sharding import AbstractMesh, AxisType
 
 import train
@@ -79,14 +79,14 @@ def test_a_wrong_spec_is_refused(platform, spec):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
+@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2", "p=2 d=2 t=2"])
 @pytest.mark.parametrize("changes", [{}, {"loss_chunk": 4}], ids=str)
 def test_a_step_in_one_pass_is_that_in_two(mesh, changes, monkeypatch):
-    c = tiny.config(tiny.model(logit_softcap=5.0), **changes)
+    c = tiny.config(tiny.model(logit_softcap=5.0, layers=2), microbatches=2, **changes)
     c.optimizer.z_loss = 0.1
-    loss, expected = loss_and_gradients(c, tiny.mesh(mesh))[1]
+    loss, expected = loss_and_gradients(c, meshes(mesh))[1]
     monkeypatch.setattr(exp_sums, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
-    found = loss_and_gradients(c, tiny.mesh(mesh))[1]
+    found = loss_and_gradients(c, meshes(mesh))[1]
     np.testing.assert_allclose(found[0], loss, rtol=1e-6)
     assert_same(found[1], expected, 1e-6)
 
