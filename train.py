@@ -32,8 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from input_loader import TokenBatch
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from modeling import attention as attention_paths
-from modeling import fp8, rope, rules
-from modeling.gathers import gather_ahead
+from modeling import fp8, gathers, rope, rules
 from modeling.loss_chunks import sum_in_chunks
 from modeling.model import LanguageModel, Tokens, act, compute_scope
 from modeling.settings import ModelConfig
@@ -164,15 +163,14 @@ class Llama:
         return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
 
     @typed
-    def logits(self, w: Transformer, x: act["B/r/d L/t M"]) -> f32["B/r/d L V/t"]:
+    def logits(self, w: Transformer, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t"]:
         """Logits of the token after each position; `x` is the residual stream after the last layer."""
         gather, softcap = shardops.all_gather, self.c.logit_softcap
         nx = rms_norm(x, gather("M/t/d/p -> M", w.final_norm), self.c.norm_epsilon)
         nx = gather("B/r/d L/t M -> B/r/d L M", nx)
         unembed = gather("V/t M/d/p -> V/t M", (w.embed if w.unembed is None else w.unembed).astype(act.dtype))
-        spec = "B/r/d L M, V/t M -> B/r/d L V/t"
-        logits = shardops.einsum_unreduced(spec, nx, unembed, preferred_element_type=jnp.float32)
-        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        logits = shardops.einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", nx, unembed)
+        return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
 
 
 Model = Llama
@@ -246,7 +244,7 @@ class Forward:
         `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to the output of attention and the new cache. None:
         attention within `tokens`, without caches.
         """
-        w = gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=False)
+        w = gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=False)
         x, caches, extras = self.layers(w.layers, self.model.embed(w, tokens), tokens, attend=attend, caches=caches)
         return head(w, x), caches, extras
 
@@ -297,18 +295,19 @@ class Forward:
         With `gather`, all weights are gathered over d too. With pipeline stages, those outside the layers always are.
         """
         w = shardops.replicate("... -> ... *r", w)
-        gathers = gather or stages.has_stages()
-        return gather_ahead(self.model, w, self.einsum, self.training.seq_len, gather) if gathers else w
+        if not (gather or stages.has_stages()):
+            return w
+        return gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=gather)
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------
 
 
 @typed
-def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
+def cross_entropy(logits: act["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
     """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². The backward pass keeps the logits only."""
-    peak = save_for_backward(shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits)))
-    terms = shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None]))
+    logits = jnp.float32(logits)
+    peak, terms = shardops.pmax_and_exp_sum("B/r/d L V/t -> B/r/d L +t", logits)
     log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t -> B/r/d L", terms))) + peak
     at_target = shardops.index_unreduced("B/r/d L [V/t], B/r/d L -> B/r/d L +t", logits, targets)
     at_target = shardops.psum("B/r/d L +t -> B/r/d L", at_target)
@@ -316,7 +315,7 @@ def cross_entropy(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: f
 
 
 @typed
-def training_loss(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"], c: OptimizerConfig) -> f32["B/r/d L"]:
+def training_loss(logits: act["B/r/d L V/t"], targets: u32["B/r/d L"], c: OptimizerConfig) -> f32["B/r/d L"]:
     """Loss of each target that training minimizes. Validation takes cross_entropy alone."""
     return cross_entropy(logits, targets, c.z_loss)
 
@@ -362,7 +361,7 @@ def loss_and_gradients(
 
     The last result stacks see(g) over microbatches, where g is the part of each in the gradients. None without `see`.
     """
-    copies, vjp = jax.vjp(lambda w: forward.copies(w, gather=c.training.gather_weights == "step"), w)
+    copies, vjp = jax.vjp(lambda w: forward.copies(w, gather=gathers.once(c.training.gather_weights)), w)
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
     loss = staged_loss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
     see = see and (lambda g, see=see: see(reduced(g)))

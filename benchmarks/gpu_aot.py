@@ -7,15 +7,19 @@ description of the GPU; nothing runs. Needs CUDA's libraries, as `pip install -e
 and no device. The columns:
 
 - GiB of a device: arguments, and the peak, arguments included; without cuDNN's workspaces, which need a device.
+- Milliseconds that a step takes at least: its matmuls, cuDNN's attention, the other kernels, and their sum. A kernel
+  takes the time of its FLOPs at the maker's peak, or of the bytes that it reads and writes at the memory's bandwidth,
+  whichever is longer. Collectives are not in it.
 - Kernels, each counted once, in loops too: matmuls; those with f32 operands; cuDNN's; all others.
 - Collectives, each counted once: all; those with a matmul or attention between start and end; those moved to another
   iteration of the loop, gathers to the one before, scatters to the one after.
 
-On a GPU, XLA times kernels to choose them. Here nothing is timed, and cuBLAS does all matmuls.
+On a GPU, XLA times kernels to choose them. Here nothing is timed, and cuBLAS does all matmuls. A compiler option that
+the installed XLA does not know is left out, as in training, and named below the table.
 """
 
 import argparse
-import re
+import collections
 import time
 from pathlib import Path
 
@@ -24,11 +28,14 @@ import yaml
 from jax.experimental import topologies
 
 from benchmarks.steps import load, lowered_step, print_header, print_line
-from cluster.devices import make_mesh
-from compiled.hlo import parse, with_mesh
-from compiled.operations import matmul
+from cluster.devices import known_options, make_mesh
+from compiled.hlo import Program, parse, with_mesh
+from compiled.roofline import kernels
 from training_io.config import check_divides
+from training_io.flops import peak_flops
 
+KINDS = {"a100": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
+"""The names by which JAX knows them."""
 GPUS = {  # compute capability, processors, shared memory of one and of a block, bytes, bytes/s, level-2 cache, GHz
     "a100": (8, 108, 167936, 166912, 85_197_979_648, 2_039_000_000_000, 41_943_040, 1.41),
     "h100": (9, 132, 233472, 232448, 84_942_979_072, 3_352_000_000_000, 52_428_800, 1.98),
@@ -36,9 +43,8 @@ GPUS = {  # compute capability, processors, shared memory of one and of a block,
 }
 # Timing needs a device. Without timing, Triton's matmuls would have a tile that is never the best.
 UNTIMED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
-"""Opcodes that launch no kernel."""
-COLUMNS = ["configuration", "devices", "compiled in s", "arguments", "peak", "matmuls", "of f32", "cuDNN", "others"]
+COLUMNS = ["configuration", "devices", "compiled in s", "arguments", "peak"]
+COLUMNS += ["matmuls ms", "attention ms", "others ms", "sum ms", "matmuls", "of f32", "cuDNN", "others"]
 COLUMNS += ["collectives", "beside matmuls", "moved"]
 
 
@@ -48,7 +54,7 @@ def description(gpu: str) -> str:
     accelerated = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
     gpu_device_info {{
-      name: "NVIDIA {gpu.upper()}" cuda_compute_capability {{ major: {major} {accelerated} }} core_count: {cores}
+      name: "{KINDS[gpu]}" cuda_compute_capability {{ major: {major} {accelerated} }} core_count: {cores}
       fpus_per_core: {128 if major >= 9 else 64} clock_rate_ghz: {clock} l2_cache_size: {cache}
       device_memory_size: {memory} memory_bandwidth: {bandwidth} threads_per_warp: 32 shared_memory_per_block: 49152
       shared_memory_per_core: {shared} shared_memory_per_block_optin: {of_block} registers_per_core_limit: 65536
@@ -57,7 +63,7 @@ def description(gpu: str) -> str:
       block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
       driver_version: "13.0.0" runtime_version: "12.8.0" dnn_version: "9.10.0"
     }}
-    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "NVIDIA {gpu.upper()}"
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{KINDS[gpu]}"
     """
 
 
@@ -70,36 +76,39 @@ def step_on(name: str, overrides: list[str], devices: list) -> tuple[jax.stages.
         return lowered_step(c), c.hardware.compiler_options, dict(mesh.shape)
 
 
-def count(hlo: str) -> list[int]:
-    """Numbers of operations, in the order of COLUMNS."""
-    program = parse(hlo)
-    # What a kernel computes: a product may be in a fusion, with the slice that it writes to.
-    inside = {i.called[0] for i in program.instructions() if i.opcode in ("fusion", "async-start")}
-    inside |= {name for i in program.instructions() for name in re.findall(r"to_apply=%?([\w.-]+)", i.attributes)}
-    matmuls = f32 = cudnn = others = collectives = beside = moved = 0
+def count(program: Program) -> list[int]:
+    """Numbers of kernels and of collectives, in the order of COLUMNS."""
+    found = {kernel.instruction.name: kernel for kernel in kernels(program)}
+    kinds = collections.Counter(kernel.kind for kernel in found.values())
+    products = [product.dtype for kernel in found.values() for product in kernel.products]
+    moved = sum('"is_pipelined":true' in kernel.instruction.attributes for kernel in found.values())
+    beside = 0
     for computation in program.computations.values():
         started, heavy = {}, 0
-        for instruction in computation.instructions.values() if computation.name not in inside else ():
-            parts = [(computation, instruction)]
-            if instruction.opcode == "fusion":
-                fused = program.computations[instruction.called[0]]
-                parts += [(fused, part) for part in fused.instructions.values()]
-            products = [found for part in parts if (found := matmul(*part))]
-            attention = sum("__cudnn" in part.attributes for _, part in parts)
-            if products or attention:
-                heavy += 1
-                matmuls += len(products)
-                cudnn += attention
-                f32 += sum(product.dtype == "f32" for product in products)
-            elif instruction.opcode.endswith("-start"):
-                collectives += 1
-                started[instruction.name] = heavy
-                moved += '"is_pipelined":true' in instruction.attributes
+        for name, instruction in computation.instructions.items():
+            kind = found[name].kind if name in found else None
+            heavy += kind in ("matmul", "attention")
+            if kind == "collective":
+                started[name] = heavy
             elif instruction.opcode.endswith("-done"):
                 beside += heavy > started.get(instruction.operands[0], heavy)
-            else:
-                others += instruction.opcode not in FREE
-    return [matmuls, f32, cudnn, others, collectives, beside, moved]
+    numbers = [len(products), products.count("f32"), kinds["attention"], kinds["other"]]
+    return [*numbers, kinds["collective"], beside, moved]
+
+
+def least_ms(program: Program, device: jax.Device, bandwidth: float) -> list[float]:
+    """Least milliseconds of a step's matmuls, of its attention, of the other kernels, and of all of them."""
+
+    def peak(dtype: str) -> float:
+        if dtype.startswith("f8"):
+            return 2 * peak("bf16")  # by the data sheets
+        return peak_flops([device], {"f32": "float32"}.get(dtype, "bfloat16")).total
+
+    times = collections.Counter()
+    for kernel in kernels(program):
+        times[kernel.kind] += 1000 * kernel.seconds(peak, bandwidth)
+    parts = [times["matmul"], times["attention"], times["other"]]
+    return [*parts, sum(parts)]
 
 
 def main() -> None:
@@ -124,23 +133,27 @@ def main() -> None:
     except NotImplementedError:
         parser.error("JAX's plugin for CUDA is not installed: pip install -e '.[cuda]'")
     options = {name: yaml.safe_load(value) for name, value in (option.split("=", 1) for option in args.options)}
+    left_out: dict[str, None] = {}
     print_header(*COLUMNS, left=2)
     for name in args.config_name.split(","):
         case = [" ".join((name, *overrides, *args.options)), f"{args.devices} × {args.gpu}"]
         try:
             lowered, own, mesh = step_on(name, [f"hardware={args.gpu}", *overrides], devices)
             begin = time.perf_counter()
-            compiled = lowered.compile(compiler_options={**own, **UNTIMED, **options})
+            known = known_options({**own, **UNTIMED, **options}, lambda line: left_out.update({line: None}))
+            compiled = lowered.compile(compiler_options=known)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             print_line(*case, f"not compiled: {' '.join(str(error).split())[:400]}")
             continue
-        hlo, memory = compiled.as_text(), compiled.memory_analysis()
-        seconds = f"{time.perf_counter() - begin:.1f}"
-        sizes = [f"{size / 2**30:.2f}" for size in (memory.argument_size_in_bytes, memory.peak_memory_in_bytes)]
-        print_line(*case, seconds, *sizes, *count(hlo))
+        hlo, memory, seconds = compiled.as_text(), compiled.memory_analysis(), f"{time.perf_counter() - begin:.1f}"
         if args.hlo:
             args.hlo.mkdir(parents=True, exist_ok=True)
             (args.hlo / f"{name}.txt").write_text(with_mesh(hlo, mesh))
+        program = parse(hlo)
+        sizes = [f"{size / 2**30:.2f}" for size in (memory.argument_size_in_bytes, memory.peak_memory_in_bytes)]
+        least = [f"{ms:.1f}" for ms in least_ms(program, devices[0], GPUS[args.gpu][5])]
+        print_line(*case, seconds, *sizes, *least, *count(program))
+    print(*left_out, sep="\n", end="")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class HardwareConfig:
     on other devices, and where XLA_FLAGS in the environment has xla_force_host_platform_device_count."""
     memory_fraction: float | None = None
     """Part of a GPU's memory that JAX reserves when it starts, in (0, 1]; null: JAX's own default, 0.75. The variable
-    XLA_PYTHON_CLIENT_MEM_FRACTION overrides it."""
+    XLA_CLIENT_MEM_FRACTION, or XLA_PYTHON_CLIENT_MEM_FRACTION, overrides it."""
     compilation_cache: str | None = "~/.cache/shardwright/compiled"
     """Directory in which compiled programs are kept for the next run of the same step; null: none. Let nobody write
     there whom you would not let run programs as you. It grows, and what is in it can be deleted at any time. A run of

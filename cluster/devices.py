@@ -63,8 +63,9 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
     for name, value in hardware.environment.items():
         os.environ.setdefault(name, value)
     simulate_devices(hardware)
-    if hardware.memory_fraction is not None:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
+    # Under its older name too, with which JAX refuses the new one.
+    if hardware.memory_fraction is not None and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
     # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
     if directory := jax.config.jax_compilation_cache_dir:
@@ -173,10 +174,20 @@ def _keep_programs(directory: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+EARLIER = {
+    "xla_gpu_pipeline_all_gather": (
+        "xla_gpu_enable_pipelined_all_gather",  # until jax 0.10
+        {"COLLECTIVE_PIPELINING_MODE_ON": True, "COLLECTIVE_PIPELINING_MODE_OFF": False},
+    )
+}
+"""Options that XLA had under another name before: that name, and its values for those of today."""
+
+
 def known_options(options: Mapping[str, Any], print_line: Callable[[str], None]) -> dict[str, Any]:
     """The compiler options that the installed XLA knows. `print_line` is called with a line about each other one.
 
-    Options that are None are left out. Raises ValueError for a value that XLA does not take. Starts the devices.
+    An option that it knows under an earlier name has that name. Options that are None are left out. Raises ValueError
+    for a value that XLA does not take. Starts the devices.
     """
     known = {name: value for name, value in options.items() if value is not None}
     for name in known:
@@ -191,7 +202,10 @@ def known_options(options: Mapping[str, Any], print_line: Callable[[str], None])
             unknown = [name for name in known if f"No such compile option: '{name}'" in str(error)]
             if not unknown:
                 raise ValueError(f"hardware.compiler_options: {error}") from error
-            del known[unknown[0]]
+            value, (earlier, values) = known.pop(unknown[0]), EARLIER.get(unknown[0], (None, {}))
+            if value in values:
+                known.setdefault(earlier, values[value])
+                continue
             print_line(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
         except (TypeError, ValueError) as error:  # raised by JAX, before XLA sees the value
             raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}: {error}") from error

@@ -1,17 +1,26 @@
 """Weights gathered ahead of their use, by the gathers in the model's own code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 
 from modeling.model import LanguageModel, blank_tokens, check_logits
-from shardlib import gathers
+from shardlib import gathers, shardops
 from shardlib.layers import split_extras
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.values import mesh_axes, pipeline_stage
 
 W = TypeVar("W")
+
+
+def once(setting: str, sizes: Mapping[str, int] | None = None) -> bool:
+    """Whether weights are gathered once a step on a mesh of these sizes, by training.gather_weights. None: the current.
+
+    `auto` means that they are where d is 1. Nothing is gathered there, but each weight is cast once, which the backward
+    pass would do again.
+    """
+    return setting == "step" or (setting == "auto" and (sizes or mesh_axes()).get("d", 1) == 1)
 
 
 def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, layers: bool) -> W:
@@ -40,4 +49,5 @@ def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, laye
         notes = gathers.note_gathers(parts, w)
     in_layer = lambda path: path.startswith("layers.")
     in_stage = PIPELINE_AXIS in mesh_axes()  # in a stage nothing can be gathered over p
-    return gathers.gather_as_noted(w, notes, lambda path: layers or not in_layer(path), layers or in_stage)
+    needed = lambda path: (in_stage and not in_layer(path)) or (layers and shardops.axis_size("d") > 1)
+    return gathers.gather_as_noted(w, notes, lambda path: layers or not in_layer(path), needed)

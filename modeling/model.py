@@ -145,7 +145,7 @@ class LanguageModel(Protocol):
         """
 
     def logits(self, w: Any, x: Any) -> Any:
-        """Logits f32['B/r/d L V/t'] from the residual stream after the last layer."""
+        """Logits act['B/r/d L V/t'] from the residual stream after the last layer."""
 
 
 def period_of(model: LanguageModel) -> int:

@@ -255,14 +255,13 @@ class Model:
         return x + dropout(out, rate, keys.of_positions(2, nx.shape[1]))
 
     @typed
-    def logits(self, w: GPT2, x: act["B/r/d L/t M"]) -> f32["B/r/d L V/t"]:
+    def logits(self, w: GPT2, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t"]:
         """Logits of the token after each position."""
         gather = shardops.all_gather
         gain, bias = gather("M/t/d/p -> M", w.final_gain), gather("M/t/d/p -> M", w.final_bias)
         nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, gain, bias, self.c.norm_epsilon))
         table = gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
-        spec = "B/r/d L M, V/t M -> B/r/d L V/t"
-        return shardops.einsum_unreduced(spec, nx, table, preferred_element_type=jnp.float32)
+        return shardops.einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", nx, table)
 
 
 # ---- exchange with transformers: docs/huggingface.md describes the two functions ---------------------------------

@@ -85,7 +85,7 @@ def cached_attention(
 @typed
 def next_logits(
     w: W, cache: Array["layers", KeyValues], texts: Texts, forward: Any
-) -> tuple[f32["B/r/d L V/t"], Array["layers", KeyValues]]:
+) -> tuple[act["B/r/d L V/t"], Array["layers", KeyValues]]:
     """Logits of the token after `texts.token`, and the cache with `texts.token`. The N texts are B = r·d sequences.
 
     Here and below, `forward` is the train.Forward of the model.
@@ -107,7 +107,7 @@ def next_logits(
 @typed
 def next_logits_without_cache(
     w: W, ids: u32["N/r/d S"], texts: Texts, forward: Any
-) -> tuple[f32["B/r/d L V/t"], u32["N/r/d S"]]:
+) -> tuple[act["B/r/d L V/t"], u32["N/r/d S"]]:
     """Logits like `next_logits`, from the tokens `ids` of whole windows, and `ids` with `texts.token` added."""
     index = jnp.arange(len(ids))
     ids = ids.at[index, texts.place].set(texts.token, mode="drop")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from configuration.checks import at_least_0, check_ranges, within
+from modeling.model import act
 from shardlib import shardops
 from shardlib.shardtypes import f32, i32, typed, u32
 
@@ -64,8 +65,8 @@ def lowest_kept(scaled: jax.Array, s: Settings, mass: Any = 1.0) -> jax.Array:
 
 
 def scaled_logits(logits: jax.Array, s: Settings) -> jax.Array:
-    """Logits divided by the temperature, if it is not 0."""
-    return logits / (s.temperature or 1.0)
+    """Logits divided by the temperature, if it is not 0, in f32."""
+    return jnp.float32(logits) / (s.temperature or 1.0)
 
 
 def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Settings) -> jax.Array:
@@ -88,7 +89,7 @@ def own_block(x: i32["B/r/d L"]) -> i32["B/r/d L/t"]:
 
 
 @typed
-def choose(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Settings) -> u32["B/r/d L/t"]:
+def choose(logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Settings) -> u32["B/r/d L/t"]:
     """Draws the token at `place` of the text `number`. Each device of t draws for its own part of L, from all of V."""
     scaled = scaled_logits(shardops.all_to_all("B/r/d L V/t -> B/r/d L/t V", logits), s)
     noise = gumbel_noise(own_block(number), own_block(place), scaled.shape[-1], s)
@@ -106,7 +107,7 @@ def gathered(drawn: u32["B/r/d L/t"]) -> u32["B/r/d L"]:
 
 @typed
 def compare(
-    logits: f32["B/r/d L V/t"],
+    logits: act["B/r/d L V/t"],
     drawn: u32["B/r/d L"],
     number: i32["B/r/d L"],
     place: i32["B/r/d L"],

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from cluster.devices import kept_programs
 from input_loader import TokenBatch
+from modeling import gathers
 from modeling.model import compute_scope, inputs_of
 from sampling.cache import KeyValues, Texts, next_logits, next_logits_without_cache, window_cache, window_start
 from sampling.drawing import ROUNDING, Settings, check_ids, choose, compare, gathered
@@ -101,7 +102,7 @@ class Sampler:
         forward, s, chunk, cache_size = self.forward, self.settings, self._chunk, self.padded(self.context)
         Weights, training = forward.model.Weights, forward.training
         Cache = Array["layers", KeyValues]
-        gather = training.gather_weights == "step"
+        gather = gathers.once(training.gather_weights)
 
         @typed_shard_map
         def prefill(w: Weights, ids: u32["N/r/d L"], fresh: bool_["N/r/d"], cache: Cache | None) -> Cache:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from cluster.devices import kept_programs
 from input_loader import TokenBatch
-from modeling.model import compute_scope, inputs_of
+from modeling.model import act, compute_scope, inputs_of
 from sampling.drawing import check_ids
 from sampling.sampler import SHORTEST
 from shardlib import shardops
@@ -28,7 +28,7 @@ from text.codec import TextCodec
 from training_io.soundness import check_program
 
 LOGITS = 2**27
-"""Largest number of logits on a device, but for those of a single sequence: 512 MiB."""
+"""Largest number of logits on a device, but for those of a single sequence: 512 MiB in f32."""
 POSITIONS = 2**14
 """Largest number of positions on a device, but for those of a single sequence."""
 READ_AHEAD = 64
@@ -45,7 +45,7 @@ class Scored(NamedTuple):
 
 
 @typed
-def is_likeliest(logits: f32["B/r/d L V/t"], targets: u32["B/r/d L"]) -> bool_["B/r/d L"]:
+def is_likeliest(logits: act["B/r/d L V/t"], targets: u32["B/r/d L"]) -> bool_["B/r/d L"]:
     """Whether the target has the largest logit of its position."""
     at_target = shardops.index_unreduced("B/r/d L [V/t], B/r/d L -> B/r/d L +t", logits, targets)
     at_target = shardops.psum("B/r/d L +t -> B/r/d L", at_target)

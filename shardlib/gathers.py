@@ -47,15 +47,15 @@ def note_gathers(fn: Callable, w: Any) -> Any:
     return structure.unflatten(notes)
 
 
-def gather_as_noted(w: Any, notes: Any, which: Callable[[str], bool], needed: bool) -> Any:
+def gather_as_noted(w: Any, notes: Any, which: Callable[[str], bool], needed: Callable[[str], bool]) -> Any:
     """`w` with weights gathered and cast as `notes` say: copies over the axes over which they are gathered.
 
     Args:
         w: weights, a dataclass of array types.
         notes: from `note_gathers`. A weight in a stack was noted in one layer, without the dims of the stack.
         which: whether to gather the weight of this path, such as `layers.w_q`.
-        needed: whether these weights must be gathered ahead. If not, a weight that is gathered in two ways, for which
-            there is no single copy, is left as it is.
+        needed: whether the weight of this path must be gathered ahead. If not, and if it is gathered in two ways, so
+            that there is no single copy, it is left as it is.
 
     Raises:
         ShardError: a weight that must be gathered ahead is gathered in two ways.
@@ -64,7 +64,7 @@ def gather_as_noted(w: Any, notes: Any, which: Callable[[str], bool], needed: bo
     types = [(path, array) for path, array, leaf in arrays_of(type(w), w) if leaf is not ABSENT]
     gathered = []
     for leaf, note, (path, array) in zip(leaves, jax.tree.leaves(notes), types, strict=True):
-        if not note.gathers or not which(path) or (len(note.gathers) > 1 and not needed):
+        if not note.gathers or not which(path) or (len(note.gathers) > 1 and not needed(path)):
             gathered.append(leaf)
             continue
         if len(note.gathers) > 1:

@@ -7,6 +7,7 @@ of the same name, and to transpositions if its dim is not the first. This is wha
     psum_scatter       'B L M +t -> B L/t M'                turns +t into /t
     psum               'B L +t -> B L'                      removes +t
     pmax               'B L V/t -> B L'                     maximum over the dropped dims, on all their devices
+    pmax_and_exp_sum   'B L V/t -> B L +t'                  pmax, and Σ exp(x − pmax), a partial sum
     einsum_unreduced   'B L F/t, M F/t -> B L M +t'         a contracted sharded dim becomes a +
     index_unreduced    '[V/t] M, B L -> B L M +t'           a lookup in a sharded dim becomes a +
     broadcast          'M -> B/d L M'                       repeats along new dims
@@ -28,8 +29,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib import lookups
 from shardlib.checks import current_scope
 from shardlib.escapes import per_device  # noqa: F401 (one of the ops)
+from shardlib.exp_sums import pmax_and_exp_sum  # noqa: F401 (one of the ops)
 from shardlib.op_checks import (
     cast,
     cast_to_result,
@@ -345,7 +348,7 @@ def _with_gradients(formula: str, dtype, x_is_smaller: bool, x: jax.Array, y: ja
 
     JAX's own rule contracts the gradient with x and transposes the result. XLA turns that into a transposition of the
     gradient, which for a layer's up-projection takes a CPU longer than the product. Also, where the dtype of the result
-    is wider than that of the operands, as for logits, JAX multiplies in the wider one, which is many times slower on an
+    is wider than that of the operands, as for scores, JAX multiplies in the wider one, which is many times slower on an
     accelerator.
     """
     return jnp.einsum(formula, x, y, preferred_element_type=dtype)
@@ -431,15 +434,12 @@ def index_unreduced(spec, table, ids):
     for axis in looked_up.axes:
         indices = indices - lax.axis_index(axis) * block * _minor_devices(looked_up, axis)
     if batched:
-        # Compare and sum rather than gather: it fuses in both directions, while the transpose of a gather is a scatter.
-        positions = jnp.arange(block, dtype=jnp.int32)
-        positions = positions.reshape([-1 if i == table_spec.index else 1 for i in range(values.ndim)])
-        hit = positions == jnp.expand_dims(indices, table_spec.index)
-        value = jnp.sum(jnp.where(hit, values, jnp.zeros((), values.dtype)), axis=table_spec.index)
+        value = lookups.pick(values, indices, table_spec.index)
     else:
-        values = jnp.moveaxis(values, table_spec.index, 0)
+        summed = [f"+{axis}" for axis in sort_axes(ids_spec.sharded)]
+        gradient = " ".join(map(str, (looked_up, *rest, *summed)))
+        value = lookups.take(jnp.moveaxis(values, table_spec.index, 0), indices, gradient)
         found = (indices >= 0) & (indices < block)
-        value = jnp.take(values, indices, axis=0, mode="clip")
         if looked_up.axes:
             value = jnp.where(found.reshape(found.shape + (1,) * len(rest)), value, jnp.zeros((), value.dtype))
     return wrap(varying(value, axes), op.rhs.partial, copies, f"index_unreduced({op})")

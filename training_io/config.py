@@ -57,10 +57,10 @@ class TrainingConfig:
     """Parts of the batch that go through the model one after the other, each with the same consecutive sequences on
     every mesh. batch_size must be a multiple of r·d times this number. For interleaved_1f1b the number must be a
     multiple of p."""
-    gather_weights: str = "layer"
-    """layer: weights are gathered over d where they are used, in each microbatch. step: they are gathered once a step,
-    before the microbatches, and their gradients are scattered once after them; each device of d then holds all weights
-    and gradients."""
+    gather_weights: str = "auto"
+    """layer: weights are cast, and gathered over d, where they are used, in each microbatch. step: once a step, before
+    the microbatches, and their gradients are scattered once after them; each device of d then holds all weights and
+    gradients, in the compute dtype. auto: step where d is 1, else layer."""
     compute_dtype: str = "bf16"
     """bf16, or f32 for exact work. Weights and optimizer state are f32 with both."""
     attention: str = "auto"
@@ -213,7 +213,7 @@ def check_config(c: Config) -> None:
             f"training.microbatches {c.training.microbatches} · mesh.p {c.mesh.p} · pipeline.virtual_stages "
             f"{c.pipeline.virtual_stages} are {tasks} tasks of the schedule; it must have fewer than 2**18."
         )
-    check_choice("training.gather_weights", c.training.gather_weights, ("layer", "step"))
+    check_choice("training.gather_weights", c.training.gather_weights, ("auto", "layer", "step"))
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.save", c.training.save, tuple(KEPT))

@@ -98,7 +98,7 @@ def least_memory(c: Config, model: LanguageModel) -> dict[str, float]:
             sequences * t.seq_len * width * c.model.layers * item
         ),
         f"the logits, of {tokens} and training.loss_chunk {t.loss_chunk}": (
-            4 * sequences * min(t.seq_len, t.loss_chunk or t.seq_len) * c.model.vocab
+            item * sequences * min(t.seq_len, t.loss_chunk or t.seq_len) * c.model.vocab
         ),
         f"data.prefetch {c.data.prefetch} batches of {tokens}": 6 * ahead * t.batch_size * t.seq_len,
     }

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import train
 from cluster.devices import make_mesh
 from input_loader import batch_shapes
-from modeling.gathers import gather_ahead
+from modeling.gathers import gather_ahead, once
 from modeling.model import compute_scope, load_model
 from modeling.weights import initialize
 from models import gpt2
@@ -179,13 +179,13 @@ class OtherLogits(train.Llama):
     """Tied, with the table unembedding in f32."""
 
     def logits(self, w, x):
-        x = shardops.all_gather("B/r/d L/t M -> B/r/d L M", x.astype(jnp.float32))
+        dtype, x = x.dtype, shardops.all_gather("B/r/d L/t M -> B/r/d L M", x.astype(jnp.float32))
         table = shardops.all_gather("V/t M/d/p -> V/t M", w.embed)
-        return shardops.einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", x, table)
+        return shardops.einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", x, table).astype(dtype)
 
 
-def trace(c, model) -> None:
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+def trace(c, model, mesh="d=4 t=2") -> None:
+    with jax.set_mesh(tiny.mesh(mesh)):
         state = jax.eval_shape(lambda: tiny.state(c))
         shapes = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
         train.make_training_step(c, model).trace(state, shapes, np.int32(0))
@@ -198,6 +198,18 @@ def test_a_weight_of_a_layer_gathered_in_two_ways_is_named():
         trace(c, OtherLayer(c.model))
     c.training.gather_weights = "layer"
     trace(c, OtherLayer(c.model))
+    # Where there is nothing to gather, it is cast in two ways.
+    c.training.gather_weights = "auto"
+    trace(c, OtherLayer(c.model), "one device")
+
+
+def test_auto_gathers_once_where_there_is_nothing_to_gather():
+    found = {}
+    for mesh in ("one device", "t=8", "d=8", "r=2 d=2 t=2"):
+        with jax.set_mesh(tiny.mesh(mesh)):
+            found[mesh] = [once(setting) for setting in ("layer", "auto", "step")]
+    alone, sharded = [False, True, True], [False, False, True]
+    assert found == {"one device": alone, "t=8": alone, "d=8": sharded, "r=2 d=2 t=2": sharded}
 
 
 def test_a_weight_outside_of_the_layers_gathered_in_two_ways_is_named():

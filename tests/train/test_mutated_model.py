@@ -176,8 +176,9 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     ),
     # the loss
     "each device takes its own maximum": (
-        'shardops.pmax("B/r/d L V/t -> B/r/d L", lax.stop_gradient(logits))',
-        "jnp.max(lax.stop_gradient(logits), axis=-1)",
+        'shardops.pmax_and_exp_sum("B/r/d L V/t -> B/r/d L +t", logits)',
+        "(peak := jnp.max(logits, axis=-1), "
+        'shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None])))',
         "cross_entropy, result: f32['B/r/d L']: the value differs between devices of t",
     ),
     "each device normalizes over its own vocabulary": (
@@ -273,8 +274,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
         "rms_norm, argument weight: f32['M']: the value differs between devices of t, d",
     ),
     "what lies outside of the layers is not gathered": (
-        "gathers = gather or stages.has_stages()",
-        "gathers = gather",
+        "if not (gather or stages.has_stages()):",
+        "if not gather:",
         "all_gather('V/t M/d/p -> V/t M'): a collective over p inside a pipeline stage",
     ),
     "the weights are copies over p": (

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import train
 from cluster.devices import make_mesh
 from input_loader import TokenBatch, batch_shapes, in_microbatches, make_loader
+from modeling import gathers
 from modeling.model import compute_scope, inputs_of, load_model
 from modeling.weights import are_stacks
 from shardlib.array_types import ABSENT, arrays_of
@@ -234,8 +235,7 @@ class Probe:
         def per_device(weights, whole, of_step):
             recorder = Recorder()
             with recording(recorder):
-                gather = c.training.gather_weights == "step"
-                copies = plain.copies(weights, gather)
+                copies = plain.copies(weights, gathers.once(c.training.gather_weights))
                 parts = train.staged_loss(plain, functools.partial(train.training_loss, c=c.optimizer))
                 if has_stages():
                     placement = placement_of(c, self.model)

@@ -1,0 +1,111 @@
+"""The gradient of a lookup that is the same in each run: against numpy's sums, and in steps that are proved."""
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from gradients import assert_same, loss_and_gradients, meshes
+from jax.sharding import AbstractMesh, AxisType
+
+import train
+from input_loader import batch_shapes
+from modeling.model import load_model
+from models import gpt2
+from shardlib import lookups
+from training_io.soundness import find_unsound
+
+IDS = {
+    "random": np.random.default_rng(0).integers(0, 50, 1000),
+    "one id": np.full(257, 3),
+    "one row": np.array([49]),
+    "ascending, all": np.arange(50),
+    "descending": np.arange(50)[::-1],
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Traces lookups as for a GPU, for the CPU that the tests run on."""
+    monkeypatch.setattr(lookups, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
+
+
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((7,), "float32"), ((2, 3), "float32"), ((), "float32"), ((5,), "bfloat16")]
+)
+def test_sums_are_those_of_numpy(name, shape, dtype):
+    ids = IDS[name].astype(np.int32)
+    rows = jnp.asarray(np.random.default_rng(1).normal(size=(len(ids), *shape)), dtype)
+    expected = np.zeros((50, *shape))
+    np.add.at(expected, ids, np.float64(rows))
+    found = jax.jit(lookups.sums_by_id, static_argnums=2)(rows, ids, 50)
+    assert found.dtype == rows.dtype
+    tolerance = 2**-8 if dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(np.float64(found), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_many_rows_of_one_id_are_added_exactly():
+    """Integers, of which f32 holds each sum: none is lost, and none is added twice."""
+    rng = np.random.default_rng(2)
+    ids, rows = rng.choice(3, 5000, p=[0.9, 0.01, 0.09]).astype(np.int32), rng.integers(-9, 9, (5000, 2))
+    expected = np.zeros((4, 2))
+    np.add.at(expected, ids, rows)
+    np.testing.assert_array_equal(lookups.sums_by_id(jnp.float32(rows), ids, 4), expected)
+
+
+def gradient(ids: np.ndarray) -> str:
+    table = jnp.zeros((50, 7))
+    lowered = jax.jit(jax.grad(lambda table: lookups.take(table, jnp.asarray(ids), "V M").sum())).lower(table)
+    return lowered.as_text()
+
+
+def test_its_program_scatters_nothing(as_on_a_gpu):
+    assert "scatter" not in gradient(IDS["random"])
+
+
+def test_a_cpu_scatters():
+    """It adds in order, so that its sums are the same in each run."""
+    assert "scatter" in gradient(IDS["random"])
+
+
+MODELS = {
+    "llama": tiny.model(layers=2),
+    "tied": tiny.model(layers=2, tied_embeddings=True),
+    "gpt2": gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=4, bos_id=0),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_scatters_nothing(name, as_on_a_gpu):
+    """Of what a step does, XLA would make each scatter of rows with equal ids a sort of all their entries."""
+    c = tiny.config(MODELS[name], microbatches=2)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        state = jax.eval_shape(lambda: tiny.state(c))
+        batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
+        step = str(tiny.training_step(c).trace(state, batch, np.int32(0)).jaxpr)
+    assert "associative_scan" in step or "sort" in step
+    assert not re.findall(r"\bscatter[\w-]*\[", step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2", "r=2 d=2 t=2", "p=2 d=2 t=2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_a_step_are_those_of_a_scatter(name, mesh, request):
+    c = tiny.config(MODELS[name], microbatches=2 if mesh != "r=2 d=2 t=2" else 1)
+    loss, expected = loss_and_gradients(c, meshes(mesh))[1]
+    request.getfixturevalue("as_on_a_gpu")
+    found = loss_and_gradients(c, meshes(mesh))[1]
+    np.testing.assert_allclose(found[0], loss, rtol=1e-6)
+    assert_same(found[1], expected, 1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_its_steps_are_proved(name, as_on_a_gpu):
+    c = tiny.config(MODELS[name], microbatches=2)
+    mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+    assert find_unsound(train.programs, c, load_model(c.model), mesh) == []
