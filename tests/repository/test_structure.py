@@ -33,8 +33,8 @@ FLOORS = [
 FLOOR = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 PROGRAMS = ("tools", "benchmarks")
 BY_NAME = {"modeling.model", "shardlib.schedules", "training_io.sweeps", "benchmarks.throughput.peers.worker"}
-BY_NAME |= {"benchmarks.bad_settings", "training_io.trackers"}
-"""Modules that import what a configuration, a pickled function, or a list of programs names."""
+BY_NAME |= {"benchmarks.bad_settings", "benchmarks.throughput.peers.seqax_trainer", "training_io.trackers"}
+"""Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
 SHARED = {"benchmarks.steps", "benchmarks.mistakes"}
 SHARED |= {f"tools.report.{name}" for name in ("comparing", "pictures", "plots", "reading")}
 """Modules of several programs."""

@@ -3,6 +3,7 @@
 The products are in bf16, as its source has them, whatever the dtype of the job.
 """
 
+import importlib
 import sys
 import types
 from pathlib import Path
@@ -32,8 +33,7 @@ def load(checkout: str):
             setattr(found, name, None)
     # Without our root, whose shardlib has the name of theirs.
     sys.path[:] = [checkout, *(path for path in sys.path if Path(path).resolve() != ROOT)]
-    import train
-
+    train = importlib.import_module("train")
     for module in UNUSED:  # einops would use torch
         del sys.modules[module]
     assert train.__file__.startswith(checkout), f"{train.__file__} is not of {checkout}"
