@@ -154,7 +154,7 @@ def outcome(mutant: Mutant) -> str:
             return "rejected"
     if same:
         return "the same program"
-    ahead = mutant.kind == "call removed" and mutant.before.startswith("gather_ahead(")
+    ahead = mutant.kind == "call removed" and mutant.before.startswith("gathers.gather_ahead(")
     return "gathered at its use" if ahead else "another program"
 
 
@@ -240,7 +240,7 @@ def test_the_program_as_it_stands_traces(name):
 @pytest.mark.slow
 def test_weights_that_are_not_gathered_ahead_are_gathered_at_their_use():
     """But for those that a stage could not gather."""
-    ahead = [m for m in mutants(SOURCE) if m.before.startswith("gather_ahead(") and m.kind == "call removed"]
+    ahead = [m for m in mutants(SOURCE) if m.before.startswith("gathers.gather_ahead(") and m.kind == "call removed"]
     assert [outcome(mutant) for mutant in ahead] == ["gathered at its use", "rejected"]
 
 
@@ -311,8 +311,8 @@ def test_verify_rejects_what_the_types_cannot_tell(tmp_path, i):
 @pytest.mark.slow
 def test_what_is_not_gathered_ahead_is_gathered_in_the_layer(tmp_path):
     """All weights at once: the numbers are the same."""
-    text = "gather_ahead(self.model, w, self.einsum, self.training.seq_len, gather)"
+    text = "gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=gather)"
     assert SOURCE.count(text) == 1
     overrides = ["training.gather_weights=step", "model.qk_norm=true", "verify.meshes=[2x2x2,2x1x2x2]"]
-    done = verify(tmp_path, SOURCE.replace(text, text.replace(", gather)", ", False)")), *overrides)
+    done = verify(tmp_path, SOURCE.replace(text, text.replace("layers=gather", "layers=False")), *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
