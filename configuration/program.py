@@ -147,8 +147,9 @@ def start(
     sys.argv[1:] = map(readable, sys.argv[1:])
     with answered():
         if not program.configs.is_dir():  # what `pip install .` installs is for `import` alone
-            raise ValueError(
-                f"{program.configs.parent} has no {program.configs.name}/: shardwright runs from its checkout. "
+            # Not raised: it would be taken for an error of an installed library.
+            sys.exit(
+                f"Error: {program.configs.parent} has no {program.configs.name}/: shardwright runs from its checkout. "
                 "Clone it, and run `pip install -e .` there."
             )
         given = parse_arguments(program, sys.argv[1:])

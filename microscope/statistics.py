@@ -64,4 +64,5 @@ def finished(found: np.ndarray) -> dict[str, np.ndarray]:
     squares, zeros, bf16, of_fp8, count = found[:5].astype(np.float64).sum(1)
     nonzero = np.maximum(count - zeros, 1)
     shares = squares / count, zeros / count, bf16 / nonzero, of_fp8 / nonzero
-    return dict(zip(NAMES, (np.sqrt(shares[0]), found[5].max(0), *shares[1:]), strict=True))
+    largest = np.where(np.isnan(squares), np.nan, found[5].max(0))  # which some devices compute as if NaN were absent
+    return dict(zip(NAMES, (np.sqrt(shares[0]), largest, *shares[1:]), strict=True))

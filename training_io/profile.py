@@ -124,13 +124,15 @@ class StepProfiler:
         jax.block_until_ready(outputs)
         seconds, count = time.perf_counter() - start, self._last - self._first + 1
         speed, peak = self._log.speed.of_step(seconds / count), self._log.speed.peak
-        which = f"steps {self._first + 1} and {self._last + 1}" if count == 2 else f"step {self._last + 1}"
+        first, last = (self._log.start_step + i + 1 for i in (self._first, self._last))
+        which = f"steps {first} and {last}" if count == 2 else f"step {last}"
         doubtful = "; they may still be warming up" if self._first < 2 else ""
         most = f"{peak.total / 1e12:,.4g} TFLOP/s" if peak.total >= 1e12 else f"{peak.total / 1e9:,.3g} GFLOP/s"
+        too_much = "; so they can do more than was measured" if speed["mfu"] > 1 else ""
         lines = [
             f"speed      {speed['tokens_per_second']:,.0f} tokens/s: "
             f"{seconds / count:.4f} s a step, in {which}{doubtful}",
-            f"MFU        {100 * speed['mfu']:.1f}% of the {most} that the devices can do",
+            f"MFU        {100 * speed['mfu']:.1f}% of the {most} that the devices can do" + too_much,
         ]
         print("\n".join(lines), flush=True)
 

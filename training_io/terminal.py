@@ -63,7 +63,9 @@ class Terminal:
 
     def __init__(self, console: Console, start: int, total: int, print_every: int):
         self._console, self._start, self._total, self._print_every = console, start, total, print_every
-        self._done, self._eta, self._parts, self._losses = start, "", [], Sparkline()
+        self._losses = Sparkline()
+        # Replaced as a whole, since another thread renders it.
+        self._shown: tuple[int, str, list[str], str] = start, "", [], ""
         self._live: Live | None = None
 
     def show(self, done: int, eta: str, loss: Any, parts: Sequence[str]) -> None:
@@ -76,13 +78,13 @@ class Terminal:
             parts: metrics as texts, the loss first, then the most important ones.
         """
         self._losses.add(loss)
-        self._done, self._eta, self._parts = done, eta, list(parts)
+        self._shown = done, eta, list(parts), str(self._losses)
         if self._console.is_terminal:
             if self._live is None:
                 self._live = Live(self, console=self._console, refresh_per_second=4, transient=True)
                 self._live.start()
         elif done in (self._start + 1, self._total) or done % self._print_every == 0:
-            self.print(self._plain(eta))
+            self.print(self._plain())
 
     def print(self, text: str) -> None:
         """Prints a line, above the live one."""
@@ -93,22 +95,25 @@ class Terminal:
         live, self._live = self._live, None
         if live is not None:
             live.stop()
-            self.print(self._plain(eta=""))
+            done, _, *others = self._shown
+            self._shown = done, "", *others
+            self.print(self._plain())
 
-    def _plain(self, eta: str) -> str:
-        eta = [f"ETA {eta}"] if eta else []
-        return "  ".join([f"step {self._done}/{self._total}", *eta, *self._parts])
+    def _plain(self) -> str:
+        done, eta, parts, _ = self._shown
+        return "  ".join([f"step {done}/{self._total}", *([f"ETA {eta}"] if eta else []), *parts])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         """The live line, of one line at any width."""
-        head, width = f"step {self._done}/{self._total}", options.max_width
-        eta = f"ETA {self._eta}" if self._eta else ""
+        done, eta, parts, blocks = self._shown
+        head, width = f"step {done}/{self._total}", options.max_width
+        eta = f"ETA {eta}" if eta else ""
         bar = max(0, min(24, width // 8, width - cell_len(head) - cell_len(eta) - 2))
         room = width - cell_len(head) - bar - 2
-        parts = [*([eta] if eta else []), *map(shown, self._parts)]
-        if self._parts and console.encoding.startswith("utf") and (blocks := str(self._losses)):
-            loss = parts.index(shown(self._parts[0]))
-            parts[loss] += f" {blocks}"
+        parts = [*map(shown, parts)]
+        if parts and blocks and console.encoding.startswith("utf"):
+            parts[0] += f" {blocks}"  # the loss
+        parts = [*([eta] if eta else []), *parts]
         text = ""
         for part in parts:
             longer = f"{text}  {part}" if text else part
@@ -118,7 +123,7 @@ class Terminal:
         line = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
         line.add_row(
             Text(head, no_wrap=True, overflow="crop"),
-            ProgressBar(total=max(1, self._total), completed=self._done, width=bar),
+            ProgressBar(total=max(1, self._total), completed=done, width=bar),
             Text(text, no_wrap=True, overflow="crop"),
         )
         yield line

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -110,7 +111,12 @@ def _tensorboard(tensorboardx: Any, run: Facts) -> Opened:
 
 
 def _wandb(wandb: Any, run: Facts) -> Opened:
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None and not wandb.login(prompt=False):
+        mode = "offline"
+        print(f"tracker    wandb: no login here, so it writes files: wandb sync {run.directory}/wandb/offline-*")
     opened = wandb.init(
+        mode=mode,
         project=run.project,
         name=run.name,
         id=run.known,

@@ -169,7 +169,10 @@ def bisected(
     found = bisect.find(session, session.batch(), documents, metric, usual, screen.line)
     numbers = lambda done: f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
     if found.after is None:
-        screen.line(f"step {session.step}  {numbers(found.before)}: no half of its documents makes that")
+        value = getattr(found.before, metric)
+        jumped = f"no half of its documents makes that, from a usual {metric} of {usual:.5g}"
+        why = f"{metric} did not jump" if value <= usual else jumped
+        screen.line(f"step {session.step}  {numbers(found.before)}: {why}")
     else:
         count = len(found.documents)
         which = "document makes" if count == 1 else "documents together make"

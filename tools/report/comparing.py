@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from configuration.foreign import shown
 from tools.report.reading import Run
 from training_io.files import duration
 
@@ -86,6 +87,8 @@ class Comparison:
         known = [run for run in self.runs if math.isfinite(run.values.get(name, math.nan))]
         texts = {self.metric(run, name) for run in known}
         if METRICS[name].best is None or len(texts) < 2:
+            return set()
+        if name == "MFU" and any(map(mfu_doubt, known)):
             return set()
         best = METRICS[name].best(known, key=lambda run: run.values[name])
         return {str(run.directory) for run in known if self.metric(run, name) == self.metric(best, name)}
@@ -177,9 +180,18 @@ def _unknown_last(value: Any) -> tuple[bool, float]:
     return (not is_number, value if is_number else 0)
 
 
+def mfu_doubt(run: Run) -> str | None:
+    """Why the MFU of a run is not to be compared; None if it is."""
+    told = [shown(event.get("why", "")) for event in run.of_event("peak")]
+    over = "over the peak, which was measured too low" if run.values.get("MFU", 0) > 1 else None
+    return told[-1] if told else over
+
+
 def remarks(c: Comparison) -> list[str]:
     """Warnings for a reader of the table."""
     found = []
+    if doubted := [str(i + 1) for i, run in enumerate(c.runs) if mfu_doubt(run)]:
+        found.append(f"MFU is not to be compared: it is in doubt in run {', '.join(doubted)}; tokens/s can be.")
     if any(name == "model.vocab" or name.startswith("data.") for name in c.differing):
         found.append("Data or vocabulary differ: losses in nats a token compare only where the tokens are the same; "
                      "bits/byte compare always, on the same text.")  # fmt: skip

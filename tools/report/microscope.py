@@ -25,13 +25,16 @@ class Entry:
     """By name of the statistic; those of a gradient as `gradient rms`."""
 
     def cell(self, statistic: str, write: Callable[[float], str]) -> tuple[str, bool]:
-        """The mean over layers, with the least and greatest if they are not written alike; whether it stands out."""
+        """The mean over layers, of a magnitude the largest; the least and greatest if they are not written alike.
+
+        Also whether it stands out.
+        """
         values = self.of.get(statistic, np.empty(0))
         if not values.size:
             return "", False
         low, high = write(float(np.min(values))), write(float(np.max(values)))
         much = statistic.split()[-1] in ("bf16", "fp8") and bool(np.max(values) >= _MUCH)
-        text = write(float(np.mean(values)))
+        text = write(float((np.max if statistic.endswith("max") else np.mean)(values)))
         return (text if low == high else f"{text} ({low} – {high})"), much or not np.isfinite(values).all()
 
 

@@ -13,7 +13,17 @@ from urllib.parse import quote
 
 import numpy as np
 
-from tools.report.comparing import BYTES, IGNORED_SETTINGS, METRICS, NUMBER, Comparison, name_of, remarks, scaled
+from tools.report.comparing import (
+    BYTES,
+    IGNORED_SETTINGS,
+    METRICS,
+    NUMBER,
+    Comparison,
+    mfu_doubt,
+    name_of,
+    remarks,
+    scaled,
+)
 from tools.report.lines import step_by_line
 from tools.report.microscope import microscope
 from tools.report.plots import colour, panels_of
@@ -88,8 +98,8 @@ def figures(c: Comparison, run: Run) -> list[Figure]:
     if not values:
         return found
     entropy = number(run.fact("unigram_entropy"))
-    unigram = f"unigram entropy {entropy:.3f}" if math.isfinite(entropy) else "nats a token, averaged"
-    found.append(Figure("loss", c.metric(run, "loss"), unigram))
+    unigram = f"unigram entropy {entropy:.3f}" if math.isfinite(entropy) else "nats a token"
+    found.append(Figure("loss", c.metric(run, "loss"), f"mean of the last steps; {unigram}"))
     if "val" in values:
         bits = f"{c.metric(run, 'bits/byte')} bits a byte" if "bits/byte" in values else "nats a token"
         found.append(Figure("validation", c.metric(run, "val"), f"{bits}, at step {run.validation[-1][0] + 1:,}"))
@@ -120,9 +130,8 @@ def figures(c: Comparison, run: Run) -> list[Figure]:
 def _mfu(c: Comparison, run: Run) -> Figure:
     peak = number(run.fact("peak_flops"))
     of = f"of {scaled(peak, (1e12, ' T'), (1e9, ' G'), (1, ' '))}FLOP/s" if math.isfinite(peak) else "of the peak"
-    if run.values["MFU"] > 1:
-        said = "over the peak, which was measured too low: do not compare it"
-        return Figure("MFU", c.metric(run, "MFU"), said, warning=True)
+    if why := mfu_doubt(run):
+        return Figure("MFU", c.metric(run, "MFU"), why[:_LONGEST], warning=True)
     return Figure("MFU", c.metric(run, "MFU"), of)
 
 
