@@ -32,7 +32,9 @@ from shardlib import shardops
 from shardlib.layers import Extras
 from shardlib.pipeline import Parts, plan_training, run_training
 from shardlib.placement import Placement, place_layers
+from shardlib.schedules import CHUNKS
 from shardlib.shardtypes import Array, ShardError, f32, make_shardings, pytree_dataclass, u32
+from shardlib.tasks import in_a_ring
 from training_io.config import Config
 from training_io.pipeline_config import PipelineConfig
 from training_io.stages import balanced, placement_of, training_plan
@@ -41,7 +43,7 @@ BATCH, LENGTH, LAYERS = 64, 16, 8
 SETTINGS = {
     "p": (1, 2, 4),
     "mesh": ("", "r", "d", "t", "rd", "rt", "dt"),  # the axes of two devices; those beside p
-    "schedule": ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"),
+    "schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"),
     "v": (1, 2),
     "m": (4, 8, 16),
     "tied": (False, True),
@@ -67,7 +69,9 @@ class Case:
 
     @property
     def is_possible(self) -> bool:
-        return self.v == 1 or (self.p > 1 and self.schedule == "interleaved_1f1b")
+        if self.p == 1:  # without an effect of the schedule
+            return self.v == 1 and self.schedule == "gpipe"
+        return self.v == CHUNKS.get(self.schedule, self.v) and (self.schedule != "dualpipe_v" or self.m >= 2 * self.p)
 
     def __str__(self) -> str:
         text = f"p={self.p} {self.mesh or 'alone'} {self.schedule} v={self.v} m={self.m} {self.gather}"
@@ -92,7 +96,7 @@ def chosen() -> list[Case]:
 
 
 CASES = chosen()
-SHORT, LONG = "p=2 d eager", "p=2 alone interleaved_1f1b v=2"
+SHORT, LONG = "p=2 d zb_h1", "p=2 alone interleaved_1f1b v=2"
 
 
 def settings(case: Case) -> Config:
@@ -351,11 +355,11 @@ def test_ends_that_are_not_gathered_are_refused(monkeypatch):
 
 @pytest.mark.quick
 def test_rows_of_chunks_and_uneven_stages():
-    even = place_layers(8, p=2, v=2)
+    even = place_layers(8, in_a_ring(2, 2))
     assert even.rows.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert even.order.layer_of_row.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert place_layers(8, p=4, v=1).order is None
-    uneven = place_layers(5, p=2, v=1, counts=[3, 2])
+    assert place_layers(8, in_a_ring(4, 1)).order is None
+    uneven = place_layers(5, in_a_ring(2, 1), counts=[3, 2])
     assert uneven.order.layer_of_row.tolist() == [0, 1, 2, 3, 4, -1]
     assert uneven.padded
     assert not even.padded
@@ -363,7 +367,7 @@ def test_rows_of_chunks_and_uneven_stages():
 
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
 def test_rows_of_padding_are_0(of):
-    order = place_layers(4, 2, 1, [3, 1]).order
+    order = place_layers(4, in_a_ring(2, 1), [3, 1]).order
     rows = order.to_rows(of(np.arange(1.0, 5.0, dtype=np.float32)))
     np.testing.assert_array_equal(rows, [1, 2, 3, 4, 0, 0])
     np.testing.assert_array_equal(order.to_layers(rows), [1, 2, 3, 4])
@@ -417,7 +421,7 @@ def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
 
 def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool = False):
     """The compiled executor alone on p=2: stages of one tanh layer each that saves what it gives."""
-    placement = Placement(2, 1, (1, 1))
+    placement = Placement(in_a_ring(2, 1), (1, 1))
     plan = plan_training(placement, schedule, m, recompute)
 
     @pytree_dataclass
