@@ -150,7 +150,7 @@ class _Branches:
         if len(branches) == 1:
             outs, kept = branches[0]()
             return outs, [kept]
-        types = [jax.make_jaxpr(branch, return_shape=True)()[1][1] for branch in branches]
+        types = [_types(branch)[1] for branch in branches]
 
         def with_all(i: int) -> tuple[list, list]:
             outs, own = branches[i]()
@@ -207,6 +207,12 @@ class _Loop:
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         carry, (ys, found) = lax.scan(turn, carry, (ins[end:], *kept), **options)
         return [*carry, *ys], found
+
+
+def _types(fn: Callable) -> Any:
+    """The types of the arrays that fn() gives, in its structure."""
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)()
+    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
 
 
 def _step(jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool]) -> Any:

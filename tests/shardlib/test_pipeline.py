@@ -214,13 +214,14 @@ def test_step_equals_that_of_one_device(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("counts", "recompute"), [([3, 1], False), pytest.param("balanced", True, marks=pytest.mark.slow)]
+    ("counts", "recompute", "schedule"),
+    [([3, 1], False, "interleaved_1f1b"), ("balanced", True, "interleaved_1f1b"), ([3, 1], False, "zb_h1")],
 )
-def test_stages_of_different_sizes(counts, recompute):
+def test_stages_of_different_sizes(counts, recompute, schedule):
     def settings(p):
         c = tiny.config(tiny.model(d_model=64, layers=4, vocab=512), microbatches=4)
         c.training.batch_size = BATCH
-        c.pipeline = PipelineConfig(layers_per_stage=counts, recompute=recompute)
+        c.pipeline = PipelineConfig(schedule, layers_per_stage=counts, recompute=recompute)
         return c
 
     with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):
@@ -243,18 +244,21 @@ def test_what_is_saved_is_not_computed_again():
     once = matmuls(tiny.mesh("one device"))
     assert matmuls(stages) == once
     assert matmuls(stages, layers_per_stage=[5, 3]) == once
+    assert matmuls(stages, schedule="zb_h1") == once
+    assert matmuls(stages, schedule="zb_h1", layers_per_stage=[5, 3]) == once
     of_a_layer = 7 + 2 + 2  # with weights, in norms, in attention
     assert matmuls(stages, recompute=True) == once + of_a_layer
+    assert matmuls(stages, schedule="zb_h1", recompute=True) == once + of_a_layer
 
 
 @functools.cache
-def dropout_step(p: int, recompute: bool):
+def dropout_step(p: int, schedule: str, recompute: bool):
     """Loss and gradients of GPT-2 with dropout, on the host, layers in their order."""
     c = tiny.config(
         gpt2.ModelConfig(vocab=64, positions=16, d_model=64, heads=4, layers=4, dropout=0.3, bos_id=0), microbatches=4
     )
     c.training.batch_size = BATCH
-    c.pipeline = PipelineConfig(virtual_stages=2, recompute=recompute)
+    c.pipeline = PipelineConfig(schedule, virtual_stages=2, recompute=recompute)
     seeds = np.arange(BATCH, dtype=np.uint32).reshape(4, -1)
 
     def per_device(w: gpt2.GPT2, batch: train.Batch, seeds: u32["m B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
@@ -269,10 +273,12 @@ def dropout_step(p: int, recompute: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_dropout_is_that_of_one_device(recompute):
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("interleaved_1f1b", False), ("interleaved_1f1b", True), ("zb_v", False)]
+)
+def test_dropout_is_that_of_one_device(schedule, recompute):
     """A mask depends on row and layer, not on stage or microbatch, and is the same in forward and backward."""
-    (loss, g), (expected_loss, expected) = dropout_step(2, recompute), dropout_step(1, False)
+    (loss, g), (expected_loss, expected) = dropout_step(2, schedule, recompute), dropout_step(1, "gpipe", False)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     # What is added to all keys of a softmax has no gradient but rounding.
     np.testing.assert_allclose(g.layers.b_k, 0, atol=1e-6)
@@ -359,6 +365,9 @@ def test_rows_of_chunks_and_uneven_stages():
     assert even.rows.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert even.order.layer_of_row.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert place_layers(8, in_a_ring(4, 1)).order is None
+    down_and_up = place_layers(8, ((0, 3), (1, 2)))
+    assert down_and_up.rows.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [down_and_up.place_of(stage) for stage in range(4)] == [(0, 0), (1, 0), (1, 1), (0, 1)]
     uneven = place_layers(5, in_a_ring(2, 1), counts=[3, 2])
     assert uneven.order.layer_of_row.tolist() == [0, 1, 2, 3, 4, -1]
     assert uneven.padded
@@ -447,7 +456,7 @@ def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool
         return program.lower(w, jax.ShapeDtypeStruct((m, 1024), jnp.float32)).compile()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
 def test_memory_and_program_do_not_grow_with_microbatches(schedule):
     few, many = (executor_program(m, schedule) for m in (8, 32))
     assert many.memory_analysis().temp_size_in_bytes <= 1.05 * few.memory_analysis().temp_size_in_bytes
