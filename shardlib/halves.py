@@ -219,15 +219,17 @@ def _step(jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool]) ->
     name = eqn.primitive.name
     if name == "scan":
         return _Loop(eqn, wanted, late)
-    if (bodies := _branches(eqn)) and not _is_cheap(eqn):
+    if bodies := _branches(eqn):
         return _Branches(bodies, eqn, wanted, late)
     return _Equation(jaxpr, eqn, wanted, late)
 
 
 def _branches(eqn: Any) -> Sequence[Any]:
-    """The bodies of a conditional or of a call; none of other equations."""
+    """The bodies of a conditional or of a call; none of other equations, and of calls that are cheap."""
     name = eqn.primitive.name
-    return eqn.params["branches"] if name == "cond" else [eqn.params[CALLS[name]]] if name in CALLS else []
+    if name == "cond":
+        return eqn.params["branches"]
+    return [eqn.params[CALLS[name]]] if name in CALLS and not _is_cheap(eqn) else []
 
 
 def _is_cheap(eqn: Any) -> bool:
