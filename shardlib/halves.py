@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from shardlib.equations import CALLS, body_of, is_variable,  run_again, scan_counts, values_of
+from shardlib.equations import CALLS, body_of, is_variable, run_again, scan_counts, values_of
 from shardlib.op_checks import zeros_like_traced
 
 CHEAP = frozenset(
@@ -40,9 +40,7 @@ class Halves:
         late: of each argument, whether only the second half has it; no wanted result may need it. None: no argument.
     """
 
-    def __init__(
-        self, program: Any, wanted: Sequence[bool], given: Sequence[bool], late: Sequence[bool] | None = None
-    ):
+    def __init__(self, program: Any, wanted: Sequence[bool], given: Sequence[bool], late: Sequence[bool] | None = None):
         self._jaxpr, self._consts = jaxpr, _ = body_of(program)
         needed = _needed(jaxpr, wanted)
         self._late = {var for var, is_late in zip(jaxpr.invars, late or [], strict=False) if is_late}

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardlib.tasks import Stages
 
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackOrder:
     """Order of the rows of a stack of layers at rest, if it is not that of the layers.

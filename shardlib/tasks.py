@@ -177,7 +177,8 @@ def one_a_tick(orders: Orders, p: int) -> bool:
     With halves, a task is so short that the next stage should not wait longer for its result. Where stages are not in
     a ring, a result may go either way, and a tick sends one.
     """
-    return any(task.kind == "backward_weights" or task.stage % p != d for d, order in enumerate(orders) for task in order)
+    tasks = ((device, task) for device, order in enumerate(orders) for task in order)
+    return any(task.kind == "backward_weights" or task.stage % p != device for device, task in tasks)
 
 
 def place(orders: Orders, stages: int, *, fuse_last: bool) -> tuple[dict[Task, int], int]:

@@ -28,8 +28,8 @@ class TickTable:
     columns: dict[str, np.ndarray]
     """Columns by name, each int32 [ticks, p], 0 where a device is idle if not said otherwise.
 
-    forward, backward, weights: 1 where the slot of the tick has a task. With `halves`, `backward` is the input half of a
-    backward and `weights` its other half; otherwise `backward` is all of it. Of that task:
+    forward, backward, weights: 1 where the slot of the tick has a task. With `halves`, `backward` is the input half of
+    a backward and `weights` its other half; otherwise `backward` is all of it. Of that task:
     …_first, …_last: 1 if its stage is the first (which embeds) or the last (which computes the loss in its backward).
     …_chunk in [0, v), …_microbatch in [0, m).
     forward_input, backward_input: the slot of `arrivals` with the stage's input; the first stage reads none.

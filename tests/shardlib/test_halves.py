@@ -104,7 +104,7 @@ def test_halves_give_what_the_whole_gives(program, keeps):
     for found, e in zip([dx, *g], expected, strict=True):
         np.testing.assert_allclose(found, e, rtol=1e-5, atol=1e-6)
     assert not halves.reads[-1], "the gradient of the result is not there any more"
-    of_input, of_weights = (products(jax.make_jaxpr(half)(*given)) for half, given in ((first, [args]), (second, [args, kept])))
+    of_input, of_weights = products(jax.make_jaxpr(first)(args)), products(jax.make_jaxpr(second)(args, kept))
     assert of_weights == (4 if program is branches_that_differ else 2)
     assert of_input + of_weights == products(traced)
 

@@ -100,7 +100,8 @@ def _step(least: float) -> float:
 
 # ---- text ---------------------------------------------------------------------------------------------------------
 
-_FILLS = {"forward": ">)]}", "backward": "<([{", "weights": "+#%&", "repeat": "="}  # by chunk; all chunks from the last sign on share it
+# By chunk; all chunks from the last sign on share it.
+_FILLS = {"forward": ">)]}", "backward": "<([{", "weights": "+#%&", "repeat": "="}
 _IDLE_FILL = "·"
 _MOST_PANELS = 8
 
