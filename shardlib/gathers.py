@@ -58,7 +58,7 @@ def gather_as_noted(
         which: whether to gather the weight of this path, such as `layers.w_q`.
         needed: whether these weights must be gathered ahead. If not, a weight that is gathered in two ways, for which
             there is no single copy, is left as it is.
-        over: axes over which weights are gathered ahead, the last ones of their dims; None: all.
+        over: axes over which weights are gathered ahead; None: all.
 
     Raises:
         ShardError: a weight that must be gathered ahead is gathered in two ways.

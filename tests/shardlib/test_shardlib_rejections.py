@@ -615,7 +615,7 @@ CASES = {
     "copy gathered ahead over more axes": Case(
         lambda norm: all_gather("M/t/d -> M/t", all_gather("M/t/d -> M *t *d", norm)),
         "all_gather('M/t/d -> M/t'): the operand was gathered over t, d before, this gathers over d",
-        "gather ahead over axes that are gathered here: all of them, or the last ones of each dim",
+        "gather ahead only over axes that are gathered here",
         lambda norm: drop(all_gather("M/t/d -> M", all_gather("M/t/d -> M/t *d", norm))),
     ),
     "array where the spec says a copy": Case(
