@@ -108,10 +108,8 @@ def dualpipe_v(p: int, m: int, v: int = 2) -> list[list[Task]]:
     for d in range(p):
         names = ["F0"] * (2 * (p - d - 1)) + ["F0", "F1"] * (d + 1) + ["I1", "W", "F1"] * (p - d - 1)
         names += ["F0", "B1", "F1", "B0"] * (m - 2 * p + d + 1) + ["B1", "F1", "B0"] * (p - d - 1)
-        ends = ["B1", "B0"] * (d + 1) + ["W", "B0"] * (p - d - 1)
-        of_backwards = [i for i, name in enumerate(ends) if name != "W"]
-        in_halves = of_backwards[2 * ((d + 1) // 2) + (d + 1) % 2 :]
-        names += [name.replace("B", "I") if i in in_halves else name for i, name in enumerate(ends)] + ["W"] * (d + 1)
+        names += [("B" if i <= d else "I") + "10"[i % 2] for i in range(2 * d + 2)]
+        names += ["W", "I0"] * (p - d - 1) + ["W"] * (d + 1)
         orders.append(_in_order(names, [d, 2 * p - 1 - d], m))
     return orders
 
