@@ -29,6 +29,7 @@ from modeling.model import load_model
 from modeling.weights import initialize
 from models import gpt2
 from shardlib import shardops
+from shardlib.equations import body_of
 from shardlib.layers import Extras
 from shardlib.pipeline import Parts, plan_training, run_training
 from shardlib.placement import Placement, place_layers
@@ -354,6 +355,28 @@ def test_ends_that_are_not_gathered_are_refused(monkeypatch):
 
     with pytest.raises(ShardError, match=r"a collective over p inside a pipeline stage: the stages run different"):
         trace(monkeypatch, "copies", without_ends, of=train.Forward)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("gather", "width"), [("layer", 32), ("step", 64)])
+def test_a_stage_holds_the_ends_sharded_over_d(gather, width):
+    """What the loop over ticks is given and carries: embedding and unembedding [64, 64], and their gradients."""
+    case = dataclasses.replace(SMALL, mesh="d", gather=gather)
+    with jax.set_mesh(mesh_of(case)):
+        loops = scans_of(traced_step(settings(case)).jaxpr.jaxpr)
+        ticks = len(training_plan_of(case).table.columns["forward"])
+    (loop,) = [eqn for eqn in loops if eqn.params["length"] == ticks]
+    widths = [var.aval.shape[1] for var in loop.invars if var.aval.ndim == 2 and var.aval.shape[0] == 64]
+    assert widths == [width] * 4
+
+
+def scans_of(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for value in eqn.params.values():
+            if hasattr(body_of(value)[0], "eqns") and eqn.primitive.name != "scan":
+                yield from scans_of(body_of(value)[0])
 
 
 # ---- placement, settings ------------------------------------------------------------------------------------------
