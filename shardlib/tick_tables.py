@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.tasks import KINDS, Orders, Stages, Task, check_tasks, place, stages_of_devices
+from shardlib.tasks import KINDS, Orders, Stages, Task, check_tasks, in_a_ring, place, stages_of_devices
 
 COLUMNS = (
     *("forward", "forward_first", "forward_last", "forward_chunk", "forward_microbatch"),
@@ -126,11 +126,15 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_
                 columns[slot + name][t, device] = value
         to = stage + 1 if slot == "forward" else stage - 1
         if slot != "weights" and 0 <= to < stages:
-            there, ways = device_of[to], [((device + 1) % p, "from_left"), ((device - 1) % p, "from_right")]
-            # With one or two devices both neighbours are the same: forwards go right then, and backwards left.
-            ways = dict(reversed(ways) if slot == "forward" else ways)
-            columns[ways.get(there, "from_self")][t + 1, there] = arrival_slots[slot, to, k]
+            there = device_of[to]
+            # With one or two devices, both ways lead to the same one: in a ring, forwards go right and backwards left.
+            step = to - stage if by_device == in_a_ring(p, v) else there - device
+            way = _WAYS.get(step) or _WAYS[step - p if step > 0 else step + p]  # around the ring
+            columns[way][t + 1, there] = arrival_slots[slot, to, k]
     return TickTable(columns, by_device, arrivals, residuals, kept_count)
+
+
+_WAYS = {1: "from_left", -1: "from_right", 0: "from_self"}
 
 
 def _halves(task: Task) -> list[Task]:
