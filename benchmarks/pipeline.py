@@ -80,7 +80,7 @@ def autodiff_gpipe(parts: Parts, w, microbatches, p: int, layers: int):
         def tick(x, t):
             entering = lax.dynamic_index_in_dim(embedded, jnp.minimum(t, m - 1), 0, False)
             with pipeline_stage():
-                y = parts.layers(w.layers, jnp.where(me == 0, entering, x), numbers, *at(t - me))
+                y, _ = parts.layers(w.layers, jnp.where(me == 0, entering, x), numbers, *at(t - me))
             return lax.ppermute(y, "p", [(i, (i + 1) % p) for i in range(p)]), y
 
         _, ys = lax.scan(tick, jnp.zeros_like(embedded[0]), jnp.arange(m + p - 1))
