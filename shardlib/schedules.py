@@ -30,19 +30,27 @@ def gpipe(p: int, m: int, v: int = 1) -> list[list[Task]]:
 
 
 def one_f_one_b(p: int, m: int, v: int = 1) -> list[list[Task]]:
-    """1F1B: forwards ahead, as many as fill the pipeline, then one forward and one backward in turn. Any m; v is 1.
+    """1F1B: each device runs only as many forwards ahead as it takes to fill the pipeline. Any m; v is 1.
 
-    At most 2(p - device) - 1 activations are alive on a device. The warmup is the eager one of arXiv 2211.05322. The
-    shorter one of arXiv 2104.04473, with p - device activations, leaves half of the ticks of the executor empty.
+    At most p - device activations are alive on a device (arXiv 2104.04473, section 2.2.1: PipeDream-Flush). A backward
+    is listed as its two halves, one after the other, so that the stage before waits for the first alone.
     """
-    _check_chunks("1f1b", p, m, v)
+    return _in_halves("1f1b", p, m, v, later=lambda device: 0)
+
+
+def eager_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
+    """1F1B with twice the forwards ahead, so that a transfer has the time of a task to arrive. Any m; v is 1.
+
+    At most 2(p - device) - 1 activations are alive on a device (arXiv 2211.05322).
+    """
+    _check_chunks("eager_1f1b", p, m, v)
     return _with_warmup(p, m, v, lambda device: 2 * (p - 1 - device))
 
 
 def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
     """1F1B over v chunks per device, in groups of p microbatches (arXiv 2104.04473, section 2.2.2).
 
-    At v = 1 it is `1f1b`.
+    At v = 1 it is `eager_1f1b`.
 
     Raises:
         ValueError: m is not a multiple of p.
@@ -52,7 +60,7 @@ def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
         near = " or ".join(str(n) for n in (m - m % p, m - m % p + p) if n)
         raise ValueError(
             f"interleaved_1f1b takes microbatches in groups of one per device: {m} microbatches are not a multiple of "
-            f"{p} devices. Use {near} microbatches, or {'v=1 and ' * (v > 1)}1f1b, which takes any number."
+            f"{p} devices. Use {near} microbatches, or {'v=1 and ' * (v > 1)}eager_1f1b, which takes any number."
         )
     return _with_warmup(p, m, v, lambda device: (v - 1) * p + 2 * (p - 1 - device))
 
@@ -62,14 +70,18 @@ def zb_h1(p: int, m: int, v: int = 1) -> list[list[Task]]:
 
     At most p activations are alive on a device, until their weight gradients are done.
     """
-    _check_chunks("zb_h1", p, m, v)
+    return _in_halves("zb_h1", p, m, v, later=lambda device: device)
+
+
+def _in_halves(name: str, p: int, m: int, v: int, later: Callable[[int], int]) -> list[list[Task]]:
+    """1F1B in halves: the half for the weights comes after `later(device)` more of the input halves."""
+    _check_chunks(name, p, m, v)
     orders = []
     for device in range(p):
-        ahead = min(p - 1 - device, m)
-        names = ["F0"] * ahead
+        ahead, names = min(p - 1 - device, m), []
         for k in range(m):
-            names += ["F0"] * (ahead + k < m) + ["I0"] + ["W0"] * (k >= device)
-        orders.append(_in_order([*names, *["W0"] * device], [device], m))
+            names += ["F0"] * (ahead + k < m) + ["I0"] + ["W0"] * (k >= later(device))
+        orders.append(_in_order([*["F0"] * ahead, *names, *["W0"] * later(device)], [device], m))
     return orders
 
 
@@ -183,13 +195,14 @@ def _with_warmup(p: int, m: int, v: int, warmup: Callable[[int], int]) -> list[l
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "eager_1f1b": eager_1f1b,
     "interleaved_1f1b": interleaved_1f1b,
     "zb_h1": zb_h1,
     "zb_v": zb_v,
     "dualpipe_v": dualpipe_v,
 }
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}
+CHUNKS = {"gpipe": 1, "1f1b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}
 """The only v of the schedules that are not defined for all."""
 
 

@@ -12,7 +12,7 @@ class PipelineConfig:
     """Settings of the stages of a mesh with p (docs/pipeline.md). Without p none of them has an effect."""
 
     schedule: str = "interleaved_1f1b"
-    """gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, dualpipe_v, or your own as module:function
+    """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_v, dualpipe_v, or your own as module:function
     (shardlib/schedules.py)."""
     virtual_stages: int = within(1, 2**10, 1)
     """Number v of stages on each device of p, at least 1: any number for interleaved_1f1b or your own schedule, 2 for

@@ -44,7 +44,7 @@ BATCH, LENGTH, LAYERS = 64, 16, 8
 SETTINGS = {
     "p": (1, 2, 4),
     "mesh": ("", "r", "d", "t", "rd", "rt", "dt"),  # the axes of two devices; those beside p
-    "schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"),
+    "schedule": ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"),
     "v": (1, 2),
     "m": (4, 8, 16),
     "tied": (False, True),

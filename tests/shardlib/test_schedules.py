@@ -24,6 +24,7 @@ from shardlib.schedules import (
     CHUNKS,
     SCHEDULES,
     dualpipe_v,
+    eager_1f1b,
     forward_only,
     gpipe,
     interleaved_1f1b,
@@ -74,8 +75,8 @@ def test_interleaved_as_jaxpp_prints_it():
         assert short(interleaved_1f1b(4, 4, v))[device] == tasks.split()
 
 
-def test_1f1b_as_jaxpp_defines_its_eager_one():
-    assert short(one_f_one_b(3, 5, 1)) == [
+def test_eager_as_jaxpp_defines_it():
+    assert short(eager_1f1b(3, 5, 1)) == [
         ["F0.0", "F0.1", "F0.2", "F0.3", "F0.4", "B0.0", "B0.1", "B0.2", "B0.3", "B0.4"],
         ["F1.0", "F1.1", "F1.2", "B1.0", "F1.3", "B1.1", "F1.4", "B1.2", "B1.3", "B1.4"],
         ["F2.0", "B2.0", "F2.1", "B2.1", "F2.2", "B2.2", "F2.3", "B2.3", "F2.4", "B2.4"],
@@ -83,8 +84,8 @@ def test_1f1b_as_jaxpp_defines_its_eager_one():
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 4), (4, 16)])
-def test_1f1b_is_interleaved_with_one_chunk(p, m):
-    assert one_f_one_b(p, m) == interleaved_1f1b(p, m, 1)
+def test_eager_is_interleaved_with_one_chunk(p, m):
+    assert eager_1f1b(p, m) == interleaved_1f1b(p, m, 1)
 
 
 def torch_lists(schedule):
@@ -105,9 +106,15 @@ def torch_stage(p, v, chunk=0):
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 2), (2, 5), (4, 4), (4, 7), (4, 16), (8, 8), (8, 11)])
-def test_gpipe_as_in_torch(p, m):
+def test_gpipe_and_1f1b_as_in_torch(p, m):
     pipelining = pytest.importorskip("torch.distributed.pipelining")
     assert short(gpipe(p, m)) == torch_lists(pipelining.ScheduleGPipe(torch_stage(p, 1), m))
+    theirs = torch_lists(pipelining.Schedule1F1B(torch_stage(p, 1), m))
+    # torch's list of the last device counts its forwards from 1.
+    theirs[-1] = [f"F{p - 1}.{int(name.split('.')[1]) - 1}" if name[0] == "F" else name for name in theirs[-1]]
+    halves = lambda name: [name.replace("B", "I"), name.replace("B", "W")] if name[0] == "B" else [name]
+    assert short(one_f_one_b(p, m)) == [[half for name in order for half in halves(name)] for order in theirs]
+    assert short(short_1f1b(p, m)) == theirs
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
@@ -150,6 +157,8 @@ def idle(name, p, v):
     """Time that a device of the schedule is idle, of which a forward of all its layers is 1, and a backward 2."""
     if name == "zb_h1":  # arXiv 2401.10241, table 2: (p - 1)(forward + input half - weights half)
         return p - 1
+    if name == "1f1b":  # a microbatch's forwards and input halves through the other devices
+        return 2 * (p - 1)
     if name in ("zb_v", "dualpipe_v"):  # until the first microbatch arrives at the last device; half a forward each
         return (p - 1) / 2
     return 3 * (p - 1) / v  # arXiv 2104.04473, sections 2.2.1 and 2.2.2
@@ -173,6 +182,7 @@ def test_memory_of_schedules_with_halves(p):
     """Activations until their weight gradients are done: p of a device's layers (arXiv 2401.10241), or a chunk more."""
     m = 4 * p
     alive = lambda name, v: simulate(SCHEDULES[name](p, m, v), p, m, v, even_costs(p, v)).peak_of_devices()
+    assert alive("1f1b", 1) == [*range(p, 0, -1)]
     assert alive("zb_h1", 1) == [p] * p
     assert alive("zb_v", 2) == [2 * p] * p
     assert alive("dualpipe_v", 2) == [2 * p + 1] * p
@@ -203,7 +213,7 @@ def test_bubbles_and_peaks_as_measured(name, v):
 
 
 def short_1f1b(p, m, v=1):
-    """1F1B as arXiv 2104.04473 has it, with no more forwards ahead than fill the pipeline."""
+    """1F1B as arXiv 2104.04473 has it, with whole backwards."""
     orders = []
     for d in range(p):
         forwards, backwards = ([Task(kind, d, k) for k in range(m)] for kind in ("forward", "backward"))
@@ -222,7 +232,7 @@ def test_ticks_keep_one_forward_more():
     assert asynchronous.peak_of_devices() == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize(("name", "arrivals"), [("interleaved_1f1b", 6), ("1f1b", 6), ("gpipe", 17)])
+@pytest.mark.parametrize(("name", "arrivals"), [("interleaved_1f1b", 6), ("eager_1f1b", 6), ("gpipe", 17)])
 def test_stage_inputs_stored_with_recompute(name, arrivals):
     """Those of another implementation, 5 and 16, and one gradient."""
     table = tick_table(SCHEDULES[name](4, 16, 1), 4, 16, 1, recompute=True, fuse_last=True)
@@ -232,7 +242,7 @@ def test_stage_inputs_stored_with_recompute(name, arrivals):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     ("name", "v"),
-    [("1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)],
+    [("1f1b", 1), ("eager_1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)],
 )
 def test_memory_does_not_grow_with_microbatches(name, v, recompute):
     def slots(name, m, v):
@@ -244,7 +254,7 @@ def test_memory_does_not_grow_with_microbatches(name, v, recompute):
 
 
 def test_gradient_accumulation_is_the_schedule_of_one_device():
-    table = tick_table(one_f_one_b(1, 3), 1, 3, 1, recompute=True, fuse_last=True)
+    table = tick_table(eager_1f1b(1, 3), 1, 3, 1, recompute=True, fuse_last=True)
     assert (table.arrivals, table.residuals, table.kept) == (0, 0, 0)
     assert table.columns["backward"].T.tolist() == [[1, 1, 1]]
     assert table.columns["backward_microbatch"].T.tolist() == [[0, 1, 2]]
@@ -609,13 +619,14 @@ def test_any_triple_is_a_task():
         (lambda: interleaved_1f1b(4, 6, 2), "not a multiple of 4 devices. Use 4 or 8 microbatches, or v=1 and"),
         (
             lambda: interleaved_1f1b(4, 3, 1),
-            "not a multiple of 4 devices. Use 4 microbatches, or 1f1b, which takes",
+            "not a multiple of 4 devices. Use 4 microbatches, or eager_1f1b, which takes",
         ),
         (
             lambda: gpipe(4, 8, 2),
             "gpipe is defined for one chunk per device, not for v=2. Use v=1, or interleaved_1f1b",
         ),
         (lambda: one_f_one_b(4, 8, 2), "1f1b is defined for one chunk per device"),
+        (lambda: eager_1f1b(4, 8, 2), "eager_1f1b is defined for one chunk per device"),
         (lambda: zb_v(4, 8, 1), "zb_v is defined for two chunks per device, not for v=1. Use v=2, or interleaved_1f1b"),
         (lambda: dualpipe_v(4, 7), "7 microbatches are too few for 4 devices. Use at least 8 microbatches, or zb_v"),
         (lambda: gpipe(0, 8), "0 devices of the axis p: there must be at least 1"),
@@ -737,7 +748,7 @@ def test_what_a_table_lacks_is_named():
 
 def test_names():
     assert {name: schedule_of(name) for name in SCHEDULES} == SCHEDULES
-    assert set(SCHEDULES) == {"gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"}
+    assert set(SCHEDULES) == {"gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"}
 
 
 MINE = """
@@ -794,7 +805,7 @@ def test_a_schedule_of_ones_own(mine):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zero_bubble", "no schedule is called 'zero_bubble'. Choose gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, dual"),
+        ("zero_bubble", "no schedule is called 'zero_bubble'. Choose gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1"),
         ("my_schedules:", "no schedule is called 'my_schedules:'"),
         ("nowhere:f", "there is no module 'nowhere'. It is looked for as by `import nowhere`"),
         ("my_schedules:absent", "my_schedules has no function 'absent'"),

@@ -33,8 +33,8 @@ class Config:
     """Settings of the program."""
 
     schedule: Any = MISSING
-    """gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, dualpipe_v, or `module:function` of your own schedule; a list
-    compares."""
+    """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_v, dualpipe_v, or `module:function` of your own schedule; a
+    list compares."""
     p: int = within(1, 2**12, MISSING)
     """Devices of the pipeline axis, at least 1."""
     m: int = within(1, 2**16, MISSING)
