@@ -57,7 +57,7 @@ def test_chart_of_gpipe():
 
 
 def test_chart_of_asynchronous_devices():
-    assert chart_lines("schedule=1f1b", "p=2", "m=2", "transfer=0.5", "model=asynchronous") == [
+    assert chart_lines("schedule=eager_1f1b", "p=2", "m=2", "transfer=0.5", "model=asynchronous") == [
         "   0         5",
         "0  0>1>······0<<<··1<<<",
         "1  ···0>0<<<1>1<<<·····",
@@ -158,9 +158,9 @@ def test_a_comparison_of_chunks():
 
 
 def test_costs_by_stage():
-    even = simulated(config_of("schedule=1f1b", "p=2", "m=4", "forward=[1,1]", "backward=[2,2]"))[0]
-    assert even.ticks.total == simulated(config_of("schedule=1f1b", "p=2", "m=4"))[0].ticks.total
-    heavy = simulated(config_of("schedule=1f1b", "p=2", "m=4", "forward=[1,2]", "backward=[2,4]"))[0]
+    even = simulated(config_of("schedule=eager_1f1b", "p=2", "m=4", "forward=[1,1]", "backward=[2,2]"))[0]
+    assert even.ticks.total == simulated(config_of("schedule=eager_1f1b", "p=2", "m=4"))[0].ticks.total
+    heavy = simulated(config_of("schedule=eager_1f1b", "p=2", "m=4", "forward=[1,2]", "backward=[2,4]"))[0]
     assert heavy.ticks.total == 1 + 4 * (2 + 4) + 2
     in_chunks = simulated(config_of("schedule=interleaved_1f1b", "p=2", "m=4", "v=2"))[0]
     assert in_chunks.ticks.costs.forward == [0.5] * 4
