@@ -242,7 +242,15 @@ def test_stage_inputs_stored_with_recompute(name, arrivals):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     ("name", "v"),
-    [("1f1b", 1), ("eager_1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)],
+    [
+        ("1f1b", 1),
+        ("eager_1f1b", 1),
+        ("interleaved_1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("zb_h1", 1),
+        ("zb_v", 2),
+        ("dualpipe_v", 2),
+    ],
 )
 def test_memory_does_not_grow_with_microbatches(name, v, recompute):
     def slots(name, m, v):
