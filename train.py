@@ -292,7 +292,7 @@ class Forward:
     def copies(self, w: W, gather: bool = False) -> W:
         """Weights for all microbatches: a copy on each replica, so that gradients are reduced over r once, here.
 
-        With `gather`, all weights are gathered over d too. With pipeline stages, those outside the layers always are.
+        With `gather`, all weights are gathered over d too. With pipeline stages, those outside the layers are over p.
         """
         w = shardops.replicate("... -> ... *r", w)
         if not (gather or stages.has_stages()):

@@ -9,8 +9,8 @@ from configuration.frames import is_installed
 from microscope.names import function_and_target
 from microscope.replay import Path
 from shardlib import layers
+from shardlib.equations import CALLS
 from soundness.equation import Equation, frames_of
-from soundness.interpreter import CALLS
 
 GRADIENT = "gradient"
 """Name with which train.make_training_step marks each gradient, in the order of the weights."""

@@ -4,15 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
+from shardlib.equations import CALLS, body_of, run_again, scan_counts, values_of
 from shardlib.op_checks import varying
-from soundness.control import scan_counts
-from soundness.interpreter import CALLS
 
 Path = tuple[int, ...]
 """Where an equation is in a program: Interpreter.noted."""
@@ -80,11 +76,10 @@ class Replay:
         return results, [value for _, value in values]
 
     def _run(self, jaxpr: Any, args: Any, path: Path, values: list) -> list:
-        consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+        jaxpr, consts = body_of(jaxpr)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        read = lambda var: var.val if isinstance(var, core.Literal) else env[var]
         for eqn in jaxpr.eqns:
-            name, here, ins = eqn.primitive.name, (*path, id(eqn)), list(map(read, eqn.invars))
+            name, here, ins = eqn.primitive.name, (*path, id(eqn)), values_of(eqn.invars, env)
             if name == "shard_map":
                 outs = self._on_devices(eqn, ins, values)
             elif name in CALLS:
@@ -92,14 +87,13 @@ class Replay:
             elif name == "scan":
                 outs = self._loop(eqn, ins, here, values)
             else:
-                outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
-                outs = outs if eqn.primitive.multiple_results else [outs]
+                outs = run_again(eqn, jaxpr, ins)
             for i in self._wanted.get(here, ()):
                 if not jax.typeof(outs[i]).manual_axis_type.unreduced:  # its terms are what it was made of
                     taken = self._take(here, ins, outs[i])
                     values.append((Note(here, i, (len(values),)), taken if self._is_same else on_all_devices(taken)))
             env.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(read, jaxpr.outvars))
+        return values_of(jaxpr.outvars, env)
 
     def _on_devices(self, eqn: Any, ins: list, values: list) -> list:
         notes: list[Note] = []
@@ -118,7 +112,6 @@ class Replay:
 
     def _loop(self, eqn: Any, ins: list, here: Path, values: list) -> list:
         consts, carried = scan_counts(eqn)
-        ins = [jnp.asarray(x, var.aval.dtype) if np.isscalar(x) else x for x, var in zip(ins, eqn.invars, strict=True)]
         turns, at, inner = (eqn.params["length"], eqn.params["reverse"]), len(values), []
 
         def body(carry, xs):

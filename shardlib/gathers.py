@@ -6,7 +6,7 @@ weight that was gathered ahead, the gather at its use does nothing.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -47,7 +47,13 @@ def note_gathers(fn: Callable, w: Any) -> Any:
     return structure.unflatten(notes)
 
 
-def gather_as_noted(w: Any, notes: Any, which: Callable[[str], bool], needed: Callable[[str], bool]) -> Any:
+def gather_as_noted(
+    w: Any,
+    notes: Any,
+    which: Callable[[str], bool],
+    needed: Callable[[str], bool],
+    over: Collection[str] | None = None,
+) -> Any:
     """`w` with weights gathered and cast as `notes` say: copies over the axes over which they are gathered.
 
     Args:
@@ -56,6 +62,7 @@ def gather_as_noted(w: Any, notes: Any, which: Callable[[str], bool], needed: Ca
         which: whether to gather the weight of this path, such as `layers.w_q`.
         needed: whether the weight of this path must be gathered ahead. If not, and if it is gathered in two ways, so
             that there is no single copy, it is left as it is.
+        over: axes over which weights are gathered ahead; None: all.
 
     Raises:
         ShardError: a weight that must be gathered ahead is gathered in two ways.
@@ -76,7 +83,12 @@ def gather_as_noted(w: Any, notes: Any, which: Callable[[str], bool], needed: Ca
             )
         ((before, after, dtype),) = note.gathers
         stack = [str(dim) for dim in array.spec.dims[: len(array.spec.dims) - len(before.dims)]]
-        side = lambda shape, stack=stack: " ".join([*stack, *map(str, shape.dims)])
-        marks = " ".join(f"*{axis}" for axis in sorted(before.sharded - after.sharded))
-        gathered.append(shardops.all_gather(f"{side(before)} -> {side(after)} {marks}", leaf.astype(dtype)))
+        axes = (before.sharded - after.sharded) & set(before.sharded if over is None else over)
+        if not axes:
+            gathered.append(leaf)
+            continue
+        dims = [dataclasses.replace(d, axes=tuple(a for a in d.axes if a not in axes)) for d in before.dims]
+        before, after = (" ".join([*stack, *map(str, side)]) for side in (before.dims, dims))
+        marks = " ".join(f"*{axis}" for axis in sorted(axes))
+        gathered.append(shardops.all_gather(f"{before} -> {after} {marks}", leaf.astype(dtype)))
     return structure.unflatten(gathered)

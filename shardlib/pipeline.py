@@ -1,10 +1,10 @@
 """The executor of any schedule of schedules.py: the microbatches of a step through the stages of axis p.
 
 Every device runs the same program, a scan over the ticks of the schedule. In each tick it runs the forward that its
-column of the table names, if any, and sends the result to the next device of p. Then it runs the backward, if any, and
-sends the gradient to the device before. Values that wait for their task are in buffers with as many slots as the
-schedule needs, so memory grows with the number of microbatches only if the schedule's does. A mesh without p has one
-stage: a scan over microbatches, each forward and backward at once, which is gradient accumulation.
+column of the table names, if any; the backward or the input half of one, if any; and the half for the weights, if any.
+Then it sends results to the devices beside it on p. Values that wait for their task are in buffers with as many slots
+as the schedule needs, so memory grows with the number of microbatches only if the schedule's does. A mesh without p has
+one stage: a scan over microbatches, each forward and backward at once, which is gradient accumulation.
 
 Within a task every value may differ over p (`pipeline_stage`), and a collective over p would wait forever. shardops
 refuse such collectives, and those of jax.lax are refused once a tick is traced. docs/pipeline.md explains more.
@@ -22,11 +22,13 @@ from jax import lax
 
 from shardlib import marks
 from shardlib.checks import Scope
+from shardlib.halves import Halves
 from shardlib.layers import Extras, LayerMetrics, LayerNumbers
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import Placement
-from shardlib.schedules import TickTable, forward_only, schedule_of, tick_table
+from shardlib.schedules import forward_only, schedule_of
+from shardlib.tick_tables import TickTable, tick_table
 from shardlib.values import mesh_axes, pipeline_stage
 
 # ---- what runs where --------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def plan_training(placement: Placement, schedule: str, microbatches: int, recomp
 def plan_evaluation(placement: Placement, microbatches: int) -> Plan:
     """The plan of an evaluation: the loss without gradients."""
     p, m, v = placement.p, microbatches, placement.v
-    table = tick_table(forward_only(p, m, v), p, m, v, recompute=True, fuse_last=False)
+    table = tick_table(forward_only(p, m, v, placement.stages), p, m, v, recompute=True, fuse_last=False)
     return Plan(placement, table, recompute=True)
 
 
@@ -166,25 +168,25 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
         y, extras = layers(stack, x, i, k)
         return (y, _extra_loss(extras, count)), extras.metrics
 
-    residuals_of = _Residuals(stage)
     zero = jnp.int32(0)
     x_type = _traced(first, outer, zero)
     y_type, extras_type = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
     _traced(last, outer, y_type, zero)
-    saved_types = []
-    if training and not plan.recompute:
-        saved_types = jax.eval_shape(residuals_of.forward, chunk(w.layers, zero), x_type, zero, zero)
+    backward_of, saved_types = None, []
+    if training:
+        backward_of = _Backward(stage, chunk(w.layers, zero), x_type, y_type, table.halves, not plan.recompute)
+        saved_types = [] if plan.recompute else backward_of.saved_types
 
     def forward(entry, carry):
-        read = lambda: _get(carry["inputs"], entry["forward_input"])
+        read = lambda: _get(carry["arrivals"], entry["forward_input"])
         embed = lambda: first(outer, entry["forward_microbatch"])
         x = lax.cond(entry["forward_first"] == 1, embed, read)
         i, k = entry["forward_chunk"], entry["forward_microbatch"]
         saved, total = carry["saved"], carry["loss"]
         if training and not plan.recompute:
-            keep = residuals_of.forward(chunk(w.layers, i), x, i, k)
+            keep = backward_of.forward(chunk(w.layers, i), x, i, k)
             y = keep[0]
-            saved = [_put(buffer, value, entry["forward_residuals"]) for buffer, value in zip(saved, keep, strict=True)]
+            saved = _put_all(saved, keep, entry["forward_residuals"])
         else:
             y, _ = layers(chunk(w.layers, i), x, i, k)
         if not training:
@@ -195,57 +197,75 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
         i, k = entry["backward_chunk"], entry["backward_microbatch"]
         stack = chunk(w.layers, i)
         if plan.recompute:
-            read = lambda: _get(carry["inputs"], entry["backward_input"])
+            read = lambda: _get(carry["arrivals"], entry["backward_input"])
             x = lax.cond(entry["backward_first"] == 1, lambda: first(outer, k), read)
-            (y, extra), vjp, metrics = jax.vjp(lambda stack, x: stage(stack, x, i, k), stack, x, has_aux=True)
+            saved = backward_of.forward(stack, x, i, k)
         else:
             saved = [_get(buffer, entry["backward_residuals"]) for buffer in carry["saved"]]
-            (y, extra), vjp, metrics = residuals_of.backward(stack, saved)
+        (y, extra), metrics = backward_of.results(saved)
 
         def at_end(g, total):
             loss, (g_outer, dy) = jax.value_and_grad(last, argnums=(0, 1))(outer, y, k)
             return _add(g, g_outer), total + loss, dy
 
         def elsewhere(g, total):
-            return g, total, _get(carry["cotangents"], entry["backward_cotangent"])
+            return g, total, _get(carry["arrivals"], entry["backward_cotangent"])
 
         g_outer, total, dy = lax.cond(entry["backward_last"] == 1, at_end, elsewhere, carry["g_outer"], carry["loss"])
-        g_stack, dx = vjp((dy, jax.tree.map(one_like, extra)))
+        g_stack, kept = carry["g_stack"], carry["kept"]
+        if table.halves:
+            dx, keep = backward_of.input(stack, saved, dy)
+            kept = _put_all(kept, keep, entry["backward_kept"])
+        else:
+            dx, g = backward_of.whole(stack, saved, dy)
+            g_stack = add_to_chunk(g_stack, g, i)
         total = total if extra is None else total + extra
         at_start = lambda g: _add(g, jax.vjp(lambda outer: first(outer, k), outer)[1](dx)[0])
         g_outer = lax.cond(entry["backward_first"] == 1, at_start, lambda g: g, g_outer)
-        if placement.v > 1:
-            g_stack = _add_part(carry["g_stack"], g_stack, i, placement.chunk_rows)
-        else:
-            g_stack = _add(carry["g_stack"], g_stack)
         metrics = jax.tree.map(lambda x: x / count, metrics)
         metrics = _add_part(carry["metrics"], metrics, i * (placement.v > 1), placement.chunk_rows)
-        return dx, g_outer, g_stack, total, metrics
+        return dx, g_outer, g_stack, kept, total, metrics
+
+    def weights(entry, carry):
+        i = entry["weights_chunk"]
+        saved = [_get(buffer, entry["weights_residuals"]) for buffer in carry["saved"]]
+        kept = [_get(buffer, entry["weights_kept"]) for buffer in carry["kept"]]
+        return add_to_chunk(carry["g_stack"], backward_of.weights(chunk(w.layers, i), saved, kept), i)
+
+    def add_to_chunk(total, g, i):
+        return _add_part(total, g, i, placement.chunk_rows) if placement.v > 1 else _add(total, g)
 
     def tick(carry, entry):
         entry = {name: column[me] for name, column in entry.items()}
-        carry = dict(carry, inputs=_put(carry["inputs"], carry["y"], entry["arriving_input"]))
+        arrivals = carry["arrivals"]
+        for way, result in carry["sent"].items():
+            arrivals = _put(arrivals, result, entry[way])
+        carry = dict(carry, arrivals=arrivals)
         idle = lambda: (_zeros(x_type), carry["saved"], carry["loss"])
         y, saved, total = lax.cond(entry["forward"] == 1, lambda: forward(entry, carry), idle)
-        carry = dict(carry, saved=saved, loss=total)
+        carry, dx = dict(carry, saved=saved, loss=total), y
         if training:
-            carry = dict(carry, cotangents=_put(carry["cotangents"], carry["dx"], entry["arriving_cotangent"]))
-            names = "g_outer", "g_stack", "loss", "metrics"
-            idle = lambda: (_zeros(x_type), *(carry[name] for name in names))
+            # If no device has two results in a tick, one message holds whichever it has.
+            names = "g_outer", "g_stack", "kept", "loss", "metrics"
+            idle = lambda: (y if table.one_message else _zeros(x_type), *(carry[name] for name in names))
             dx, *sums = lax.cond(entry["backward"] == 1, lambda: backward(entry, carry), idle)
-            carry = dict(carry, **dict(zip(names, sums, strict=True)), dx=_shift(dx, p, -1))
-        # Sent after both slots: between them, a stage without a forward would wait for the forwards of the others.
-        carry = dict(carry, y=_shift(y, p, +1))
-        return carry, None
+            carry = dict(carry, **dict(zip(names, sums, strict=True)))
+        if table.halves:
+            carry["g_stack"] = lax.cond(entry["weights"] == 1, lambda: weights(entry, carry), lambda: carry["g_stack"])
+        # Sent after all slots: between them, a stage without a forward would wait for the forwards of the others.
+        y = dx if table.one_message else y
+        sent = {"from_left": lambda: _shift(y, p, +1), "from_right": lambda: _shift(dx, p, -1), "from_self": lambda: y}
+        return dict(carry, sent={way: sent[way]() for way in carry["sent"]}), None
 
+    ways = [way for way in ("from_left", "from_right", "from_self") if (table.columns[way] < table.arrivals).any()]
     carry = {
-        "inputs": _zeros(x_type, (table.inputs + 1,)),
+        "arrivals": _zeros(x_type, (table.arrivals + 1,)),
         "saved": [_zeros(t, (table.residuals,)) for t in saved_types],
-        "y": _zeros(x_type),
+        "sent": {way: _zeros(x_type) for way in ways},
         "loss": varying(jnp.zeros(()), (PIPELINE_AXIS,)),
     }
     if training:
-        carry |= {"cotangents": _zeros(x_type, (table.cotangents + 1,)), "dx": _zeros(x_type)}
+        carry |= {"kept": [_zeros(t, (table.kept,)) for t in backward_of.kept_types]}
         carry |= {"g_outer": _accumulators(outer), "g_stack": _accumulators(w.layers)}
         of_rows = lambda x: varying(jnp.zeros(placement.v * placement.chunk_rows, x.dtype), (PIPELINE_AXIS,))
         carry |= {"metrics": jax.tree.map(of_rows, extras_type.metrics)}
@@ -263,35 +283,72 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     return total, structure.unflatten(g), metrics
 
 
-class _Residuals:
-    """jax.vjp(has_aux=True) of a function, with forward and backward traced separately and arrays passed between them.
+class _Backward:
+    """jax.vjp(has_aux=True) of a stage, traced by itself: with its forward, as a whole, and in halves.
 
-    The function that `jax.vjp` returns is a pytree, whose leaves are what the backward needs. Leaves that are weights
-    are not passed, since the backward has the weights anyway.
+    Arrays are passed from the forward to the backward. The function that `jax.vjp` returns is a pytree, whose leaves
+    are what the backward needs. Leaves that are weights are not passed, since the backward has the weights anyway.
+
+    Attributes:
+        saved_types: types of what is passed from the forward to the backward, the results of the stage first.
+        kept_types: types of what the input half passes to the half for the weights.
+
+    Args:
+        stage: (stack, x, chunk, microbatch) -> (y, loss of the layers), metrics of the layers.
+        stack, x, y: the types of the weights of a chunk, of the input and of the output.
+        halves: whether the backward is done in halves.
+        is_saved: whether what the forward passes is still there for the half for the weights.
     """
 
-    def __init__(self, fn: Callable):
-        self._fn = fn
+    def __init__(self, stage: Callable, stack: Any, x: Any, y: Any, halves: bool, is_saved: bool):
+        self._stage = stage
         self._structure: Any = None
         self._results: Any = None
         self._weights: list[int | None] = []
+        zero = jnp.int32(0)
+        self.saved_types = jax.eval_shape(self.forward, stack, x, zero, zero)
+        self.kept_types: list = []
+        if halves:
+            (program, results) = jax.make_jaxpr(self.whole, return_shape=True)(stack, self.saved_types, y)
+            self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
+            wanted = [True] * self._dx.num_leaves + [False] * self._g.num_leaves
+            given = [True] * len(jax.tree.leaves(stack)) + [is_saved] * len(self.saved_types) + [False]
+            self._halves = Halves(program, wanted, given)
+            self._halves.give_late([not is_wanted for is_wanted in wanted])
+            _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
 
-    def forward(self, w: Any, x: jax.Array, i: jax.Array, k: jax.Array) -> list[jax.Array]:
-        """The results of fn(w, x, i, k), then what `backward` needs."""
-        *results, vjp, aux = jax.vjp(lambda w, x: self._fn(w, x, i, k), w, x, has_aux=True)
+    def forward(self, stack: Any, x: jax.Array, i: jax.Array, k: jax.Array) -> list[jax.Array]:
+        """The results of the stage, then what the backward needs."""
+        *results, vjp, aux = jax.vjp(lambda stack, x: self._stage(stack, x, i, k), stack, x, has_aux=True)
         results, self._results = jax.tree.flatten((*results, aux))
         leaves, self._structure = jax.tree.flatten(vjp)
-        known = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(w))}
+        known = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(stack))}
         self._weights = [known.get(id(leaf)) for leaf in leaves]
         return [*results, *(leaf for leaf in leaves if id(leaf) not in known)]
 
-    def backward(self, w: Any, saved: list[jax.Array]) -> tuple[Any, Callable, Any]:
-        """Results of `jax.vjp` for the call of `forward`: the result, the function for gradients, and aux."""
-        count = self._results.num_leaves
-        result, aux = jax.tree.unflatten(self._results, saved[:count])
-        weights, others = jax.tree.leaves(w), iter(saved[count:])
+    def results(self, saved: list[jax.Array]) -> tuple[Any, Any]:
+        """The results of the stage: (y, loss of the layers), metrics of the layers."""
+        return jax.tree.unflatten(self._results, saved[: self._results.num_leaves])
+
+    def whole(self, stack: Any, saved: list[jax.Array], dy: jax.Array) -> tuple[jax.Array, Any]:
+        """The gradients of the input and of the weights."""
+        weights, others = jax.tree.leaves(stack), iter(saved[self._results.num_leaves :])
         leaves = [next(others) if n is None else weights[n] for n in self._weights]
-        return result, jax.tree.unflatten(self._structure, leaves), aux
+        (_, extra), _ = self.results(saved)
+        g, dx = jax.tree.unflatten(self._structure, leaves)((dy, jax.tree.map(one_like, extra)))
+        return dx, g
+
+    def input(self, stack: Any, saved: list[jax.Array], dy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """The gradient of the input, and what `weights` needs."""
+        outs, kept = self._halves.first([*jax.tree.leaves(stack), *saved, dy])
+        kept, self._kept = jax.tree.flatten(kept)
+        return jax.tree.unflatten(self._dx, outs[: self._dx.num_leaves]), kept
+
+    def weights(self, stack: Any, saved: list[jax.Array], kept: list[jax.Array]) -> Any:
+        """The gradients of the weights. `saved` may be empty, if it is not there any more."""
+        saved = saved or [None] * len(self.saved_types)
+        outs = self._halves.second([*jax.tree.leaves(stack), *saved, None], jax.tree.unflatten(self._kept, kept))
+        return jax.tree.unflatten(self._g, outs[self._dx.num_leaves :])
 
 
 def _in_stage(fn: Callable, *args):
@@ -348,6 +405,10 @@ def _get(x: jax.Array, i: jax.Array) -> jax.Array:
 
 def _put(x: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(x, value, i, 0)
+
+
+def _put_all(buffers: list[jax.Array], values: list[jax.Array], i: jax.Array) -> list[jax.Array]:
+    return [_put(buffer, value, i) for buffer, value in zip(buffers, values, strict=True)]
 
 
 def _part(tree: Any, i: jax.Array, rows: int) -> Any:

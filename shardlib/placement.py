@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib.tasks import Stages
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackOrder:
@@ -70,14 +72,22 @@ class Placement:
     are those of its chunks in order. The rows of a chunk are its layers, and then padding up to the longest chunk.
 
     Attributes:
-        p: number of devices along p; 1 on a mesh without p.
-        v: number of chunks per device. Stage s is chunk s // p of device s % p.
+        stages: the stages of each device of p, of one on a mesh without p.
         counts: number of layers of each of the p·v stages, at least 1 each.
     """
 
-    p: int
-    v: int
+    stages: Stages
     counts: tuple[int, ...]
+
+    @property
+    def p(self) -> int:
+        """Number of devices along p; 1 on a mesh without p."""
+        return len(self.stages)
+
+    @property
+    def v(self) -> int:
+        """Number of chunks per device."""
+        return len(self.stages[0])
 
     @property
     def chunk_rows(self) -> int:
@@ -95,8 +105,12 @@ class Placement:
         first = np.concatenate([[0], np.cumsum(self.counts)])
         rows = np.full((self.p, self.v, self.chunk_rows), -1, np.int32)
         for stage, count in enumerate(self.counts):
-            rows[stage % self.p, stage // self.p, :count] = first[stage] + np.arange(count)
+            rows[*self.place_of(stage), :count] = first[stage] + np.arange(count)
         return rows.reshape(self.p, -1)
+
+    def place_of(self, stage: int) -> tuple[int, int]:
+        """The device of a stage, and the chunk of that device which it is."""
+        return next((device, own.index(stage)) for device, own in enumerate(self.stages) if stage in own)
 
     @property
     def order(self) -> StackOrder | None:
@@ -105,30 +119,30 @@ class Placement:
         return None if np.array_equal(rows, np.arange(len(rows))) else StackOrder(rows)
 
 
-def place_layers(layers: int, p: int, v: int, counts: Sequence[int] | None = None, period: int = 1) -> Placement:
-    """The placement of `layers` layers on p·v stages: `counts` on each, or the same number on all.
+def place_layers(layers: int, stages: Stages, counts: Sequence[int] | None = None, period: int = 1) -> Placement:
+    """The placement of `layers` layers on the stages of each device: `counts` on each, or the same number on all.
 
     All these numbers must be multiples of `period`, after which the pattern of the model's layers repeats.
 
     Raises:
         ValueError: the layers cannot be placed so.
     """
-    stages = p * v
+    p, v = len(stages), len(stages[0])
     if layers % period:
         raise ValueError(
             f"model.layers is {layers}; the pattern of the model's layers repeats after {period}, so it must be a "
             f"multiple of {period}."
         )
     if counts is None:
-        if layers % stages:
+        if layers % (p * v):
             raise ValueError(
-                f"{layers} layers do not divide into {stages} stages (p={p}, virtual_stages={v}). Give "
+                f"{layers} layers do not divide into {p * v} stages (p={p}, virtual_stages={v}). Give "
                 "pipeline.layers_per_stage, a list with the layers of each stage, or balanced."
             )
-        counts = [layers // stages] * stages
-    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+        counts = [layers // (p * v)] * (p * v)
+    if len(counts) != p * v or sum(counts) != layers or min(counts) < 1:
         raise ValueError(
-            f"pipeline.layers_per_stage is {list(counts)}; it must have {stages} numbers (p={p} times virtual_stages="
+            f"pipeline.layers_per_stage is {list(counts)}; it must have {p * v} numbers (p={p} times virtual_stages="
             f"{v}), each at least 1, that add up to the {layers} layers."
         )
     if uneven := [n for n in counts if n % period]:
@@ -137,4 +151,4 @@ def place_layers(layers: int, p: int, v: int, counts: Sequence[int] | None = Non
             f"model's layers repeats after {period}, and each stage must have whole periods. Give "
             f"pipeline.layers_per_stage multiples of {period}, or make p or virtual_stages smaller."
         )
-    return Placement(p, v, tuple(int(n) for n in counts))
+    return Placement(stages, tuple(int(n) for n in counts))

@@ -101,7 +101,8 @@ def all_gather(spec, x, *, replicated=False):
     Only einsum_unreduced, index_unreduced and broadcast take the result: its gradient there is a partial sum over d,
     which the backward pass reduce-scatters once. If `replicated`, it is a plain array, such as a result of the step.
 
-    `M/d F/t -> M F/t *d` gives a Copy, which a `lax.scan` can carry. There, `M/d F/t -> M F/t` of it does nothing.
+    `M/d F/t -> M F/t *d` gives a Copy, which a `lax.scan` can carry. There, `M/d F/t -> M F/t` of it does nothing. Of
+    the copy that `M/d/p -> M/d *p` gives, `M/d/p -> M` gathers what is left.
     """
     with checked_collective("all_gather", spec, x, copies=True) as (op, value, _):
         lhs, rhs = op.lhs[0], op.rhs
@@ -109,11 +110,11 @@ def all_gather(spec, x, *, replicated=False):
         removed = [last_axes(a, b) for a, b in zip(lhs.dims, rhs.dims, strict=True)]
         gathered = {axis for axes in removed for axis in axes}
         ahead = set(copy_axes(x)) & lhs.sharded
-        if ahead and ahead != gathered:
+        if not ahead <= gathered:
             raise ShardError(
                 f"the operand was gathered over {', '.join(sort_axes(ahead))} before, this gathers over "
                 f"{', '.join(sort_axes(gathered)) or 'nothing'}",
-                "gather ahead over the axes that are gathered here, all of them",
+                "gather ahead only over axes that are gathered here",
             )
         if lhs.partial or rhs.partial:
             raise ShardError("a partial sum cannot be gathered", "reduce it first, with psum_scatter or psum")
@@ -124,26 +125,25 @@ def all_gather(spec, x, *, replicated=False):
         if not gathered:
             raise ShardError(f"`{lhs}` to `{rhs}` gathers nothing", "drop an axis from a dim on the right side")
         new_copies = set(rhs.copies) - set(copy_axes(x))
-        if new_copies and new_copies != gathered:
+        if new_copies and new_copies != gathered - ahead:
             raise ShardError(
                 f"the result is to be a copy over {', '.join(sort_axes(new_copies))}, "
                 f"but {', '.join(sort_axes(gathered))} is gathered",
                 "mark all axes removed from dims with *, or none: gather the others in a call of their own; "
                 "for an axis that shards no dim use replicate",
             )
-        if ahead:
+        if ahead and ahead == gathered:
             return x
         if isinstance(x, Noted):
             x.note(lhs, rhs, x.dtype)
             new_copies = gathered  # as it will be once it is gathered ahead
         else:
-            refuse_in_stage(gathered)
+            refuse_in_stage(gathered - ahead)
         value = cast(1, lhs, value, (), lhs.sharded)
     to = "invarying" if replicated else "varying" if new_copies else "reduced"
     for i, axes in enumerate(removed):
-        if axes:
-            gather = functools.partial(lax.all_gather, to=to)
-            value = _along_first_dim(gather, value, axes, i, axis=0)
+        if left := tuple(axis for axis in axes if axis not in ahead):
+            value = _along_first_dim(functools.partial(lax.all_gather, to=to), value, left, i, axis=0)
     return wrap(value, (), {*copy_axes(x), *new_copies}, f"all_gather({op})")
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from shardlib.equations import scan_counts
 from soundness.domain import UNIFORM, Dim, Value, Wild, constant, whole
 from soundness.equation import Equation, Refused
 from soundness.rules import COLLECTIVES, jaxprs_of
@@ -108,15 +109,6 @@ def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) 
         return Value(eq.joined_dims(values), eq.joined_partial(values), None, eq.joined_ratio(values))
     except Refused as refusal:
         return Value(row.dims, wild=interpreter.explain(eq, refusal))
-
-
-def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants of its body, and how many are carried."""
-    body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-    # What a loop runs over has one dim more outside of it. (The parameters that say so differ by JAX's version.)
-    is_carry = lambda pair: ndim(pair[0]) == ndim(pair[1])
-    carried = len(list(filter(is_carry, zip(eqn.outvars, body.outvars, strict=True))))
-    return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
 
 
 def _scan(interpreter: Any, eq: Equation) -> list[Value]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from shardlib.equations import CALLS
 from shardlib.marks import Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
 from soundness import collectives, elementwise, kernels, lookups, rules, shapes, sums
@@ -18,20 +19,6 @@ from soundness.equation import Equation, Refused
 from soundness.rules import KEEPING, OF_SIZES
 
 RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES
-CALLS = {
-    name: "call_jaxpr" if name in ("custom_jvp_call", "custom_vjp_call", "core_call", "closed_call") else "jaxpr"
-    for name in (
-        "jit",
-        "pjit",
-        "remat2",
-        "checkpoint",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-    )
-}
-"""Primitives that call a function, with the parameter that holds it."""
 PLACING = (
     KEEPING
     | elementwise.ELEMENTWISE

@@ -2,10 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 
-from shardlib.schedules import Task, TickTable
+from shardlib.tasks import Task
+from shardlib.tick_tables import TickTable
 
 
-def check_tick_table(table: TickTable, p: int, m: int, v: int, *, recompute: bool, fuse_last: bool, training=True):
+def check_tick_table(
+    table: TickTable,
+    p: int,
+    m: int,
+    v: int,
+    *,
+    recompute: bool,
+    fuse_last: bool,
+    training: bool = True,
+    is_v: bool = False,
+    halves: bool = False,
+):
     """Runs `table` on names: every slot holds the name of what an array would hold, and every read is compared.
 
     What is overwritten before its last read, read before it arrived, done twice or not at all is found this way.
@@ -13,31 +25,37 @@ def check_tick_table(table: TickTable, p: int, m: int, v: int, *, recompute: boo
     Args:
         recompute, fuse_last: those of `tick_table`.
         training: the table has backwards.
+        is_v: stages go down the devices and up again; otherwise stage s is on device s % p.
+        halves: backwards are done in two halves.
 
     Raises:
         ValueError: names the tick, the device and the task.
     """
-    run = _Run(table, p, m, v, recompute, fuse_last, training)
+    device_of = lambda stage: 2 * p - 1 - stage if is_v and stage >= p else stage % p
+    stages = [[stage for stage in range(p * v) if device_of(stage) == device] for device in range(p)]
+    run = _Run(table, p, m, v, recompute, fuse_last, training, halves, stages)
     for tick in range(len(table.columns["forward"])):
         run.tick(tick)
-    kinds = ("forward", "backward") if training else ("forward",)
+    kinds = ("forward", *(("backward",) * training), *(("weights",) * halves))
     for task in (Task(kind, stage, k) for kind in kinds for stage in range(p * v) for k in range(m)):
         if task not in run.done and not (task.kind == "forward" and run.fused(task.stage)):
             raise ValueError(f"the table lacks {task}.")
 
 
 class _Run:
-    """The buffers of all devices between two ticks."""
+    """The buffers of all devices between two ticks. Tasks have the names of their slots."""
 
-    def __init__(self, table: TickTable, p: int, m: int, v: int, recompute: bool, fuse_last: bool, training: bool):
-        self.table, self.p, self.m, self.v = table, p, m, v
-        self.recompute, self.fuse_last, self.training = recompute, fuse_last, training
-        self.inputs: list[list[Task | None]] = [[None] * (table.inputs + 1) for _ in range(p)]
-        self.cotangents: list[list[Task | None]] = [[None] * (table.cotangents + 1) for _ in range(p)]
+    def __init__(self, table, p, m, v, recompute, fuse_last, training, halves, stages):
+        self.table, self.p, self.m, self.v, self.stages = table, p, m, v, stages
+        self.recompute, self.fuse_last, self.training, self.halves = recompute, fuse_last, training, halves
+        self.arrivals: list[list[Task | None]] = [[None] * (table.arrivals + 1) for _ in range(p)]
         self.residuals: list[list[Task | None]] = [[None] * table.residuals for _ in range(p)]
-        self.sent_up: list[Task | None] = [None] * p
-        self.sent_down: list[Task | None] = [None] * p
+        self.kept: list[list[Task | None]] = [[None] * table.kept for _ in range(p)]
+        self.forwards: list[Task | None] = [None] * p
+        self.backwards: list[Task | None] = [None] * p
         self.done: set[Task] = set()
+        columns = table.columns
+        self.one_message = not any((columns["forward"] * columns["backward"]).flat)
 
     def fused(self, stage: int) -> bool:
         return self.fuse_last and stage == self.p * self.v - 1
@@ -47,11 +65,18 @@ class _Run:
             {name: int(column[tick, device]) for name, column in self.table.columns.items()} for device in range(self.p)
         ]
         for device, row in enumerate(rows):
-            self.inputs[device][row["arriving_input"]] = self.sent_up[(device - 1) % self.p]
-            self.cotangents[device][row["arriving_cotangent"]] = self.sent_down[(device + 1) % self.p]
+            before, after = (device - 1) % self.p, (device + 1) % self.p
+            # A device that has only one result sends it everywhere.
+            any_of = lambda d: self.forwards[d] or self.backwards[d]
+            left = any_of(before) if self.one_message else self.forwards[before]
+            right = any_of(after) if self.one_message else self.backwards[after]
+            for name, sent in (("from_left", left), ("from_right", right), ("from_self", any_of(device))):
+                self.arrivals[device][row[name]] = sent
         where = lambda device: f"tick {tick}, device {device}"
-        self.sent_up = [self.forward(device, row, where(device)) for device, row in enumerate(rows)]
-        self.sent_down = [self.backward(device, row, where(device)) for device, row in enumerate(rows)]
+        self.forwards = [self.forward(device, row, where(device)) for device, row in enumerate(rows)]
+        self.backwards = [self.backward(device, row, where(device)) for device, row in enumerate(rows)]
+        for device, row in enumerate(rows):
+            self.weights(device, row, where(device))
 
     def forward(self, device: int, row: Mapping[str, int], where: str) -> Task | None:
         task = self.task("forward", device, row, where)
@@ -61,7 +86,8 @@ class _Run:
         if self.fused(stage):
             raise ValueError(f"{where}: {task} is part of its backward, and a forward too.")
         if stage:
-            _compare(where, task, "inputs", self.inputs[device], row["forward_input"], Task("forward", stage - 1, k))
+            needed = Task("forward", stage - 1, k)
+            _compare(where, task, "arrivals", self.arrivals[device], row["forward_input"], needed)
         if self.training and not self.recompute:
             self.residuals[device][row["forward_residuals"]] = task
         return task
@@ -77,24 +103,37 @@ class _Run:
         if not (self.recompute or self.fused(stage)):
             _compare(where, task, "residuals", self.residuals[device], row["backward_residuals"], forward)
         elif stage:
-            _compare(where, task, "inputs", self.inputs[device], row["backward_input"], Task("forward", stage - 1, k))
+            needed = Task("forward", stage - 1, k)
+            _compare(where, task, "arrivals", self.arrivals[device], row["backward_input"], needed)
         if stage < self.p * self.v - 1:
             needed = Task("backward", stage + 1, k)
-            _compare(where, task, "cotangents", self.cotangents[device], row["backward_cotangent"], needed)
+            _compare(where, task, "arrivals", self.arrivals[device], row["backward_cotangent"], needed)
+        if self.halves:
+            self.kept[device][row["backward_kept"]] = task
         return task
 
-    def task(self, kind: str, device: int, row: Mapping[str, int], where: str) -> Task | None:
+    def weights(self, device: int, row: Mapping[str, int], where: str) -> None:
+        task = self.task("weights", device, row, where)
+        if task is None:
+            return
+        _, stage, k = task
+        _compare(where, task, "kept", self.kept[device], row["weights_kept"], Task("backward", stage, k))
+        if not (self.recompute or self.fused(stage)):
+            needed = Task("forward", stage, k)
+            _compare(where, task, "residuals", self.residuals[device], row["weights_residuals"], needed)
+
+    def task(self, slot: str, device: int, row: Mapping[str, int], where: str) -> Task | None:
         """The task in a slot, once its flags and ranges are found right."""
-        if not row[kind]:
-            if marked := [name for name, value in row.items() if name.startswith(kind) and value]:
-                raise ValueError(f"{where}: no {kind}, but {', '.join(marked)} not 0.")
+        if not row[slot]:
+            if marked := [name for name, value in row.items() if name.startswith(slot) and value]:
+                raise ValueError(f"{where}: no {slot}, but {', '.join(marked)} not 0.")
             return None
-        chunk, k = row[f"{kind}_chunk"], row[f"{kind}_microbatch"]
-        task = Task(kind, chunk * self.p + device, k)
+        chunk, k = row[f"{slot}_chunk"], row[f"{slot}_microbatch"]
         if not (0 <= chunk < self.v and 0 <= k < self.m):
-            raise ValueError(f"{where}: {task} does not exist.")
+            raise ValueError(f"{where}: the {slot} of chunk {chunk}, microbatch {k} does not exist.")
+        task = Task(slot, self.stages[device][chunk], k)
         is_first, is_last = task.stage == 0, task.stage == self.p * self.v - 1
-        if (row[f"{kind}_first"], row[f"{kind}_last"]) != (is_first, is_last):
+        if slot != "weights" and (row[f"{slot}_first"], row[f"{slot}_last"]) != (is_first, is_last):
             raise ValueError(f"{where}: {task} is marked wrongly as first or last stage.")
         if task in self.done:
             raise ValueError(f"{where}: {task} is done a second time.")

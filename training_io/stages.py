@@ -21,7 +21,9 @@ from shardlib.array_types import ABSENT, arrays_of
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.pipeline import Parts, Plan, plan_evaluation, plan_training
 from shardlib.placement import Placement, StackOrder, place_layers
+from shardlib.schedules import stages_of
 from shardlib.shardtypes import make_shardings
+from shardlib.tasks import in_a_ring
 from shardlib.values import mesh_axes
 from training_io.config import Config, check_divides
 
@@ -34,13 +36,12 @@ def has_stages() -> bool:
 def placement_of(c: Config, model: LanguageModel) -> Placement:
     """Placement of the layers of a run on the current mesh. Raises ValueError if they cannot be placed so."""
     p, v, counts = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages, c.pipeline.layers_per_stage
-    if p == 1:
-        v, counts = 1, None
-    period = period_of(model)
+    stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v) if p > 1 else in_a_ring(1, 1)
+    counts, period = counts if p > 1 else None, period_of(model)
     if counts == "balanced":
         counts = balanced(c.model.layers // period, p * v, head_cost(c, model.table) / period)
         counts = [period * count for count in counts]
-    return place_layers(c.model.layers, p, v, counts, period)
+    return place_layers(c.model.layers, stages, counts, period)
 
 
 def training_plan(c: Config, model: LanguageModel) -> Plan:
@@ -182,7 +183,8 @@ def describe_stages(c: Config, model: LanguageModel) -> list[str]:
     for stage, count in enumerate(placement.counts):
         extra = {0: ", embedding", len(placement.counts) - 1: ", final norm, unembedding"}.get(stage, "")
         which = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
-        where = f"p={stage % placement.p}" + f" chunk {stage // placement.p}" * (placement.v > 1)
+        device, chunk = placement.place_of(stage)
+        where = f"p={device}" + f" chunk {chunk}" * (placement.v > 1)
         lines.append(f"stage {stage}: {where}: {which}{extra}; {count * of_layer / 2**20:,.4g} MiB of layers")
         first += count
     lines.append(f"weights outside of the layers, {others / 2**20:,.4g} MiB, are sharded over p too at rest")

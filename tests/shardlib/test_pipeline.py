@@ -29,10 +29,13 @@ from modeling.model import load_model
 from modeling.weights import initialize
 from models import gpt2
 from shardlib import shardops
+from shardlib.equations import body_of
 from shardlib.layers import Extras
 from shardlib.pipeline import Parts, plan_training, run_training
 from shardlib.placement import Placement, place_layers
+from shardlib.schedules import CHUNKS
 from shardlib.shardtypes import Array, ShardError, f32, make_shardings, pytree_dataclass, u32
+from shardlib.tasks import in_a_ring
 from training_io.config import Config
 from training_io.pipeline_config import PipelineConfig
 from training_io.stages import balanced, placement_of, training_plan
@@ -41,7 +44,7 @@ BATCH, LENGTH, LAYERS = 64, 16, 8
 SETTINGS = {
     "p": (1, 2, 4),
     "mesh": ("", "r", "d", "t", "rd", "rt", "dt"),  # the axes of two devices; those beside p
-    "schedule": ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"),
+    "schedule": ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"),
     "v": (1, 2),
     "m": (4, 8, 16),
     "tied": (False, True),
@@ -67,7 +70,9 @@ class Case:
 
     @property
     def is_possible(self) -> bool:
-        return self.v == 1 or (self.p > 1 and self.schedule == "interleaved_1f1b")
+        if self.p == 1:  # without an effect of the schedule
+            return self.v == 1 and self.schedule == "gpipe"
+        return self.v == CHUNKS.get(self.schedule, self.v) and (self.schedule != "dualpipe_v" or self.m >= 2 * self.p)
 
     def __str__(self) -> str:
         text = f"p={self.p} {self.mesh or 'alone'} {self.schedule} v={self.v} m={self.m} {self.gather}"
@@ -92,7 +97,7 @@ def chosen() -> list[Case]:
 
 
 CASES = chosen()
-SHORT, LONG = "p=2 d eager", "p=2 alone interleaved_1f1b v=2"
+SHORT, LONG = "p=2 d zb_h1", "p=2 alone interleaved_1f1b v=2"
 
 
 def settings(case: Case) -> Config:
@@ -210,13 +215,14 @@ def test_step_equals_that_of_one_device(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("counts", "recompute"), [([3, 1], False), pytest.param("balanced", True, marks=pytest.mark.slow)]
+    ("counts", "recompute", "schedule"),
+    [([3, 1], False, "interleaved_1f1b"), ("balanced", True, "interleaved_1f1b"), ([3, 1], False, "zb_h1")],
 )
-def test_stages_of_different_sizes(counts, recompute):
+def test_stages_of_different_sizes(counts, recompute, schedule):
     def settings(p):
         c = tiny.config(tiny.model(d_model=64, layers=4, vocab=512), microbatches=4)
         c.training.batch_size = BATCH
-        c.pipeline = PipelineConfig(layers_per_stage=counts, recompute=recompute)
+        c.pipeline = PipelineConfig(schedule, layers_per_stage=counts, recompute=recompute)
         return c
 
     with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):
@@ -239,18 +245,21 @@ def test_what_is_saved_is_not_computed_again():
     once = matmuls(tiny.mesh("one device"))
     assert matmuls(stages) == once
     assert matmuls(stages, layers_per_stage=[5, 3]) == once
+    assert matmuls(stages, schedule="zb_h1") == once
+    assert matmuls(stages, schedule="zb_h1", layers_per_stage=[5, 3]) == once
     of_a_layer = 7 + 2 + 2  # with weights, in norms, in attention
     assert matmuls(stages, recompute=True) == once + of_a_layer
+    assert matmuls(stages, schedule="zb_h1", recompute=True) == once + of_a_layer
 
 
 @functools.cache
-def dropout_step(p: int, recompute: bool):
+def dropout_step(p: int, schedule: str, recompute: bool):
     """Loss and gradients of GPT-2 with dropout, on the host, layers in their order."""
     c = tiny.config(
         gpt2.ModelConfig(vocab=64, positions=16, d_model=64, heads=4, layers=4, dropout=0.3, bos_id=0), microbatches=4
     )
     c.training.batch_size = BATCH
-    c.pipeline = PipelineConfig(virtual_stages=2, recompute=recompute)
+    c.pipeline = PipelineConfig(schedule, virtual_stages=2, recompute=recompute)
     seeds = np.arange(BATCH, dtype=np.uint32).reshape(4, -1)
 
     def per_device(w: gpt2.GPT2, batch: train.Batch, seeds: u32["m B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
@@ -265,10 +274,12 @@ def dropout_step(p: int, recompute: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_dropout_is_that_of_one_device(recompute):
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("interleaved_1f1b", False), ("interleaved_1f1b", True), ("zb_v", False)]
+)
+def test_dropout_is_that_of_one_device(schedule, recompute):
     """A mask depends on row and layer, not on stage or microbatch, and is the same in forward and backward."""
-    (loss, g), (expected_loss, expected) = dropout_step(2, recompute), dropout_step(1, False)
+    (loss, g), (expected_loss, expected) = dropout_step(2, schedule, recompute), dropout_step(1, "gpipe", False)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     # What is added to all keys of a softmax has no gradient but rounding.
     np.testing.assert_allclose(g.layers.b_k, 0, atol=1e-6)
@@ -346,16 +357,41 @@ def test_ends_that_are_not_gathered_are_refused(monkeypatch):
         trace(monkeypatch, "copies", without_ends, of=train.Forward)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("gather", "width"), [("layer", 32), ("step", 64)])
+def test_a_stage_holds_the_ends_sharded_over_d(gather, width):
+    """What the loop over ticks is given and carries: embedding and unembedding [64, 64], and their gradients."""
+    case = dataclasses.replace(SMALL, mesh="d", gather=gather)
+    with jax.set_mesh(mesh_of(case)):
+        loops = scans_of(traced_step(settings(case)).jaxpr.jaxpr)
+        ticks = len(training_plan_of(case).table.columns["forward"])
+    (loop,) = [eqn for eqn in loops if eqn.params["length"] == ticks]
+    widths = [var.aval.shape[1] for var in loop.invars if var.aval.ndim == 2 and var.aval.shape[0] == 64]
+    assert widths == [width] * 4
+
+
+def scans_of(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for value in eqn.params.values():
+            if hasattr(body_of(value)[0], "eqns") and eqn.primitive.name != "scan":
+                yield from scans_of(body_of(value)[0])
+
+
 # ---- placement, settings ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
 def test_rows_of_chunks_and_uneven_stages():
-    even = place_layers(8, p=2, v=2)
+    even = place_layers(8, in_a_ring(2, 2))
     assert even.rows.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert even.order.layer_of_row.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert place_layers(8, p=4, v=1).order is None
-    uneven = place_layers(5, p=2, v=1, counts=[3, 2])
+    assert place_layers(8, in_a_ring(4, 1)).order is None
+    down_and_up = place_layers(8, ((0, 3), (1, 2)))
+    assert down_and_up.rows.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [down_and_up.place_of(stage) for stage in range(4)] == [(0, 0), (1, 0), (1, 1), (0, 1)]
+    uneven = place_layers(5, in_a_ring(2, 1), counts=[3, 2])
     assert uneven.order.layer_of_row.tolist() == [0, 1, 2, 3, 4, -1]
     assert uneven.padded
     assert not even.padded
@@ -363,7 +399,7 @@ def test_rows_of_chunks_and_uneven_stages():
 
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
 def test_rows_of_padding_are_0(of):
-    order = place_layers(4, 2, 1, [3, 1]).order
+    order = place_layers(4, in_a_ring(2, 1), [3, 1]).order
     rows = order.to_rows(of(np.arange(1.0, 5.0, dtype=np.float32)))
     np.testing.assert_array_equal(rows, [1, 2, 3, 4, 0, 0])
     np.testing.assert_array_equal(order.to_layers(rows), [1, 2, 3, 4])
@@ -417,7 +453,7 @@ def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
 
 def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool = False):
     """The compiled executor alone on p=2: stages of one tanh layer each that saves what it gives."""
-    placement = Placement(2, 1, (1, 1))
+    placement = Placement(in_a_ring(2, 1), (1, 1))
     plan = plan_training(placement, schedule, m, recompute)
 
     @pytree_dataclass
@@ -443,7 +479,7 @@ def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool
         return program.lower(w, jax.ShapeDtypeStruct((m, 1024), jnp.float32)).compile()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
 def test_memory_and_program_do_not_grow_with_microbatches(schedule):
     few, many = (executor_program(m, schedule) for m in (8, 32))
     assert many.memory_analysis().temp_size_in_bytes <= 1.05 * few.memory_analysis().temp_size_in_bytes

@@ -21,19 +21,21 @@ from tick_tables import check_tick_table
 
 from shardlib.schedule_simulator import Costs, simulate, simulate_ticks
 from shardlib.schedules import (
-    ONE_CHUNK,
+    CHUNKS,
     SCHEDULES,
-    Task,
-    check_schedule,
+    dualpipe_v,
     eager_1f1b,
     forward_only,
     gpipe,
     interleaved_1f1b,
-    needs,
     one_f_one_b,
     schedule_of,
-    tick_table,
+    stages_of,
+    zb_h1,
+    zb_v,
 )
+from shardlib.tasks import Task, check_schedule, in_a_ring, needs, stages_of_devices
+from shardlib.tick_tables import tick_table
 
 pytestmark = pytest.mark.quick
 
@@ -41,9 +43,16 @@ settings.register_profile("schedules", max_examples=60, deadline=None, database=
 settings.load_profile("schedules")
 
 
+LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weights": "W"}
+
+
 def short(orders):
     """[['F0.0', 'B0.0'], …]: kind, stage, microbatch."""
-    return [[f"{task.kind[0].upper()}{task.stage}.{task.microbatch}" for task in order] for order in orders]
+    return [[f"{LETTERS[task.kind]}{task.stage}.{task.microbatch}" for task in order] for order in orders]
+
+
+def in_a_v(p):
+    return tuple((device, 2 * p - 1 - device) for device in range(p))
 
 
 def even_costs(p, v, transfer=0.0, **flags):
@@ -80,18 +89,20 @@ def test_eager_is_interleaved_with_one_chunk(p, m):
 
 
 def torch_lists(schedule):
-    """Forwards and backwards of a torch schedule, in our names; it also lists idle steps and gradient reductions."""
+    """Tasks of a torch schedule, in our names; it also lists idle steps, pairs of tasks, and gradient reductions."""
     orders = []
     for device in sorted(schedule.pipeline_order):
-        texts = [str(action) for action in schedule.pipeline_order[device]]
-        found = [re.fullmatch(r"(\d+)([FB])(\d+)", text) for text in texts]
+        actions = [action for action in schedule.pipeline_order[device] if action is not None]
+        texts = [str(part) for action in actions for part in action.sub_actions or [action]]
+        found = [re.fullmatch(r"(\d+)([FBIW])(\d+)", text) for text in texts]
         orders.append([f"{kind}{stage}.{k}" for stage, kind, k in (match.groups() for match in found if match)])
     return orders
 
 
 def torch_stage(p, v, chunk=0):
+    torch = pytest.importorskip("torch")
     fields = {"group_size": p, "group_rank": 0, "num_stages": p * v, "stage_index": chunk * p, "is_first": chunk == 0}
-    return SimpleNamespace(**fields, is_last=False, has_backward=True)
+    return SimpleNamespace(**fields, is_last=False, has_backward=True, submod=torch.nn.Identity())
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 2), (2, 5), (4, 4), (4, 7), (4, 16), (8, 8), (8, 11)])
@@ -101,7 +112,22 @@ def test_gpipe_and_1f1b_as_in_torch(p, m):
     theirs = torch_lists(pipelining.Schedule1F1B(torch_stage(p, 1), m))
     # torch's list of the last device counts its forwards from 1.
     theirs[-1] = [f"F{p - 1}.{int(name.split('.')[1]) - 1}" if name[0] == "F" else name for name in theirs[-1]]
-    assert short(one_f_one_b(p, m)) == theirs
+    halves = lambda name: [name.replace("B", "I"), name.replace("B", "W")] if name[0] == "B" else [name]
+    assert short(one_f_one_b(p, m)) == [[half for name in order for half in halves(name)] for order in theirs]
+    assert short(short_1f1b(p, m)) == theirs
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("m", [1, 2, 3, 8, 16, 19, 32])
+def test_schedules_with_halves_as_in_torch(p, m):
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    in_chunks = [torch_stage(p, 2, chunk) for chunk in range(2)]
+    assert short(zb_v(p, m)) == torch_lists(pipelining.ScheduleZBVZeroBubble(in_chunks, m))
+    if m >= 2 * p:
+        assert short(dualpipe_v(p, m)) == torch_lists(pipelining.ScheduleDualPipeV(in_chunks, m))
+    if m % p == 0:
+        theirs = pipelining.ScheduleInterleavedZeroBubble([torch_stage(p, 1)], m)
+        assert short(zb_h1(p, m)) == torch_lists(theirs)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
@@ -118,28 +144,54 @@ def test_forward_only_lists():
         ["F0.0", "F0.1", "F2.0", "F2.1", "F0.2", "F2.2"],
         ["F1.0", "F1.1", "F3.0", "F3.1", "F1.2", "F3.2"],
     ]
+    assert short(forward_only(2, 3, 2, in_a_v(2))) == [
+        ["F0.0", "F0.1", "F0.2", "F3.0", "F3.1", "F3.2"],
+        ["F1.0", "F2.0", "F1.1", "F2.1", "F1.2", "F2.2"],
+    ]
 
 
 # ---- bubbles and memory -------------------------------------------------------------------------------------------
 
 
+def idle(name, p, v):
+    """Time that a device of the schedule is idle, of which a forward of all its layers is 1, and a backward 2."""
+    if name == "zb_h1":  # arXiv 2401.10241, table 2: (p - 1)(forward + input half - weights half)
+        return p - 1
+    if name == "1f1b":  # a microbatch's forwards and input halves through the other devices
+        return 2 * (p - 1)
+    if name in ("zb_v", "dualpipe_v"):  # until the first microbatch arrives at the last device; half a forward each
+        return (p - 1) / 2
+    return 3 * (p - 1) / v  # arXiv 2104.04473, sections 2.2.1 and 2.2.2
+
+
 @pytest.mark.parametrize("m", [8, 16, 32])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_asynchronous_bubble_is_the_formula(name, m):
-    """(p - 1) / v of a microbatch's time beside m of work: arXiv 2104.04473, sections 2.2.1 and 2.2.2."""
+def test_bubbles_are_the_formulas(name, m):
+    """On asynchronous devices; and in the executor's ticks, where a task or two of equal length fill a tick."""
     p = 4
-    for v in (1, 2, 4) if name not in ONE_CHUNK else (1,):
-        timeline = simulate(SCHEDULES[name](p, m, v), p, m, v, even_costs(p, v))
-        ahead = (p - 1) / v
-        assert timeline.bubble == pytest.approx(ahead / (m + ahead))
-        assert timeline.total == pytest.approx(3 * (m + ahead))
+    for v in (CHUNKS[name],) if name in CHUNKS else (1, 2, 4):
+        orders = SCHEDULES[name](p, m, v)
+        table = tick_table(orders, p, m, v, recompute=False, fuse_last=False)
+        for timeline in (simulate(orders, p, m, v, even_costs(p, v)), simulate_ticks(table, even_costs(p, v))):
+            assert timeline.total == pytest.approx(3 * m + idle(name, p, v))
+            assert timeline.bubble == pytest.approx(idle(name, p, v) / (3 * m + idle(name, p, v)))
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_memory_of_schedules_with_halves(p):
+    """Activations until their weight gradients are done: p of a device's layers (arXiv 2401.10241), or a chunk more."""
+    m = 4 * p
+    alive = lambda name, v: simulate(SCHEDULES[name](p, m, v), p, m, v, even_costs(p, v)).peak_of_devices()
+    assert alive("1f1b", 1) == [*range(p, 0, -1)]
+    assert alive("zb_h1", 1) == [p] * p
+    assert alive("zb_v", 2) == [2 * p] * p
+    assert alive("dualpipe_v", 2) == [2 * p + 1] * p
 
 
 # Bubbles of 4 devices for m = 8, 16, 32, measured with another implementation: asynchronous devices without transfer
 # and with one of 0.1, ticks without and with; then the activations alive at once on each device, at m = 16.
 MEASURED = {
     ("gpipe", 1): (".27/.16/.09", ".29/.17/.09", ".27/.16/.09", ".32/.21/.14", [16, 16, 16, 16]),
-    ("1f1b", 1): (".27/.16/.09", ".31/.20/.13", ".43/.38/.36", ".45/.41/.38", [4, 3, 2, 1]),
     ("interleaved_1f1b", 1): (".27/.16/.09", ".29/.17/.09", ".27/.16/.09", ".30/.19/.12", [7, 5, 3, 1]),
     ("interleaved_1f1b", 2): (".16/.09/.05", ".20/.11/.06", ".16/.09/.05", ".23/.15/.11", [11, 9, 7, 5]),
 }
@@ -160,35 +212,58 @@ def test_bubbles_and_peaks_as_measured(name, v):
     assert timeline.peak_of_devices() == MEASURED[name, v][4]
 
 
-def test_ticks_keep_one_forward_more_of_1f1b():
+def short_1f1b(p, m, v=1):
+    """1F1B as arXiv 2104.04473 has it, with whole backwards."""
+    orders = []
+    for d in range(p):
+        forwards, backwards = ([Task(kind, d, k) for k in range(m)] for kind in ("forward", "backward"))
+        ahead = min(p - 1 - d, m)
+        pairs = [task for pair in zip(forwards[ahead:], backwards, strict=False) for task in pair]
+        orders.append([*forwards[:ahead], *pairs, *backwards[m - ahead :]])
+    return orders
+
+
+def test_ticks_keep_one_forward_more():
     """A forward that stands behind a backward in the list runs before it in their tick."""
-    table = tick_table(one_f_one_b(4, 16), 4, 16, 1, recompute=False, fuse_last=False)
+    table = tick_table(short_1f1b(4, 16), 4, 16, 1, recompute=False, fuse_last=False)
     assert simulate_ticks(table, even_costs(4, 1)).peak_of_devices() == [5, 4, 3, 1]
     assert table.residuals == 5
+    asynchronous = simulate(short_1f1b(4, 16), 4, 16, 1, even_costs(4, 1))
+    assert asynchronous.peak_of_devices() == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize(("name", "inputs"), [("1f1b", 4), ("interleaved_1f1b", 5), ("eager_1f1b", 5), ("gpipe", 16)])
-def test_stage_inputs_stored_with_recompute(name, inputs):
+@pytest.mark.parametrize(("name", "arrivals"), [("interleaved_1f1b", 6), ("eager_1f1b", 6), ("gpipe", 17)])
+def test_stage_inputs_stored_with_recompute(name, arrivals):
+    """Those of another implementation, 5 and 16, and one gradient."""
     table = tick_table(SCHEDULES[name](4, 16, 1), 4, 16, 1, recompute=True, fuse_last=True)
-    assert (table.inputs, table.cotangents, table.residuals) == (inputs, 1, 0)
+    assert (table.arrivals, table.residuals, table.kept) == (arrivals, 0, 0)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    ("name", "v"), [("1f1b", 1), ("eager_1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 2)]
+    ("name", "v"),
+    [
+        ("1f1b", 1),
+        ("eager_1f1b", 1),
+        ("interleaved_1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("zb_h1", 1),
+        ("zb_v", 2),
+        ("dualpipe_v", 2),
+    ],
 )
 def test_memory_does_not_grow_with_microbatches(name, v, recompute):
     def slots(name, m, v):
         table = tick_table(SCHEDULES[name](4, m, v), 4, m, v, recompute=recompute, fuse_last=recompute)
-        return table.inputs, table.cotangents, table.residuals
+        return table.arrivals, table.residuals, table.kept
 
     assert slots(name, 16, v) == slots(name, 64, v)
-    assert max(slots("gpipe", 64, 1)) == 64
+    assert max(slots("gpipe", 64, 1)) >= 64
 
 
 def test_gradient_accumulation_is_the_schedule_of_one_device():
-    table = tick_table(one_f_one_b(1, 3), 1, 3, 1, recompute=True, fuse_last=True)
-    assert (table.inputs, table.cotangents, table.residuals) == (0, 0, 0)
+    table = tick_table(eager_1f1b(1, 3), 1, 3, 1, recompute=True, fuse_last=True)
+    assert (table.arrivals, table.residuals, table.kept) == (0, 0, 0)
     assert table.columns["backward"].T.tolist() == [[1, 1, 1]]
     assert table.columns["backward_microbatch"].T.tolist() == [[0, 1, 2]]
     assert not table.columns["forward"].any()
@@ -266,23 +341,31 @@ def published(draw):
     """(orders, p, m, v) of a published schedule."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     p, v = draw(st.integers(1, 8)), draw(st.integers(1, 4))
-    v = 1 if name in ONE_CHUNK else v
+    v = CHUNKS.get(name, v)
     m = p * draw(st.integers(1, 4)) if name == "interleaved_1f1b" else draw(st.integers(1, 20))
+    m += 2 * p if name == "dualpipe_v" else 0
     return SCHEDULES[name](p, m, v), p, m, v
 
 
 @st.composite
 def any_valid(draw):
-    """(orders, p, m, v) in which every device follows one random order of all tasks that respects what they need."""
+    """(orders, p, m, v) in which every device follows one random order of all tasks that respects what they need.
+
+    Some backwards are whole and some in halves, and stages are in a ring or go down the devices and up again.
+    """
     p, m, v = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    random = draw(st.randoms(use_true_random=False))
+    random, halved, down_and_up = draw(st.randoms(use_true_random=False)), draw(st.booleans()), draw(st.booleans())
     waiting = all_tasks(p, m, v)
+    for task in [task for task in waiting if task.kind == "backward" and halved and random.random() < 0.7]:
+        waiting.remove(task)
+        waiting += [task._replace(kind="backward_input"), task._replace(kind="backward_weights")]
     done, orders = set(), [[] for _ in range(p)]
     while waiting:
-        task = random.choice([task for task in waiting if all(q in done for q in needs(task, p * v))])
+        task = random.choice([task for task in waiting if done.issuperset(what_is_needed(task, p * v))])
         waiting.remove(task)
-        done.add(task)
-        orders[task.stage % p].append(task)
+        done.add(as_needed(task))
+        is_up = down_and_up and v == 2 and task.stage >= p
+        orders[2 * p - 1 - task.stage if is_up else task.stage % p].append(task)
     return orders, p, m, v
 
 
@@ -291,14 +374,35 @@ def all_tasks(p, m, v):
 
 
 def what_is_needed(task, stages):
-    """`needs`, written a second time."""
+    """`needs`, written a second time; an input half counts as the backward."""
     found = []
-    if task.kind == "backward":
+    if task.kind == "backward_weights":
+        found.append(("backward", task.stage, task.microbatch))
+    elif task.kind != "forward":
         found.append(("forward", task.stage, task.microbatch))
         found += [("backward", task.stage + 1, task.microbatch)] * (task.stage + 1 < stages)
     else:
         found += [("forward", task.stage - 1, task.microbatch)] * (task.stage > 0)
     return found
+
+
+def as_needed(task):
+    return ("backward" if task.kind == "backward_input" else task.kind, *task[1:])
+
+
+def kinds_of(orders):
+    """What `check_tick_table` has to know of a schedule."""
+    tasks = [(device, task) for device, order in enumerate(orders) for task in order]
+    halves = any(task.kind == "backward_weights" for _, task in tasks)
+    return {"halves": halves, "is_v": any(task.stage % len(orders) != device for device, task in tasks)}
+
+
+@given(any_valid())
+def test_needs_are_those_written_here(schedule):
+    orders, p, _, v = schedule
+    for task in itertools.chain(*orders):
+        assert list(map(tuple, needs(task, p * v))) == what_is_needed(task, p * v)
+        assert task.result == as_needed(task)
 
 
 modes = st.sampled_from([(False, False), (False, True), (True, False), (True, True)])
@@ -310,7 +414,9 @@ def test_tables_read_what_was_written_for_them(schedule, mode):
     recompute, fuse_last = mode
     check_schedule(orders, p, m, v)
     table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
-    check_tick_table(table, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    check_tick_table(table, p, m, v, recompute=recompute, fuse_last=fuse_last, **kinds_of(orders))
+    assert table.halves == kinds_of(orders)["halves"]
+    assert table.stages == (in_a_v(p) if kinds_of(orders)["is_v"] else in_a_ring(p, v))
     if not recompute and not fuse_last:
         assert not table.columns["backward_input"].any()
     assert {column.dtype for column in table.columns.values()} == {np.dtype(np.int32)}
@@ -325,27 +431,30 @@ def test_buffers_have_no_slot_too_many(schedule, mode):
     table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
     last = p * v - 1
     at = {}
-    for kind in ("forward", "backward"):
+    for kind in ("forward", "backward", "weights"):
         for t, d in zip(*np.nonzero(table.columns[kind]), strict=True):
-            stage = table.columns[f"{kind}_chunk"][t, d] * p + d
+            stage = table.stages[d][table.columns[f"{kind}_chunk"][t, d]]
             at[kind, stage, table.columns[f"{kind}_microbatch"][t, d]] = t
-    kept = {"inputs": collections.Counter(), "cotangents": collections.Counter(), "residuals": collections.Counter()}
-    for stage in range(p * v):
-        for k in range(m):
-            fused = fuse_last and stage == last
-            from_input = recompute or fused
-            if stage:
-                end = at["backward", stage, k] if from_input else at["forward", stage, k]
-                for t in range(at["forward", stage - 1, k] + 1, end + 1):
-                    kept["inputs"][stage % p, t] += 1
-            if stage < last:
-                for t in range(at["backward", stage + 1, k] + 1, at["backward", stage, k] + 1):
-                    kept["cotangents"][stage % p, t] += 1
-            if not from_input:
-                for t in range(at["forward", stage, k], at["backward", stage, k] + 1):
-                    kept["residuals"][stage % p, t] += 1
-    for name, counts in kept.items():
-        assert getattr(table, name) == max(counts.values(), default=0), name
+    counts = {"arrivals": collections.Counter(), "residuals": collections.Counter(), "kept": collections.Counter()}
+
+    def keep(what, stage, first, end):
+        device = next(d for d, stages in enumerate(table.stages) if stage in stages)
+        counts[what].update((device, t) for t in range(first, end + 1))
+
+    for stage, k in itertools.product(range(p * v), range(m)):
+        from_input = recompute or (fuse_last and stage == last)
+        backward = at["backward", stage, k]
+        if stage:
+            end = backward if from_input else at["forward", stage, k]
+            keep("arrivals", stage, at["forward", stage - 1, k] + 1, end)
+        if stage < last:
+            keep("arrivals", stage, at["backward", stage + 1, k] + 1, backward)
+        if not from_input:
+            keep("residuals", stage, at["forward", stage, k], at.get(("weights", stage, k), backward))
+        if table.halves:
+            keep("kept", stage, backward, at["weights", stage, k])
+    for name, kept in counts.items():
+        assert getattr(table, name) == max(kept.values(), default=0), name
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
@@ -353,10 +462,17 @@ def test_forward_only_tables(p, m, v):
     orders = forward_only(p, m, v)
     table = tick_table(orders, p, m, v, recompute=False, fuse_last=False)
     check_tick_table(table, p, m, v, recompute=False, fuse_last=False, training=False)
-    assert (table.cotangents, table.residuals) == (0, 0)
-    assert table.inputs <= 1, "a group of p microbatches arrives at each chunk just in time"
+    assert (table.residuals, table.kept) == (0, 0)
+    assert table.arrivals <= 1, "what arrives is done at once"
     assert not any(column.any() for name, column in table.columns.items() if name.startswith("backward"))
     assert table.columns["forward_last"].sum() == m
+
+
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_forward_only_tables_of_stages_down_and_up(p, m):
+    table = tick_table(forward_only(p, m, 2, in_a_v(p)), p, m, 2, recompute=False, fuse_last=False)
+    check_tick_table(table, p, m, 2, recompute=False, fuse_last=False, training=False, is_v=p > 1)
+    assert len(table.columns["forward"]) == 2 * (m + p - 1), "no device is idle but to fill and to drain"
 
 
 @given(st.one_of(published(), any_valid()), modes, st.floats(0, 2))
@@ -366,9 +482,11 @@ def test_simulated_times_respect_what_tasks_need(schedule, mode, transfer):
     costs = even_costs(p, v, transfer, recompute=recompute, fuse_last=fuse_last)
     in_order = simulate(orders, p, m, v, costs)
     ticks = simulate_ticks(tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last), costs)
-    for timeline in (in_order, ticks):
-        spans = {span.task: span for device in timeline.spans for span in device}
-        assert len(spans) == 2 * p * m * v - (m if fuse_last else 0)
+    halved = [task for order in orders for task in order if task.kind == "backward" and kinds_of(orders)["halves"]]
+    device_of = {task.stage: device for device, order in enumerate(orders) for task in order}
+    for timeline, more in ((in_order, 0), (ticks, len(halved))):
+        spans = {as_needed(span.task): span for device in timeline.spans for span in device}
+        assert len(spans) == sum(map(len, orders)) + more - (m if fuse_last else 0)
         for device in timeline.spans:
             for before, after in itertools.pairwise(device):
                 assert before.end <= after.start + 1e-9
@@ -377,10 +495,11 @@ def test_simulated_times_respect_what_tasks_need(schedule, mode, transfer):
                 # What is part of its backward has no time of its own; it stands for what it needs itself.
                 wanted = [q] if q in spans else what_is_needed(Task(*q), p * v)
                 for needed in wanted:
-                    away = transfer if needed[1] % p != span.task.stage % p else 0
+                    away = transfer if device_of[needed[1]] != device_of[span.task.stage] else 0
                     assert spans[needed].end + away <= span.start + 1e-9
         assert 0 <= timeline.bubble < 1
-        assert timeline.total <= 1e-9 + sum(costs.of(t) for t in spans) + transfer * len(spans) * 2
+        work = sum(costs.of(span.task) for span in spans.values())
+        assert timeline.total <= 1e-9 + work + transfer * len(spans) * 2
     if not fuse_last:
         listed = [[span.task for span in device] for device in in_order.spans]
         assert listed == [list(order) for order in orders]
@@ -439,7 +558,7 @@ def test_mutated_schedules_are_refused(schedule, data):
         case "moved" if p > 1:
             del orders[device][i]
             orders[(device + 1) % p].append(task)
-            message = f"{task} is on device {(device + 1) % p}, but stage {task.stage} is on device {device}"
+            message = "All tasks of a stage are on one device"
         case "stage":
             orders[device][i] = task._replace(stage=p * v)
             message = f"the stage must be in 0..{p * v - 1}"
@@ -453,7 +572,7 @@ def test_mutated_schedules_are_refused(schedule, data):
             message = "the schedule never ends"
         case _:
             orders[device][i] = task._replace(kind="weights")
-            message = f"entry {i} of device {device} has the kind 'weights'; it must be forward or backward"
+            message = f"entry {i} of device {device} has the kind 'weights'; it must be forward or backward or"
     with pytest.raises(ValueError, match=re.escape(message)):
         check_schedule(orders, p, m, v)
     if any(task.kind == "backward" for order in orders for task in order):  # otherwise it has become another thing
@@ -472,11 +591,29 @@ def test_mutated_schedules_are_refused(schedule, data):
         ([[5], []], "entry 0 of device 0 is 5; a task is Task"),
         ([[("forward", 0.5, 0)], []], "entry 0 of device 0 is .*a task is Task"),
         (forward_only(2, 1), "the backward of stage 0, microbatch 0 is missing"),
+        ([gpipe(2, 1)[0], []], "no device has a task of stage 1; there are 2 stages"),
+        (
+            [[*order, ("backward_weights", d, 0)] for d, order in enumerate(gpipe(2, 1))],
+            "the backward_weights of stage 0, microbatch 0 is listed beside the backward of stage 0",
+        ),
+        (
+            [[task for task in order if task.kind != "backward_weights"] for order in zb_h1(2, 1)],
+            "the backward_weights of stage 0, microbatch 0 is missing from the list of device 0",
+        ),
     ],
 )
 def test_what_is_no_schedule(orders, message):
     with pytest.raises(ValueError, match=message):
         check_schedule(orders, 2, 1, 1)
+
+
+def test_stages_that_are_too_far():
+    orders = gpipe(4, 1)
+    orders[1], orders[2] = orders[2], orders[1]
+    with pytest.raises(ValueError, match="stage 0 is on device 0 and stage 1 on device 2"):
+        check_schedule(orders, 4, 1, 1)
+    with pytest.raises(ValueError, match=r"device 0 has 2 stages: \[0, 1\]. Each device has 1"):
+        check_schedule([[*gpipe(2, 1)[0], *gpipe(2, 1)[1]], []], 2, 1, 1)
 
 
 def test_any_triple_is_a_task():
@@ -498,6 +635,8 @@ def test_any_triple_is_a_task():
         ),
         (lambda: one_f_one_b(4, 8, 2), "1f1b is defined for one chunk per device"),
         (lambda: eager_1f1b(4, 8, 2), "eager_1f1b is defined for one chunk per device"),
+        (lambda: zb_v(4, 8, 1), "zb_v is defined for two chunks per device, not for v=1. Use v=2, or interleaved_1f1b"),
+        (lambda: dualpipe_v(4, 7), "7 microbatches are too few for 4 devices. Use at least 8 microbatches, or zb_v"),
         (lambda: gpipe(0, 8), "0 devices of the axis p: there must be at least 1"),
         (lambda: interleaved_1f1b(1, 0), "0 microbatches: there must be at least 1"),
         (lambda: forward_only(1, 1, 0), "0 chunks per device"),
@@ -518,39 +657,43 @@ def test_any_change_of_a_used_cell_is_seen(schedule, mode, data):
     recompute, fuse_last = mode
     table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
     columns, used = table.columns, []
-    sizes = {"input": table.inputs, "cotangent": table.cotangents, "residuals": table.residuals}
-    for kind in ("forward", "backward"):
-        for t, d in zip(*np.nonzero(columns[kind]), strict=True):
-            used += [(f"{kind}{name}", t, d, 2) for name in ("", "_first", "_last")]
-            used += [(f"{kind}_chunk", t, d, v), (f"{kind}_microbatch", t, d, m)]
-            from_input = recompute or (fuse_last and columns[f"{kind}_last"][t, d])
-            if not columns[f"{kind}_first"][t, d] and (kind == "forward" or from_input):
-                used.append((f"{kind}_input", t, d, table.inputs))
-            if kind == "backward" and not columns["backward_last"][t, d]:
-                used.append(("backward_cotangent", t, d, table.cotangents))
-            if not from_input:
-                used.append((f"{kind}_residuals", t, d, table.residuals))
-    for name in ("input", "cotangent"):
-        column = columns[f"arriving_{name}"]
-        used += [
-            (f"arriving_{name}", t, d, sizes[name] + 1) for t, d in zip(*np.nonzero(column < sizes[name]), strict=True)
-        ]
+    sizes = {"_residuals": table.residuals, "_kept": table.kept, "_chunk": v, "_microbatch": m}
+    sizes |= {"_input": table.arrivals, "_cotangent": table.arrivals}
+    for slot in ("forward", "backward", "weights"):
+        for t, d in zip(*np.nonzero(columns[slot]), strict=True):
+            names = ["", "_chunk", "_microbatch"] + ["_first", "_last"] * (slot != "weights")
+            last = table.stages[d][columns[f"{slot}_chunk"][t, d]] == p * v - 1
+            from_input = recompute or (fuse_last and last)
+            if slot != "weights" and not columns[f"{slot}_first"][t, d] and (slot == "forward" or from_input):
+                names.append("_input")
+            names += ["_cotangent"] * (slot == "backward" and not last) + ["_residuals"] * (not from_input)
+            names += ["_kept"] * (slot != "forward" and table.halves)
+            used += [(slot + name, t, d, sizes.get(name, 2)) for name in names]
+    for way in ("from_left", "from_right", "from_self"):
+        arriving = zip(*np.nonzero(columns[way] < table.arrivals), strict=True)
+        used += [(way, t, d, table.arrivals + 1) for t, d in arriving]
     name, t, d, size = data.draw(st.sampled_from([cell for cell in used if cell[3] > 1]))
     columns[name][t, d] = data.draw(st.integers(0, size - 1).filter(lambda x: x != columns[name][t, d]))
     with pytest.raises(ValueError, match=r"tick \d+, device \d|the table lacks"):
-        check_tick_table(table, p, m, v, recompute=recompute, fuse_last=fuse_last)
+        check_tick_table(table, p, m, v, recompute=recompute, fuse_last=fuse_last, **kinds_of(orders))
 
 
-@pytest.mark.parametrize(("buffer", "recompute"), [("input", True), ("residuals", False)], ids=["inputs", "residuals"])
-def test_a_buffer_that_is_written_over_is_seen(buffer, recompute):
-    table = tick_table(interleaved_1f1b(4, 8, 2), 4, 8, 2, recompute=recompute, fuse_last=True)
-    size = {"input": table.inputs, "residuals": table.residuals}[buffer]
-    for name in (f"forward_{buffer}", f"backward_{buffer}", f"arriving_{buffer}"):
-        if name in table.columns:
-            column = table.columns[name]
-            column[(column == size - 1)] = 0
-    with pytest.raises(ValueError, match=r"reads slot 0 of (inputs|residuals), which holds the forward of stage"):
-        check_tick_table(table, 4, 8, 2, recompute=recompute, fuse_last=True)
+@pytest.mark.parametrize(
+    ("buffer", "names"),
+    [
+        ("arrivals", ["forward_input", "backward_input", "backward_cotangent", "from_left", "from_right", "from_self"]),
+        ("residuals", ["forward_residuals", "backward_residuals", "weights_residuals"]),
+        ("kept", ["backward_kept", "weights_kept"]),
+    ],
+)
+def test_a_buffer_that_is_written_over_is_seen(buffer, names):
+    table = tick_table(zb_v(4, 8), 4, 8, 2, recompute=buffer == "arrivals", fuse_last=True)
+    size = getattr(table, buffer)
+    for name in names:
+        column = table.columns[name]
+        column[column == size - 1] = 0
+    with pytest.raises(ValueError, match=rf"reads slot 0 of {buffer}, which holds the (forward|backward) of stage"):
+        check_tick_table(table, 4, 8, 2, recompute=buffer == "arrivals", fuse_last=True, halves=True, is_v=True)
 
 
 def edited(orders, p, m, v, edits, *, recompute, fuse_last):
@@ -567,7 +710,7 @@ def edited(orders, p, m, v, edits, *, recompute, fuse_last):
         (1, True, {("backward_microbatch", 1, 0): 0}, "tick 1, device 0: the backward of stage 0, .* a second time"),
         (1, True, {("backward", 1, 0): 0, ("backward_microbatch", 1, 0): 0}, "no backward, but backward_first, backw"),
         (1, True, {("forward", 0, 0): 1}, "marked wrongly as first or last"),
-        (1, False, {("forward_chunk", 0, 0): 1}, "the forward of stage 1, microbatch 0 does not exist"),
+        (1, False, {("forward_chunk", 0, 0): 1}, "the forward of chunk 1, microbatch 0 does not exist"),
         (
             1,
             True,
@@ -583,20 +726,20 @@ def edited(orders, p, m, v, edits, *, recompute, fuse_last):
         (
             2,
             True,
-            {("arriving_input", 1, 1): 1},
-            "reads slot 0 of inputs, which holds None, not the forward of stage 0",
+            {("from_left", 1, 1): 1},
+            "reads slot 0 of arrivals, which holds None, not the forward of stage 0",
         ),
         (
             2,
             True,
             {("backward_cotangent", 2, 0): 5},
-            "slot 5 of cotangents, which holds nothing: there is no such slot",
+            "slot 5 of arrivals, which holds nothing: there is no such slot",
         ),
     ],
 )
 def test_faults_of_tables_are_named(p, fuse_last, edits, message):
     flags = {"recompute": True, "fuse_last": fuse_last}
-    table = edited(gpipe(p, 2) if p == 1 else one_f_one_b(p, 2), p, 2, 1, edits, **flags)
+    table = edited(gpipe(p, 2) if p == 1 else short_1f1b(p, 2), p, 2, 1, edits, **flags)
     with pytest.raises(ValueError, match=message):
         check_tick_table(table, p, 2, 1, **flags)
 
@@ -613,7 +756,7 @@ def test_what_a_table_lacks_is_named():
 
 def test_names():
     assert {name: schedule_of(name) for name in SCHEDULES} == SCHEDULES
-    assert set(SCHEDULES) == {"gpipe", "1f1b", "interleaved_1f1b", "eager_1f1b"}
+    assert set(SCHEDULES) == {"gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"}
 
 
 MINE = """
@@ -670,7 +813,7 @@ def test_a_schedule_of_ones_own(mine):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zero_bubble", "no schedule is called 'zero_bubble'. Choose gpipe, 1f1b, interleaved_1f1b, eager_1f1b, or"),
+        ("zero_bubble", "no schedule is called 'zero_bubble'. Choose gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1"),
         ("my_schedules:", "no schedule is called 'my_schedules:'"),
         ("nowhere:f", "there is no module 'nowhere'. It is looked for as by `import nowhere`"),
         ("my_schedules:absent", "my_schedules has no function 'absent'"),
@@ -683,11 +826,19 @@ def test_names_of_no_schedule(mine, name, message):
         schedule_of(name)
 
 
+def test_where_the_stages_are(mine):
+    assert stages_of("interleaved_1f1b", 4, 6, 2) == in_a_ring(4, 2), "also for microbatches that it refuses"
+    assert stages_of("zb_v", 4, 6, 2) == stages_of("dualpipe_v", 4, 6, 2) == in_a_v(4)
+    assert stages_of("my_schedules:one_after_the_other", 2, 3, 2) == in_a_ring(2, 2)
+    assert stages_of_devices(zb_v(3, 1)) == in_a_v(3)
+
+
 def test_what_ones_own_file_lacks_is_not_hidden(mine):
     with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
         schedule_of("broken_schedules:f")
 
 
 def test_no_jax():
-    code = "import sys, shardlib.schedules, shardlib.schedule_simulator; sys.exit('jax' in sys.modules)"
+    modules = "shardlib.schedules, shardlib.tick_tables, shardlib.schedule_simulator"
+    code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -612,11 +612,11 @@ CASES = {
         "drop that axis from the spec",
         lambda bias: drop(einsum_unreduced("M -> M *d", copies(bias))),
     ),
-    "copy gathered ahead over fewer axes": Case(
-        lambda norm: all_gather("M/t/d -> M", all_gather("M/t/d -> M/t *d", norm)),
-        "all_gather('M/t/d -> M'): the operand was gathered over d before, this gathers over t, d",
-        "gather ahead over the axes that are gathered here, all of them",
-        lambda norm: drop(all_gather("M/t/d -> M/t", all_gather("M/t/d -> M/t *d", norm))),
+    "copy gathered ahead over more axes": Case(
+        lambda norm: all_gather("M/t/d -> M/t", all_gather("M/t/d -> M *t *d", norm)),
+        "all_gather('M/t/d -> M/t'): the operand was gathered over t, d before, this gathers over d",
+        "gather ahead only over axes that are gathered here",
+        lambda norm: drop(all_gather("M/t/d -> M", all_gather("M/t/d -> M/t *d", norm))),
     ),
     "array where the spec says a copy": Case(
         lambda bias: einsum_unreduced("M *d -> M", bias),

@@ -215,6 +215,12 @@ CASES = {
         f32["B/d L/t M"],
         lambda x, b: x * b,
     ),
+    "all_gather of a copy, over the axis that is left": Case(
+        lambda x, b: x * broadcast("M -> B/d L/t M", all_gather("M/t/d -> M", all_gather("M/t/d -> M/t *d", b))),
+        (f32["B/d L/t M"], f32["M/t/d"]),
+        f32["B/d L/t M"],
+        lambda x, b: x * b,
+    ),
     "broadcast: a sharded bias, between other dims": Case(
         lambda x, b: x * broadcast("F/t -> B/d F/t M", all_gather("F/t/d -> F/t", b)),
         (f32["B/d F/t M"], f32["F/t/d"]),

@@ -57,7 +57,7 @@ def test_chart_of_gpipe():
 
 
 def test_chart_of_asynchronous_devices():
-    assert chart_lines("schedule=1f1b", "p=2", "m=2", "transfer=0.5", "model=asynchronous") == [
+    assert chart_lines("schedule=eager_1f1b", "p=2", "m=2", "transfer=0.5", "model=asynchronous") == [
         "   0         5",
         "0  0>1>······0<<<··1<<<",
         "1  ···0>0<<<1>1<<<·····",
@@ -66,9 +66,9 @@ def test_chart_of_asynchronous_devices():
 
 def test_chart_of_chunks_and_recomputation():
     assert chart_lines("schedule=interleaved_1f1b", "p=2", "m=2", "v=2", "recompute=true") == [
-        "   0 ' ' '       '     5     '     '",
-        "0  0>1>0)1)······0=((((1=((((0=<<<<1=<<<<",
-        "1  ··0>1>··0)((((1)((((0=<<<<1=<<<<······",
+        "   0 ' ' '     '     ' 5   '     '",
+        "0  0>1>0)1)····0=((((1=((((0=<<<<1=<<<<",
+        "1  ··0>1>0)((((1)((((0=<<<<1=<<<<······",
     ]
 
 
@@ -103,15 +103,32 @@ def test_what_is_printed_of_one_schedule():
     assert re.search(r"^ +2 +2 6 +91.4% +7 +7 3 +350 MiB +350 MiB, 150 MiB$", text, re.M)
     assert "Bubble: ticks 8.6%, asynchronous devices 8.6%" in text
     # 2 slots of 8 MiB, 11 of half of 100 MiB.
-    assert "inputs 1, cotangents 1, residuals 11; 566 MiB together" in text
+    assert "arrivals 2, residuals 11; 566 MiB together" in text
     assert (Path("outputs") / "interleaved_1f1b_p4_m16_v2.svg").exists()
 
 
 def test_bytes_of_stage_inputs():
-    text = printed("schedule=1f1b", "p=4", "m=16", "recompute=true", "input_bytes=8MiB")
+    text = printed("schedule=eager_1f1b", "p=4", "m=16", "recompute=true", "input_bytes=8MiB")
     assert re.search(r"^ +0 +0 .* 0 B +0 B$", text, re.M), "stage 0 embeds again"
-    assert re.search(r"^ +1 +1 .* 32 MiB +32 MiB$", text, re.M)
-    assert "inputs 4, cotangents 1, residuals 0; 40 MiB together" in text
+    assert re.search(r"^ +1 +1 .* 40 MiB +40 MiB$", text, re.M)
+    assert "arrivals 6, residuals 0; 48 MiB together" in text
+
+
+def test_halves_of_backwards():
+    settings = ("schedule=zb_h1", "p=2", "m=3", "backward=3", "weights=0.33333334")
+    assert chart_lines(*settings) == [
+        "   0 ' '   ' 5 '   ' ' 10    '   15",
+        "0  0>1>····0<<<0+··2>1<<<1+··2<<<2+",
+        "1  ··0>0<<<1>··1<<<0+2>··2<<<1+··2+",
+    ]
+    text = printed(*settings, "residual_bytes=100MiB", "kept_bytes=10MiB", "input_bytes=1MiB")
+    assert "forward 0>   backward 0<   weights 0+   idle" in text
+    assert "arrivals 1, residuals 2, kept for weights 2; 221 MiB together" in text
+
+
+def test_stages_down_the_devices_and_up_again():
+    text = printed("schedule=zb_v", "p=2", "m=4", "v=2")
+    assert re.findall(r"^ +(\d) +(\d) (\d) +\d", text, re.M) == [("0", "0", "3"), ("1", "1", "2")]
 
 
 def test_bytes_that_were_not_given_are_not_printed():
@@ -122,13 +139,16 @@ def test_bytes_that_were_not_given_are_not_printed():
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_comparison(width):
-    settings = ("schedule=[gpipe,1f1b,interleaved_1f1b]", "p=4", "m=16", "v=2", "residual_bytes=1GiB", "input_bytes=0")
+    schedules = "schedule=[gpipe,1f1b,interleaved_1f1b,zb_h1,zb_v]"
+    settings = (schedules, "p=4", "m=16", "v=2", "residual_bytes=1GiB", "input_bytes=0", "kept_bytes=512MiB")
     rows = [line.split() for line in printed(*settings, width=width).splitlines()]
-    assert rows[:4] == [
+    assert rows[:6] == [
         ["schedule", "v", "time", "bubble", "async", "ticks", "alive", "slots", "buffers"],
-        ["gpipe", "1", "57", "15.8%", "15.8%", "37", "16", "1+1+16", "16", "GiB"],
-        ["1f1b", "1", "78", "38.5%", "15.8%", "29", "5", "1+1+5", "5", "GiB"],
-        ["interleaved_1f1b", "2", "52.5", "8.6%", "8.6%", "42", "11", "1+1+11", "5.5", "GiB"],
+        ["gpipe", "1", "57", "15.8%", "15.8%", "37", "16", "1+16+0", "16", "GiB"],
+        ["1f1b", "1", "54", "11.1%", "11.1%", "54", "4", "2+4+1", "4.5", "GiB"],
+        ["interleaved_1f1b", "2", "52.5", "8.6%", "8.6%", "42", "11", "2+11+0", "5.5", "GiB"],
+        ["zb_h1", "1", "51", "5.9%", "5.9%", "51", "4", "2+4+4", "6", "GiB"],
+        ["zb_v", "2", "49.5", "3.0%", "3.0%", "99", "8", "3+8+7", "5.75", "GiB"],
     ]
 
 
@@ -138,9 +158,9 @@ def test_a_comparison_of_chunks():
 
 
 def test_costs_by_stage():
-    even = simulated(config_of("schedule=1f1b", "p=2", "m=4", "forward=[1,1]", "backward=[2,2]"))[0]
-    assert even.ticks.total == simulated(config_of("schedule=1f1b", "p=2", "m=4"))[0].ticks.total
-    heavy = simulated(config_of("schedule=1f1b", "p=2", "m=4", "forward=[1,2]", "backward=[2,4]"))[0]
+    even = simulated(config_of("schedule=eager_1f1b", "p=2", "m=4", "forward=[1,1]", "backward=[2,2]"))[0]
+    assert even.ticks.total == simulated(config_of("schedule=eager_1f1b", "p=2", "m=4"))[0].ticks.total
+    heavy = simulated(config_of("schedule=eager_1f1b", "p=2", "m=4", "forward=[1,2]", "backward=[2,4]"))[0]
     assert heavy.ticks.total == 1 + 4 * (2 + 4) + 2
     in_chunks = simulated(config_of("schedule=interleaved_1f1b", "p=2", "m=4", "v=2"))[0]
     assert in_chunks.ticks.costs.forward == [0.5] * 4
@@ -150,7 +170,7 @@ def test_costs_by_stage():
     ("settings", "message"),
     [
         (["schedule=interleaved_1f1b", "m=6"], "6 microbatches are not a multiple of 4 devices"),
-        (["schedule=zb"], "no schedule is called 'zb'. Choose gpipe, 1f1b, interleaved_1f1b, eager_1f1b"),
+        (["schedule=zb"], "no schedule is called 'zb'. Choose gpipe, 1f1b, eager_1f1b, interleaved_1f1b"),
         (["schedule=[]"], "schedule is []; give a name, or a list of names"),
         (["schedule=3"], "schedule is 3; give a name"),
         (["v=2"], "gpipe is defined for one chunk per device, not for v=2"),
@@ -160,6 +180,7 @@ def test_costs_by_stage():
         (["forward=[1,2]"], "forward lists 2 times; there are 4 stages"),
         (["backward=long"], "backward is long; give a time, or a list with one for each of 4 stages"),
         (["transfer=-1"], "a transfer costs -1"),
+        (["weights=2"], "weights is 2"),
         (["model=gpu"], "model is gpu; it must be ticks or asynchronous"),
         (["output=chart.png"], "output is chart.png; its name must end in .svg"),
         (["input_bytes=3 apples"], "input_bytes is 3 apples; give a number of bytes, or one with a unit"),
@@ -317,7 +338,6 @@ def test_document_examples(my_schedules):
     ("name", "v", "warmup"),
     [
         ("gpipe", 1, [15, 15, 15, 15]),
-        ("1f1b", 1, [3, 2, 1, 0]),
         ("eager_1f1b", 1, [6, 4, 2, 0]),
         ("interleaved_1f1b", 3, [14, 12, 10, 8]),
     ],

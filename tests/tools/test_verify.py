@@ -381,22 +381,22 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
     [
         (
             "pipeline.py",
-            "return _add(g, g_ends), total + share, dy",
-            "return jax.tree.map(lambda a, b: jnp.where(k == 0, a, b), g, _add(g, g_ends)), total + share, dy",
+            "return _add(g, g_outer), total + loss, dy",
+            "return jax.tree.map(lambda a, b: jnp.where(k == 0, a, b), g, _add(g, g_outer)), total + loss, dy",
             1,
             "the gradient unembed at train.py:",
         ),
         pytest.param(
             "pipeline.py",
-            "own = chunk(w.layers, i)",
-            "own = chunk(w.layers, 0 * i)",
+            "stack = chunk(w.layers, i)",
+            "stack = chunk(w.layers, 0 * i)",
             2,
             "the gradient layers.w_up, layer 3 at train.py:",
         ),
         pytest.param(
             "placement.py",
-            "rows[stage % self.p, stage",
-            "rows[(stage + 1) % self.p, stage",
+            "rows[*self.place_of(stage), :count]",
+            "rows[(self.place_of(stage)[0] + 1) % self.p, self.place_of(stage)[1], :count]",
             1,
             "the activation layer.v, layer 0 at train.py:",
         ),

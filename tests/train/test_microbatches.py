@@ -17,6 +17,7 @@ from shardlib.layers import Extras
 from shardlib.pipeline import Parts, plan_training, run_training
 from shardlib.placement import Placement
 from shardlib.shardtypes import Array, f32, f64, pytree_dataclass, typed_shard_map
+from shardlib.tasks import in_a_ring
 from training_io.config import check_divides
 
 MESH = "r=2 d=2 t=2"
@@ -81,7 +82,7 @@ def sum_of_squares(weights, targets):
 def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
     """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
     p, r, d, t = MESHES[mesh]
-    plan = plan_training(Placement(p, 1, (2 // p,) * p), "eager_1f1b", m, recompute=False)
+    plan = plan_training(Placement(in_a_ring(p, 1), (2 // p,) * p), "eager_1f1b", m, recompute=False)
     config = FlatTokensConfig(str(Path(__file__).parents[2] / "synthetic_dataset.zarr"))
 
     def layers(w, x, *_):

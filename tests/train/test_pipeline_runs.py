@@ -23,6 +23,7 @@ PLACES = {  # name: p, r, d, t, pipeline settings
     "p=4 v=2": (4, 1, 1, 2, {"virtual_stages": 2}),
     "p=1 d=4 t=2": (1, 1, 4, 2, {}),
     "p=1 d=2 t=4": (1, 1, 2, 4, {}),
+    "p=4 down and up": (4, 1, 1, 2, {"schedule": "zb_v", "virtual_stages": 2}),
     "p=2 uneven": (2, 1, 2, 2, {"layers_per_stage": [5, 3]}),
     "p=2 v=2 r=2": (2, 2, 1, 2, {"virtual_stages": 2}),
 }

@@ -12,6 +12,7 @@ from shipped import RUNS, load
 
 import train
 from modeling.model import load_model
+from training_io.pipeline_config import PipelineConfig
 from training_io.soundness import find_unsound
 
 SETTINGS = {  # what it is about: settings of training, of the model and of the optimizer, and the mesh
@@ -31,6 +32,8 @@ SETTINGS = {  # what it is about: settings of training, of the model and of the 
     "QK-norm": ({}, {"qk_norm": True, "d_head": 8}, {}, "r=2 d=2 t=2"),
     "stages": ({"microbatches": 2}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2"),
 }
+PIPELINES = {"zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # schedules with halves of backwards, and their chunks
+SETTINGS |= {name: ({"microbatches": 4}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2") for name in PIPELINES}
 SHORT = ("the demo",)
 
 
@@ -43,6 +46,8 @@ def found(settings: str, module=train) -> list[str]:
     training, model, optimizer, mesh = SETTINGS[settings]
     c = tiny.config(tiny.model(**model, module=module.__name__), **training)
     c.optimizer = dataclasses.replace(c.optimizer, **optimizer)
+    if settings in PIPELINES:
+        c.pipeline = PipelineConfig(settings, PIPELINES[settings])
     return [str(finding) for finding in find_unsound(module.programs, c, load_model(c.model), mesh_of(mesh))]
 
 

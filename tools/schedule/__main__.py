@@ -23,7 +23,8 @@ from rich.text import Text
 from configuration.checks import did_you_mean, within
 from configuration.program import run_program
 from shardlib.schedule_simulator import Costs, Timeline, simulate, simulate_ticks
-from shardlib.schedules import ONE_CHUNK, TickTable, schedule_of, tick_table
+from shardlib.schedules import CHUNKS, schedule_of
+from shardlib.tick_tables import TickTable, tick_table
 from tools.schedule.gantt import Chart, draw_text, text_legend, write_picture
 
 
@@ -32,18 +33,21 @@ class Config:
     """Settings of the program."""
 
     schedule: Any = MISSING
-    """gpipe, 1f1b, interleaved_1f1b, eager_1f1b, or `module:function` of your own schedule; a list compares."""
+    """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_v, dualpipe_v, or `module:function` of your own schedule; a
+    list compares."""
     p: int = within(1, 2**12, MISSING)
     """Devices of the pipeline axis, at least 1."""
     m: int = within(1, 2**16, MISSING)
     """Microbatches of a step, at least 1."""
     v: Any = 1
-    """Chunks of a device, at least 1. In a comparison: one number for all schedules that are defined for it (those
-    defined for one chunk have 1), or a list with one for each."""
+    """Chunks of a device, at least 1. In a comparison: one number for all schedules that are defined for it (the others
+    have the only number that they are defined for), or a list with one for each."""
     forward: Any = 1.0
     """Time of one microbatch's forward through a device's layers, all its chunks; or a list with one time a stage."""
     backward: Any = 2.0
     """Time of a backward, from what its forward kept, in the same form."""
+    weights: float = within(0, 1, 0.5)
+    """Share of a backward that its half for the weights takes, where a schedule has halves."""
     transfer: float = within(0, 1e9, 0.0)
     """Time from one device to the next, where no task hides it."""
     recompute: bool = False
@@ -58,6 +62,8 @@ class Config:
     """Size of a stage's input, for one microbatch, on one device: a number, or 16MiB for example."""
     residual_bytes: Any = None
     """Size of what the backward through a device's layers, all its chunks, needs of one microbatch; likewise."""
+    kept_bytes: Any = None
+    """Size of what the half of a backward for the weights needs of the other half; likewise."""
     output: str | None = None
     """The .svg file to write. Null: a file in outputs/, named after the schedule. An existing one is replaced."""
 
@@ -99,16 +105,16 @@ def _simulated(config: Config, name: str, v: int) -> Result:
     orders = schedule_of(name)(p, m, v)
     flags = {"recompute": config.recompute, "fuse_last": config.recompute}
     forward, backward = (_times(which, getattr(config, which), stages, v) for which in ("forward", "backward"))
-    costs = Costs(forward, backward, config.transfer, **flags)
+    costs = Costs(forward, backward, config.transfer, config.weights, **flags)
     table = tick_table(orders, p, m, v, **flags)
     of_input = as_bytes("input_bytes", config.input_bytes)
-    of_device = as_bytes("residual_bytes", config.residual_bytes)
-    of_stage = None if of_device is None else of_device / v
+    of_device = (as_bytes(name, getattr(config, name)) for name in ("residual_bytes", "kept_bytes"))
+    of_stage, of_half = (None if size is None else size / v for size in of_device)
     kept = of_input if config.recompute else of_stage
     alive = None if kept is None else [kept] * stages
     if alive and config.recompute:
         alive[0] = 0.0  # embedded again
-    stored = [(table.inputs + table.cotangents, of_input), (table.residuals, of_stage)]
+    stored = [(table.arrivals, of_input), (table.residuals, of_stage), (table.kept, of_half)]
     buffers = None
     if not any(count and size is None for count, size in stored):
         buffers = sum(count * (size or 0.0) for count, size in stored)
@@ -126,7 +132,7 @@ def _chunks(v: Any, names: Sequence[str]) -> list[int]:
         return v
     if type(v) is not int or not 1 <= v < 2**10:
         raise ValueError(f"v is {v}; it must be a number of chunks, at least 1 and below 2**10.")
-    return [1 if len(names) > 1 and name in ONE_CHUNK else v for name in names]
+    return [CHUNKS.get(name, v) if len(names) > 1 else v for name in names]
 
 
 def _times(name: str, value: Any, stages: int, v: int) -> list[float]:
@@ -185,7 +191,7 @@ def chart_of(result: Result, model: str) -> Chart:
 def show(result: Result, model: str, console: Console) -> None:
     """Prints the chart of one schedule, and a line for each device."""
     chart = chart_of(result, model)
-    timeline, stages_of = chart.timeline, lambda device: range(device, result.p * result.v, result.p)
+    timeline, stages_of = chart.timeline, lambda device: result.table.stages[device]
     of_devices, of_stages = timeline.peak_of_devices(), timeline.peak_of_stages()
     table = _table(["device", "stages", "busy", "alive at most", "of each stage"])
     if result.alive_bytes:
@@ -203,7 +209,8 @@ def show(result: Result, model: str, console: Console) -> None:
         table.add_row(*cells)
     t = result.table
     size = "" if result.buffer_bytes is None else f"; {bytes_text(result.buffer_bytes)} together"
-    slots = f"inputs {t.inputs}, cotangents {t.cotangents}, residuals {t.residuals}{size}"
+    halves = f", kept for weights {t.kept}" if t.halves else ""
+    slots = f"arrivals {t.arrivals}, residuals {t.residuals}{halves}{size}"
     write = lambda line="": console.print(line, soft_wrap=True, no_wrap=True, crop=False)
     write(Text(chart.title, style="bold"))
     write(Text(chart.subtitle))
@@ -227,13 +234,13 @@ def show_comparison(results: Sequence[Result], console: Console) -> None:
     for r in results:
         t, alive = r.table, max(r.ticks.peak_of_devices())
         cells = [r.v, f"{r.ticks.total:.4g}", f"{r.ticks.bubble:.1%}", f"{r.asynchronous.bubble:.1%}"]
-        cells += [len(r.ticks.ticks or []), alive, f"{t.inputs}+{t.cotangents}+{t.residuals}"]
+        cells += [len(r.ticks.ticks or []), alive, f"{t.arrivals}+{t.residuals}+{t.kept}"]
         table.add_row(r.name, *map(str, cells), *[bytes_text(r.buffer_bytes)] * has_bytes)
     console.print(table)
     console.print()
     for line in (
         "time, bubble: in ticks.  async: bubble of asynchronous devices.  alive: activations at",
-        "once on a device, at most.  slots of a device: stage inputs + cotangents + residuals.",
+        "once on a device, at most.  slots of a device: arrivals + residuals + kept for weights.",
     ):
         console.print(Text(line, style="dim"), soft_wrap=True)
 

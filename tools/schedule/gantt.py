@@ -31,20 +31,23 @@ class Chart:
     @property
     def v(self) -> int:
         """Number of chunks of each device."""
-        return len(self.timeline.costs.forward) // self.p
+        return len(self.timeline.stages[0])
 
     def pieces(self, span: Span) -> list[tuple[str, float, float]]:
         """Returns (kind, start, end) of each box that a task is drawn as.
 
-        A backward that begins with a forward has two: a `repeat` or, if that forward is done nowhere else, a `forward`;
-        and a `backward`.
+        A backward, or its input half, that begins with a forward has two: a `repeat` or, if that forward is done
+        nowhere else, a `forward`; and a `backward`.
         """
-        task, start, end = span
+        (task, start, end), costs = span, self.timeline.costs
         if task.kind == "forward":
             parts = [("forward", start, end)]
+        elif task.kind == "backward_weights":
+            parts = [("weights", start, end)]
         else:
-            middle = end - self.timeline.costs.backward[task.stage]
-            first = "forward" if self.timeline.costs.fused(task) else "repeat"
+            share = 1 - costs.weights if task.kind == "backward_input" else 1
+            middle = end - share * costs.backward[task.stage]
+            first = "forward" if costs.fused(task) else "repeat"
             parts = [(first, start, middle), ("backward", middle, end)]
         return [part for part in parts if part[2] - part[1] > 1e-9]
 
@@ -52,7 +55,7 @@ class Chart:
         """Yields (device, chunk, span) of every task."""
         for device, spans in enumerate(self.timeline.spans):
             for span in spans:
-                yield device, span.task.stage // self.p, span
+                yield device, self.timeline.stages[device].index(span.task.stage), span
 
     def shortest(self) -> float:
         """Length that a label must fit in: of the shortest box, without those that are too short to be seen."""
@@ -64,13 +67,14 @@ class Chart:
 
 # ---- colours ------------------------------------------------------------------------------------------------------
 
-# From the first chunk to the last. Blue and orange can be told apart by everybody.
+# From the first chunk to the last. Blue, orange and grey can be told apart by everybody.
 _SHADES = {
     "forward": ((31, 95, 168), (140, 190, 236)),
     "backward": ((201, 90, 12), (250, 190, 120)),
+    "weights": ((96, 104, 112), (172, 178, 184)),
     "repeat": ((184, 202, 222), (222, 232, 242)),
 }
-_NAMES = {"forward": "forward", "backward": "backward", "repeat": "forward again"}
+_NAMES = {"forward": "forward", "backward": "backward", "weights": "weights", "repeat": "forward again"}
 
 
 def _colour(kind: str, chunk: int, v: int) -> tuple[str, str]:
@@ -96,7 +100,8 @@ def _step(least: float) -> float:
 
 # ---- text ---------------------------------------------------------------------------------------------------------
 
-_FILLS = {"forward": ">)]}", "backward": "<([{", "repeat": "="}  # by chunk; all chunks from the last sign on share it
+# By chunk; all chunks from the last sign on share it.
+_FILLS = {"forward": ">)]}", "backward": "<([{", "weights": "+#%&", "repeat": "="}
 _IDLE_FILL = "·"
 _MOST_PANELS = 8
 

@@ -275,19 +275,20 @@ def stage_by_stage(
         of_device = lambda y: jnp.where(me == device, y, jnp.zeros_like(y))
         return jax.tree.map(lambda y: lax.psum(of_device(varying(y, (PIPELINE_AXIS,))), PIPELINE_AXIS), y)
 
-    x, first, added = run(parts.first, 0, w), 0, 0.0
+    x, first, added = run(parts.first, placement.place_of(0)[0], w), 0, 0.0
     for stage, count in enumerate(placement.counts):
-        begin, seen = stage // placement.p * placement.chunk_rows, len(recorder.sites)
+        device, chunk = placement.place_of(stage)
+        begin, seen = chunk * placement.chunk_rows, len(recorder.sites)
         own = jax.tree.map(lambda x, chunk=slice(begin, begin + count): x[chunk], w.layers)
         numbers = varying(jnp.arange(first, first + count, dtype=jnp.int32), (PIPELINE_AXIS,))
         x = varying(x, (PIPELINE_AXIS,))
-        x, extras = run(parts.layers, stage % placement.p, own, x, LayerNumbers(numbers))
+        x, extras = run(parts.layers, device, own, x, LayerNumbers(numbers))
         added += added_loss(extras)
         for i, site in enumerate(recorder.sites[seen:], seen):
             turn, *inner = site.layers
             recorder.sites[i] = dataclasses.replace(site, layers=(first + turn, *inner))
         first += count
-    total = run(parts.last, stage % placement.p, w, varying(x, (PIPELINE_AXIS,)))
+    total = run(parts.last, device, w, varying(x, (PIPELINE_AXIS,)))
     return total + added, holders
 
 

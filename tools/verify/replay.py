@@ -18,11 +18,11 @@ import numpy as np
 import train
 from microscope.replay import Path, Replay, executed
 from modeling.model import load_model
+from shardlib.equations import CALLS
 from shardlib.marks import is_region
 from shardlib.values import planned_for
 from soundness.check import findings_and_facts
 from soundness.domain import UNIFORM, Value, devices
-from soundness.interpreter import CALLS
 from tools.verify.measure import Inputs, mesh_of, placed, placed_state
 from training_io.config import Config
 

@@ -1,0 +1,55 @@
+"""Equations of a traced program: which call a function, and how one is run again. Public JAX only."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+CALLS = {
+    name: "call_jaxpr" if name in ("custom_jvp_call", "custom_vjp_call", "core_call", "closed_call") else "jaxpr"
+    for name in (
+        "jit",
+        "pjit",
+        "remat2",
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+    )
+}
+"""Primitives that call a function, with the parameter that holds it."""
+
+
+def is_variable(var: Any) -> bool:
+    """Whether an operand is a variable, and not a literal."""
+    return not isinstance(var, core.Literal)
+
+
+def body_of(jaxpr: Any) -> tuple[Any, Any]:
+    """The jaxpr of a closed one or of an open one, and its constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants of its body, and how many are carried."""
+    body, _ = body_of(eqn.params["jaxpr"])
+    # What a loop runs over has one dim more outside of it. (The parameters that say so differ by JAX's version.)
+    ndim = lambda var: len(getattr(var.aval, "shape", ()))
+    is_carry = lambda pair: ndim(pair[0]) == ndim(pair[1])
+    carried = len(list(filter(is_carry, zip(eqn.outvars, body.outvars, strict=True))))
+    return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
+
+
+def run_again(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
+    """The results of an equation of `jaxpr`, for the operands `ins`. It keeps its source line."""
+    operands = {var: value for var, value in zip(eqn.invars, ins, strict=True) if is_variable(var)}
+    alone = jaxpr.replace(constvars=[], invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*operands.values())
+
+
+def values_of(variables: Any, env: dict) -> list:
+    """The values of variables and literals, None for variables that are not in `env`."""
+    value = lambda var: env.get(var) if is_variable(var) else np.asarray(var.val, var.aval.dtype)
+    return list(map(value, variables))

@@ -1,0 +1,161 @@
+"""The table of ticks that the executor runs, made of the tasks of a schedule.
+
+A **tick** is a forward slot, a backward slot and a weights slot on every device. In most schedules a device does at
+most one forward and one backward in a tick; in those of `one_a_tick` one task. The result of a task is sent at the end
+of the tick, and arrives at the start of the next one. This module does not import JAX.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardlib.tasks import KINDS, Orders, Stages, Task, check_tasks, in_a_ring, place, stages_of_devices
+
+COLUMNS = (
+    *("forward", "forward_first", "forward_last", "forward_chunk", "forward_microbatch"),
+    *("forward_input", "forward_residuals"),
+    *("backward", "backward_first", "backward_last", "backward_chunk", "backward_microbatch"),
+    *("backward_input", "backward_cotangent", "backward_residuals", "backward_kept"),
+    *("weights", "weights_chunk", "weights_microbatch", "weights_residuals", "weights_kept"),
+    *("from_left", "from_right", "from_self"),
+)
+
+
+@dataclass(frozen=True)
+class TickTable:
+    """The task and the buffer slots of every device in every tick."""
+
+    columns: dict[str, np.ndarray]
+    """Columns by name, each int32 [ticks, p], 0 where a device is idle if not said otherwise.
+
+    forward, backward, weights: 1 where the slot of the tick has a task. With `halves`, `backward` is the input half of
+    a backward and `weights` its other half; otherwise `backward` is all of it. Of that task:
+    …_first, …_last: 1 if its stage is the first (which embeds) or the last (which computes the loss in its backward).
+    …_chunk in [0, v), …_microbatch in [0, m).
+    forward_input, backward_input: the slot of `arrivals` with the stage's input; the first stage reads none.
+    backward_cotangent: the slot of `arrivals` with the gradient of the stage's output; the last stage reads none.
+    forward_residuals, backward_residuals, weights_residuals: the slot of `residuals` to write, and to read.
+    backward_kept, weights_kept: the slot of `kept` to write, and to read.
+    from_left, from_right, from_self: the slot of `arrivals` for what device d - 1, d + 1 or d itself sent in the tick
+    before. It is written before anything is read. Where nothing arrives it is `arrivals`: one slot past the last, which
+    is never read.
+    """
+    stages: Stages
+    """The stages of each device."""
+    arrivals: int
+    """Number of slots for what arrives, inputs of stages and gradients of their outputs: the most of any device."""
+    residuals: int
+    """Number of slots for what a forward keeps for its backward."""
+    kept: int
+    """Number of slots for what the input half of a backward keeps for the other half."""
+
+    @property
+    def halves(self) -> bool:
+        """Whether backwards are done in two halves."""
+        return bool(self.columns["weights"].any())
+
+    @property
+    def one_message(self) -> bool:
+        """Whether no device has two results to send in a tick."""
+        return not (self.columns["forward"] & self.columns["backward"]).any()
+
+
+def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_last: bool) -> TickTable:
+    """Places the tasks in ticks, as early as their order allows, and assigns a slot to everything that is kept.
+
+    `orders` is a schedule or `forward_only`, for which the columns of backwards are 0. If a schedule has halves of
+    backwards, its whole backwards are done as two halves, one after the other. With `recompute` a backward starts from
+    the input of its stage, which is kept until then, and there are no residuals. Otherwise the input is kept until the
+    forward, and residuals from the forward to the end of the backward. With `fuse_last` the forward of the last stage
+    is part of its backward: the table has no such forward, and the stage keeps its input until the backward.
+
+    Raises:
+        ValueError: as `check_schedule` does; or `fuse_last` without backwards.
+    """
+    training = any(tuple(task)[:1] in {(kind,) for kind in KINDS[1:]} for order in orders for task in order)
+    if fuse_last and not training:
+        raise ValueError("fuse_last=True makes the last forward part of its backward, but there are no backwards here.")
+    orders = check_tasks(orders, p, m, v, training)
+    stages, by_device = p * v, stages_of_devices(orders)
+    device_of = {stage: device for device, own in enumerate(by_device) for stage in own}
+    chunk_of = {stage: chunk for own in by_device for chunk, stage in enumerate(own)}
+    if any(task.kind == "backward_weights" for order in orders for task in order):
+        orders = [[half for task in order for half in _halves(task)] for order in orders]
+    at, ticks = place(orders, stages, fuse_last=fuse_last)
+    of_kind = lambda *kinds: {(task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds}
+    f, b, w = of_kind("forward"), of_kind("backward", "backward_input"), of_kind("backward_weights")
+    fused = lambda stage: fuse_last and stage == stages - 1
+
+    # For what is kept of each stage and microbatch, the tick in which it is written, and in which it is last read.
+    arriving, kept_residuals, kept = {}, {}, {}
+    for stage, k in f:
+        if stage:
+            last_read = b if training and (recompute or fused(stage)) else f
+            arriving["forward", stage, k] = f[stage - 1, k] + 1, last_read[stage, k]
+        if training and stage < stages - 1:
+            arriving["backward", stage, k] = b[stage + 1, k] + 1, b[stage, k]
+        if training and not recompute and not fused(stage):
+            kept_residuals["forward", stage, k] = f[stage, k], (w or b)[stage, k]
+        if w:
+            kept["backward", stage, k] = b[stage, k], w[stage, k]
+    arrival_slots, arrivals = _give_slots(arriving, device_of)
+    residual_slots, residuals = _give_slots(kept_residuals, device_of)
+    kept_slots, kept_count = _give_slots(kept, device_of)
+
+    columns = {name: np.zeros((ticks, p), np.int32) for name in COLUMNS}
+    for name in ("from_left", "from_right", "from_self"):
+        columns[name][:] = arrivals
+    for task, t in at.items():
+        kind, stage, k = task
+        device = device_of[stage]
+        if kind == "forward" and fused(stage):
+            continue
+        slot = {"backward_input": "backward", "backward_weights": "weights"}.get(kind, kind)
+        values = {"": 1, "_chunk": chunk_of[stage], "_microbatch": k}
+        values["_residuals"] = residual_slots.get(("forward", stage, k), 0)
+        if slot != "weights":
+            values |= {"_first": stage == 0, "_last": stage == stages - 1}
+        if slot == "forward" or (slot == "backward" and (recompute or fused(stage))):
+            values["_input"] = arrival_slots.get(("forward", stage, k), 0)
+        if slot == "backward":
+            values["_cotangent"] = arrival_slots.get(("backward", stage, k), 0)
+        if slot != "forward":
+            values["_kept"] = kept_slots.get(("backward", stage, k), 0)
+        for name, value in values.items():
+            if slot + name in columns:
+                columns[slot + name][t, device] = value
+        to = stage + 1 if slot == "forward" else stage - 1
+        if slot != "weights" and 0 <= to < stages:
+            there = device_of[to]
+            # With one or two devices, both ways lead to the same one: in a ring, forwards go right and backwards left.
+            step = to - stage if by_device == in_a_ring(p, v) else there - device
+            way = _WAYS.get(step) or _WAYS[step - p if step > 0 else step + p]  # around the ring
+            columns[way][t + 1, there] = arrival_slots[slot, to, k]
+    return TickTable(columns, by_device, arrivals, residuals, kept_count)
+
+
+_WAYS = {1: "from_left", -1: "from_right", 0: "from_self"}
+
+
+def _halves(task: Task) -> list[Task]:
+    if task.kind != "backward":
+        return [task]
+    return [task._replace(kind="backward_input"), task._replace(kind="backward_weights")]
+
+
+_Kept = tuple[str, int, int]  # what, stage, microbatch
+
+
+def _give_slots(kept: dict[_Kept, tuple[int, int]], device_of: dict[int, int]) -> tuple[dict[_Kept, int], int]:
+    """The slot in a buffer of each thing that is kept, and the number of slots on the fullest device.
+
+    In the order of the first ticks each gets the lowest slot that is free by then, which takes the fewest slots.
+    """
+    slots: dict[_Kept, int] = {}
+    busy_until: dict[int, list[int]] = {device: [] for device in device_of.values()}
+    for key, (first, last) in sorted(kept.items(), key=lambda item: item[1]):
+        ends = busy_until[device_of[key[1]]]
+        slot = next((i for i, end in enumerate(ends) if end < first), len(ends))
+        ends[slot : slot + 1] = [last]
+        slots[key] = slot
+    return slots, max(map(len, busy_until.values()))
