@@ -101,9 +101,7 @@ def _bytes(program: Program, computation: Computation, instruction: Instruction)
         return 2 * instruction.bytes
     if instruction.opcode == "dynamic-update-slice":
         return 2 * operands[1].bytes
-    if (
-        instruction.opcode == "scatter"
-    ):  # operand, indices, updates: each update is read, and its place read and written
+    if instruction.opcode == "scatter":  # operand, indices, updates: an update is read, its place read and written
         return operands[-2].bytes + 3 * operands[-1].bytes
     # The last part of a library call's result is its workspace.
     results = (
