@@ -95,13 +95,11 @@ class Terminal:
         live, self._live = self._live, None
         if live is not None:
             live.stop()
-            done, _, *others = self._shown
-            self._shown = done, "", *others
-            self.print(self._plain())
+            self.print(self._plain(with_eta=False))
 
-    def _plain(self) -> str:
+    def _plain(self, with_eta: bool = True) -> str:
         done, eta, parts, _ = self._shown
-        return "  ".join([f"step {done}/{self._total}", *([f"ETA {eta}"] if eta else []), *parts])
+        return "  ".join([f"step {done}/{self._total}", *([f"ETA {eta}"] if eta and with_eta else []), *parts])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         """The live line, of one line at any width."""

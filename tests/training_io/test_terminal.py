@@ -42,6 +42,21 @@ def test_a_terminal_without_blocks_gets_no_sparkline():
     assert "loss 2.571  validation" in live_line(200, "ascii")
 
 
+def test_a_line_is_of_one_moment():
+    """Another thread renders it."""
+    terminal = Terminal(Console(file=io.StringIO()), 0, 500, 10)
+    terminal.show(1, "0:01:05", 9.0, PARTS)
+
+    class Page(Console):
+        encoding = property(lambda self: terminal.show(2, "", 8.0, ["loss 8.000"]) or "utf-8")
+
+    plain = Console(file=io.StringIO(), width=200)
+    (found,) = terminal.__rich_console__(Page(file=io.StringIO()), plain.options)
+    plain.print(found)
+    assert plain.file.getvalue().startswith("step 1/500 ")
+    assert "loss 2.571" in plain.file.getvalue()
+
+
 def test_strange_texts_cannot_move_the_cursor():
     assert "\x1b[2J" not in live_line(200, parts=["loss 1", "own\x1b[2J 3"])
 
