@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import zipfile
 from pathlib import Path
 
@@ -305,3 +306,19 @@ def test_a_run_is_the_same_with_a_tracker(tmp_path):
     seen = of_tensorboard(tracker.directory, None)
     losses = dict(enumerate(tracker.losses()))
     assert {step: value for (name, step), value in seen.items() if name == "loss"} == pytest.approx(losses)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_known", "expected"), [(None, False, "offline"), (None, True, None), ("online", False, "online")]
+)
+def test_wandb_without_a_login_writes_files_and_asks_nothing(mode, is_known, expected, tmp_path, monkeypatch, capsys):
+    given = {}
+    opened = types.SimpleNamespace(id="x", define_metric=lambda *_, **__: None, log=print, finish=print)
+    stub = types.SimpleNamespace(Settings=dict, login=lambda prompt: is_known and not prompt)
+    stub.init = lambda **options: given.update(options) or opened
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    trackers.TRACKERS["wandb"].open(stub, trackers.Facts("name", tmp_path, "project", 0, {}, None))
+    assert given["mode"] == expected
+    assert ("wandb sync" in capsys.readouterr().out) == (expected == "offline")
