@@ -67,7 +67,7 @@ def test_the_head_has_the_key_figures(tmp_path):
     ]
     assert found["validation"].value == f"{validations[-1]['loss']:.3f}"
     assert found["validation"].note == "1.500 bits a byte, at step 200"
-    assert found["loss"].note == "unigram entropy 3.750"
+    assert found["loss"].note == "mean of the last steps; unigram entropy 3.750"
     assert (found["steps"].value, found["steps"].note) == ("200", "of 250")
     assert (found["tokens"].value, found["tokens/s"].value) == ("128k", "1.28k")
     assert (found["peak memory"].value, found["peak memory"].note) == ("3.00 MiB", "predicted by the compiler")
