@@ -429,7 +429,7 @@ class Run:
             self.print(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if jax.process_index() == 0 and (why := doubt(self._peak, self._log.highest_mfu)):
             self.print(f"peak       {why}")
-            self._log.add_event(self.done - 1, "peak", {"why": why})
+            add_facts(self.directory, self.start, {"mfu_doubt": why})
         if self._profiler.by_line:
             self.print(self._profiler.by_line)
         checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"

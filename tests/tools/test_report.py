@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tools.report.__main__ import Config, show_report
-from tools.report.comparing import compare
+from tools.report.comparing import compare, remarks
 from tools.report.plots import panels_of
 from tools.report.reading import find_runs, read_run, smoothed
 
@@ -120,6 +120,18 @@ def test_only_what_differs_is_a_column(tmp_path):
     assert c.metrics == ["loss", "tokens/s", "ms/step", "MFU", "steps", "time", "min", "tokens"]
     heads = printed(run=str(tmp_path), output=str(tmp_path / "o.svg")).splitlines()[:2]
     assert " ".join(heads).split() == ["learning_", "#", "rate", "mesh.t", *c.metrics]
+
+
+@pytest.mark.parametrize("doubted", ["", "MFU is not to be trusted: the peak was 1 GFLOP/s"])
+def test_an_mfu_that_a_run_doubts_is_not_the_best(doubted, tmp_path):
+    for name, seconds in (("a", 0.5), ("b", 1.0)):
+        kept = write(tmp_path / name, seconds=seconds) / "source" / "0000000000"
+        kept.mkdir(parents=True)
+        (kept / "provenance.json").write_text(json.dumps({"mfu_doubt": doubted} if doubted and name == "a" else {}))
+    c = compare([read_run(tmp_path / name, 50) for name in "ab"], "loss")
+    assert c.best("tokens/s") == {str(tmp_path / "a")}
+    assert c.best("MFU") == (set() if doubted else {str(tmp_path / "a")})
+    assert any("in doubt in run 1" in text for text in remarks(c)) == bool(doubted)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def _unknown_last(value: Any) -> tuple[bool, float]:
 
 def mfu_doubt(run: Run) -> str | None:
     """Why the MFU of a run is not to be compared; None if it is."""
-    told = [shown(event.get("why", "")) for event in run.of_event("peak")]
+    told = [shown(about["mfu_doubt"]) for _, about in run.starts if "mfu_doubt" in about]
     over = "over the peak, which was measured too low" if run.values.get("MFU", 0) > 1 else None
     return told[-1] if told else over
 
