@@ -57,6 +57,14 @@ GPT2 = {
     "final_gain": "f32 M",
     "final_bias": "f32 M",
 }
+IN_STAGE = {  # outside of the layers, gathered over p alone
+    "embed": "act V/t M/d",
+    "unembed": "act V/t M/d",
+    "positions": "f32 P/t M/d",
+    "final_norm": "f32 M/t/d",
+    "final_gain": "f32 M/t/d",
+    "final_bias": "f32 M/t/d",
+}
 MODELS = {
     "llama": (tiny.model(layers=4, qk_norm=True, d_head=8), LLAMA),
     "llama, tied": (
@@ -108,6 +116,15 @@ def assert_blocks(blocks: np.ndarray, whole: np.ndarray, dims: list[str], mesh) 
         np.testing.assert_array_equal(blocks[device], block)
 
 
+def assert_gathered(weight, blocks, dtype, copies, expected, whole, mesh) -> None:
+    """A weight after `gather_ahead` is what `expected` says: its dtype, and the dims that each device has a block of."""
+    kind, *dims = expected.split()
+    assert dtype == {"act": "bfloat16", "f32": "float32"}[kind], weight
+    sharded = {axis for dim in dims for axis in dim.split("/")[1:]}
+    assert copies == {*mesh.axis_names} - sharded, weight
+    assert_blocks(blocks, whole.astype(jnp.bfloat16) if kind == "act" else whole, dims, mesh)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
@@ -117,28 +134,21 @@ def test_each_weight_is_as_its_uses_see_it(name, mesh):
     found, whole = gathered(load_model(c), mesh, layers=True)
     assert found.keys() == expected.keys()
     for weight, (blocks, dtype, copies) in found.items():
-        kind, *dims = expected[weight].split()
-        assert dtype == {"act": "bfloat16", "f32": "float32"}[kind], weight
-        sharded = {axis for dim in dims for axis in dim.split("/")[1:]}
-        assert copies == {*mesh.axis_names} - sharded, weight
-        rounded = whole[weight].astype(jnp.bfloat16) if kind == "act" else whole[weight]
-        assert_blocks(blocks, rounded, dims, mesh)
+        assert_gathered(weight, blocks, dtype, copies, expected[weight], whole[weight], mesh)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
-def test_the_layers_stay_if_they_are_to(name):
+def test_for_stages_weights_outside_of_the_layers_are_gathered_over_p_alone(name):
     (c, expected), mesh = MODELS[name], mesh_of("p=2 d=2 t=2")
-    ends, _ = gathered(load_model(c), mesh, layers=False)
-    everything, whole = gathered(load_model(c), mesh, layers=True)
-    for weight, (blocks, dtype, copies) in ends.items():
+    found, whole = gathered(load_model(c), mesh, layers=False)
+    assert found.keys() == expected.keys()
+    for weight, (blocks, dtype, copies) in found.items():
         if weight.startswith("layers."):
             assert (dtype, copies) == ("float32", {"r"}), weight
             assert blocks[0].size == whole[weight].size / 8
         else:
-            np.testing.assert_array_equal(blocks, everything[weight][0])
-            assert (dtype, copies) == everything[weight][1:]
-    assert any("/t" in kind for kind in expected.values())
+            assert_gathered(weight, blocks, dtype, copies, IN_STAGE[weight], whole[weight], mesh)
 
 
 @pytest.mark.long

@@ -136,7 +136,7 @@ def test_outside_of_the_layers_there_is_no_layer(told):
     first, *_ = explain("weights", "final_norm", huge(None))
     assert f"train.py:{line_of(LINES['mlp_norm'])}, rms_norm (" in first
     first, *_ = explain("weights", "unembed", huge(None))
-    assert f"train.py:{line_of('logits = shardops.einsum_unreduced(spec')}, Llama.logits logits (" in first
+    assert f"train.py:{line_of('logits = shardops.einsum_unreduced(')}, Llama.logits logits (" in first
 
 
 def test_the_document_is_named(told):

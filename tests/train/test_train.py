@@ -80,7 +80,8 @@ def test_an_axis_that_the_mesh_lacks_has_one_device(axes):
             state, metrics = tiny.training_step(c)(tiny.state(c), tiny.place_batch(c), np.int32(0))
             found.append((metrics.loss, metrics.grad_norm, *jax.tree.leaves(state)))
     for a, b in zip(*found, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+        # An entry of a gradient near 0 is a difference of larger terms, and has their rounding.
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7 * np.abs(b).max())
 
 
 @pytest.mark.long
