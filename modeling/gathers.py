@@ -1,6 +1,6 @@
 """Weights gathered ahead of their use, by the gathers in the model's own code."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -9,18 +9,18 @@ from modeling.model import LanguageModel, blank_tokens, check_logits
 from shardlib import gathers, shardops
 from shardlib.layers import split_extras
 from shardlib.parsing import PIPELINE_AXIS
-from shardlib.values import mesh_axes, pipeline_stage
+from shardlib.values import mesh_axes, pipeline_stage, planned_devices
 
 W = TypeVar("W")
 
 
-def once(setting: str, sizes: Mapping[str, int] | None = None) -> bool:
-    """Whether weights are gathered once a step on a mesh of these sizes, by training.gather_weights. None: the current.
+def once(setting: str) -> bool:
+    """Whether weights are gathered once a step on the current mesh, by training.gather_weights.
 
     `auto` means that they are where d is 1. Nothing is gathered there, but each weight is cast once, which the backward
     pass would do again.
     """
-    return setting == "step" or (setting == "auto" and (sizes or mesh_axes()).get("d", 1) == 1)
+    return setting == "step" or (setting == "auto" and planned_devices("d") == 1)
 
 
 def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, layers: bool) -> W:

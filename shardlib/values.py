@@ -144,7 +144,7 @@ def planned_for(mesh: Mapping[str, int]) -> Iterator[None]:
 def planned_devices(axes: Iterable[str]) -> int:
     """Number of devices along `axes`, for choices of speed: two traces that are compared choose alike."""
     sizes = _PLANNED.get() or mesh_axes()
-    return math.prod(sizes[axis] for axis in axes)
+    return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 # ---- opaque values ----------------------------------------------------------------------------------------------

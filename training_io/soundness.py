@@ -15,7 +15,6 @@ import jax
 from jax.sharding import AbstractMesh
 
 from input_loader import batch_shapes
-from modeling import gathers
 from modeling.model import inputs_of
 from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS, ShardError
 from shardlib.places import place
@@ -85,9 +84,6 @@ def _refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) 
 
 def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
     """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps."""
-    # For what `auto` means on this mesh, on one device too.
-    gather = "step" if gathers.once(c.training.gather_weights, mesh.shape) else "layer"
-    c = dataclasses.replace(c, training=dataclasses.replace(c.training, gather_weights=gather))
 
     def trace(c: Config = c, model: Any = model) -> dict[str, Any]:
         sizes = jax.sharding.get_abstract_mesh().shape

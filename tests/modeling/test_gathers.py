@@ -117,7 +117,7 @@ def assert_blocks(blocks: np.ndarray, whole: np.ndarray, dims: list[str], mesh) 
 
 
 def assert_gathered(weight, blocks, dtype, copies, expected, whole, mesh) -> None:
-    """A weight after `gather_ahead` is what `expected` says: its dtype, and the dims that each device has a block of."""
+    """A weight after `gather_ahead` is what `expected` says: its dtype, and each device's block."""
     kind, *dims = expected.split()
     assert dtype == {"act": "bfloat16", "f32": "float32"}[kind], weight
     sharded = {axis for dim in dims for axis in dim.split("/")[1:]}
