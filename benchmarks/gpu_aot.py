@@ -30,7 +30,7 @@ from jax.experimental import topologies
 from benchmarks.steps import load, lowered_step, print_header, print_line
 from cluster.devices import known_options, make_mesh
 from compiled.hlo import Program, parse, with_mesh
-from compiled.roofline import kernels
+from compiled.roofline import kernels, least_seconds
 from training_io.config import check_divides
 from training_io.flops import peak_flops
 
@@ -96,19 +96,18 @@ def count(program: Program) -> list[int]:
     return [*numbers, kinds["collective"], beside, moved]
 
 
-def least_ms(program: Program, device: jax.Device, bandwidth: float) -> list[float]:
-    """Least milliseconds of a step's matmuls, of its attention, of the other kernels, and of all of them."""
+def least_ms(program: Program, device: jax.Device) -> dict[str, float] | None:
+    """Least milliseconds of a step's matmuls, of its attention and of its other kernels; None for another device."""
+    bandwidth = next((GPUS[gpu][5] for gpu, kind in KINDS.items() if kind == device.device_kind), None)
+    if bandwidth is None:
+        return None
 
     def peak(dtype: str) -> float:
         if dtype.startswith("f8"):
             return 2 * peak("bf16")  # by the data sheets
         return peak_flops([device], {"f32": "float32"}.get(dtype, "bfloat16")).total
 
-    times = collections.Counter()
-    for kernel in kernels(program):
-        times[kernel.kind] += 1000 * kernel.seconds(peak, bandwidth)
-    parts = [times["matmul"], times["attention"], times["other"]]
-    return [*parts, sum(parts)]
+    return {kind: 1000 * seconds for kind, seconds in least_seconds(program, peak, bandwidth).items()}
 
 
 def main() -> None:
@@ -151,8 +150,8 @@ def main() -> None:
             (args.hlo / f"{name}.txt").write_text(with_mesh(hlo, mesh))
         program = parse(hlo)
         sizes = [f"{size / 2**30:.2f}" for size in (memory.argument_size_in_bytes, memory.peak_memory_in_bytes)]
-        least = [f"{ms:.1f}" for ms in least_ms(program, devices[0], GPUS[args.gpu][5])]
-        print_line(*case, seconds, *sizes, *least, *count(program))
+        least = [*least_ms(program, devices[0]).values()]
+        print_line(*case, seconds, *sizes, *(f"{ms:.1f}" for ms in [*least, sum(least)]), *count(program))
     print(*left_out, sep="\n", end="")
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures throughput on one H200 in ten minutes: our step and PyTorch's at five sizes, with MFU and the floor of the
-# products; our step with other settings; the peers in JAX.
+# Measures throughput on one H200 in ten minutes: our step at three sizes, with and without the mask of documents, beside
+# PyTorch's; the time of each kind of kernel beside the least by the compiled program; other settings; the peers in JAX.
 #
 #   benchmarks/h200.sh --fetch            on a machine with a network: downloads wheels for Python 3.12 into .wheels
 #   benchmarks/h200.sh                    on the machine with the GPU, with the folder .wheels; needs no network
@@ -10,25 +10,30 @@
 #
 # The machine has Python 3.12, jax with CUDA, torch and transformers. Other packages that are missing are installed from
 # .wheels into a temporary folder. Figures are written to $OUT/throughput.json as they come, and the output to
-# $OUT/throughput.txt. OUT is runs/h200 by default. BUDGET is in seconds, PYTHON the interpreter.
+# $OUT/throughput.txt. OUT is runs/h200 by default. BUDGET is in seconds, PYTHON the interpreter. Each part of the
+# measurement ends by a share of BUDGET, whatever is not done; what it leaves is the next one's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-runs/h200} PYTHON=${PYTHON:-python3} BUDGET=${BUDGET:-570} WHEELS=.wheels
 
-# The most important first. What no time is left for is not measured, and a line is printed for it.
-SIZES=${SIZES:-124m,1b,540m,2b,270m}
-TRY_SIZES=${TRY_SIZES:-540m}
+# The most important first. For what no time is left, a line is printed.
+SIZES=${SIZES:-124m,2b,1b}
+TRY_SIZES=${TRY_SIZES:-124m}
+masks=(
+  training.document_mask=true
+  training.document_mask=true,training.attention=cudnn_wide
+)
 tries=(
+  hardware.compiler_options.xla_gpu_exclude_nondeterministic_ops=false
   training.fp8=true
   training.unroll=1
-  training.document_mask=true
   training.loss_chunk=128
   training.save=dots
   training.save=everything
-  sequences=64
+  sequences=128
   training.attention=blockwise
   training.attention=einsum
-  training.loss_chunk=128,sequences=64
+  training.loss_chunk=128,sequences=128
   training.save=nothing
 )
 
@@ -111,28 +116,37 @@ if [ -n "$wheels" ]; then
 fi
 nvidia-smi -L 2>/dev/null || platform=cpu
 common=(--platform gpu --rounds 3 --seconds 1.5 --limit 150)
-peers_size=${SIZES%%,*}
 if [ "$platform" = cpu ]; then
-  SIZES=tiny TRY_SIZES=tiny peers_size=tiny
+  SIZES=tiny,4m TRY_SIZES=tiny
   common=(--platform cpu --one-at-a-time --dtype bf16 --rounds 2 --seconds 0.2 --limit 100)
 fi
+IFS=, read -ra sizes <<<"$SIZES"
 mkdir -p "$OUT"
 rm -f "$OUT/throughput.json" "$OUT/throughput.txt"
 
-measure() { # <seconds to leave for later measurements> <arguments>
-  local left=$((BUDGET - SECONDS - $1))
+measure() { # <share of BUDGET, in percent, by which it ends> <arguments>
+  local left=$((BUDGET * $1 / 100 - SECONDS))
   shift
   PYTHONUNBUFFERED=1 "$PYTHON" -m benchmarks.throughput "${common[@]}" --json "$OUT/throughput.json" --deadline "$left" "$@" \
     2>&1 | tee -a "$OUT/throughput.txt" || echo "this part failed; continuing with the next"
 }
 
-try_arguments=()
-for try in "${extra[@]}" "${tries[@]}"; do try_arguments+=(--extra-settings "$try"); done
+settings() { # <setting>…: the arguments that measure each
+  for setting in "$@"; do arguments+=(--extra-settings "$setting"); done
+}
+
 if [ "$mode" = all ]; then
-  measure 150 --sizes "$SIZES" --only ours,torch
-  measure 60 --sizes "$TRY_SIZES" --only ours "${try_arguments[@]}"
-  measure 0 --sizes "$peers_size" --only nnx,cookbook
-else
-  measure 0 --sizes "$TRY_SIZES" --only ours "${try_arguments[@]}"
+  arguments=() && settings "${masks[@]}"
+  measure 35 --sizes "${sizes[0]}" --only ours --parts "${arguments[@]}"
+  for i in "${!sizes[@]}"; do
+    measure $((35 + 40 * (i + 1) / ${#sizes[@]})) --sizes "${sizes[i]}" --only ours,torch --parts
+  done
+  measure 87 --sizes "${sizes[0]}" --only torch-max-autotune
 fi
-echo "$SECONDS s; the figures are in $OUT"
+arguments=() && settings "${extra[@]}" "${tries[@]}"
+if [ "$mode" = all ]; then until=95; else until=100; fi
+measure "$until" --sizes "$TRY_SIZES" --only ours --parts "${arguments[@]}"
+if [ "$mode" = all ]; then
+  measure 100 --sizes "${sizes[0]}" --only nnx,cookbook
+fi
+echo "$SECONDS s. Send back the folder $OUT: throughput.json has all figures, throughput.txt the tables."

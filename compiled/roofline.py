@@ -51,6 +51,21 @@ def kernels(program: Program) -> list[Kernel]:
     return list(_kernels(program, program.entry, 1))
 
 
+def least_seconds(program: Program, peak: Callable[[str], float], bandwidth: float) -> dict[str, float]:
+    """Least seconds of a step's kernels of each kind, but for collectives.
+
+    Args:
+        program: the step.
+        peak: as in Kernel.seconds.
+        bandwidth: as in Kernel.seconds.
+    """
+    found = dict.fromkeys(("matmul", "attention", "other"), 0.0)
+    for kernel in kernels(program):
+        if kernel.kind in found:
+            found[kernel.kind] += kernel.seconds(peak, bandwidth)
+    return found
+
+
 def _kernels(program: Program, computation: Computation, turns: int) -> Iterator[Kernel]:
     for instruction in computation.instructions.values():
         if instruction.opcode in NO_WORK or instruction.opcode.endswith(("-done", "-update")):

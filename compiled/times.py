@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from compiled.hlo import Program
 from compiled.operations import COLLECTIVES, base_opcode, collective
+from compiled.roofline import kernels
 from compiled.step import Step
 from compiled.table import name_of
 
@@ -54,17 +55,9 @@ def line_times(profile: Any, program: Program, step: Step, source: Mapping[str, 
         ValueError: the trace has no operation of the program.
     """
     line_of = {name: name_of(line.place) for line, _ in step.body.lines() for name in line.operations}
-    kinds = {i.name: base_opcode(program, i) for i in program.instructions()}
-    for computation in program.computations.values():
-        for i in computation.instructions.values():
-            is_copy = kinds[i.name] in COLLECTIVES and not i.opcode.endswith(("-done", "-update"))
-            if is_copy and collective(program, computation, i) is None:  # each device is a group of its own
-                kinds[i.name] = "copy"
     spent: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
-    devices = _devices(profile, program.name)
-    for lines in devices.values():
-        pieces = [(*piece, kinds.get(piece[2], "")) for events in lines for piece in _own(events)]
-        pieces = [piece for piece in pieces if piece[3] not in _CONTAINERS]
+    devices = _pieces(profile, program)
+    for pieces in devices.values():
         computing = _Union((start, end) for start, end, _, kind in pieces if not _communicates(kind))
         for start, end, operation, kind in pieces:
             times = spent[line_of.get(operation, UNATTRIBUTED)]
@@ -88,6 +81,25 @@ def line_times(profile: Any, program: Program, step: Step, source: Mapping[str, 
     }
 
 
+def kind_times(profile: Any, program: Program) -> dict[str, float]:
+    """Seconds that devices spend on each kind of kernel (compiled.roofline.Kernel), summed over the devices.
+
+    Args:
+        profile: a jax.profiler.ProfileData.
+        program: the program that was traced.
+
+    Raises:
+        ValueError: the trace has no operation of the program.
+    """
+    kinds, spent = {kernel.instruction.name: kernel.kind for kernel in kernels(program)}, collections.Counter()
+    for pieces in _pieces(profile, program).values():
+        for start, end, operation, opcode in pieces:
+            spent["collective" if _communicates(opcode) else kinds.get(operation, "other")] += (end - start) / 1e9
+    if not spent:
+        raise ValueError(f"the trace has no operation of {program.name}.")
+    return dict(spent)
+
+
 def top_lines(found: Mapping[str, Any], count: int = 10, width: int = 80) -> str:
     """The lines that take longest, for a terminal of `width` columns.
 
@@ -108,6 +120,21 @@ def top_lines(found: Mapping[str, Any], count: int = 10, width: int = 80) -> str
         line = f"{100 * row['share']:5.1f}%{exposed}  {row['line'].ljust(longest)}  {row['text']}".rstrip()
         text.append(line if len(line) <= width else line[: width - 1] + "…")
     return "\n".join(text)
+
+
+def _pieces(profile: Any, program: Program) -> dict[str, list[tuple[float, float, str, str]]]:
+    """By device, the spans in which each operation itself runs: start and end in ns, its name and its opcode."""
+    kinds = {i.name: base_opcode(program, i) for i in program.instructions()}
+    for computation in program.computations.values():
+        for i in computation.instructions.values():
+            is_copy = kinds[i.name] in COLLECTIVES and not i.opcode.endswith(("-done", "-update"))
+            if is_copy and collective(program, computation, i) is None:  # each device is a group of its own
+                kinds[i.name] = "copy"
+    found = {}
+    for device, lines in _devices(profile, program.name).items():
+        pieces = [(*piece, kinds.get(piece[2], "")) for events in lines for piece in _own(events)]
+        found[device] = [piece for piece in pieces if piece[3] not in _CONTAINERS]
+    return found
 
 
 def _communicates(opcode: str) -> bool:

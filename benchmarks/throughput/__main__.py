@@ -8,6 +8,7 @@ The contestants. Each is a file in peers/ and runs in its own process:
     nnx       a trainer in Flax NNX and optax, written as in their tutorials, jitted and donated
     cookbook  a trainer in plain JAX, written as in JAX's training cookbook, jitted and donated
     torch     transformers' Llama in PyTorch: torch.compile, fused attention, fused AdamW
+    torch-max-autotune   the same, compiled with mode="max-autotune"; only if --only names it
     seqax     the step of a checkout of seqax, with --seqax; products in bf16, the mesh of ours
     floor     not a trainer: the products of the step alone
 
@@ -31,7 +32,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.throughput.figures import HEADER, figures, line_of
+from benchmarks.throughput.figures import HEADER, PARTS_HEADER, figures, line_of, parts_of
 from benchmarks.throughput.jobs import GPU_SIZES, MODULES, SIZES, check_seqax, jobs_of, missing
 from benchmarks.throughput.rounds import Measured, Timing, compare
 from benchmarks.throughput.targets import ratios, targets
@@ -74,6 +75,7 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=float, default=300, help="seconds that a contestant has to compile")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds for all of it")
+    parser.add_argument("--parts", action="store_true", help="the time of ours by kind of kernel, beside the least")
     parser.add_argument("--json", type=Path, help="file for all figures; those that it has already are kept")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a target is missed")
     options = parser.parse_args()
@@ -82,7 +84,7 @@ def main() -> None:
     sizes = (
         options.sizes.split(",") if options.sizes else ["2m", "10m", "demo"] if platform == "cpu" else list(GPU_SIZES)
     )
-    names = options.only.split(",") if options.only else list(MODULES)
+    names = options.only.split(",") if options.only else [name for name in MODULES if name != "torch-max-autotune"]
     if options.seqax:
         options.seqax = options.seqax.resolve()
         try:
@@ -122,7 +124,7 @@ def main() -> None:
             if options.json:
                 options.json.write_text(json.dumps(record, indent=1))
 
-        jobs = jobs_of(size, names, dtype, platform, options.extra_settings, options.seqax)
+        jobs = jobs_of(size, names, dtype, platform, options.extra_settings, options.seqax, options.parts)
         done = {label for label, its in found.items() if its["error"] is None}
         compare({label: job for label, job in jobs.items() if label not in done}, timing, show)
     print()
@@ -131,6 +133,8 @@ def main() -> None:
         if lines := ratios(size, of_size["contestants"]):
             print(lines)
         reached += targets(size, of_size["contestants"], of_size["platform"])
+    if lines := [line for size, of_size in record.items() for line in parts_of(size, of_size["contestants"])]:
+        print(PARTS_HEADER, *lines, sep="\n")
     for target in reached:
         print(target)
     if options.check:

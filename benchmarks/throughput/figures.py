@@ -29,6 +29,7 @@ def figures(m: Measured, floor: dict[str, Any] | None) -> dict[str, Any]:
     }
     found |= {"steps_peak_bytes": m.steps_peak, "device_peak_bytes": m.device_peak, "imports_bytes": m.imports_memory}
     found |= {"about": m.about, "settings": m.job.settings, "losses": m.losses[:8]}
+    found["parts"] = {name: value for name, value in m.parts.items() if name != "event"}
     if floor and floor["error"] is None and m.job.contestant != "floor":
         floor_per_token = min(floor["step_s"]) * (1 + floor["about"]["attention_share"]) / floor["tokens"]
         # A measured peak may be lower than the floor reaches, if other programs ran at the time.
@@ -53,3 +54,34 @@ def line_of(found: dict[str, Any]) -> str:
     peak = f"{found['peak_bytes'] / 2**20:>10,.0f}"
     above = found["steps_peak_bytes"] - found["imports_bytes"]
     return f"{name}{cells}{peak}{f'+{above / 2**20:,.0f}':>8}{found['compile_s']:>10.1f}"
+
+
+PARTS = ("matmul", "attention", "other", "collective")
+
+
+def parts_of(size: str, contestants: dict[str, dict[str, Any]]) -> list[str]:
+    """Lines of a table in Markdown: milliseconds of a step by kind of kernel, the least and as measured."""
+    lines = []
+    for label, its in contestants.items():
+        found = its.get("parts") or {}
+        if "because" in found:
+            lines.append(f"| {size}, {label} | not measured, because {found['because']} |")
+        elif found:
+            least, took = found["least"], found["took"]
+            sums = {"least": sum(least.values()) if least else None, "took": 1000 * min(its["step_s"])}
+            cells = [f"{_ms(least and least.get(kind))} | {_ms(took.get(kind, 0.0))}" for kind in PARTS]
+            lines.append(" | ".join([f"| {size}, {label}", *cells, f"{_ms(sums['least'])} | {_ms(sums['took'])} |"]))
+    return lines
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+PARTS_HEADER = "\n".join(
+    [
+        "milliseconds of a step: `least` by the compiled program, at the maker's peaks; `took` in a trace",
+        "| | " + " | ".join(f"{kind} least | took" for kind in (*PARTS, "step")) + " |",
+        "|---" * (1 + 2 * (len(PARTS) + 1)) + "|",
+    ]
+)

@@ -11,6 +11,7 @@ MODULES = {
     "nnx": "nnx_trainer",
     "cookbook": "cookbook_trainer",
     "torch": "torch_trainer",
+    "torch-max-autotune": "torch_trainer",
     "seqax": "seqax_trainer",
     "floor": "floor",
 }
@@ -18,6 +19,7 @@ NEEDS = {
     "nnx": (("flax", "optax"), "pip install -e '.[bench]'"),
     "cookbook": ((), ""),
     "torch": (("torch", "transformers"), "pip install torch transformers"),
+    "torch-max-autotune": (("torch", "transformers"), "pip install torch transformers"),
     "ours": (("jax", "hydra", "omegaconf", "tensorstore", "rich"), "pip install -e ."),
     "floor": (("jax",), "pip install -e ."),
     "seqax": ((), ""),
@@ -96,9 +98,25 @@ def variant_of(job: Job, text: str) -> Job:
 
 
 def jobs_of(
-    size: str, names: list[str], dtype: str, platform: str, extra: list[str], seqax: Path | None = None
+    size: str,
+    names: list[str],
+    dtype: str,
+    platform: str,
+    extra: list[str],
+    seqax: Path | None = None,
+    parts: bool = False,
 ) -> dict[str, Job]:
-    """The jobs by label. The floor is first: the figures of the others need it. `seqax`: its checkout."""
+    """The jobs by label. The floor is first: the figures of the others need it.
+
+    Args:
+        size: of SIZES.
+        names: of MODULES.
+        dtype: as in Job.
+        platform: as in Job.
+        extra: settings with which ours runs once more.
+        seqax: the checkout of seqax.
+        parts: whether the time of ours is measured by kind of kernel too.
+    """
     s = SIZES[size]
     job = Job("", s.shapes, s.sequences, s.length, dtype, platform, config=s.config)
     of = lambda name, **changes: dataclasses.replace(job, contestant=MODULES[name], **changes)
@@ -109,6 +127,10 @@ def jobs_of(
         found = {label: job for label, job in found.items() if label in names}
     else:
         found = {name: of(name) for name in sorted(names, key=lambda name: name != "floor")}
+    if "torch-max-autotune" in found:
+        found["torch-max-autotune"] = of("torch", settings=("max-autotune",))
+    if "ours" in found:
+        found["ours"] = dataclasses.replace(found["ours"], parts=parts)
     if "seqax" in found:
         found["seqax"] = dataclasses.replace(found["seqax"], checkout=str(seqax))
     for text in extra if "ours" in names else []:

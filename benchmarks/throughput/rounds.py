@@ -29,6 +29,8 @@ class Measured:
     host_peak: int = 0
     steps_peak: int = 0
     device_peak: int | None = None
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Milliseconds of a step by kind of kernel, if the job asks for them: `took`, `least`; or `because`."""
     error: str | None = None
 
 
@@ -103,11 +105,13 @@ class Run:
 
     @_keeps_error
     def finish(self) -> None:
-        """Reads the memory and ends the process."""
+        """Reads the memory, and the parts of a step, and ends the process."""
         self.process.send(None)
         end = self.process.wait("end", self.timing.left(60))
         self.measured.steps_peak, self.measured.device_peak = end["memory"]["peak"], end["device_peak"]
         self.measured.host_peak = max(self.measured.host_peak, self.measured.steps_peak)
+        if self.measured.job.parts:
+            self.measured.parts = self.process.wait("parts", self.timing.left(60))
         self.end()
 
     def pause(self, paused: bool = True) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.throughput.figures import figures, flops_per_token, line_of
+from benchmarks.throughput.figures import figures, flops_per_token, line_of, parts_of
 from benchmarks.throughput.jobs import MODULES, NEEDS, SEQAX_NEEDS, SIZES, check_seqax, jobs_of, variant_of
 from benchmarks.throughput.peers.job import Job, Shapes, batches
 from benchmarks.throughput.processes import environment, python_of
@@ -294,6 +294,30 @@ def test_shares_and_lines():
     assert line_of(figures(ours, floor)).endswith("failed: no ready within 3 s")
 
 
+def test_the_table_of_the_parts_of_a_step():
+    ours = Measured("ours", dataclasses.replace(JOB, contestant="ours"), rounds=[0.02, 0.01])
+    ours.parts = {"event": "parts", "took": {"matmul": 7.0, "other": 2.0}}
+    ours.parts["least"] = {"matmul": 5.0, "attention": 0.0, "other": 1.5}
+    rows = {"ours": figures(ours, None)}
+    for label, parts in {"alone": {**ours.parts, "least": None}, "untraced": {"because": "it is empty."}}.items():
+        ours.parts = parts
+        rows[label] = figures(ours, None)
+    assert parts_of("124m", rows | {"torch": row("torch", 1)}) == [
+        "| 124m, ours | 5.0 | 7.0 | 0.0 | 0.0 | 1.5 | 2.0 |  | 0.0 | 6.5 | 10.0 |",
+        "| 124m, alone |  | 7.0 |  | 0.0 |  | 2.0 |  | 0.0 |  | 10.0 |",
+        "| 124m, untraced | not measured, because it is empty. |",
+    ]
+
+
+def test_torch_in_its_slowest_mode_to_compile():
+    jobs = jobs_of("1b", ["ours", "torch", "torch-max-autotune", "floor"], "bf16", "gpu", ["a=1"], parts=True)
+    assert {label: job.parts for label, job in jobs.items() if label.startswith("ours")} == {
+        "ours": True,
+        "ours a=1": True,
+    }
+    assert jobs["torch-max-autotune"] == dataclasses.replace(jobs["torch"], settings=("max-autotune",))
+
+
 def test_targets_print_what_they_miss():
     assert str(Target("x", 0.5, 1.0)) == "target  x: 0.5, at least 1: missed by 50%"
     assert str(Target("x", 2.0, 1.0)) == "target  x: 2, at least 1: met"
@@ -334,12 +358,18 @@ def test_the_program_and_its_continuation(tmp_path):
     done = run("--only", "cookbook")
     assert done.returncode == 0, done.stderr
     first = json.loads((tmp_path / "out.json").read_text())["tiny"]["contestants"]
-    done = run("--only", "ours,cookbook", "--one-at-a-time", "--extra-settings", "training.save=nothing,sequences=4")
+    done = run(
+        "--only", "ours,cookbook", "--parts", "--one-at-a-time", "--extra-settings", "training.save=nothing,sequences=4"
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())["tiny"]["contestants"]
     assert list(found) == ["floor", "cookbook", "ours", "ours training.save=nothing,sequences=4"]
     assert found["cookbook"] == first["cookbook"]
     assert "ours / cookbook" in done.stdout
+    took = found["ours"]["parts"]["took"]
+    assert took["matmul"] > 0
+    # Threads work side by side, and the trace slows them: of a step that is as fast, it is near its time.
+    assert 0.1 < sum(took.values()) / 1000 / min(found["ours"]["step_s"]) < 10
     assert found["ours"]["losses"][0] != found["ours training.save=nothing,sequences=4"]["losses"][0]
     for label, row in found.items():
         assert row["error"] is None

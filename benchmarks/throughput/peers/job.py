@@ -88,7 +88,9 @@ class Job:
         platform: cpu or gpu.
         d, t: the mesh. Peers have plain data parallelism over d·t devices.
         config: for ours, a file of configs/, for all settings that are not in the job.
-        settings: for ours, overrides as on the command line of train.py. They come last.
+        settings: for ours, overrides as on the command line of train.py. They come last. For torch, the mode of
+            torch.compile.
+        parts: for ours, whether its time is measured by kind of kernel too.
         checkout: for seqax, the directory of its source, with an environment .venv.
     """
 
@@ -109,6 +111,7 @@ class Job:
     clip_norm: float = 1.0
     config: str = "local_test_synthetic"
     settings: tuple[str, ...] = ()
+    parts: bool = False
     checkout: str = ""
     seed: int = 0
 

@@ -2,15 +2,20 @@
 
 import dataclasses
 import functools
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
 
 import train
+from benchmarks.gpu_aot import least_ms
 from benchmarks.steps import load
 from benchmarks.throughput.peers.jax_peer import JaxContestant
 from benchmarks.throughput.peers.job import BOS_ID, Job, batches
 from cluster.devices import compile_program, known_options, make_mesh, start_devices
+from compiled.hlo import parse
+from compiled.times import kind_times
 from input_loader import TokenBatch, in_microbatches
 from modeling.attention_calls import describe_attention
 from modeling.model import load_model
@@ -71,6 +76,20 @@ class Contestant(JaxContestant):
         with jax.set_mesh(self.mesh):
             lines = describe_attention(forward, c.training.seq_len)
         return {"attention": "; ".join(lines)}
+
+    def parts(self) -> dict:
+        """Milliseconds of a step by kind of kernel: `took`, in a trace, and `least`, where the device is known.
+
+        The time of all devices is added up.
+        """
+        program, steps = parse(self.training_step.as_text()), 3
+        with tempfile.TemporaryDirectory() as directory:
+            with jax.profiler.trace(directory):
+                self.wait([self.step() for _ in range(steps)])
+            (trace,) = Path(directory).rglob("*.xplane.pb")
+            took = kind_times(jax.profiler.ProfileData.from_file(str(trace)), program)
+        took = {kind: 1000 * seconds / steps for kind, seconds in took.items()}
+        return {"took": took, "least": least_ms(program, jax.devices()[0])}
 
 
 def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:

@@ -125,7 +125,8 @@ class Contestant:
         )
         place = lambda x: torch.tensor(x.astype(np.int64), device=self.device)
         self.batches = [(place(inputs_of(x)), place(x)) for x in batches(job)]
-        self.loss_of = torch.compile(self.plain_loss) if compiled else self.plain_loss
+        mode = job.settings[0] if job.settings else None
+        self.loss_of = torch.compile(self.plain_loss, mode=mode) if compiled else self.plain_loss
         # Torch prefers FlashAttention. On Hopper cuDNN's kernels are faster.
         fused = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION] if self.device == "cuda" else []
         self.kernel = fastest_kernel(job, fused, self.device)
@@ -160,7 +161,7 @@ class Contestant:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        return loss.detach()
+        return loss.detach().clone()  # a CUDA graph writes the next loss to the same place
 
     def wait(self, losses: list[torch.Tensor]) -> list[float]:
         """Waits for the steps that returned these losses."""

@@ -4,8 +4,8 @@
 
 A line of standard output that begins with MARK is an event, in JSON; other lines are the contestant's own output. The
 first event is `imported`; after a line on standard input, `ready`; then, for each number on standard input, `steps`; at
-its end, `end`. Nothing uses a device before the first line, so that the next contestant can import its modules while
-one is running. Memory is in bytes.
+its end, `end`, and `parts` if the job asks for them. Nothing uses a device before the first line, so that the next
+contestant can import its modules while one is running. Memory is in bytes.
 """
 
 import ctypes
@@ -66,6 +66,11 @@ def main() -> None:
         losses = contestant.wait([contestant.step() for _ in range(int(line))])
         emit("steps", seconds=time.perf_counter() - start, losses=losses)
     emit("end", memory=memory_of_process(), device_peak=contestant.device_peak())
+    if job.parts:
+        try:
+            emit("parts", **contestant.parts())
+        except ValueError as error:  # the trace lacks the operations
+            emit("parts", because=str(error))
 
 
 if __name__ == "__main__":
