@@ -117,7 +117,7 @@ fi
 nvidia-smi -L 2>/dev/null || platform=cpu
 common=(--platform gpu --rounds 3 --seconds 1.5 --limit 150)
 if [ "$platform" = cpu ]; then
-  SIZES=tiny,4m TRY_SIZES=tiny
+  SIZES=tiny TRY_SIZES=tiny
   common=(--platform cpu --one-at-a-time --dtype bf16 --rounds 2 --seconds 0.2 --limit 100)
 fi
 IFS=, read -ra sizes <<<"$SIZES"

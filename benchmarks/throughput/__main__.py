@@ -109,6 +109,7 @@ def main() -> None:
         if why := missing(name):
             print(why, flush=True)
             names.remove(name)
+    new: list[str] = []  # lines of the table of kernels
     record = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     for size in sizes:
         kind = {"dtype": dtype, "platform": platform, **dataclasses.asdict(SIZES[size])}
@@ -118,8 +119,9 @@ def main() -> None:
         found = of_size["contestants"]
         print(head_of(size, dtype, platform), flush=True)
 
-        def show(measured: Measured, found=found) -> None:
+        def show(measured: Measured, size=size, found=found) -> None:
             found[measured.label] = figures(measured, found.get("floor"))
+            new.extend(parts_of(size, {measured.label: found[measured.label]}))
             print(line_of(found[measured.label]), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(record, indent=1))
@@ -133,8 +135,8 @@ def main() -> None:
         if lines := ratios(size, of_size["contestants"]):
             print(lines)
         reached += targets(size, of_size["contestants"], of_size["platform"])
-    if lines := [line for size, of_size in record.items() for line in parts_of(size, of_size["contestants"])]:
-        print(PARTS_HEADER, *lines, sep="\n")
+    if new:
+        print(PARTS_HEADER, *new, sep="\n")
     for target in reached:
         print(target)
     if options.check:

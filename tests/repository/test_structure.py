@@ -35,7 +35,7 @@ PROGRAMS = ("tools", "benchmarks")
 BY_NAME = {"modeling.model", "shardlib.schedules", "training_io.sweeps", "benchmarks.throughput.peers.worker"}
 BY_NAME |= {"benchmarks.bad_settings", "benchmarks.throughput.peers.seqax_trainer", "training_io.trackers"}
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
-SHARED = {"benchmarks.steps", "benchmarks.mistakes"}
+SHARED = {"benchmarks.steps", "benchmarks.mistakes", "benchmarks.nvidia"}
 SHARED |= {f"tools.report.{name}" for name in ("comparing", "pictures", "plots", "reading")}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE = 450, 0.25

@@ -1,7 +1,6 @@
 """The files of the compiled step, and its source lines with the compilation cache."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from hlo_texts import TEXT
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from simulated import xla_flags
+from simulated import without_cache, xla_flags
 
 from training_io import compiling
 from training_io.beside import run_beside
@@ -123,8 +122,7 @@ print(len(hits), sorted(lines & {11, 12}), jax.config.jax_compilation_cache_incl
 def test_a_step_from_the_cache_has_the_lines_of_now(tmp_path):
     """The same program twice, then with a comment above the step."""
     program, found = tmp_path / "program.py", []
-    env = {name: value for name, value in os.environ.items() if name != "JAX_ENABLE_COMPILATION_CACHE"}
-    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
+    env = without_cache() | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
     for i, text in enumerate((STEP, STEP, STEP.replace("def step", "# a comment\\ndef step"))):
         program.write_text(text.replace("\\n", "\n") if i == 2 else text)
         command = [sys.executable, program, tmp_path / "cache", tmp_path / f"run{i}"]

@@ -1,6 +1,5 @@
 """What a hardware config sets before JAX starts, and what of it the installed XLA does not know."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import tiny
 from hydra import compose, initialize_config_dir
 from losses_of_runs import losses
+from simulated import without_cache
 
 from cluster.config import DistributedConfig, HardwareConfig
 from cluster.devices import known_options, start_devices
@@ -31,8 +31,7 @@ RUN = (
 
 def train(directory: Path, *overrides: str, **environment: str) -> str:
     """Output of a short run of the demo, whose home, and so JAX's cache, is `directory`."""
-    env = {name: value for name, value in os.environ.items() if name != "JAX_ENABLE_COMPILATION_CACHE"}
-    env |= {"HOME": str(directory), **environment}
+    env = without_cache() | {"HOME": str(directory), **environment}
     command = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *RUN, *overrides]
     command += [f"paths.root_working_dir={directory}", f"data.filespec={ROOT / 'synthetic_dataset.zarr'}"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
@@ -49,7 +48,7 @@ def start(hardware: str, *lines: str, **environment: str) -> str:
         f"start_devices(DistributedConfig(), {hardware})",
         *lines,
     ]
-    env = {**os.environ, **environment}
+    env = without_cache() | environment
     done = subprocess.run([sys.executable, "-c", "\n".join(code)], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

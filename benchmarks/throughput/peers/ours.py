@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import train
-from benchmarks.gpu_aot import least_ms
+from benchmarks.nvidia import least_ms
 from benchmarks.steps import load
 from benchmarks.throughput.peers.jax_peer import JaxContestant
 from benchmarks.throughput.peers.job import BOS_ID, Job, batches
