@@ -120,7 +120,7 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are looked up in Linux's /proc")
 def test_a_run_of_one_host_listens_there_alone_and_strangers_do_not_end_it(tmp_path):
     run = Run(tmp_path, 2, 1, "training.steps=30", "distributed.heartbeat_timeout=20", "mesh.d=2", "mesh.t=1")

@@ -91,8 +91,11 @@ def test_a_step_scatters_nothing(name, as_on_a_gpu):
     assert not re.findall(r"\bscatter[\w-]*\[", step)
 
 
+SMALLER = ("one device", "d=4 t=2", "r=2 d=2 t=2")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2", "r=2 d=2 t=2", "p=2 d=2 t=2"])
+@pytest.mark.parametrize("mesh", ["p=2 d=2 t=2", *(pytest.param(name, marks=pytest.mark.slow) for name in SMALLER)])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_a_step_are_those_of_a_scatter(name, mesh, request):
     c = tiny.config(MODELS[name], microbatches=2 if mesh != "r=2 d=2 t=2" else 1)

@@ -142,7 +142,7 @@ def test_it_is_on_other_meshes_too(tmp_path, dataset, mesh, options):
     assert "on this other mesh" in text or elsewhere["is_equal"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_its_statistics_are_those_of_the_run_and_leave_it_as_it_is(of_demo, tmp_path, dataset):
     events = {x["step"]: x for x in lines_of(of_demo) if x.get("event") == "microscope"}
     assert list(events) == [0, 3, 6, 9]
@@ -270,7 +270,7 @@ def test_another_rate_is_found_in_the_first_update_that_it_changes(of_demo, tmp_
     of_page(text)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_line_that_differs_is_found(of_demo, tmp_path, dataset):
     line = 'up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_up))'
     assert SOURCE.count(line) == 1

@@ -154,7 +154,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
         run(tmp_path / "other", 8)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_checkpoints_at_a_url(tmp_path):
     """The run's other files stay in its directory; another run begins with the weights there."""
     url = f"memory://{tmp_path.name}"

@@ -190,7 +190,7 @@ def test_a_bad_document_costs_one_step_and_is_named(tmp_path, dataset, capsys):
     assert "skipped    1 steps" in shown
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_batches_that_are_left_out_leave_the_order_of_the_others(tmp_path, dataset):
     """With a learning rate of 0 the loss of a step depends on its batch alone."""
     still = {"learning_rate": 0.0}
@@ -204,7 +204,7 @@ def test_batches_that_are_left_out_leave_the_order_of_the_others(tmp_path, datas
     assert losses(first) == [every[i] for i in (0, 2, 4, 5, 7)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_limits(tmp_path, dataset, monkeypatch):
     monkeypatch.setattr("training_io.skipping.FEWEST", 2)
     options = {"skip_above": 1.0, "max_skipped": None, "learning_rate": 1e-4}

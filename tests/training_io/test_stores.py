@@ -124,7 +124,7 @@ def test_zarr_reads_a_checkpoint_at_a_url():
     np.testing.assert_array_equal(group["a/x"][...], state(7)["a"]["x"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_that_answers_with_errors_is_asked_again(server):
     checkpoints = Checkpointer("s3://bucket/run")
     server.failures.update(PUT=5, GET=1)

@@ -297,7 +297,7 @@ def test_a_queued_run_ends_before_anything_is_computed(tmp_path):
     assert not run.directory.exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_is_the_same_with_a_tracker(tmp_path):
     pytest.importorskip("tensorboardX")
     names = {"without": "[]", "with": "[tensorboard]"}
