@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 SAVED = "saved_for_backward"
 
@@ -18,10 +18,15 @@ def save_for_backward(x):
 _FUSED = "dot_product_attention_fwd_wrapper"
 """JAX's name for cuDNN's attention in a traced program, where what it keeps for the backward pass cannot be marked."""
 
+
+def _is_marked(primitive, *_, **params) -> bool:
+    """Whether `marked` keeps the results of an equation."""
+    return primitive.name == _FUSED or (primitive.name == "name" and params["name"] == SAVED)
+
+
 KEPT = {
-    "marked": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.save_only_these_names(SAVED), lambda primitive, *_, **__: primitive.name == _FUSED
-    ),
+    "marked": _is_marked,
+    "offload": lambda *args, **params: _is_marked(*args, **params) and Offloadable(src="device", dst="pinned_host"),
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,

@@ -7,9 +7,10 @@ description of the GPU; nothing runs. Needs CUDA's libraries, as `pip install -e
 and no device. The columns:
 
 - GiB of a device: arguments, and the peak, arguments included; without cuDNN's workspaces, which need a device.
+- GiB of the host for each device, with training.save=offload; and what a step copies there and back, in all.
 - Milliseconds that a step takes at least: its matmuls, cuDNN's attention, the other kernels, and their sum. A kernel
   takes the time of its FLOPs at the maker's peak, or of the bytes that it reads and writes at the memory's bandwidth,
-  whichever is longer. Collectives are not in it.
+  whichever is longer. Collectives and copies to the host and back are not in it.
 - Kernels, each counted once, in loops too: matmuls; those with f32 operands; cuDNN's; all others.
 - Collectives, each counted once: all; those with a matmul or attention between start and end; those moved to another
   iteration of the loop, gathers to the one before, scatters to the one after.
@@ -33,10 +34,11 @@ from cluster.devices import known_options, make_mesh
 from compiled.hlo import Program, parse, with_mesh
 from compiled.roofline import kernels
 from training_io.config import check_divides
+from training_io.memory import predicted_peak
 
 # Timing needs a device. Without timing, Triton's matmuls would have a tile that is never the best.
 UNTIMED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-COLUMNS = ["configuration", "devices", "compiled in s", "arguments", "peak"]
+COLUMNS = ["configuration", "devices", "compiled in s", "arguments", "peak", "host", "copied"]
 COLUMNS += ["matmuls ms", "attention ms", "others ms", "sum ms", "matmuls", "of f32", "cuDNN", "others"]
 COLUMNS += ["collectives", "beside matmuls", "moved"]
 
@@ -109,7 +111,10 @@ def main() -> None:
             args.hlo.mkdir(parents=True, exist_ok=True)
             (args.hlo / f"{name}.txt").write_text(with_mesh(hlo, mesh))
         program = parse(hlo)
-        sizes = [f"{size / 2**30:.2f}" for size in (memory.argument_size_in_bytes, memory.peak_memory_in_bytes)]
+        # A copy reads and writes its bytes. XLA's own peak has those of the host in it.
+        copied = sum(kernel.turns * kernel.bytes for kernel in kernels(program) if kernel.kind == "copy") / 2
+        sizes = memory.argument_size_in_bytes, predicted_peak(compiled), memory.host_temp_size_in_bytes, copied
+        sizes = [f"{size / 2**30:.2f}" for size in sizes]
         least = [*least_ms(program, devices[0]).values()]
         print_line(*case, seconds, *sizes, *(f"{ms:.1f}" for ms in [*least, sum(least)]), *count(program))
     print(*left_out, sep="\n", end="")

@@ -131,7 +131,9 @@ class Flow:
         """Where the entries come from of a stack, which is a part of a computation's result; None if it is none."""
         for maker, at in self._result(computation, part):
             inside, callers = computation, ()
-            if maker.opcode == "fusion":
+            if maker.opcode == "fusion-done":  # of a copy into the host's memory
+                maker = computation.instructions[maker.operands[0]]
+            if maker.opcode in ("fusion", "fusion-start"):
                 inside, callers = self._program.computations[maker.called[0]], ((computation, maker),)
             for update, _ in self._result(inside, at) if callers else ((maker, at),):
                 if update.opcode == "dynamic-update-slice":
@@ -147,7 +149,8 @@ class Flow:
         origin = Origin(None, "", ())
         while instruction.opcode in _ALIASES or instruction.opcode == "convert":
             origin = self._places.of_instruction(instruction)
-            if origin.phase and "dynamic_update" not in origin.op_name:
+            # A bitcast of a result of a layer, which is a call, has the name of the call.
+            if origin.phase and "dynamic_update" not in origin.op_name and not origin.op_name.endswith("closed_call"):
                 return origin
             part = instruction.index if instruction.opcode == "get-tuple-element" else part
             instruction = computation.instructions[instruction.operands[0]]

@@ -9,6 +9,8 @@ from compiled.hlo import Computation, Instruction, Program
 from compiled.operations import COLLECTIVES, NO_WORK, Matmul, base_opcode, matmul
 
 _SLICES = ("slice", "dynamic-slice", "gather")
+_FUSIONS = ("fusion", "fusion-start", "async-start")
+_COPIES = ("copy-start", "fusion-start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +18,8 @@ class Kernel:
     """What a program starts on a device, by one instruction.
 
     Attributes:
-        kind: "matmul", "attention", "collective" or "other".
+        kind: "matmul", "attention", "collective", "copy" or "other". A copy is one to the host's
+            memory or back, beside the other kernels.
         instruction: the instruction.
         turns: how often it runs in a step. A loop of unknown length counts once, a branch always.
         products: its matmuls.
@@ -78,6 +81,7 @@ def _kernels(program: Program, computation: Computation, turns: int) -> Iterator
         products = tuple(found for part in parts if (found := matmul(*part)))
         attention = [flops for part in parts if (flops := _attention(*part)) is not None]
         kind = "attention" if attention else "matmul" if products else "other"
+        kind = "copy" if instruction.opcode in _COPIES and instruction.on_host else kind
         kind = "collective" if base_opcode(program, instruction) in COLLECTIVES else kind
         flops = sum(attention) + sum(product.flops for product in products)
         yield Kernel(kind, instruction, turns, products, flops, _bytes(program, computation, instruction))
@@ -88,7 +92,7 @@ def _parts(
 ) -> Iterator[tuple[Computation, Instruction]]:
     """The instruction, and those that run as part of it: a matmul may be in a fusion with the slices that it reads."""
     yield computation, instruction
-    if instruction.opcode in ("fusion", "async-start"):
+    if instruction.opcode in _FUSIONS:
         called = program.computations[instruction.called[0]]
         for inside in called.instructions.values():
             yield from _parts(program, called, inside)
@@ -109,7 +113,7 @@ def _attention(computation: Computation, instruction: Instruction) -> int | None
 def _bytes(program: Program, computation: Computation, instruction: Instruction) -> int:
     """Bytes that an instruction reads and writes: of an array that it cuts, or changes in place, only that part."""
     operands = [computation.instructions[name] for name in instruction.operands if name in computation.instructions]
-    if instruction.opcode in ("fusion", "async-start"):
+    if instruction.opcode in _FUSIONS:
         inside = program.computations[instruction.called[0]]
         return sum(_read(inside, i) for i in range(len(operands))) + _written(inside, inside.root)
     if instruction.opcode in _SLICES:
@@ -118,6 +122,8 @@ def _bytes(program: Program, computation: Computation, instruction: Instruction)
         return 2 * operands[1].bytes
     if instruction.opcode == "scatter":  # operand, indices, updates: an update is read, its place read and written
         return operands[-2].bytes + 3 * operands[-1].bytes
+    if instruction.opcode == "copy-start":  # its result is a tuple of the copy, the operand and a number
+        return 2 * instruction.shapes[0].bytes
     # The last part of a library call's result is its workspace.
     results = (
         instruction.shapes[:-1] or instruction.shapes if instruction.opcode == "custom-call" else instruction.shapes

@@ -7,6 +7,8 @@ blocks of that. It refuses (raises Refused) where they are not met. The modules 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from soundness.domain import Value, whole
 from soundness.equation import Equation, Refused
 
@@ -59,6 +61,14 @@ def _identity(eq: Equation) -> Value:
 @rule("optimization_barrier")
 def _barrier(eq: Equation) -> list[Value]:
     return eq.ins
+
+
+@rule("device_put")
+def _device_put(eq: Equation) -> list[Value]:
+    """A move to the memory of a device's host, or back, changes nothing. One to other devices might."""
+    if all(isinstance(place, jax.memory.Space) for place in eq.params["devices"]):
+        return eq.ins
+    return everything_whole(eq)
 
 
 @rule("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "triangular_solve", "lu_pivots_to_permutation")

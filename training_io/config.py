@@ -79,7 +79,8 @@ class TrainingConfig:
     which is faster while they fit."""
     save: str = "marked"
     """Values that the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: those
-    that the model marks with save_for_backward. nothing: the layer's input only. dots: products with weights.
+    that the model marks with save_for_backward. offload: the same, in the memory of the device's host. It needs a loop
+    over layers, and with stages pipeline.recompute. nothing: the layer's input only. dots: products with weights.
     everything: all that it needs."""
     unroll: int | None = within(1, 2**16, 1)
     """Layers in one iteration of the loop over layers, at least 1. Null: all, so that there is no loop. That takes
@@ -217,6 +218,7 @@ def check_config(c: Config) -> None:
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.save", c.training.save, tuple(KEPT))
+    _check_offload(c)
     check_weights("training.eval_weights", c.training.eval_weights, c.training.ema_decay)
     if getattr(c.model, "dropout", 0) and c.training.attention not in ("auto", "einsum"):
         raise ValueError(
@@ -231,6 +233,23 @@ def check_config(c: Config) -> None:
         raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
     if c.training.init_from == "":
         raise ValueError("training.init_from is empty; give the directory of a run or of a checkpoint, or null.")
+
+
+def _check_offload(c: Config) -> None:
+    """Raises ValueError where training.save=offload cannot be done, or would save no memory."""
+    if c.training.save != "offload":
+        return
+    unroll = c.training.unroll
+    if unroll is None or unroll >= c.model.layers > 1:
+        raise ValueError(
+            f"training.save is offload and training.unroll {unroll or 'null'}: without a loop over layers the compiler "
+            "copies so late that the device holds as much as with marked. Set training.unroll=1, or choose marked."
+        )
+    if c.mesh.p > 1 and not c.pipeline.recompute:
+        raise ValueError(
+            f"training.save is offload and mesh.p {c.mesh.p}: what stages keep for their backward pass stays on the "
+            "devices. Set pipeline.recompute=true, or choose marked."
+        )
 
 
 def check_weights(name: str, which: str, ema_decay: float | None) -> None:

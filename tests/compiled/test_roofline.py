@@ -93,6 +93,39 @@ def test_flops_and_bytes_of_kernels():
     assert found["grad"].flops == 5 * product / 2
 
 
+COPIES = """HloModule jit_f
+
+%stacked (p: f32[3,8], q: f32[1,8], i: s32[]) -> f32[3,8] {
+  %p = f32[3,8]{1,0:S(5)} parameter(0)
+  %q = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %update = f32[3,8]{1,0:S(5)} dynamic-update-slice(%p, %q, %i, %i)
+}
+
+ENTRY %main (stack: f32[3,8], row: f32[1,8], i: s32[]) -> f32[1,8] {
+  %stack = f32[3,8]{1,0:S(5)} parameter(0)
+  %row = f32[1,8]{1,0} parameter(1)
+  %i.1 = s32[] parameter(2)
+  %to-start = ((f32[3,8]{1,0:S(5)}, f32[1,8]{1,0}, s32[]), f32[3,8]{1,0:S(5)}, u32[]) fusion-start(%stack, %row, \
+%i.1), kind=kCustom, calls=%stacked
+  %to-done = f32[3,8]{1,0:S(5)} fusion-done(%to-start)
+  %back-start = (f32[1,8]{1,0}, f32[1,8]{1,0:S(5)}, u32[]) copy-start(%row)
+  %back-done = f32[1,8]{1,0} copy-done(%back-start)
+  %own-start = (f32[1,8]{1,0}, f32[1,8]{1,0}, u32[]) copy-start(%back-done)
+  ROOT %own-done = f32[1,8]{1,0} copy-done(%own-start)
+}
+"""
+
+
+@pytest.mark.quick
+def test_copies_to_the_host_and_back():
+    """As XLA for GPUs writes them, into a stack in a loop, and of a single array."""
+    to_host, back, own = kernels(parse(COPIES))
+    assert (to_host.kind, back.kind, own.kind) == ("copy", "copy", "other")
+    assert to_host.bytes == 2 * 8 * 4 + 4  # a row is read and written, and its number read
+    assert back.bytes == own.bytes == 2 * 8 * 4
+
+
 @pytest.mark.quick
 def test_a_kernel_takes_the_longer_of_its_two_times():
     found = {kernel.instruction.name: kernel for kernel in kernels(parse(TEXT))}

@@ -251,6 +251,29 @@ def test_slots_that_a_loop_over_both_passes_carries():
     assert (row.line, row.shape, row.bytes, row.where) == ("train.py:20", "f32[3,8]", 96, "loop in all_gather")
 
 
+PUT = "%put = f32[3,8] dynamic-update-slice(%slots, %row, %i, %i)"
+TO_HOST = """
+%stacked (p: f32[3,8], q: f32[1,8], n: s32[]) -> f32[3,8] {
+  %p = f32[3,8]{1,0:S(5)} parameter(0)
+  %q = f32[1,8] parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %update = f32[3,8]{1,0:S(5)} dynamic-update-slice(%p, %q, %n, %n)
+}
+"""
+
+
+@pytest.mark.quick
+def test_a_stack_in_the_hosts_memory_has_the_line_of_its_rows():
+    """As XLA for GPUs writes training.save=offload."""
+    put = (
+        "%put-start = ((f32[3,8]{1,0:S(5)}, f32[1,8], s32[]), f32[3,8]{1,0:S(5)}, u32[]) fusion-start(%slots, %row, "
+        "%i), kind=kCustom, calls=%stacked\n  %put = f32[3,8]{1,0:S(5)} fusion-done(%put-start)"
+    )
+    row = '%row = f32[1,8] bitcast(%saved), metadata={op_name="jit(f)/while'
+    text = SLOTS.replace(PUT, put).replace(row, row + "/body/jvp()/closed_call")
+    assert table_of(HEAD + TO_HOST + text).kept == table_of(HEAD + SLOTS).kept
+
+
 @pytest.mark.quick
 def test_a_line_that_the_compiler_dropped_is_marked():
     text = TEXT.replace('metadata={op_name="jit(f)/dot_general" stack_frame_id=4}', "metadata={stack_frame_id=3}")

@@ -1,5 +1,6 @@
 """training.save and training.unroll: the same numbers, and what they change in the compiled program."""
 
+import collections
 import functools
 import re
 
@@ -7,12 +8,21 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients
+from gradients import assert_same, loss_and_gradients, meshes
 
 from input_loader import batch_shapes
+from soundness.rules import jaxprs_of
 from training_io.config import check_config
 
 LAYERS = 5
+
+
+def equations_of(jaxpr):
+    """All equations of a traced program, those of loops and calls too."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in jaxprs_of(eqn):
+            yield from equations_of(inner)
 
 
 @functools.cache
@@ -46,6 +56,44 @@ def test_the_numbers_are_the_same(save, unroll):
     assert_same(g, g_expected, 1e-6)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("r=2 d=2 t=2", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("one device", "d=4 t=2", "t=8", "p=2 d=2 t=2")),
+    ],
+)
+def test_offloading_changes_no_bit(name):
+    """With stages too, whose backward passes compute again what the layers keep."""
+
+    def found(save):
+        c = tiny.config(tiny.model(layers=4), save=save, attention="einsum", microbatches=2)
+        c.pipeline.recompute = "p=2" in name
+        return loss_and_gradients(c, meshes(name))[1]
+
+    for a, b in zip(*map(jax.tree.leaves, (found("offload"), found("marked"))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_offloading_is_of_what_is_marked():
+    """In the program as traced: a CPU has one memory, so nothing moves in what is compiled for it."""
+
+    def moves(save):
+        c = tiny.config(tiny.model(layers=LAYERS, n_kv=2), save=save, attention="einsum")
+        with jax.set_mesh(tiny.mesh("one device")):
+            state = jax.eval_shape(lambda: tiny.state(c))
+            shapes = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
+            equations = list(equations_of(tiny.training_step(c).trace(state, shapes, np.int32(0)).jaxpr))
+        moved = [eqn for eqn in equations if eqn.primitive.name == "device_put"]
+        return collections.Counter((eqn.params["devices"][0], eqn.invars[0].aval.shape) for eqn in moved)
+
+    heads, hidden, model = (8, 16, 2, 4), (8, 16, 48), (8, 16, 32)
+    marked = {(8, 16, 2, 2, 4): 2, heads: 2, hidden: 2, model: 1, (8, 16): 2}
+    both_ways = (jax.memory.Space.Host, jax.memory.Space.Device)
+    assert moves("offload") == {(place, shape): count for place in both_ways for shape, count in marked.items()}
+    assert not moves("marked")
+
+
 @pytest.mark.long
 def test_unrolling_makes_fewer_turns():
     loops = lambda unroll: run("marked", unroll)[0].count(" while(")
@@ -70,8 +118,16 @@ def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pas
 
 def test_settings_are_checked():
     c = tiny.config(save="some")
-    with pytest.raises(ValueError, match=r"training\.save is 'some'; choose one of marked, nothing, dots, everything"):
+    with pytest.raises(ValueError, match=r"training\.save is 'some'; choose one of marked, offload, nothing, dots"):
         check_config(c)
+    c.training.save, c.training.unroll = "offload", None
+    with pytest.raises(ValueError, match=r"offload and training\.unroll null: .* Set training\.unroll=1, or"):
+        check_config(c)
+    c.training.unroll, c.mesh.p = 1, 2
+    with pytest.raises(ValueError, match=r"offload and mesh\.p 2: .* Set pipeline\.recompute=true, or choose marked"):
+        check_config(c)
+    c.pipeline.recompute = True
+    check_config(c)
     c.training.save, c.training.unroll = "dots", 0
     with pytest.raises(ValueError, match=r"training\.unroll is 0; it must be at least 1"):
         check_config(c)

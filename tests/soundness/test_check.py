@@ -48,6 +48,15 @@ def test_a_body_with_its_specs(mesh, kind):
     refused(wrong, X, mesh=mesh, check_vma=False, **SPECS)
 
 
+@pytest.mark.parametrize("options", [{}, {"check_vma": False}])
+def test_in_the_hosts_memory_a_value_is_the_same(options):
+    options |= {"mesh": MESHES["abstract"](AxisType.Auto), **SPECS}
+    there_and_back = lambda x: jax.device_put(jax.device_put(x, jax.memory.Space.Host), jax.memory.Space.Device)
+    check(lambda x: right(there_and_back(x)), X, **options)
+    check(lambda x: jax.lax.psum(there_and_back(x.sum()), ("d", "t")) * x, X, **options)
+    refused(lambda x: wrong(there_and_back(x)), X, **options)
+
+
 @each_mesh
 def test_a_function_that_maps(mesh):
     mesh = MESHES[mesh](AxisType.Explicit)
