@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("sphinx", reason="`make docs` installs it, and `.ci/run` makes the site")
 # Sphinx warns its own extensions of what it will change.
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.slow,  # `make docs`, which `.ci/run` makes, builds the same pages, and fails for most links
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning"),
 ]
 

@@ -107,7 +107,7 @@ def test_options_that_this_xla_does_not_know_are_left_out_and_named():
         known_options({"--xla_gone": 1}, said.append)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_goes_on_without_them(tmp_path):
     shown = train(tmp_path, "+hardware.compiler_options.xla_no_such_flag=1")
     assert "compiler   xla_no_such_flag is left out" in shown
