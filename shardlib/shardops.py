@@ -54,8 +54,9 @@ from shardlib.op_checks import (
     wrap,
 )
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
+from shardlib.products import einsum_with_gradients
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
-from shardlib.values import Noted, describe, devices_along, is_opaque, planned_devices, target_device, unwrap
+from shardlib.values import Noted, describe, devices_along, is_opaque, planned_devices, unwrap
 
 
 def axis_size(axes: str) -> int:
@@ -336,46 +337,10 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
             math.prod((sizes.get(d.name) or d.literal_size) // planned_devices(d.axes) for d in shape.dims)
             for shape in (op.lhs[0], op.rhs)
         ]
-        value = _with_gradients(formula, preferred_element_type, blocks[0] <= blocks[1], *values)
+        value = einsum_with_gradients(formula, preferred_element_type, blocks[0] <= blocks[1], *values)
     else:
         value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
     return wrap(varying(value, axes), op.rhs.partial, copies, f"einsum_unreduced({op})")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _with_gradients(formula: str, dtype, x_is_smaller: bool, x: jax.Array, y: jax.Array) -> jax.Array:
-    """jnp.einsum, whose gradients are einsums with the dims of the operands in their order, in the operands' dtype.
-
-    JAX's own rule contracts the gradient with x and transposes the result. XLA turns that into a transposition of the
-    gradient, which for a layer's up-projection takes a CPU longer than the product. Also, where the dtype of the result
-    is wider than that of the operands, as for scores, JAX multiplies in the wider one, which is many times slower on an
-    accelerator.
-    """
-    return jnp.einsum(formula, x, y, preferred_element_type=dtype)
-
-
-def _product_forward(formula, dtype, x_is_smaller, x, y):
-    # Not a call of _with_gradients, in which the policies of jax.checkpoint would not see the product.
-    return jnp.einsum(formula, x, y, preferred_element_type=dtype), (x, y)
-
-
-def _product_backward(formula, dtype, x_is_smaller, operands, g):
-    x, y = operands
-    operand_dims, result = formula.split("->")
-    x_dims, y_dims = operand_dims.split(",")
-    g = g.astype(x.dtype)
-    product = lambda a, b, to: jnp.einsum(f"{a[0]},{b[0]}->{to}", a[1], b[1])
-    of_g, of_x, of_y = (result, g), (x_dims, x), (y_dims, y)
-    dx = product(of_g, of_y, x_dims)
-    if target_device().platform != "cpu" or x_is_smaller:
-        return dx, product(of_x, of_g, y_dims)
-    # A CPU transposes the first operand, so the smaller one comes first. XLA would follow the order of the result.
-    swapped = "".join(sorted(y_dims, key=lambda dim: dim not in result))
-    dy = lax.optimization_barrier(product(of_g, of_x, swapped))
-    return dx, jnp.einsum(f"{swapped}->{y_dims}", dy)
-
-
-_with_gradients.defvjp(_product_forward, _product_backward)
 
 
 def broadcast(spec, x):

@@ -1,0 +1,52 @@
+"""Products of two arrays, with the gradients that XLA computes fastest."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.values import target_device
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def einsum_with_gradients(formula: str, dtype, x_is_smaller: bool, x: jax.Array, y: jax.Array) -> jax.Array:
+    """jnp.einsum, whose gradients are einsums with the dims of the operands in their order, in the operands' dtype.
+
+    JAX's own rule contracts the gradient with x and transposes the result. XLA turns that into a transposition of the
+    gradient, which for a layer's up-projection takes a CPU longer than the product. Also, where the dtype of the result
+    is wider than that of the operands, as for scores, JAX multiplies in the wider one, which is many times slower on an
+    accelerator.
+    """
+    return _multiplied(formula, x, y, dtype)
+
+
+def _multiplied(formula: str, x: jax.Array, y: jax.Array, dtype=None) -> jax.Array:
+    if dtype is None and x.dtype == jnp.bfloat16 and target_device().platform == "cpu":
+        # The same sums, rounded once. XLA has no product of bf16 for a CPU but the one whose result is f32.
+        return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.einsum(formula, x, y, preferred_element_type=dtype)
+
+
+def _product_forward(formula, dtype, x_is_smaller, x, y):
+    # Not a call of einsum_with_gradients, in which the policies of jax.checkpoint would not see the product.
+    return _multiplied(formula, x, y, dtype), (x, y)
+
+
+def _product_backward(formula, dtype, x_is_smaller, operands, g):
+    x, y = operands
+    operand_dims, result = formula.split("->")
+    x_dims, y_dims = operand_dims.split(",")
+    g = g.astype(x.dtype)
+    product = lambda a, b, to: _multiplied(f"{a[0]},{b[0]}->{to}", a[1], b[1])
+    of_g, of_x, of_y = (result, g), (x_dims, x), (y_dims, y)
+    dx = product(of_g, of_y, x_dims)
+    if target_device().platform != "cpu" or x_is_smaller:
+        return dx, product(of_x, of_g, y_dims)
+    # A CPU transposes the first operand, so the smaller one comes first. XLA would follow the order of the result.
+    swapped = "".join(sorted(y_dims, key=lambda dim: dim not in result))
+    dy = lax.optimization_barrier(product(of_g, of_x, swapped))
+    return dx, jnp.einsum(f"{swapped}->{y_dims}", dy)
+
+
+einsum_with_gradients.defvjp(_product_forward, _product_backward)
