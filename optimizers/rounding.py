@@ -1,7 +1,7 @@
 """Stochastic rounding to bf16 of what the optimizer keeps between steps.
 
-Rounded to the nearest, an average of bf16 stays as it is when its change is less than half of the distance to the next
-number, 1/256 to 1/128 of its size. Rounded at random it is right on average (arXiv 1502.02551).
+Rounded to the nearest, an average stays as it is when it changes by less than half of the distance to the next number
+of bf16, 1/512 to 1/256 of its size. Rounded at random, it is right on average (arXiv 1502.02551).
 """
 
 import jax
