@@ -172,7 +172,7 @@ def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset
         assert x["ids"] == (group["encoded_tokens"][first : first + x["tokens"]] >> 1).tolist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_moments_in_bf16_are_resumed_and_replayed_to_the_bit(tmp_path, dataset):
     unbroken, broken = tmp_path / "a", tmp_path / "b"
     run(unbroken, dataset, state_dtype="bf16", microscope_interval=3)
