@@ -374,7 +374,7 @@ def loss_and_gradients(
 
 @pytree_dataclass
 class State(Generic[W]):
-    """Contents of a checkpoint: f32 arrays, each sharded over t, d and p."""
+    """Contents of a checkpoint: arrays sharded over t, d and p, f32 in a step. optimizer.state_dtype is for adam_*."""
 
     weights: W
     adam_mu: Subset[W]  # momentum of matrices under Muon; None for frozen weights
@@ -464,7 +464,7 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
     ema = jax.tree.map(lambda w: None if c.training.ema_decay is None else jnp.copy(w), weights)
-    return State(weights, mu, nu, ema)
+    return stages.rounded_moments(c, model, State(weights, mu, nu, ema), key)
 
 
 def make_training_step(c: Config, model: LanguageModel):
@@ -487,7 +487,8 @@ def make_training_step(c: Config, model: LanguageModel):
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)
         seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
         with compute_scope(c.training.compute_dtype):
-            return per_device(state, batch, step, seeds, jnp.float32(limit))
+            new, metrics = per_device(jax.tree.map(jnp.float32, state), batch, step, seeds, jnp.float32(limit))
+            return stages.rounded_moments(c, model, new, key), metrics  # in optimizer.state_dtype between steps
 
     return training_step
 

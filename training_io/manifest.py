@@ -26,9 +26,11 @@ VERSIONS = (1, FORMAT_VERSION)
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 CHECKSUM_BYTES = 4
 DTYPES = frozenset(
-    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
-)  # fmt: skip
-"""Types that both tensorstore and zarr-python read and write. zarr-python rejects bfloat16."""
+    """
+    bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 bfloat16
+    """.split()  # noqa: SIM905
+)
+"""Types that tensorstore reads and writes, and zarr-python too, but for bfloat16."""
 _LATER = ("sha256", "saved_at", "files", "chunk_shape", "crc32c")
 """Keys that version 1 does not have."""
 MANIFEST_BYTES, METADATA_BYTES, MAX_CHUNKS = 2**30, 2**20, 2**20

@@ -71,19 +71,20 @@ def check_memory(c: Config, model: LanguageModel) -> None:
 def least_memory(c: Config, model: LanguageModel) -> dict[str, float]:
     """Bytes that all devices together need at least, by what they are for.
 
-    Counts what every program holds at once when it computes the first logits: the f32 arrays of train.State, in the
+    Counts what every program holds at once when it computes the first logits: the arrays of train.State, in the
     forward pass of a microbatch the input of each layer, and logits; and the batches that are loaded ahead. The inputs
     of the layers are not certain where weights are frozen, since the layers before the first that is trained keep none.
     Gradients come later. The run needs more.
     """
-    t, item = c.training, jax.numpy.dtype(COMPUTE_DTYPES[c.training.compute_dtype]).itemsize
+    t, bytes_of = c.training, lambda name: jax.numpy.dtype(COMPUTE_DTYPES[name]).itemsize
+    item, moment = bytes_of(t.compute_dtype), bytes_of(c.optimizer.state_dtype)
     algorithms = [c.optimizer.algorithm, *(group.algorithm for group in c.optimizer.groups)]
     updates = jax.tree.leaves(rates.updates_of(c.optimizer, model.table, algorithms))
     is_frozen = [update.algorithm == rates.FROZEN for update in updates]
-    # In f32, 4 bytes each: the weight, one average, a second one, the average of weights.
+    # The weight, the average of weights, one average of gradients, a second one.
     arrays = [
-        1 + (update.algorithm != rates.FROZEN) + (update.algorithm == "adamw") + (t.ema_decay is not None)
-        for update in updates
+        4 + 4 * (t.ema_decay is not None) + moment * ((u.algorithm != rates.FROZEN) + (u.algorithm == "adamw"))
+        for u in updates
     ]
     sizes = [math.prod(update.weight.shape) for update in updates]
     sequences = t.batch_size / t.microbatches
@@ -92,8 +93,9 @@ def least_memory(c: Config, model: LanguageModel) -> dict[str, float]:
     tokens = f"training.batch_size {t.batch_size} · training.seq_len {t.seq_len} tokens"
     return {
         f"the {sum(sizes):,} weights with their averages in the optimizer, of model.layers {c.model.layers}, "
-        f"model.vocab {c.model.vocab} and the other sizes of the model": 4
-        * sum(size * count for size, count in zip(sizes, arrays, strict=True)),
+        f"model.vocab {c.model.vocab} and the other sizes of the model": sum(
+            size * held for size, held in zip(sizes, arrays, strict=True)
+        ),
         f"the inputs of the layers, of {tokens} in training.microbatches {t.microbatches} parts": (
             sequences * t.seq_len * width * c.model.layers * item
         ),

@@ -25,6 +25,7 @@ from modeling.model import load_model
 from tools.replay import __main__ as program
 from tools.replay.__main__ import Config, compare, plain, replay
 from tools.replay.session import Done
+from training_io.host_checkpoint import open_checkpoint
 from training_io.opening import StagesChoice
 
 GARBAGE = 260
@@ -169,6 +170,25 @@ def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset
     for x in documents:
         first = starts[x["document"]] + x["start"]
         assert x["ids"] == (group["encoded_tokens"][first : first + x["tokens"]] >> 1).tolist()
+
+
+@pytest.mark.slow
+def test_moments_in_bf16_are_resumed_and_replayed_to_the_bit(tmp_path, dataset):
+    unbroken, broken = tmp_path / "a", tmp_path / "b"
+    run(unbroken, dataset, state_dtype="bf16", microscope_interval=3)
+    for steps in (6, 10):
+        run(broken, dataset, state_dtype="bf16", steps=steps)
+    assert losses(broken) == losses(unbroken)
+    last = [open_checkpoint(directory)[1] for directory in (broken, unbroken)]
+    assert {str(last[0][name].dtype) for name in ("adam_mu/embed", "adam_nu/layers/w_q")} == {"bfloat16"}
+    for name in last[0]:
+        np.testing.assert_array_equal(*(np.asarray(arrays[name]) for arrays in last))
+    found, _ = replayed(unbroken, step=9)
+    event = next(x for x in lines_of(unbroken) if x.get("event") == "microscope" and x["step"] == 9)
+    assert found["is_equal"] is True
+    assert found["microscope"] == {name: event[name] for name in ("points", "weights")}
+    with pytest.raises(ValueError, match=r"optimizer\.state_dtype: checkpoint has 'bf16', this run has 'f32'"):
+        run(broken, dataset, steps=12)
 
 
 @pytest.mark.long

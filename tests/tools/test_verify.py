@@ -456,6 +456,7 @@ def test_what_tracing_rejects_is_one_message(tmp_path):
                 "verify.meshes=[2x2x2,1x1x8,1x8x1]",
             ],
         ),
+        ("local_test_synthetic", ["optimizer.state_dtype=bf16", "verify.meshes=[2x2x2,2x1x2x2]"]),
     ],
 )
 def test_other_models_and_settings_are_the_same_too(tmp_path, name, overrides):

@@ -30,6 +30,10 @@ SETTINGS = {  # what it is about: settings of training, of the model and of the 
     "muon": ({}, {}, {"algorithm": "muon"}, "r=2 d=2 t=2"),
     "tied": ({}, {"tied_embeddings": True, "logit_softcap": 5.0}, {"z_loss": 1e-3}, "r=1 d=4 t=2"),
     "QK-norm": ({}, {"qk_norm": True, "d_head": 8}, {}, "r=2 d=2 t=2"),
+    "moments in bf16": ({}, {}, {"algorithm": "muon", "state_dtype": "bf16"}, "r=2 d=2 t=2"),
+    "moments in bf16, t alone": ({}, {}, {"state_dtype": "bf16"}, "r=1 d=1 t=8"),
+    "moments in bf16, stages": ({"microbatches": 2}, {"layers": 4}, {"state_dtype": "bf16"}, "r=1 d=2 t=2 p=2"),
+    "moments in bf16, a ring": ({"microbatches": 2}, {"layers": 4}, {"state_dtype": "bf16"}, "r=1 d=2 t=2 p=2"),
     "stages": ({"microbatches": 2}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2"),
 }
 PIPELINES = {"zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # schedules with halves of backwards, and their chunks
@@ -46,6 +50,8 @@ def found(settings: str, module=train) -> list[str]:
     training, model, optimizer, mesh = SETTINGS[settings]
     c = tiny.config(tiny.model(**model, module=module.__name__), **training)
     c.optimizer = dataclasses.replace(c.optimizer, **optimizer)
+    if "ring" in settings:
+        c.pipeline = PipelineConfig("interleaved_1f1b", 2)
     if settings in PIPELINES:
         c.pipeline = PipelineConfig(settings, PIPELINES[settings])
     return [str(finding) for finding in find_unsound(module.programs, c, load_model(c.model), mesh_of(mesh))]

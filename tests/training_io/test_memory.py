@@ -30,10 +30,19 @@ WIDE = {"vocab": 8192, "d_model": 64}
         (WIDE, frozen("*embed"), {}),
         (WIDE | {"layers": 16}, frozen("*layers*"), {"save": "nothing"}),
         (WIDE, {"algorithm": "muon"}, {"ema_decay": 0.9}),
+        (WIDE, {"algorithm": "muon", "state_dtype": "bf16"}, {"ema_decay": 0.9}),
         ({"d_model": 256, "layers": 8}, {}, {"save": "nothing", "batch_size": 64, "compute_dtype": "bf16"}),
         ({"vocab": 8192}, {}, {"batch_size": 64, "microbatches": 4, "loss_chunk": 4}),
     ],
-    ids=["adamw", "frozen embed", "frozen layers", "muon and ema", "layers", "chunks of microbatches"],
+    ids=[
+        "adamw",
+        "frozen embed",
+        "frozen layers",
+        "muon and ema",
+        "moments in bf16",
+        "layers",
+        "chunks of microbatches",
+    ],
 )
 def test_the_step_takes_more(model, optimizer, training):
     c = tiny.config(tiny.model(**model), **training)
@@ -45,7 +54,7 @@ def test_the_step_takes_more(model, optimizer, training):
         batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, 0)
         step = train.make_training_step(c, loaded).lower(state, batch, np.int32(0), np.float32(np.inf)).compile()
         parts = memory.least_memory(c, loaded)
-    state_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(state))
+    state_bytes = sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(state))
     assert next(iter(parts.values())) == state_bytes
     needed = sum(size for what, size in parts.items() if not what.startswith("data.prefetch"))
     assert state_bytes < needed < memory.predicted_peak(step)

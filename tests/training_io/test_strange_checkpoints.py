@@ -70,7 +70,7 @@ SHARDED["configuration"]["index_codecs"] = [*COMPRESSED[:1], {"name": "crc32c"}]
         (lambda array: array.update(codecs=[SHARDED]), "codecs ['sharding_indexed']"),
         (lambda array: array.update(kvstore={"driver": "file", "path": "/etc/"}), "cannot open the array"),
         (lambda array: array.update(storage_transformers=[{"name": "x"}]), "cannot open the array"),
-        (lambda array: array.update(data_type="bfloat16"), "has the dtype 'bfloat16'"),
+        (lambda array: array.update(data_type="float8_e5m2"), "has the dtype 'float8_e5m2'"),
     ],
 )
 def test_an_array_that_no_run_writes_is_refused_in_one_line(checkpoint, change, message):

@@ -100,7 +100,7 @@ def run(c: Config, settings: VerifyConfig, title: str) -> int:
         double = precision == "f64"
         config = dataclasses.asdict(c)
         if double:
-            config["training"]["compute_dtype"] = "f32"
+            config["training"]["compute_dtype"] = config["optimizer"]["state_dtype"] = "f32"
         job = {"config": config, "settings": dataclasses.asdict(settings), "double": double, "title": title}
         with tempfile.TemporaryDirectory(prefix="verify_") as directory:
             write_copy(sources, Path(directory) / "program", double)
