@@ -175,7 +175,7 @@ def test_what_save_for_backward_marks_is_kept_at_its_line(dtype):
     assert all(row.shape.startswith(f"{dtype}[{c.layers},") for row in kept)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_layers_without_a_loop_are_one_section():
     _, table = training_step("d=4 t=2", unroll=None)
     layers = tiny.model().layers

@@ -177,13 +177,10 @@ def test_statistics_are_the_same_on_every_mesh(name):
         assert a == b if isinstance(a, str) else a == pytest.approx(b, rel=2e-4, abs=2e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"gather_weights": "step"},
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ({"save": "nothing"}, {"unroll": None}, {"loss_chunk": 8})),
-    ],
+    [{"gather_weights": "step"}, {"save": "nothing"}, {"unroll": None}, {"loss_chunk": 8}],
     ids=str,
 )
 def test_a_point_counts_once_however_the_step_is_computed(changes):

@@ -178,7 +178,9 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["r=2 d=2 t=2", "stages", "stages in another order"])
+@pytest.mark.parametrize(
+    "name", ["r=2 d=2 t=2", pytest.param("stages", marks=pytest.mark.slow), "stages in another order"]
+)
 def test_every_mesh_rounds_as_one_device(name, alone, tmp_path):
     """Sums in another order round a few of the entries to the other neighbour; other random bits would half of them."""
     _, found = trained(name, "bf16", tmp_path)
@@ -189,7 +191,7 @@ def test_every_mesh_rounds_as_one_device(name, alone, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["one device", "muon, frozen"])
+@pytest.mark.parametrize("name", ["one device", pytest.param("muon, frozen", marks=pytest.mark.slow)])
 def test_moments_are_those_of_f32_rounded(name, tmp_path):
     """After two steps, within two roundings of 2**-7, and right on average."""
     _, exact = trained(name, "f32", tmp_path / "f32")

@@ -128,10 +128,8 @@ def test_the_result_is_json_and_its_place_is_tried_first(tmp_path, monkeypatch):
     assert len(results) == 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("mesh", "options"), [("p=2 d=2 t=2", {}), pytest.param("r=2 d=4", {"microbatches": 1}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "options"), [("p=2 d=2 t=2", {}), ("r=2 d=4", {"microbatches": 1})])
 def test_it_is_on_other_meshes_too(tmp_path, dataset, mesh, options):
     """With steps that were skipped, and batches that are left out."""
     options = {"skip_steps": [1, 5], "skip_above": 1.0, "max_skipped": None, **options}

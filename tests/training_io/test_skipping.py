@@ -242,7 +242,7 @@ def test_a_checkpoint_is_written_after_the_lines_of_its_steps(tmp_path, dataset,
     assert lines == {4: [0, 1, 2, 3], 8: [*range(8)]}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_goes_back_keeps_its_metrics(tmp_path, dataset):
     directory = run(tmp_path / "run", dataset)
     metrics, before = (directory / "metrics.jsonl").read_bytes(), losses(directory)
