@@ -31,8 +31,11 @@ from jax.experimental import topologies
 from benchmarks.nvidia import GPUS, description, least_ms
 from benchmarks.steps import load, lowered_step, print_header, print_line
 from cluster.devices import known_options, make_mesh
-from compiled.hlo import Program, parse, with_mesh
+from compiled.hlo import Computation, Instruction, Program, parse, with_mesh
+from compiled.operations import collective
+from compiled.places import Places
 from compiled.roofline import kernels
+from compiled.table import name_of
 from training_io.config import check_divides
 from training_io.memory import predicted_peak
 
@@ -58,18 +61,33 @@ def count(program: Program) -> list[int]:
     kinds = collections.Counter(kernel.kind for kernel in found.values())
     products = [product.dtype for kernel in found.values() for product in kernel.products]
     moved = sum('"is_pipelined":true' in kernel.instruction.attributes for kernel in found.values())
-    beside = 0
+    numbers = [len(products), products.count("f32"), kinds["attention"], kinds["other"]]
+    return [*numbers, kinds["collective"], kinds["collective"] - len(alone(program)), moved]
+
+
+def alone(program: Program) -> list[tuple[Computation, Instruction]]:
+    """The collectives without a matmul or attention between their start and their end, and where each is."""
+    kinds, found = {kernel.instruction.name: kernel.kind for kernel in kernels(program)}, []
     for computation in program.computations.values():
         started, heavy = {}, 0
         for name, instruction in computation.instructions.items():
-            kind = found[name].kind if name in found else None
-            heavy += kind in ("matmul", "attention")
-            if kind == "collective":
+            heavy += kinds.get(name) in ("matmul", "attention")
+            if kinds.get(name) == "collective":
                 started[name] = heavy
-            elif instruction.opcode.endswith("-done"):
-                beside += heavy > started.get(instruction.operands[0], heavy)
-    numbers = [len(products), products.count("f32"), kinds["attention"], kinds["other"]]
-    return [*numbers, kinds["collective"], beside, moved]
+            elif instruction.opcode.endswith("-done") and heavy > started.get(instruction.operands[0], heavy):
+                del started[instruction.operands[0]]
+        found += [(computation, computation.instructions[name]) for name in started]
+    return found
+
+
+def lines_alone(program: Program) -> list[str]:
+    """Lines on `alone`, the most bytes first: number, operation, axes, bytes that a device sends, source line."""
+    places, counts = Places(program), collections.Counter()
+    for computation, instruction in alone(program):
+        if sent := collective(program, computation, instruction):
+            counts[sent.bytes, sent.op, sent.axes, name_of(places.of(computation, instruction).place)] += 1
+    rows = sorted(counts.items(), reverse=True)
+    return [f"{n} × {op} over {axes}, {size:,} bytes each: {place}" for (size, op, axes, place), n in rows]
 
 
 def main() -> None:
@@ -86,6 +104,7 @@ def main() -> None:
         type=Path,
         help="directory for the programs, by configuration: python -m tools.compiled_step run=<file> shows one",
     )
+    parser.add_argument("--alone", action="store_true", help="print the collectives that have no matmul beside them")
     args, overrides = parser.parse_known_args()
     jax.config.update("jax_platforms", "cpu")  # so that JAX's plugin for CUDA does not look for a device
     try:
@@ -110,13 +129,15 @@ def main() -> None:
         if args.hlo:
             args.hlo.mkdir(parents=True, exist_ok=True)
             (args.hlo / f"{name}.txt").write_text(with_mesh(hlo, mesh))
-        program = parse(hlo)
+        program = parse(with_mesh(hlo, mesh))
         # A copy reads and writes its bytes. XLA's own peak has those of the host in it.
         copied = sum(kernel.turns * kernel.bytes for kernel in kernels(program) if kernel.kind == "copy") / 2
         sizes = memory.argument_size_in_bytes, predicted_peak(compiled), memory.host_temp_size_in_bytes, copied
         sizes = [f"{size / 2**30:.2f}" for size in sizes]
         least = [*least_ms(program, devices[0]).values()]
         print_line(*case, seconds, *sizes, *(f"{ms:.1f}" for ms in [*least, sum(least)]), *count(program))
+        if args.alone:
+            print(*lines_alone(program), sep="\n")
     print(*left_out, sep="\n", end="")
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.gpu_aot import count
+from benchmarks.gpu_aot import count, lines_alone
 from compiled.hlo import parse
 
 TEXT = """HloModule jit_f
@@ -33,3 +33,14 @@ backend_config={"intermediate_tensor_shape":{"dimensions":["1","1","8","8"]}}
 def test_kernels_are_counted_in_slice_fusions_too():
     """Two matmuls, one of them in a fusion and of f32; cuDNN's; a copy; a gather beside the matmul in the fusion."""
     assert count(parse(TEXT)) == [2, 1, 1, 1, 1, 1, 0]
+
+
+def test_collectives_without_a_matmul_beside_them_are_listed():
+    assert lines_alone(parse(TEXT)) == []
+    earlier = TEXT.replace("  %done = bf16[8,8]{1,0} all-gather-done(%start)\n", "")
+    start = "  %in_slice = f32[2,4,4]"
+    text = earlier.replace(start, f"  %done = bf16[8,8]{{1,0}} all-gather-done(%start)\n{start}")
+    assert count(parse(text)) == [2, 1, 1, 1, 1, 0, 0]
+    (line,) = lines_alone(parse(text))
+    assert line.startswith("1 × all-gather over ")
+    assert ", 64 bytes each: " in line  # a bf16[4, 8] to one other device
