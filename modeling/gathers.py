@@ -20,7 +20,7 @@ def once(setting: str) -> bool:
     `auto` means that they are where d is 1. Nothing is gathered there, but each weight is cast once, which the backward
     pass would do again.
     """
-    return setting == "step" or (setting == "auto" and planned_devices("d") == 1)
+    return setting == "step" or (setting == "auto" and planned_devices(("d",)) == 1)
 
 
 def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, layers: bool) -> W:
