@@ -1,15 +1,19 @@
-"""Loss and gradients of the same weights and batch under different settings."""
+"""Loss and gradients of the same weights and batch under different settings; those of a path of attention."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tiny
 
 import train
 from cluster.devices import make_mesh
 from modeling.model import load_model
+from modeling.rules import CAUSAL, Places
 from modeling.weights import initialize
-from shardlib.shardtypes import f32
+from shardlib.shardtypes import dtype_name, f32, i32
 from training_io.config import Config
+
+act = dtype_name("act")
 
 
 def loss_and_gradients(c: Config, mesh):
@@ -35,3 +39,22 @@ def assert_same(found, expected, tolerance):
 
 def meshes(name: str):
     return make_mesh(1, 2, 2, jax.devices(), 2) if name == "p=2 d=2 t=2" else tiny.mesh(name)
+
+
+def with_gradients(path, q, k, v, document, g, dtype="float32", rule=CAUSAL):
+    """The result of a path of attention and the gradients of q, k and v, in f64, on the mesh in force."""
+
+    def everything(
+        q: act["B/r/d L K/t Q D"],
+        k: act["B/r/d L K/t D"],
+        v: act["B/r/d L K/t D"],
+        document: i32["B/r/d L"],
+        g: act["B/r/d L K/t Q D"],
+    ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
+        index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Places(index, index, document), rule), q, k, v)
+        return out, *vjp(g)
+
+    cast = lambda x: jnp.asarray(x, dtype)
+    found = tiny.per_device(everything, act=dtype)(cast(q), cast(k), cast(v), document, cast(g))
+    return [np.asarray(x, np.float64) for x in found]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients, meshes
+from gradients import assert_same, loss_and_gradients, meshes, with_gradients
 
 import train
 from input_loader import TokenBatch, batch_shapes
@@ -17,9 +17,9 @@ from modeling import attention
 from modeling.attention_calls import describe_attention
 from modeling.blockwise import blockwise
 from modeling.model import Tokens
-from modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
+from modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
 from models import gpt2
-from shardlib.shardtypes import dtype_name, i32
+from shardlib.shardtypes import dtype_name
 from training_io.config import Config, check_config
 from training_io.soundness import find_unsound
 
@@ -58,25 +58,6 @@ def operands(length: int, queries: int, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = (queries, WIDTH), (WIDTH,), (WIDTH,), (queries, WIDTH)
     return [2 * rng.standard_normal((ROWS, length, HEADS, *shape)).astype(np.float32) for shape in shapes]
-
-
-def with_gradients(path, q, k, v, document, g, dtype="float32", rule=CAUSAL):
-    """What `dense` gives, of `path` on the mesh in force."""
-
-    def everything(
-        q: act["B/r/d L K/t Q D"],
-        k: act["B/r/d L K/t D"],
-        v: act["B/r/d L K/t D"],
-        document: i32["B/r/d L"],
-        g: act["B/r/d L K/t Q D"],
-    ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
-        index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Places(index, index, document), rule), q, k, v)
-        return out, *vjp(g)
-
-    cast = lambda x: jnp.asarray(x, dtype)
-    found = tiny.per_device(everything, act=dtype)(cast(q), cast(k), cast(v), document, cast(g))
-    return [np.asarray(x, np.float64) for x in found]
 
 
 def assert_close(found, expected, tolerance):

@@ -3,19 +3,18 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients, meshes
+from gradients import assert_same, loss_and_gradients, meshes, with_gradients
 
 import train
 from input_loader import batch_shapes
 from modeling import attention
 from modeling import splash as splash_module
-from modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
+from modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
 from modeling.splash import splash
-from shardlib.shardtypes import dtype_name, i32
+from shardlib.shardtypes import dtype_name
 
 act = dtype_name("act")
 ROWS, LENGTH, KV, QUERIES, WIDTH = 2, 384, 2, 2, 16  # three blocks
@@ -39,25 +38,6 @@ def operands(seed: int = 0) -> list[np.ndarray]:
     return q, k, v, np.cumsum(rng.random((ROWS, LENGTH)) < 0.02, axis=1, dtype=np.int32), g
 
 
-def with_gradients(path, rule, dtype="float32"):
-    """The result of `path` and the gradients of q, k and v, on the mesh in force."""
-
-    def everything(
-        q: act["B/r/d L K/t Q D"],
-        k: act["B/r/d L K/t D"],
-        v: act["B/r/d L K/t D"],
-        document: i32["B/r/d L"],
-        g: act["B/r/d L K/t Q D"],
-    ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
-        index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Places(index, index, document), rule), q, k, v)
-        return out, *vjp(g)
-
-    cast = lambda x: jnp.asarray(x, None if x.dtype == np.int32 else dtype)
-    found = tiny.per_device(everything, act=dtype)(*map(cast, operands()))
-    return [np.asarray(x, np.float64) for x in found]
-
-
 def assert_close(found, expected, tolerance):
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
@@ -69,8 +49,8 @@ QUICK = ("causal, documents", "window", "soft-cap")
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in RULES])
 def test_it_is_attention(name):
     with jax.set_mesh(tiny.mesh("one device")):
-        expected = with_gradients(train.attention, RULES[name])
-        assert_close(with_gradients(splash, RULES[name]), expected, 1e-5)
+        expected = with_gradients(train.attention, *operands(), rule=RULES[name])
+        assert_close(with_gradients(splash, *operands(), rule=RULES[name]), expected, 1e-5)
 
 
 @pytest.mark.long
@@ -78,8 +58,8 @@ def test_a_block_may_be_computed_in_parts(monkeypatch):
     monkeypatch.setattr(splash_module, "BLOCK", 2 * LENGTH)
     monkeypatch.setattr(splash_module, "COMPUTED", 128)
     with jax.set_mesh(tiny.mesh("one device")):
-        expected = with_gradients(train.attention, CAUSAL)
-        assert_close(with_gradients(splash, CAUSAL), expected, 1e-5)
+        expected = with_gradients(train.attention, *operands())
+        assert_close(with_gradients(splash, *operands()), expected, 1e-5)
 
 
 @pytest.mark.long
@@ -87,8 +67,8 @@ def test_heads_and_sequences_may_be_sharded():
     """The gradient of each device's block is its own: no sum over others."""
     mesh = jax.make_mesh((1, 2, 2), ("r", "d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
-        expected = with_gradients(train.attention, CAUSAL, "bfloat16")
-        assert_close(with_gradients(splash, CAUSAL, "bfloat16"), expected, 2e-2)
+        expected = with_gradients(train.attention, *operands(), "bfloat16")
+        assert_close(with_gradients(splash, *operands(), "bfloat16"), expected, 2e-2)
 
 
 @pytest.mark.long
