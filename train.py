@@ -157,7 +157,7 @@ class Llama:
         w_up = gather("M/d F/t -> M F/t", w.w_up.astype(dtype))
         gate = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_gate))
         up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_up))
-        hidden: act["B/r/d L F/t"] = jax.nn.silu(gate) * up
+        hidden: act["B/r/d L F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)
         w_down = gather("F/t M/d -> F/t M", w.w_down.astype(dtype))
         out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w_down)
         return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)

@@ -18,10 +18,11 @@ def einsum_with_gradients(formula: str, dtype, x_is_smaller: bool, x: jax.Array,
     is wider than that of the operands, as for scores, JAX multiplies in the wider one, which is many times slower on an
     accelerator.
     """
-    return _multiplied(formula, x, y, dtype)
+    return product_of(formula, x, y, dtype)
 
 
-def _multiplied(formula: str, x: jax.Array, y: jax.Array, dtype=None) -> jax.Array:
+def product_of(formula: str, x: jax.Array, y: jax.Array, dtype=None) -> jax.Array:
+    """jnp.einsum, in the form that XLA computes fastest. None: a result in the operands' dtype."""
     if dtype is None and x.dtype == jnp.bfloat16 and target_device().platform == "cpu":
         # The same sums, rounded once. XLA has no product of bf16 for a CPU but the one whose result is f32.
         return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32).astype(x.dtype)
@@ -30,7 +31,7 @@ def _multiplied(formula: str, x: jax.Array, y: jax.Array, dtype=None) -> jax.Arr
 
 def _product_forward(formula, dtype, x_is_smaller, x, y):
     # Not a call of einsum_with_gradients, in which the policies of jax.checkpoint would not see the product.
-    return _multiplied(formula, x, y, dtype), (x, y)
+    return product_of(formula, x, y, dtype), (x, y)
 
 
 def _product_backward(formula, dtype, x_is_smaller, operands, g):
@@ -38,7 +39,7 @@ def _product_backward(formula, dtype, x_is_smaller, operands, g):
     operand_dims, result = formula.split("->")
     x_dims, y_dims = operand_dims.split(",")
     g = g.astype(x.dtype)
-    product = lambda a, b, to: _multiplied(f"{a[0]},{b[0]}->{to}", a[1], b[1])
+    product = lambda a, b, to: product_of(f"{a[0]},{b[0]}->{to}", a[1], b[1])
     of_g, of_x, of_y = (result, g), (x_dims, x), (y_dims, y)
     dx = product(of_g, of_y, x_dims)
     if target_device().platform != "cpu" or x_is_smaller:

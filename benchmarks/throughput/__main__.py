@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--only", help=f"of {', '.join(MODULES)}; the floor always runs")
     parser.add_argument("--seqax", type=Path, metavar="PATH", help="a checkout of seqax; its step is compared too")
     parser.add_argument("--platform", choices=["auto", "cpu", "gpu"], default="auto")
-    parser.add_argument("--dtype", choices=["f32", "bf16"], help="f32 on a CPU, bf16 on a GPU")
+    parser.add_argument("--dtype", choices=["f32", "bf16"], help="f32 on a CPU, bf16 on a GPU and for the demo")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     parser.add_argument("--seconds", type=float, help="of a turn, about")
     parser.add_argument("--rounds", type=int)
@@ -97,7 +97,6 @@ def main() -> None:
     else:
         names = [name for name in names if name != "seqax"]
     names += ["floor"] if "floor" not in names else []
-    dtype = options.dtype or ("f32" if platform == "cpu" else "bf16")
     timing = Timing(
         rounds=options.rounds or (3 if options.quick or platform == "gpu" else 5),
         seconds=options.seconds or (1.0 if options.quick else 2.0),
@@ -112,6 +111,7 @@ def main() -> None:
     new: list[str] = []  # lines of the table of kernels
     record = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     for size in sizes:
+        dtype = options.dtype or ("f32" if platform == "cpu" and size != "demo" else "bf16")
         kind = {"dtype": dtype, "platform": platform, **dataclasses.asdict(SIZES[size])}
         of_size = record.setdefault(size, {**kind, "contestants": {}})
         if any(of_size[key] != value for key, value in kind.items()):

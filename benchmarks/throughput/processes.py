@@ -95,6 +95,7 @@ def environment(job: Job, scratch: Path) -> dict[str, str]:
         env["PYTHONPATH"] += os.pathsep + existing
     if job.platform == "cpu":
         env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # large pages, for all contestants
         # Another XLA does not know the flags of this one. Its pass that is left out here makes softmax wrong.
         flags = ["--xla_disable_hlo_passes=onednn-ops-rewriter"] if job.checkout else [env.get("XLA_FLAGS", "")]
         flags += [f"--xla_force_host_platform_device_count={job.devices}"] * (job.devices > 1)

@@ -176,7 +176,7 @@ def test_large_weights_amplify_rounding(tmp_path, monkeypatch):
 
 EXCHANGE = "from models.llama_huggingface import from_huggingface, to_huggingface\n"
 RULE = "visible=(rules.causal, rules.same_document)"
-GATE = "jax.nn.silu(gate) * up"
+GATE = "(jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)"
 ALIBI = "score=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"
 EDITS = {
     "added weight": (

@@ -37,12 +37,12 @@ def test_a_wrong_setting(train):
 
 @pytest.mark.slow
 def test_a_wrong_edit(train, tmp_path):
-    old, new = "jax.nn.silu(gate) * up", "jax.nn.silu(gate) * x"
+    old, new = "silu(jnp.float32(gate)) * up", "silu(jnp.float32(gate)) * x"
     line = SOURCE[: SOURCE.index(old)].count("\n") + 1
     done = train(old, new)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        f"train.py:{line}: `jax.nn.silu(gate) * x`: mul got incompatible shapes for broadcasting: "
+        f"train.py:{line}: `jax.nn.silu(jnp.float32(gate)) * x`: mul got incompatible shapes for broadcasting: "
         "(1, 64, 512), (1, 32, 256)",
         "  gate: like `B/r/d L F/t`, f32[1,64,512] {varying over r, t, d}",
         "  x: like `B/r/d L/t M`, f32[1,32,256] {varying over r, t, d}",
