@@ -173,7 +173,8 @@ CODE = {  # a change of train.py, the line to be named, and what follows
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("log of a negative", marks=pytest.mark.slow), "gradient of a root at 0"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CODE)
 def test_of_code_the_line_is_named(name):
     """Where a fresh state is not finite either."""
     before, added, expected = CODE[name]
