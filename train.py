@@ -228,8 +228,7 @@ Batch = Array["m", TokenBatch]  # the batch of a step
 class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling.
 
-    `training` has the settings that matter here: attention, document_mask, save, unroll and fp8. `scan` runs the loop
-    over layers.
+    `training` has the settings that matter here, such as attention, save and unroll. `scan` runs the loop over layers.
     """
 
     model: LanguageModel
@@ -241,9 +240,9 @@ class Forward:
     ) -> tuple[Any, Any, Extras]:
         """Result of head(w, x) on the output x of the last layer, the caches of the layers, and their Extras.
 
-        `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to the output of attention and the new cache. None:
-        attention within `tokens`, without caches.
+        `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to attention and the new cache; None: no caches.
         """
+        w = dataclasses.replace(shardops.replicate("... -> ... *r", w), layers=w.layers)
         w = gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=False)
         x, caches, extras = self.layers(w.layers, self.model.embed(w, tokens), tokens, attend=attend, caches=caches)
         return head(w, x), caches, extras
@@ -258,6 +257,7 @@ class Forward:
         t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
 
         def layer(w, x, index, turn, attend):
+            w = shardops.replicate("... -> ... *r", w)  # does nothing if `copies` did
             return self.model.layer(x, w, tokens.in_layer(index, turn), attend, self.einsum)
 
         options = {"period": getattr(self.model, "period", 1), "save": t.save, "unroll": t.unroll, "scan": self.scan}
@@ -294,10 +294,8 @@ class Forward:
 
         With `gather`, all weights are gathered over d too. With pipeline stages, those outside the layers are over p.
         """
-        w = shardops.replicate("... -> ... *r", w)
-        if not (gather or stages.has_stages()):
-            return w
-        return gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=gather)
+        w, ahead = shardops.replicate("... -> ... *r", w), gather or stages.has_stages()
+        return gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=gather) if ahead else w
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------
@@ -361,7 +359,9 @@ def loss_and_gradients(
 
     The last result stacks see(g) over microbatches, where g is the part of each in the gradients. None without `see`.
     """
-    copies, vjp = jax.vjp(lambda w: forward.copies(w, gather=gathers.once(c.training.gather_weights)), w)
+    gather = gathers.once(c.training.gather_weights)
+    once = gather or c.training.microbatches > 1 or stages.has_stages()  # or each layer reduces its gradients over r
+    copies, vjp = jax.vjp(lambda w: forward.copies(w, gather) if once else w, w)
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
     loss = staged_loss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
     see = see and (lambda g, see=see: see(reduced(g)))

@@ -263,7 +263,7 @@ def replicate(spec, x):
     """Marks a value that is the same on every device of r for independent use there: `M/d F/t -> M/d F/t *r`.
 
     The result is a Copy. Forward there is no operation. Backward there is one all-reduce over r of the gradient, here
-    and not at each use. `... -> ... *r` takes any array, or a whole pytree of arrays.
+    and not at each use. `... -> ... *r` takes any array, or a whole pytree of arrays. A Copy over r stays as it is.
     """
     with checked_op("replicate", spec, *([x] if hasattr(x, "shape") else [])) as sizes:
         op = parse(spec, 1, any_dims=True, copies=True)
@@ -278,7 +278,7 @@ def replicate(spec, x):
         devices_along(new)
         for path, leaf in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_opaque):
             value = check_operand(1, lhs, leaf, sizes)
-            if differing := sort_axes(set(new) & jax.typeof(value).manual_axis_type.varying):
+            if differing := sort_axes(jax.typeof(value).manual_axis_type.varying & set(new) - set(copy_axes(leaf))):
                 raise ShardError(
                     f"operand 1{jax.tree_util.keystr(path)}, {describe(leaf)}, differs between devices of "
                     f"{', '.join(differing)} already",

@@ -261,6 +261,14 @@ CASES = {
         f32["B/t/d M"],
         lambda x, w: x * w,
     ),
+    "replicate a copy": Case(
+        lambda x, w: einsum_unreduced(
+            "B/t/d M, M -> B/t/d M", x, replicate("... -> ... *t *d", replicate("... -> ... *t *d", w))
+        ),
+        (f32["B/t/d M"], f32["M"]),
+        f32["B/t/d M"],
+        lambda x, w: x * w,
+    ),
     "copies multiplied by copies, reduced at last": Case(
         lambda x, v, w: psum(
             "N +d -> N",

@@ -23,8 +23,10 @@ def test_every_collective_is_a_written_one(mesh):
     # Attention and the MLP each gather the positions and scatter their output.
     gathers, scatters = of_layers + 2, 2
     assert found["forward"] == {"all-gather": gathers, "reduce-scatter": scatters}
-    # Backward: the layer's gathers again, and each collective transposed, a gather to a reduce-scatter and back.
-    assert found["backward"] == {"all-gather": gathers + scatters, "reduce-scatter": gathers}
+    # Backward: the layer's gathers again, and each collective transposed, a gather to a reduce-scatter and back. The
+    # gradient of each weight is summed over the replicas where replicate() is.
+    backward = {"all-gather": gathers + scatters, "reduce-scatter": gathers, "all-reduce": of_layers}
+    assert found["backward"] == backward
 
     # The head gathers the positions; the embedding scatters its output.
     outer_gathers, outer_scatters = all_weights - of_layers + 1, 1
@@ -33,9 +35,16 @@ def test_every_collective_is_a_written_one(mesh):
     assert found["outside"] == {
         "all-gather": outer_gathers + outer_scatters,
         "reduce-scatter": outer_scatters + outer_gathers,
-        # replicate() on each weight: its gradient is summed over the replicas once, outside the loops.
-        "all-reduce": reductions + all_weights,
+        "all-reduce": reductions + all_weights - of_layers,
     }
+
+
+def test_the_gradients_of_several_microbatches_are_summed_over_replicas_once():
+    found = collectives(compile_step("r=2 d=2 t=2", microbatches=2).as_text())
+    weights = len(jax.tree.leaves(train.weight_table(tiny.model())))
+    assert "all-reduce" not in found["backward"]
+    # The loss in each microbatch has four; the number of targets and the norm of the gradients are outside.
+    assert (found["microbatches"]["all-reduce"], found["outside"]["all-reduce"]) == (4, 2 + weights)
 
 
 def kept_for_backward(hlo: str, layers: int) -> list[str]:

@@ -274,8 +274,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
         "rms_norm, argument weight: f32['M']: the value differs between devices of t, d",
     ),
     "what lies outside of the layers is not gathered": (
-        "if not (gather or stages.has_stages()):",
-        "if not gather:",
+        "gather or stages.has_stages()\n        return",
+        "gather\n        return",
         "all_gather('V/t M/d/p -> V/t M'): a collective over p inside a pipeline stage",
     ),
     "the weights are copies over p": (
