@@ -1,9 +1,9 @@
 """The products of a step alone: a trainer that is faster has to multiply faster.
 
-Each product with a weight, forward and both of its gradients, is a plain jnp.dot of the shapes that a device has, all
-in one jitted program on the same devices. The causal products of attention are added at the rate that these reach: as
-batched products they would measure how fast scores are written, and a fused kernel does not write scores. The peak
-FLOP/s for MFU is measured or looked up here too.
+Each product with a weight, forward and both of its gradients, has the shapes that a device has. Its form is that of our
+step, which XLA multiplies fastest on a CPU. All are in one jitted program on the same devices. The causal products of
+attention are added at the rate that these reach: as batched products they would measure how fast scores are written,
+and a fused kernel does not write scores. The peak FLOP/s for MFU is measured or looked up here too.
 """
 
 import functools
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.throughput.peers.jax_peer import DTYPES, JaxContestant
 from benchmarks.throughput.peers.job import Job
+from shardlib.products import einsum_with_gradients
 from training_io.flops import peak_flops
 
 
@@ -25,10 +26,9 @@ def attention_share(job: Job) -> float:
 
 
 def dots(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A product, and its gradients by both factors."""
-    # As bf16 is multiplied fastest on a CPU, and no slower elsewhere: the result in f32, then rounded.
-    dot = lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
-    return dot(x, w), dot(dy, w.T), dot(x.T, dy)
+    """A product of x[sequences, length, i] and w[i, o], and its gradients by both factors."""
+    y, vjp = jax.vjp(functools.partial(einsum_with_gradients, "bli,io->blo", None, x.size <= dy.size), x, w)
+    return y, *vjp(dy)
 
 
 class Contestant(JaxContestant):
@@ -38,7 +38,7 @@ class Contestant(JaxContestant):
         self.job, dtype = job, DTYPES[job.dtype]
         devices = jax.devices()[: job.devices]
         mesh = jax.make_mesh((len(devices),), ("device",), axis_types=(AxisType.Auto,), devices=devices)
-        on_each, count = NamedSharding(mesh, P("device")), job.tokens // job.d
+        on_each, rows = NamedSharding(mesh, P("device")), (job.sequences // job.d, job.length)
         # Each layer has its own operands, and there is no loop: XLA would move constant products out of a loop, and
         # compute equal products only once.
         products = [(i, o) for i, o, n in job.shapes.products(job.t) for _ in range(n)]
@@ -47,12 +47,12 @@ class Contestant(JaxContestant):
         def operands(key):
             keys = iter(jax.random.split(key, 3 * len(products)))
             draw = lambda *shape: jax.random.normal(next(keys), (len(devices), *shape), dtype)
-            return [(draw(count, i), draw(i, o), draw(count, o)) for i, o in products]
+            return [(draw(*rows, i), draw(i, o), draw(*rows, o)) for i, o in products]
 
         @functools.partial(jax.jit, out_shardings=on_each)
         def places():
             place = lambda *shape: jnp.zeros((len(devices), *shape), dtype)
-            return [(place(count, o), place(count, i), place(i, o)) for i, o in products]
+            return [(place(*rows, o), place(*rows, i), place(i, o)) for i, o in products]
 
         def per_device(given, _):
             of_device = jax.tree.map(lambda x: x[0], given)
