@@ -9,7 +9,7 @@ from modeling.model import LanguageModel, blank_tokens, check_logits
 from shardlib import gathers, shardops
 from shardlib.layers import split_extras
 from shardlib.parsing import PIPELINE_AXIS
-from shardlib.values import mesh_axes, pipeline_stage, planned_devices
+from shardlib.values import mesh_axes, pipeline_stage, planned_devices, stage_axes, varying
 
 W = TypeVar("W")
 
@@ -41,11 +41,13 @@ def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, laye
 
     def parts(w: Any) -> None:
         tokens = blank_tokens(model, length)
-        x = model.embed(w, tokens)
+        with pipeline_stage(alone=False):
+            x = varying(model.embed(w, tokens), stage_axes())
         if layers:
             w_layer = jax.tree.map(lambda stack: stack[0], w.layers)
             x, _ = split_extras(model.layer(x, w_layer, tokens, lambda q, *_, **options: q, einsum))
-        check_logits(model, model.logits(w, x))
+        with pipeline_stage(alone=False):
+            check_logits(model, model.logits(w, x))
 
     with pipeline_stage():  # devices of p have different layers
         notes = gathers.note_gathers(parts, w)

@@ -13,7 +13,7 @@ from shardlib.tasks import KINDS, Orders, Stages, Task, check_tasks, in_a_ring, 
 
 COLUMNS = (
     *("forward", "forward_first", "forward_last", "forward_chunk", "forward_microbatch"),
-    *("forward_input", "forward_residuals"),
+    *("forward_input", "forward_output", "forward_residuals"),
     *("backward", "backward_first", "backward_last", "backward_chunk", "backward_microbatch"),
     *("backward_input", "backward_cotangent", "backward_residuals", "backward_kept"),
     *("weights", "weights_chunk", "weights_microbatch", "weights_residuals", "weights_kept"),
@@ -30,10 +30,13 @@ class TickTable:
 
     forward, backward, weights: 1 where the slot of the tick has a task. With `halves`, `backward` is the input half of
     a backward and `weights` its other half; otherwise `backward` is all of it. Of that task:
-    …_first, …_last: 1 if its stage is the first (which embeds) or the last (which computes the loss in its backward).
+    …_first, …_last: 1 if its stage is the first or the last.
     …_chunk in [0, v), …_microbatch in [0, m).
-    forward_input, backward_input: the slot of `arrivals` with the stage's input; the first stage reads none.
-    backward_cotangent: the slot of `arrivals` with the gradient of the stage's output; the last stage reads none.
+    forward_input, backward_input: the slot of `arrivals` with the stage's input. That of the first stage is written at
+    the start of the tick of its forward.
+    forward_output: the slot of `arrivals` that the last stage writes, for the loss; `arrivals` for other stages.
+    backward_cotangent: the slot of `arrivals` with the gradient of the stage's output. For the last stage it is that of
+    forward_output, in which the gradient replaces the output.
     forward_residuals, backward_residuals, weights_residuals: the slot of `residuals` to write, and to read.
     backward_kept, weights_kept: the slot of `kept` to write, and to read.
     from_left, from_right, from_self: the slot of `arrivals` for what device d - 1, d + 1 or d itself sent in the tick
@@ -89,11 +92,11 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_
     # For what is kept of each stage and microbatch, the tick in which it is written, and in which it is last read.
     arriving, kept_residuals, kept = {}, {}, {}
     for stage, k in f:
-        if stage:
-            last_read = b if training and (recompute or fused(stage)) else f
-            arriving["forward", stage, k] = f[stage - 1, k] + 1, last_read[stage, k]
-        if training and stage < stages - 1:
-            arriving["backward", stage, k] = b[stage + 1, k] + 1, b[stage, k]
+        last_read = b if training and (recompute or fused(stage)) else f
+        arriving["forward", stage, k] = f[stage - 1, k] + 1 if stage else f[stage, k], last_read[stage, k]
+        if training:
+            written = f[stage, k] if stage == stages - 1 else b[stage + 1, k] + 1
+            arriving["backward", stage, k] = written, b[stage, k]
         if training and not recompute and not fused(stage):
             kept_residuals["forward", stage, k] = f[stage, k], (w or b)[stage, k]
         if w:
@@ -103,7 +106,7 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_
     kept_slots, kept_count = _give_slots(kept, device_of)
 
     columns = {name: np.zeros((ticks, p), np.int32) for name in COLUMNS}
-    for name in ("from_left", "from_right", "from_self"):
+    for name in ("forward_output", "from_left", "from_right", "from_self"):
         columns[name][:] = arrivals
     for task, t in at.items():
         kind, stage, k = task
@@ -117,6 +120,8 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_
             values |= {"_first": stage == 0, "_last": stage == stages - 1}
         if slot == "forward" or (slot == "backward" and (recompute or fused(stage))):
             values["_input"] = arrival_slots.get(("forward", stage, k), 0)
+        if slot == "forward" and training and stage == stages - 1:
+            values["_output"] = arrival_slots["backward", stage, k]
         if slot == "backward":
             values["_cotangent"] = arrival_slots.get(("backward", stage, k), 0)
         if slot != "forward":
