@@ -293,10 +293,10 @@ class Forward:
     def copies(self, w: W, gather: bool = False) -> W:
         """Weights for all microbatches: a copy on each replica, so that gradients are reduced over r once, here.
 
-        With `gather`, all weights are gathered over d too. With pipeline stages, norms outside the layers are over p.
+        With `gather`, all weights are gathered over d too.
         """
-        w, ahead = shardops.replicate("... -> ... *r", w), gather or stages.has_stages()
-        return gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=gather) if ahead else w
+        w = shardops.replicate("... -> ... *r", w)
+        return gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=True) if gather else w
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
     python -m benchmarks.pipeline [--quick] [--only=memory|ends|times]
 
 The peer is a usual pipeline in plain JAX: a `lax.scan` over m + p - 1 ticks, each a stage and a `ppermute`, and
-`jax.grad` through all of it. It embeds all microbatches at once before the scan, and scatters the outputs of the last
-stage over all devices for the loss, so that neither is idle time. Both have the model of train.py, its loss, its
-gathers, and save the values that it marks for the backward pass.
+`jax.grad` through all of it. All devices embed all microbatches at once before the scan, and compute their loss at once
+after it, each with its part of the vocabulary. Both have the model of train.py, its loss, its gathers, and save the
+values that it marks for the backward pass.
 
 - Memory: the compiler's figure for temporary memory of a device, p=2 and p=4, and instructions in the optimized HLO.
 - Ends: memory that a larger vocabulary adds to a device, p=2, with weights gathered once a step and at each use.
@@ -73,8 +73,8 @@ def autodiff_gpipe(parts: Parts, w, microbatches, p: int, layers: int):
     numbers = LayerNumbers(jnp.arange(layers))
 
     def loss(w):
-        with pipeline_stage():
-            embedded = parts.first(w, *merged)
+        with pipeline_stage(alone=False):
+            embedded = varying(parts.first(w, *merged), ("p",))
         embedded = embedded.reshape(m, -1, *embedded.shape[1:])
 
         def tick(x, t):
@@ -84,12 +84,10 @@ def autodiff_gpipe(parts: Parts, w, microbatches, p: int, layers: int):
             return lax.ppermute(y, "p", [(i, (i + 1) % p) for i in range(p)]), y
 
         _, ys = lax.scan(tick, jnp.zeros_like(embedded[0]), jnp.arange(m + p - 1))
-        outputs = jnp.where(me == p - 1, ys[p - 1 :], 0)
-        own = lax.psum_scatter(outputs, "p", scatter_dimension=0, tiled=True)
-        share = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, me * (m // p), m // p), microbatches)
-        share = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), share)
-        with pipeline_stage():
-            return parts.last(w, own.reshape(-1, *own.shape[2:]), *share)
+        outputs = lax.psum(jnp.where(me == p - 1, ys[p - 1 :], 0), "p")
+        with pipeline_stage(alone=False):
+            total = parts.last(w, varying(outputs.reshape(-1, *outputs.shape[2:]), ("p",)), *merged)
+        return jnp.where(me == 0, total, 0)  # which all devices have
 
     total, g = jax.value_and_grad(loss)(w)
     return wrap(varying(total, ("p",)), ("p",), (), "autodiff"), g
@@ -217,7 +215,6 @@ def times(quick: bool) -> list[str]:
                     forward=[forward / v] * 2 * v,
                     backward=[(1 - forward) / v] * 2 * v,
                     recompute=recompute,
-                    fuse_last=recompute,
                 )
                 # Forward and backward of a microbatch together take 1.
                 predicted = f"{1 - m / simulate_ticks(table, costs).total:.1%}"

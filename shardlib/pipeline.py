@@ -76,13 +76,13 @@ def plan_training(placement: Placement, schedule: str, microbatches: int, recomp
     """
     p, m, v = placement.p, microbatches, placement.v
     orders = schedule_of(schedule)(p, m, v)
-    return Plan(placement, tick_table(orders, p, m, v, recompute=recompute, fuse_last=False), recompute)
+    return Plan(placement, tick_table(orders, p, m, v, recompute=recompute), recompute)
 
 
 def plan_evaluation(placement: Placement, microbatches: int) -> Plan:
     """The plan of an evaluation: the loss without gradients."""
     p, m, v = placement.p, microbatches, placement.v
-    table = tick_table(forward_only(p, m, v, placement.stages), p, m, v, recompute=True, fuse_last=False)
+    table = tick_table(forward_only(p, m, v, placement.stages), p, m, v, recompute=True)
     return Plan(placement, table, recompute=True)
 
 

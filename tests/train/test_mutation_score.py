@@ -219,7 +219,7 @@ def test_every_change_of_a_kind_is_made():
     [
         ("M/t/d", "M/t/d/p", True),
         ("M/t/d/p", "M/t/p", False),
-        ("V/t M/d/p -> V/t M *d *p", "V/t M/d/p -> V/t M *d", True),
+        ("V/t/p M/d -> V/t M *d *p", "V/t/p M/d -> V/t M *d", True),
         ("+t +p ->", "+t ->", True),
         ("+p ->", "->", False),  # no p is named: it is no longer passed over
         ("+p ->", "+t +p ->", False),
