@@ -8,7 +8,7 @@ after it, each with its part of the vocabulary. Both have the model of train.py,
 values that it marks for the backward pass.
 
 - Memory: the compiler's figure for temporary memory of a device, p=2 and p=4, and instructions in the optimized HLO.
-- Ends: memory that a larger vocabulary adds to a device, p=2, with weights gathered once a step and at each use.
+- Ends: memory that a larger vocabulary adds to a device, with weights gathered once a step and at each use.
 - Time: p=2, one thread a device, on two cores. All programs take turns; a time is the best of all rounds.
 - Bubble: by the tick table, with the measured times of a stage; and measured: 1 - the time of two devices of r, with a
   whole model and half of the microbatches each, over the time of the two stages, in the same rounds.
@@ -164,16 +164,17 @@ def memory(quick: bool) -> list[str]:
 
 def ends(quick: bool) -> list[str]:
     """Prints the table of memory for the weights outside of the layers. Returns no target, as there is none."""
-    print("\nTemporary memory of a device in MiB, by the compiler: p=2, m=8, f32\n")
-    print_header("gather_weights", "d", "vocab=512", "vocab=8192", "embedding and unembedding, whole")
-    for d in (2,) if quick else (1, 2):
-        mesh = make_mesh(1, d, 1, jax.devices()[: 2 * d], 2)
+    print("\nTemporary memory of a device in MiB, by the compiler: 1f1b, m=8, f32\n")
+    vocabularies = (512, 32768) if quick else (512, 8192, 32768)
+    print_header("p", "d", "gather_weights", *(f"vocab={vocab}" for vocab in vocabularies))
+    for p, d in ((4, 1),) if quick else ((2, 1), (2, 2), (4, 1)):
+        mesh = make_mesh(1, d, 1, jax.devices()[: p * d], p)
         for gather in ("step", "layer"):
             sizes = []
-            for vocab in (512, 8192):
-                compiled, *_ = program(settings(8, vocab=vocab, gather=gather), mesh)
+            for vocab in vocabularies:
+                compiled, *_ = program(settings(8, "1f1b", vocab=vocab, gather=gather), mesh)
                 sizes.append(f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:.1f}")
-            print_line(gather, d, *sizes, f"{2 * 8192 * 256 * 4 / 2**20:.0f}")
+            print_line(p, d, gather, *sizes)
     return []
 
 

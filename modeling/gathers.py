@@ -38,15 +38,13 @@ def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, laye
 
     def parts(w: Any) -> None:
         tokens = blank_tokens(model, length)
-        with pipeline_stage(alone=False):
-            x = varying(model.embed(w, tokens), stage_axes())
+        x = varying(model.embed(w, tokens), stage_axes())
         if layers:
             w_layer = jax.tree.map(lambda stack: stack[0], w.layers)
             x, _ = split_extras(model.layer(x, w_layer, tokens, lambda q, *_, **options: q, einsum))
-        with pipeline_stage(alone=False):
-            check_logits(model, model.logits(w, x))
+        check_logits(model, model.logits(w, x))
 
-    with pipeline_stage():  # devices of p have different layers
+    with pipeline_stage(alone=False):  # devices of p have different layers
         notes = gathers.note_gathers(parts, w)
     in_layer = lambda path: path.startswith("layers.")
     needed = lambda _: layers and shardops.axis_size("d") > 1
