@@ -2,12 +2,15 @@
 
 Every device runs the same program, a scan over the ticks of the schedule. In each tick it runs the forward that its
 column of the table names, if any; the backward or the input half of one, if any; and the half for the weights, if any.
-Then it sends results to the devices beside it on p. Values that wait for their task are in buffers with as many slots
-as the schedule needs, so memory grows with the number of microbatches only if the schedule's does. A mesh without p has
-one stage: a scan over microbatches, each forward and backward at once, which is gradient accumulation.
+Then it sends results to the devices beside it on p. Before the forwards of the first stage all devices of p embed its
+microbatch together, and before the backwards of the last stage they compute the loss together, each for its part of the
+vocabulary. Values that wait for their task are in buffers with as many slots as the schedule needs, so memory grows
+with the number of microbatches only if the schedule's does. A mesh without p has one stage: a scan over microbatches,
+each forward and backward at once, which is gradient accumulation.
 
-Within a task every value may differ over p (`pipeline_stage`), and a collective over p would wait forever. shardops
-refuse such collectives, and those of jax.lax are refused once a tick is traced. docs/pipeline.md explains more.
+Within a task every value may differ over p (`pipeline_stage`), and in that of a stage a collective over p would wait
+forever. shardops refuse such collectives, and those of jax.lax are refused once a tick is traced. docs/pipeline.md
+explains more.
 """
 
 import dataclasses
