@@ -311,7 +311,7 @@ def test_verify_rejects_what_the_types_cannot_tell(tmp_path, i):
 @pytest.mark.slow
 def test_what_is_not_gathered_ahead_is_gathered_in_the_layer(tmp_path):
     """All weights at once: the numbers are the same."""
-    text = "gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=gather)"
+    text = "gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=True)"
     assert SOURCE.count(text) == 1
     overrides = ["training.gather_weights=step", "model.qk_norm=true", "verify.meshes=[2x2x2,2x1x2x2]"]
     done = verify(tmp_path, SOURCE.replace(text, text.replace("layers=gather", "layers=False")), *overrides)
