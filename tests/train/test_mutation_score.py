@@ -314,5 +314,5 @@ def test_what_is_not_gathered_ahead_is_gathered_in_the_layer(tmp_path):
     text = "gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=True)"
     assert SOURCE.count(text) == 1
     overrides = ["training.gather_weights=step", "model.qk_norm=true", "verify.meshes=[2x2x2,2x1x2x2]"]
-    done = verify(tmp_path, SOURCE.replace(text, text.replace("layers=gather", "layers=False")), *overrides)
+    done = verify(tmp_path, SOURCE.replace(text, text.replace("layers=True", "layers=False")), *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
