@@ -74,10 +74,10 @@ class TransformerLayer:
 class Transformer:
     """Weights of the model."""
 
-    embed: f32["V/t M/d/p"]
+    embed: f32["V/t/p M/d"]
     layers: Array["layers/p", TransformerLayer]
     final_norm: f32["M/t/d/p"]
-    unembed: f32["V/t M/d/p"] | None  # None with tied_embeddings
+    unembed: f32["V/t/p M/d"] | None  # None with tied_embeddings
 
 
 def weight_table(c: ModelConfig) -> Transformer:
@@ -124,10 +124,11 @@ class Llama:
     @typed
     def embed(self, w: Transformer, tokens: Tokens) -> act["B/r/d L/t M"]:
         """Residual stream before the first layer."""
-        table = shardops.all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
+        table = shardops.all_gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
-        x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", table.astype(jnp.float32), tokens.ids)
-        return shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(act.dtype))
+        x = shardops.index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", table.astype(jnp.float32), tokens.ids)
+        x = shardops.psum_scatter("B/r/d L M +t +p -> B/r/d L/t M +p", x.astype(act.dtype))
+        return shardops.psum("B/r/d L/t M +p -> B/r/d L/t M", x)
 
     @typed
     def layer(
@@ -163,13 +164,13 @@ class Llama:
         return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
 
     @typed
-    def logits(self, w: Transformer, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t"]:
+    def logits(self, w: Transformer, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t/p"]:
         """Logits of the token after each position; `x` is the residual stream after the last layer."""
         gather, softcap = shardops.all_gather, self.c.logit_softcap
         nx = rms_norm(x, gather("M/t/d/p -> M", w.final_norm), self.c.norm_epsilon)
         nx = gather("B/r/d L/t M -> B/r/d L M", nx)
-        unembed = gather("V/t M/d/p -> V/t M", (w.embed if w.unembed is None else w.unembed).astype(act.dtype))
-        logits = shardops.einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", nx, unembed)
+        unembed = gather("V/t/p M/d -> V/t/p M", (w.embed if w.unembed is None else w.unembed).astype(act.dtype))
+        logits = shardops.einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, unembed)
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
 
 
@@ -290,30 +291,27 @@ class Forward:
         return Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
 
     def copies(self, w: W, gather: bool = False) -> W:
-        """Weights for all microbatches: a copy on each replica, so that gradients are reduced over r once, here.
-
-        With `gather`, all weights are gathered over d too. With pipeline stages, those outside the layers are over p.
-        """
-        w, ahead = shardops.replicate("... -> ... *r", w), gather or stages.has_stages()
-        return gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=gather) if ahead else w
+        """Copies of the weights: their gradients are reduced over r once for all microbatches; `gather`: over d too."""
+        w = shardops.replicate("... -> ... *r", w)
+        return gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=True) if gather else w
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------
 
 
 @typed
-def cross_entropy(logits: act["B/r/d L V/t"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
+def cross_entropy(logits: act["B/r/d L V/t/p"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
     """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². The backward pass keeps the logits only."""
     logits = jnp.float32(logits)
-    peak, terms = shardops.pmax_and_exp_sum("B/r/d L V/t -> B/r/d L +t", logits)
-    log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t -> B/r/d L", terms))) + peak
-    at_target = shardops.index_unreduced("B/r/d L [V/t], B/r/d L -> B/r/d L +t", logits, targets)
-    at_target = shardops.psum("B/r/d L +t -> B/r/d L", at_target)
+    peak, terms = shardops.pmax_and_exp_sum("B/r/d L V/t/p -> B/r/d L +t +p", logits)
+    log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t +p -> B/r/d L", terms))) + peak
+    at_target = shardops.index_unreduced("B/r/d L [V/t/p], B/r/d L -> B/r/d L +t +p", logits, targets)
+    at_target = shardops.psum("B/r/d L +t +p -> B/r/d L", at_target)
     return log_normalizer - at_target + z_loss * jnp.square(log_normalizer)
 
 
 @typed
-def training_loss(logits: act["B/r/d L V/t"], targets: u32["B/r/d L"], c: OptimizerConfig) -> f32["B/r/d L"]:
+def training_loss(logits: act["B/r/d L V/t/p"], targets: u32["B/r/d L"], c: OptimizerConfig) -> f32["B/r/d L"]:
     """Loss of each target that training minimizes. Validation takes cross_entropy alone."""
     return cross_entropy(logits, targets, c.z_loss)
 

@@ -3,12 +3,12 @@
     python -m benchmarks.pipeline [--quick] [--only=memory|ends|times]
 
 The peer is a usual pipeline in plain JAX: a `lax.scan` over m + p - 1 ticks, each a stage and a `ppermute`, and
-`jax.grad` through all of it. It embeds all microbatches at once before the scan, and scatters the outputs of the last
-stage over all devices for the loss, so that neither is idle time. Both have the model of train.py, its loss, its
-gathers, and save the values that it marks for the backward pass.
+`jax.grad` through all of it. All devices embed all microbatches at once before the scan, and compute their loss at once
+after it, each with its part of the vocabulary. Both have the model of train.py, its loss, its gathers, and save the
+values that it marks for the backward pass.
 
 - Memory: the compiler's figure for temporary memory of a device, p=2 and p=4, and instructions in the optimized HLO.
-- Ends: memory that a larger vocabulary adds to a device, p=2, with weights gathered once a step and at each use.
+- Ends: memory that a larger vocabulary adds to a device, with weights gathered once a step and at each use.
 - Time: p=2, one thread a device, on two cores. All programs take turns; a time is the best of all rounds.
 - Bubble: by the tick table, with the measured times of a stage; and measured: 1 - the time of two devices of r, with a
   whole model and half of the microbatches each, over the time of the two stages, in the same rounds.
@@ -73,8 +73,8 @@ def autodiff_gpipe(parts: Parts, w, microbatches, p: int, layers: int):
     numbers = LayerNumbers(jnp.arange(layers))
 
     def loss(w):
-        with pipeline_stage():
-            embedded = parts.first(w, *merged)
+        with pipeline_stage(alone=False):
+            embedded = varying(parts.first(w, *merged), ("p",))
         embedded = embedded.reshape(m, -1, *embedded.shape[1:])
 
         def tick(x, t):
@@ -84,12 +84,10 @@ def autodiff_gpipe(parts: Parts, w, microbatches, p: int, layers: int):
             return lax.ppermute(y, "p", [(i, (i + 1) % p) for i in range(p)]), y
 
         _, ys = lax.scan(tick, jnp.zeros_like(embedded[0]), jnp.arange(m + p - 1))
-        outputs = jnp.where(me == p - 1, ys[p - 1 :], 0)
-        own = lax.psum_scatter(outputs, "p", scatter_dimension=0, tiled=True)
-        share = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, me * (m // p), m // p), microbatches)
-        share = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), share)
-        with pipeline_stage():
-            return parts.last(w, own.reshape(-1, *own.shape[2:]), *share)
+        outputs = lax.psum(jnp.where(me == p - 1, ys[p - 1 :], 0), "p")
+        with pipeline_stage(alone=False):
+            total = parts.last(w, varying(outputs.reshape(-1, *outputs.shape[2:]), ("p",)), *merged)
+        return jnp.where(me == 0, total, 0)  # which all devices have
 
     total, g = jax.value_and_grad(loss)(w)
     return wrap(varying(total, ("p",)), ("p",), (), "autodiff"), g
@@ -166,16 +164,17 @@ def memory(quick: bool) -> list[str]:
 
 def ends(quick: bool) -> list[str]:
     """Prints the table of memory for the weights outside of the layers. Returns no target, as there is none."""
-    print("\nTemporary memory of a device in MiB, by the compiler: p=2, m=8, f32\n")
-    print_header("gather_weights", "d", "vocab=512", "vocab=8192", "embedding and unembedding, whole")
-    for d in (2,) if quick else (1, 2):
-        mesh = make_mesh(1, d, 1, jax.devices()[: 2 * d], 2)
+    print("\nTemporary memory of a device in MiB, by the compiler: 1f1b, m=8, f32\n")
+    vocabularies = (512, 32768) if quick else (512, 8192, 32768)
+    print_header("p", "d", "gather_weights", *(f"vocab={vocab}" for vocab in vocabularies))
+    for p, d in ((4, 1),) if quick else ((2, 1), (2, 2), (4, 1)):
+        mesh = make_mesh(1, d, 1, jax.devices()[: p * d], p)
         for gather in ("step", "layer"):
             sizes = []
-            for vocab in (512, 8192):
-                compiled, *_ = program(settings(8, vocab=vocab, gather=gather), mesh)
+            for vocab in vocabularies:
+                compiled, *_ = program(settings(8, "1f1b", vocab=vocab, gather=gather), mesh)
                 sizes.append(f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:.1f}")
-            print_line(gather, d, *sizes, f"{2 * 8192 * 256 * 4 / 2**20:.0f}")
+            print_line(p, d, gather, *sizes)
     return []
 
 
@@ -217,7 +216,6 @@ def times(quick: bool) -> list[str]:
                     forward=[forward / v] * 2 * v,
                     backward=[(1 - forward) / v] * 2 * v,
                     recompute=recompute,
-                    fuse_last=recompute,
                 )
                 # Forward and backward of a microbatch together take 1.
                 predicted = f"{1 - m / simulate_ticks(table, costs).total:.1%}"

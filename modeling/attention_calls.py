@@ -26,10 +26,9 @@ from modeling.splash import LANES
 from modeling.weights import shapes_of
 from shardlib import gathers, shardops
 from shardlib.layers import split_extras
-from shardlib.op_checks import varying
 from shardlib.program_hash import hash_of
 from shardlib.shardtypes import f32, typed_shard_map
-from shardlib.values import mesh_axes, pipeline_stage
+from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
 
 TOLERANCE = {"bf16": 2**-4, "f32": 2**-12}
 """Largest difference of two paths, divided by the largest entry: four times what rounding causes on random tokens."""
@@ -70,7 +69,7 @@ def calls_of(forward: Any, length: int) -> list[Call]:
 
     def layers(w: Any) -> None:
         tokens = blank_tokens(model, length)
-        x = model.embed(w, tokens)
+        x = varying(model.embed(w, tokens), stage_axes())
         for turn in range(period_of(model)):
             w_layer = jax.tree.map(lambda stack, turn=turn: stack[turn], w.layers)
             tokens, attend = tokens.in_layer(jnp.int32(turn), turn), functools.partial(note, turn)
@@ -78,7 +77,7 @@ def calls_of(forward: Any, length: int) -> list[Call]:
 
     @typed_shard_map
     def per_device(w: model.Weights) -> f32[""]:
-        with pipeline_stage():
+        with pipeline_stage(alone=False):
             gathers.note_gathers(layers, shardops.replicate("... -> ... *r", w))
         return jnp.zeros(())
 

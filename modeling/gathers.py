@@ -8,8 +8,7 @@ import jax
 from modeling.model import LanguageModel, blank_tokens, check_logits
 from shardlib import gathers, shardops
 from shardlib.layers import split_extras
-from shardlib.parsing import PIPELINE_AXIS
-from shardlib.values import mesh_axes, pipeline_stage, planned_devices
+from shardlib.values import pipeline_stage, planned_devices, stage_axes, varying
 
 W = TypeVar("W")
 
@@ -27,9 +26,7 @@ def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, laye
     """Gathers and casts the weights outside of the layers, each once for all its uses. Per-device code.
 
     The gathers are those in `embed`, `layer` and `logits`, which are traced once to find them. If a weight is gathered
-    here, the gather where it is used does nothing. With pipeline stages, and without `layers`, weights are gathered
-    over p alone, which is not possible in a stage: so each stage has a block of them, and gathers it over d where it
-    uses it.
+    here, the gather where it is used does nothing.
 
     Args:
         model: the model.
@@ -41,16 +38,14 @@ def gather_ahead(model: LanguageModel, w: W, einsum: Callable, length: int, laye
 
     def parts(w: Any) -> None:
         tokens = blank_tokens(model, length)
-        x = model.embed(w, tokens)
+        x = varying(model.embed(w, tokens), stage_axes())
         if layers:
             w_layer = jax.tree.map(lambda stack: stack[0], w.layers)
             x, _ = split_extras(model.layer(x, w_layer, tokens, lambda q, *_, **options: q, einsum))
         check_logits(model, model.logits(w, x))
 
-    with pipeline_stage():  # devices of p have different layers
+    with pipeline_stage(alone=False):  # devices of p have different layers
         notes = gathers.note_gathers(parts, w)
     in_layer = lambda path: path.startswith("layers.")
-    in_stage = PIPELINE_AXIS in mesh_axes()  # in a stage nothing can be gathered over p
-    needed = lambda path: (in_stage and not in_layer(path)) or (layers and shardops.axis_size("d") > 1)
-    over = (PIPELINE_AXIS,) if in_stage and not layers else None
-    return gathers.gather_as_noted(w, notes, lambda path: layers or not in_layer(path), needed, over)
+    needed = lambda _: layers and shardops.axis_size("d") > 1
+    return gathers.gather_as_noted(w, notes, lambda path: layers or not in_layer(path), needed)

@@ -145,7 +145,7 @@ class LanguageModel(Protocol):
         """
 
     def logits(self, w: Any, x: Any) -> Any:
-        """Logits act['B/r/d L V/t'] from the residual stream after the last layer."""
+        """Logits act['B/r/d L V/t/p'] from the residual stream after the last layer."""
 
 
 def period_of(model: LanguageModel) -> int:
@@ -263,9 +263,9 @@ def load_model(c: Any) -> LanguageModel:
 
 def check_logits(model: LanguageModel, logits: Any) -> None:
     """Raises ValueError for logits of another number of token ids than model.vocab. Per-device code."""
-    vocab = logits.shape[-1] * devices_along(("t",))
+    vocab = logits.shape[-1] * devices_along(("t", "p"))
     if vocab != model.c.vocab:
         raise ValueError(
             f"model.module is {model.c.module!r}, whose logits have {vocab} token ids; they must have model.vocab = "
-            f"{model.c.vocab}."
+            f"{model.c.vocab}, and be act['B/r/d L V/t/p'], sharded over t and p."
         )

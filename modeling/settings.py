@@ -29,7 +29,8 @@ class ModelConfig:
     module: str = "train"
     """Python module of the model. The other fields of this section are those of its own ModelConfig."""
     vocab: int = dataclasses.field(kw_only=True)
-    """Number of token ids, more than the largest id of the data. Sharded over t."""
+    """Number of token ids, more than the largest id of the data. A multiple of t·p devices, over which tables of it are
+    sharded: round it up, since an id that no data has costs a row of them and nothing else."""
     d_model: int = within(1, 2**24, kw_only=True)
     """Width of the residual stream. A multiple of t·d·p devices, over which the final norm is sharded."""
     layers: int = dataclasses.field(kw_only=True)
@@ -61,7 +62,7 @@ class ModelConfig:
     bos_id: int = 0
     """Token id before the first token of each document, in [0, vocab)."""
 
-    sharded: ClassVar[dict[str, str]] = {"vocab": "t", "d_model": "t·d·p", "n_kv": "t", "d_ff": "t"}
+    sharded: ClassVar[dict[str, str]] = {"vocab": "t·p", "d_model": "t·d·p", "n_kv": "t", "d_ff": "t"}
     """Sizes that axes of the mesh must divide, and the axes."""
 
     @property

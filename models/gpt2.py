@@ -34,9 +34,9 @@ class ModelConfig:
 
     module: str = "gpt2"
     vocab: int = 50304
-    """Number of token ids: the 50257 of GPT-2, rounded up for the mesh. Sharded over t."""
+    """Number of token ids: the 50257 of GPT-2, rounded up for the mesh. Sharded over t and p."""
     positions: int = within(1, 2**25, 1024)
-    """Number of learned positions, the length of the longest sequence. Sharded over t."""
+    """Number of learned positions, the length of the longest sequence. Sharded over t and p."""
     d_model: int = within(1, 2**24, 768)
     """Width of the residual stream. A multiple of t·d·p devices."""
     layers: int = 12
@@ -52,8 +52,8 @@ class ModelConfig:
     """Token id before the first of each document: <|endoftext|>."""
 
     sharded: ClassVar[dict[str, str]] = {
-        "vocab": "t",
-        "positions": "t",
+        "vocab": "t·p",
+        "positions": "t·p",
         "d_model": "t·d·p",
         "heads": "t",
         "d_head": "d",
@@ -107,8 +107,8 @@ class GPT2Layer:
 class GPT2:
     """Weights of the model."""
 
-    embed: f32["V/t M/d/p"]
-    positions: f32["P/t M/d/p"]
+    embed: f32["V/t/p M/d"]
+    positions: f32["P/t/p M/d"]
     layers: Array["layers/p", GPT2Layer]
     final_gain: f32["M/t/d/p"]
     final_bias: f32["M/t/d/p"]
@@ -204,12 +204,13 @@ class Model:
     @typed
     def embed(self, w: GPT2, tokens: Tokens) -> act["B/r/d L/t M"]:
         """Residual stream before the first layer."""
-        table = shardops.all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
+        table = shardops.all_gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
-        x = shardops.index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", table.astype(jnp.float32), tokens.ids)
-        places = shardops.all_gather("P/t M/d/p -> P/t M", w.positions)
-        x = x + shardops.index_unreduced("[P/t] M, B/r/d L -> B/r/d L M +t", places, tokens.positions)
-        x = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(act.dtype))
+        x = shardops.index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", table.astype(jnp.float32), tokens.ids)
+        places = shardops.all_gather("P/t/p M/d -> P/t/p M", w.positions)
+        x = x + shardops.index_unreduced("[P/t/p] M, B/r/d L -> B/r/d L M +t +p", places, tokens.positions)
+        x = shardops.psum_scatter("B/r/d L M +t +p -> B/r/d L/t M +p", x.astype(act.dtype))
+        x = shardops.psum("B/r/d L/t M +p -> B/r/d L/t M", x)
         return dropout(x, self.c.dropout, DropoutKeys(tokens.keys).of_positions(3, tokens.ids.shape[1]))
 
     @typed
@@ -255,13 +256,13 @@ class Model:
         return x + dropout(out, rate, keys.of_positions(2, nx.shape[1]))
 
     @typed
-    def logits(self, w: GPT2, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t"]:
+    def logits(self, w: GPT2, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t/p"]:
         """Logits of the token after each position."""
         gather = shardops.all_gather
         gain, bias = gather("M/t/d/p -> M", w.final_gain), gather("M/t/d/p -> M", w.final_bias)
         nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, gain, bias, self.c.norm_epsilon))
-        table = gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
-        return shardops.einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", nx, table)
+        table = gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))
+        return shardops.einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, table)
 
 
 # ---- exchange with transformers: docs/huggingface.md describes the two functions ---------------------------------

@@ -6,7 +6,7 @@ weight that was gathered ahead, the gather at its use does nothing.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,7 +52,6 @@ def gather_as_noted(
     notes: Any,
     which: Callable[[str], bool],
     needed: Callable[[str], bool],
-    over: Collection[str] | None = None,
 ) -> Any:
     """`w` with weights gathered and cast as `notes` say: copies over the axes over which they are gathered.
 
@@ -62,7 +61,6 @@ def gather_as_noted(
         which: whether to gather the weight of this path, such as `layers.w_q`.
         needed: whether the weight of this path must be gathered ahead. If not, and if it is gathered in two ways, so
             that there is no single copy, it is left as it is.
-        over: axes over which weights are gathered ahead; None: all.
 
     Raises:
         ShardError: a weight that must be gathered ahead is gathered in two ways.
@@ -83,7 +81,7 @@ def gather_as_noted(
             )
         ((before, after, dtype),) = note.gathers
         stack = [str(dim) for dim in array.spec.dims[: len(array.spec.dims) - len(before.dims)]]
-        axes = (before.sharded - after.sharded) & set(before.sharded if over is None else over)
+        axes = before.sharded - after.sharded
         if not axes:
             gathered.append(leaf)
             continue

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,17 @@ from jax import lax
 
 from shardlib.checks import Sizes, check_divisible, check_value, checking, error_context, note_type
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes, spec_text
-from shardlib.values import Copy, Origin, Partial, inside_shard_map, on_mesh, stage_axes, unwrap, varying
+from shardlib.values import (
+    Copy,
+    Origin,
+    Partial,
+    axes_apart,
+    inside_shard_map,
+    on_mesh,
+    stage_axes,
+    unwrap,
+    varying,
+)
 
 # ---- specs and operands -----------------------------------------------------------------------------------------
 
@@ -99,11 +109,11 @@ def refuse_copy(position: int, value: Any) -> None:
 
 def refuse_in_stage(axes: Iterable[str]) -> None:
     """Raises ShardError for a collective over an axis whose devices run different tasks."""
-    if inside := sort_axes(set(axes) & set(stage_axes())):
+    if inside := sort_axes(set(axes) & set(axes_apart())):
         raise ShardError(
             f"a collective over {', '.join(inside)} inside a pipeline stage: the stages run different tasks at a "
             "time, so that it would wait forever",
-            "do it before or after the schedule; weights outside of the layers are gathered over p ahead of it",
+            "do it in `embed` or `logits`, which the stages run together; or before or after the schedule",
         )
 
 
@@ -171,14 +181,15 @@ def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str]
 
 
 def cast_to_result(
-    op: OpSpec, values: Iterable[jax.Array], operands: Iterable[Any]
+    op: OpSpec, values: Sequence[jax.Array], operands: Iterable[Any]
 ) -> tuple[list[jax.Array], set[str], set[str]]:
     """Operands of a product, cast to vary over the axes of its result, these axes, and the axes of which it is a copy.
 
     `values` are the arrays in `operands`. Raises ShardError for a copy in the result that no operand is, and for a cast
     that hides a reduction of a gradient.
     """
-    axes = op.rhs.sharded | set(op.rhs.partial) | set(stage_axes())
+    differing = set().union(*(jax.typeof(value).manual_axis_type.varying for value in values))
+    axes = op.rhs.sharded | set(op.rhs.partial) | (differing & set(stage_axes()))
     copies = {axis for x in operands for axis in copy_axes(x)} - axes
     if extra := sort_axes(set(op.rhs.copies) - copies):
         raise ShardError(

@@ -2,12 +2,15 @@
 
 Every device runs the same program, a scan over the ticks of the schedule. In each tick it runs the forward that its
 column of the table names, if any; the backward or the input half of one, if any; and the half for the weights, if any.
-Then it sends results to the devices beside it on p. Values that wait for their task are in buffers with as many slots
-as the schedule needs, so memory grows with the number of microbatches only if the schedule's does. A mesh without p has
-one stage: a scan over microbatches, each forward and backward at once, which is gradient accumulation.
+Then it sends results to the devices beside it on p. Before the forwards of the first stage all devices of p embed its
+microbatch together, and before the backwards of the last stage they compute the loss together, each for its part of the
+vocabulary. Values that wait for their task are in buffers with as many slots as the schedule needs, so memory grows
+with the number of microbatches only if the schedule's does. A mesh without p has one stage: a scan over microbatches,
+each forward and backward at once, which is gradient accumulation.
 
-Within a task every value may differ over p (`pipeline_stage`), and a collective over p would wait forever. shardops
-refuse such collectives, and those of jax.lax are refused once a tick is traced. docs/pipeline.md explains more.
+Within a task every value may differ over p (`pipeline_stage`), and in that of a stage a collective over p would wait
+forever. shardops refuse such collectives, and those of jax.lax are refused once a tick is traced. docs/pipeline.md
+explains more.
 """
 
 import dataclasses
@@ -22,12 +25,12 @@ from jax import lax
 
 from shardlib import marks
 from shardlib.checks import Scope
-from shardlib.halves import Halves
 from shardlib.layers import Extras, LayerMetrics, LayerNumbers
-from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
+from shardlib.op_checks import varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import Placement
 from shardlib.schedules import forward_only, schedule_of
+from shardlib.stage_backward import StageBackward
 from shardlib.tick_tables import TickTable, tick_table
 from shardlib.values import mesh_axes, pipeline_stage
 
@@ -45,11 +48,11 @@ class Parts:
     whole: Callable
     """(w, *part) -> loss, Extras."""
     first: Callable
-    """(w, *part) -> x, the input of the first layer. The first stage runs it."""
+    """(w, *part) -> x, the input of the first layer. All devices of p run it together."""
     layers: Callable
     """(w.layers, x, LayerNumbers, *part) -> x of the same type, Extras. Each stage runs it on its own layers."""
     last: Callable
-    """(w, x, *part) -> loss. The last stage runs it."""
+    """(w, x, *part) -> loss, from the output of the last layer. All devices of p run it together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +79,13 @@ def plan_training(placement: Placement, schedule: str, microbatches: int, recomp
     """
     p, m, v = placement.p, microbatches, placement.v
     orders = schedule_of(schedule)(p, m, v)
-    # With one stage, or where backwards compute forwards again, a forward of the last stage would be wasted.
-    recompute = recompute or p == 1
-    return Plan(placement, tick_table(orders, p, m, v, recompute=recompute, fuse_last=recompute), recompute)
+    return Plan(placement, tick_table(orders, p, m, v, recompute=recompute), recompute)
 
 
 def plan_evaluation(placement: Placement, microbatches: int) -> Plan:
     """The plan of an evaluation: the loss without gradients."""
     p, m, v = placement.p, microbatches, placement.v
-    table = tick_table(forward_only(p, m, v, placement.stages), p, m, v, recompute=True, fuse_last=False)
+    table = tick_table(forward_only(p, m, v, placement.stages), p, m, v, recompute=True)
     return Plan(placement, table, recompute=True)
 
 
@@ -100,8 +101,7 @@ def run_training(
         parts: the loss of a microbatch.
         plan: from `plan_training`.
         w: copies of the weights, made by replicate and all_gather, so that gradients are summed over microbatches
-            before they are reduced over devices. `w.layers` has this device's rows. All other weights are copies over
-            p.
+            before they are reduced over devices. `w.layers` has this device's rows.
         microbatches: a tuple of pytrees of arrays, each with one leading dim of microbatches.
         see: called with the gradients of each microbatch; None on a mesh with p, where no device has all of them.
 
@@ -113,7 +113,7 @@ def run_training(
     if PIPELINE_AXIS in mesh_axes():
         return *_run(parts, plan, w, microbatches, training=True), None
     count, layers = len(jax.tree.leaves(microbatches)[0]), len(jax.tree.leaves(w.layers)[0])
-    order = plan.table.columns["backward_microbatch"][:, 0]
+    order = plan.table.columns["backward_microbatch"][plan.table.columns["backward"] == 1]
     if not np.array_equal(order, np.arange(len(order))):
         microbatches = jax.tree.map(lambda x: x[order], microbatches)
 
@@ -154,65 +154,46 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     me = lax.axis_index(PIPELINE_AXIS)
     numbers = LayerNumbers(jnp.asarray(placement.rows)[me], placement.padded)
     outer = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.name != "layers"}
-    microbatches = jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), microbatches)
 
     # Below, `stack` is the layers of chunk i, and k the number of a microbatch.
     batch = lambda k: jax.tree.map(lambda x: _get(x, k), microbatches)
+    own_batch = lambda k: jax.tree.map(_apart, batch(k))
     chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
-    task = lambda fn: functools.partial(_in_stage, fn)
-    first = task(lambda outer, k: parts.first(dataclasses.replace(w, **outer), *batch(k)))
-    layers = task(lambda stack, x, i, k: parts.layers(stack, x, chunk(numbers, i), *batch(k)))
-    last = task(lambda outer, x, k: parts.last(dataclasses.replace(w, **outer), x, *batch(k)))
+    task = lambda fn, alone=True: functools.partial(_task, fn, alone)
+    first = task(lambda outer, k: parts.first(dataclasses.replace(w, **outer), *batch(k)), alone=False)
+    layers = task(lambda stack, x, i, k: parts.layers(stack, x, chunk(numbers, i), *own_batch(k)))
+    last = task(lambda outer, x, k: parts.last(dataclasses.replace(w, **outer), _apart(x), *batch(k)), alone=False)
 
     def stage(stack, x, i, k):
         y, extras = layers(stack, x, i, k)
         return (y, _extra_loss(extras, count)), extras.metrics
 
     zero = jnp.int32(0)
-    x_type = _traced(first, outer, zero)
+    x_type = jax.eval_shape(first, outer, zero)
     y_type, extras_type = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
-    _traced(last, outer, y_type, zero)
     backward_of, saved_types = None, []
     if training:
-        backward_of = _Backward(stage, chunk(w.layers, zero), x_type, y_type, table.halves, not plan.recompute)
+        backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves, not plan.recompute)
         saved_types = [] if plan.recompute else backward_of.saved_types
 
     def forward(entry, carry):
-        read = lambda: _get(carry["arrivals"], entry["forward_input"])
-        embed = lambda: first(outer, entry["forward_microbatch"])
-        x = lax.cond(entry["forward_first"] == 1, embed, read)
+        x = _get(carry["arrivals"], entry["forward_input"])
         i, k = entry["forward_chunk"], entry["forward_microbatch"]
-        saved, total = carry["saved"], carry["loss"]
         if training and not plan.recompute:
-            keep = backward_of.forward(chunk(w.layers, i), x, i, k)
-            y = keep[0]
-            saved = _put_all(saved, keep, entry["forward_residuals"])
-        else:
-            y, _ = layers(chunk(w.layers, i), x, i, k)
-        if not training:
-            total = lax.cond(entry["forward_last"] == 1, lambda: total + last(outer, y, k), lambda: total)
-        return y, saved, total
+            y, keep = backward_of.forward(chunk(w.layers, i), x, i, k)
+            return y, _put_all(carry["saved"], keep, entry["forward_residuals"])
+        return layers(chunk(w.layers, i), x, i, k)[0], carry["saved"]
 
     def backward(entry, carry):
         i, k = entry["backward_chunk"], entry["backward_microbatch"]
         stack = chunk(w.layers, i)
         if plan.recompute:
-            read = lambda: _get(carry["arrivals"], entry["backward_input"])
-            x = lax.cond(entry["backward_first"] == 1, lambda: first(outer, k), read)
-            saved = backward_of.forward(stack, x, i, k)
+            _, saved = backward_of.forward(stack, _get(carry["arrivals"], entry["backward_input"]), i, k)
         else:
             saved = [_get(buffer, entry["backward_residuals"]) for buffer in carry["saved"]]
-        (y, extra), metrics = backward_of.results(saved)
-
-        def at_end(g, total):
-            loss, (g_outer, dy) = jax.value_and_grad(last, argnums=(0, 1))(outer, y, k)
-            return _add(g, g_outer), total + loss, dy
-
-        def elsewhere(g, total):
-            return g, total, _get(carry["arrivals"], entry["backward_cotangent"])
-
-        g_outer, total, dy = lax.cond(entry["backward_last"] == 1, at_end, elsewhere, carry["g_outer"], carry["loss"])
-        g_stack, kept = carry["g_stack"], carry["kept"]
+        extra, metrics = backward_of.results(saved)
+        dy = _get(carry["arrivals"], entry["backward_cotangent"])
+        g_stack, kept, total = carry["g_stack"], carry["kept"], carry["loss"]
         if table.halves:
             dx, keep = backward_of.input(stack, saved, dy)
             kept = _put_all(kept, keep, entry["backward_kept"])
@@ -220,11 +201,9 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
             dx, g = backward_of.whole(stack, saved, dy)
             g_stack = add_to_chunk(g_stack, g, i)
         total = total if extra is None else total + extra
-        at_start = lambda g: _add(g, jax.vjp(lambda outer: first(outer, k), outer)[1](dx)[0])
-        g_outer = lax.cond(entry["backward_first"] == 1, at_start, lambda g: g, g_outer)
         metrics = jax.tree.map(lambda x: x / count, metrics)
         metrics = _add_part(carry["metrics"], metrics, i * (placement.v > 1), placement.chunk_rows)
-        return dx, g_outer, g_stack, kept, total, metrics
+        return dx, g_stack, kept, total, metrics
 
     def weights(entry, carry):
         i = entry["weights_chunk"]
@@ -235,24 +214,61 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     def add_to_chunk(total, g, i):
         return _add_part(total, g, i, placement.chunk_rows) if placement.v > 1 else _add(total, g)
 
-    def tick(carry, entry):
-        entry = {name: column[me] for name, column in entry.items()}
+    # Below, all devices work together for the microbatch k of one of them, on which `own` is true.
+
+    def embed(carry, k, own, entry):
+        slot = jnp.where(own, entry["forward_input"], table.arrivals)
+        return (_put(carry["arrivals"], first(outer, k), slot),)
+
+    def embed_backward(carry, k, own, dx):
+        (g,) = jax.vjp(lambda outer: first(outer, k), outer)[1](_where(own, dx))
+        return (_add(carry["g_outer"], g),)
+
+    def loss_of(outer, y, k, own):
+        return _where(own, last(outer, lax.psum(_where(own, y), PIPELINE_AXIS), k))
+
+    def head(carry, k, own, entry):
+        slot = jnp.where(own, entry["backward_cotangent"], table.arrivals)
+        loss, (g, dy) = jax.value_and_grad(loss_of, argnums=(0, 1))(outer, _get(carry["arrivals"], slot), k, own)
+        return _put(carry["arrivals"], dy, slot), _add(carry["g_outer"], g), carry["loss"] + loss
+
+    def together(row, which, fn, names, carry, *args):
+        """`carry`, in which `names` are fn(carry, k, own, *args) if a device's task in this tick is `which`."""
+        own, k = row[which], row[which.split("_")[0] + "_microbatch"]
+        new = lambda: fn(carry, jnp.sum(own * k), own[me] == 1, *args)
+        found = lax.cond(jnp.any(own == 1), new, lambda: tuple(carry[name] for name in names))
+        return dict(carry, **dict(zip(names, found, strict=True)))
+
+    def tick(carry, row):
+        entry = {name: column[me] for name, column in row.items()}
         arrivals = carry["arrivals"]
         for way, result in carry["sent"].items():
             arrivals = _put(arrivals, result, entry[way])
-        carry = dict(carry, arrivals=arrivals)
-        idle = lambda: (_zeros(x_type), carry["saved"], carry["loss"])
-        y, saved, total = lax.cond(entry["forward"] == 1, lambda: forward(entry, carry), idle)
-        carry, dx = dict(carry, saved=saved, loss=total), y
+        carry = together(row, "forward_first", embed, ["arrivals"], dict(carry, arrivals=arrivals), entry)
+        with_head = lambda carry: together(row, "backward_last", head, ["arrivals", "g_outer", "loss"], carry, entry)
+        if training and table.one_message:
+            carry = with_head(carry)
+        idle = lambda: (_zeros(x_type), carry["saved"])
+        y, saved = lax.cond(entry["forward"] == 1, lambda: forward(entry, carry), idle)
+        carry, dx = dict(carry, saved=saved), y
+        if not training:
+            add = lambda carry, k, own: (carry["loss"] + loss_of(outer, y, k, own),)
+            carry = together(row, "forward_last", add, ["loss"], carry)
         if training:
+            carry["arrivals"] = _put(carry["arrivals"], y, entry["forward_output"])
+            if not table.one_message:
+                carry = with_head(carry)
             # If no device has two results in a tick, one message holds whichever it has.
-            names = "g_outer", "g_stack", "kept", "loss", "metrics"
+            names = "g_stack", "kept", "loss", "metrics"
             idle = lambda: (y if table.one_message else _zeros(x_type), *(carry[name] for name in names))
             dx, *sums = lax.cond(entry["backward"] == 1, lambda: backward(entry, carry), idle)
             carry = dict(carry, **dict(zip(names, sums, strict=True)))
         if table.halves:
             carry["g_stack"] = lax.cond(entry["weights"] == 1, lambda: weights(entry, carry), lambda: carry["g_stack"])
-        # Sent after all slots: between them, a stage without a forward would wait for the forwards of the others.
+        # What needs all devices is before or after all slots, as far as it can be: between them, a stage without a
+        # forward would wait for the forwards of the others.
+        if training:
+            carry = together(row, "backward_first", embed_backward, ["g_outer"], carry, dx)
         y = dx if table.one_message else y
         sent = {"from_left": lambda: _shift(y, p, +1), "from_right": lambda: _shift(dx, p, -1), "from_self": lambda: y}
         return dict(carry, sent={way: sent[way]() for way in carry["sent"]}), None
@@ -283,77 +299,14 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     return total, structure.unflatten(g), metrics
 
 
-class _Backward:
-    """jax.vjp(has_aux=True) of a stage, traced by itself: with its forward, as a whole, and in halves.
-
-    Arrays are passed from the forward to the backward. The function that `jax.vjp` returns is a pytree, whose leaves
-    are what the backward needs. Leaves that are weights are not passed, since the backward has the weights anyway.
-
-    Attributes:
-        saved_types: types of what is passed from the forward to the backward, the results of the stage first.
-        kept_types: types of what the input half passes to the half for the weights.
-
-    Args:
-        stage: (stack, x, chunk, microbatch) -> (y, loss of the layers), metrics of the layers.
-        stack, x, y: the types of the weights of a chunk, of the input and of the output.
-        halves: whether the backward is done in halves.
-        is_saved: whether what the forward passes is still there for the half for the weights.
-    """
-
-    def __init__(self, stage: Callable, stack: Any, x: Any, y: Any, halves: bool, is_saved: bool):
-        self._stage = stage
-        self._structure: Any = None
-        self._results: Any = None
-        self._weights: list[int | None] = []
-        zero = jnp.int32(0)
-        self.saved_types = jax.eval_shape(self.forward, stack, x, zero, zero)
-        self.kept_types: list = []
-        if halves:
-            (program, results) = jax.make_jaxpr(self.whole, return_shape=True)(stack, self.saved_types, y)
-            self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
-            wanted = [True] * self._dx.num_leaves + [False] * self._g.num_leaves
-            given = [True] * len(jax.tree.leaves(stack)) + [is_saved] * len(self.saved_types) + [False]
-            self._halves = Halves(program, wanted, given)
-            self._halves.give_late([not is_wanted for is_wanted in wanted])
-            _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
-
-    def forward(self, stack: Any, x: jax.Array, i: jax.Array, k: jax.Array) -> list[jax.Array]:
-        """The results of the stage, then what the backward needs."""
-        *results, vjp, aux = jax.vjp(lambda stack, x: self._stage(stack, x, i, k), stack, x, has_aux=True)
-        results, self._results = jax.tree.flatten((*results, aux))
-        leaves, self._structure = jax.tree.flatten(vjp)
-        known = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(stack))}
-        self._weights = [known.get(id(leaf)) for leaf in leaves]
-        return [*results, *(leaf for leaf in leaves if id(leaf) not in known)]
-
-    def results(self, saved: list[jax.Array]) -> tuple[Any, Any]:
-        """The results of the stage: (y, loss of the layers), metrics of the layers."""
-        return jax.tree.unflatten(self._results, saved[: self._results.num_leaves])
-
-    def whole(self, stack: Any, saved: list[jax.Array], dy: jax.Array) -> tuple[jax.Array, Any]:
-        """The gradients of the input and of the weights."""
-        weights, others = jax.tree.leaves(stack), iter(saved[self._results.num_leaves :])
-        leaves = [next(others) if n is None else weights[n] for n in self._weights]
-        (_, extra), _ = self.results(saved)
-        g, dx = jax.tree.unflatten(self._structure, leaves)((dy, jax.tree.map(one_like, extra)))
-        return dx, g
-
-    def input(self, stack: Any, saved: list[jax.Array], dy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """The gradient of the input, and what `weights` needs."""
-        outs, kept = self._halves.first([*jax.tree.leaves(stack), *saved, dy])
-        kept, self._kept = jax.tree.flatten(kept)
-        return jax.tree.unflatten(self._dx, outs[: self._dx.num_leaves]), kept
-
-    def weights(self, stack: Any, saved: list[jax.Array], kept: list[jax.Array]) -> Any:
-        """The gradients of the weights. `saved` may be empty, if it is not there any more."""
-        saved = saved or [None] * len(self.saved_types)
-        outs = self._halves.second([*jax.tree.leaves(stack), *saved, None], jax.tree.unflatten(self._kept, kept))
-        return jax.tree.unflatten(self._g, outs[self._dx.num_leaves :])
+def _task(fn: Callable, alone: bool, *args):
+    with pipeline_stage(alone), Scope():
+        return jax.tree.map(_apart, fn(*args))
 
 
-def _in_stage(fn: Callable, *args):
-    with pipeline_stage(), Scope():
-        return jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), fn(*args))
+def _apart(x: jax.Array) -> jax.Array:
+    """`x`, marked as varying over p."""
+    return varying(x, (PIPELINE_AXIS,))
 
 
 def _traced(task: Callable, *args) -> Any:
@@ -382,7 +335,13 @@ def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
         for value in equation.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    _refuse_collectives(getattr(part, "jaxpr", part), in_task or name == "cond")
+                    _refuse_collectives(getattr(part, "jaxpr", part), in_task or _differs(equation))
+
+
+def _differs(equation: Any) -> bool:
+    """Whether the devices of p may take different branches, as JAX's types say."""
+    is_branch = equation.primitive.name == "cond"
+    return is_branch and PIPELINE_AXIS in equation.invars[0].aval.manual_axis_type.varying
 
 
 def _shift(x: jax.Array, p: int, by: int) -> jax.Array:
@@ -405,6 +364,11 @@ def _get(x: jax.Array, i: jax.Array) -> jax.Array:
 
 def _put(x: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(x, value, i, 0)
+
+
+def _where(own: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` on the devices where `own` is true, 0 on the others."""
+    return jnp.where(own, x, jnp.zeros_like(x))
 
 
 def _put_all(buffers: list[jax.Array], values: list[jax.Array], i: jax.Array) -> list[jax.Array]:

@@ -29,8 +29,6 @@ class Costs:
     """Share of a backward that its half for the weights takes, in [0, 1]."""
     recompute: bool = False
     """Whether each backward begins with the forward of its stage."""
-    fuse_last: bool = False
-    """Whether the forward of the last stage is part of its backward. It runs once then, even with `recompute`."""
 
     def __post_init__(self):
         for name, values in (("forward", self.forward), ("backward", self.backward), ("transfer", [self.transfer])):
@@ -42,19 +40,15 @@ class Costs:
         if len(self.forward) != len(self.backward):
             raise ValueError(f"{len(self.forward)} forward costs and {len(self.backward)} backward costs: one a stage.")
 
-    def fused(self, task: Task) -> bool:
-        """Whether `task` is a backward that its forward is part of."""
-        return self.fuse_last and task.result.kind == "backward" and task.stage == len(self.forward) - 1
-
     def of(self, task: Task) -> float:
-        """Time of `task`; 0 for a forward that is part of its backward."""
+        """Time of `task`."""
         kind, stage, _ = task
         if kind == "forward":
-            return 0.0 if self.fuse_last and stage == len(self.forward) - 1 else self.forward[stage]
+            return self.forward[stage]
         if kind == "backward_weights":
             return self.weights * self.backward[stage]
         share = 1 - self.weights if kind == "backward_input" else 1
-        return share * self.backward[stage] + (self.forward[stage] if self.recompute or self.fused(task) else 0.0)
+        return share * self.backward[stage] + (self.forward[stage] if self.recompute else 0.0)
 
 
 class Span(NamedTuple):
@@ -103,13 +97,13 @@ class Timeline:
 def _peak(spans: Iterable[Span], costs: Costs, weight: Callable[[Task], float] = lambda task: 1) -> float:
     """Largest sum of the weights of activations alive at once.
 
-    An activation is alive from the start of its forward (or of its backward, if the forward is part of that) to the end
-    of its backward, or to the end of the schedule if there is none. With halves it is alive to the end of the last
-    half; but if the forward is repeated, the input of the stage is needed for the first half only.
+    An activation is alive from the start of its forward to the end of its backward, or to the end of the schedule if
+    there is none. With halves it is alive to the end of the last half; but if the forward is repeated, the input of the
+    stage is needed for the first half only.
     """
     changes, last = [], "backward_input" if costs.recompute else "backward_weights"
     for task, start, end in spans:
-        if task.kind == "forward" or costs.fused(task):
+        if task.kind == "forward":
             changes.append((start, 1, weight(task)))
         if task.kind in ("backward", last):
             changes.append((end, 0, -weight(task)))
@@ -144,8 +138,7 @@ def simulate(orders: Orders, p: int, m: int, v: int, costs: Costs) -> Timeline:
                 free_at[device] = start + costs.of(task)
                 end[task.result] = free_at[device], device
                 place[device] += 1
-                if not (costs.fuse_last and task.kind == "forward" and task.stage == p * v - 1):
-                    spans[device].append(Span(task, start, free_at[device]))
+                spans[device].append(Span(task, start, free_at[device]))
     return Timeline(spans, max(free_at), None, costs, stages_of_devices(orders))
 
 
@@ -153,7 +146,7 @@ def simulate_ticks(table: TickTable, costs: Costs, *, wait_between_slots: bool =
     """Timeline of ticks, as the executor runs them: devices wait for each other, and pay a transfer, after each tick.
 
     Args:
-        table: made by `tick_table` with the `recompute` and `fuse_last` of `costs`.
+        table: made by `tick_table` with the `recompute` of `costs`.
         costs: times of the tasks of each stage.
         wait_between_slots: whether devices also wait for the slowest forward before the first backward, as they do
             where sending the result of a forward blocks (CPUs). It matters only if the costs of stages differ, and

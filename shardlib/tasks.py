@@ -59,7 +59,7 @@ def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
             devices wait for each other forever.
     """
     orders = check_tasks(orders, p, m, v, training=True)
-    place(orders, p * v, fuse_last=False)
+    place(orders, p * v)
     return orders
 
 
@@ -181,12 +181,11 @@ def one_a_tick(orders: Orders, p: int) -> bool:
     return any(task.kind == "backward_weights" or task.stage % p != device for device, task in tasks)
 
 
-def place(orders: Orders, stages: int, *, fuse_last: bool) -> tuple[dict[Task, int], int]:
+def place(orders: Orders, stages: int) -> tuple[dict[Task, int], int]:
     """The earliest tick of each task, and the number of ticks.
 
     A device takes tasks off its list, in order, as long as the tick has room for them (`one_a_tick`) and their inputs
-    are there. If a backward and the forward after it in the list share a tick, the forward runs first. With `fuse_last`
-    a forward of the last stage takes no room, as it is part of its backward.
+    are there. If a backward and the forward after it in the list share a tick, the forward runs first.
 
     Raises:
         ValueError: devices wait for each other forever.
@@ -207,8 +206,7 @@ def place(orders: Orders, stages: int, *, fuse_last: bool) -> tuple[dict[Task, i
                 if not all(q in done or (q in new and q.stage == task.stage) for q in needs(task, stages)):
                     break
                 new[task.result] = task
-                if not (fuse_last and task.kind == "forward" and task.stage == stages - 1):
-                    used.add(slot)
+                used.add(slot)
                 reached[device] += 1
         if not new:
             raise ValueError(_deadlock(orders, reached, done, stages))

@@ -13,7 +13,7 @@ from shardlib.tasks import KINDS, Orders, Stages, Task, check_tasks, in_a_ring, 
 
 COLUMNS = (
     *("forward", "forward_first", "forward_last", "forward_chunk", "forward_microbatch"),
-    *("forward_input", "forward_residuals"),
+    *("forward_input", "forward_output", "forward_residuals"),
     *("backward", "backward_first", "backward_last", "backward_chunk", "backward_microbatch"),
     *("backward_input", "backward_cotangent", "backward_residuals", "backward_kept"),
     *("weights", "weights_chunk", "weights_microbatch", "weights_residuals", "weights_kept"),
@@ -30,10 +30,13 @@ class TickTable:
 
     forward, backward, weights: 1 where the slot of the tick has a task. With `halves`, `backward` is the input half of
     a backward and `weights` its other half; otherwise `backward` is all of it. Of that task:
-    …_first, …_last: 1 if its stage is the first (which embeds) or the last (which computes the loss in its backward).
+    …_first, …_last: 1 if its stage is the first or the last.
     …_chunk in [0, v), …_microbatch in [0, m).
-    forward_input, backward_input: the slot of `arrivals` with the stage's input; the first stage reads none.
-    backward_cotangent: the slot of `arrivals` with the gradient of the stage's output; the last stage reads none.
+    forward_input, backward_input: the slot of `arrivals` with the stage's input. That of the first stage is written at
+    the start of the tick of its forward.
+    forward_output: the slot of `arrivals` that the last stage writes, for the loss; `arrivals` for other stages.
+    backward_cotangent: the slot of `arrivals` with the gradient of the stage's output. For the last stage it is that of
+    forward_output, in which the gradient replaces the output.
     forward_residuals, backward_residuals, weights_residuals: the slot of `residuals` to write, and to read.
     backward_kept, weights_kept: the slot of `kept` to write, and to read.
     from_left, from_right, from_self: the slot of `arrivals` for what device d - 1, d + 1 or d itself sent in the tick
@@ -60,41 +63,38 @@ class TickTable:
         return not (self.columns["forward"] & self.columns["backward"]).any()
 
 
-def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_last: bool) -> TickTable:
+def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool) -> TickTable:
     """Places the tasks in ticks, as early as their order allows, and assigns a slot to everything that is kept.
 
     `orders` is a schedule or `forward_only`, for which the columns of backwards are 0. If a schedule has halves of
     backwards, its whole backwards are done as two halves, one after the other. With `recompute` a backward starts from
     the input of its stage, which is kept until then, and there are no residuals. Otherwise the input is kept until the
-    forward, and residuals from the forward to the end of the backward. With `fuse_last` the forward of the last stage
-    is part of its backward: the table has no such forward, and the stage keeps its input until the backward.
+    forward, and residuals from the forward to the end of the backward. The last stage keeps its output until its
+    backward.
 
     Raises:
-        ValueError: as `check_schedule` does; or `fuse_last` without backwards.
+        ValueError: as `check_schedule` does.
     """
     training = any(tuple(task)[:1] in {(kind,) for kind in KINDS[1:]} for order in orders for task in order)
-    if fuse_last and not training:
-        raise ValueError("fuse_last=True makes the last forward part of its backward, but there are no backwards here.")
     orders = check_tasks(orders, p, m, v, training)
     stages, by_device = p * v, stages_of_devices(orders)
     device_of = {stage: device for device, own in enumerate(by_device) for stage in own}
     chunk_of = {stage: chunk for own in by_device for chunk, stage in enumerate(own)}
     if any(task.kind == "backward_weights" for order in orders for task in order):
         orders = [[half for task in order for half in _halves(task)] for order in orders]
-    at, ticks = place(orders, stages, fuse_last=fuse_last)
+    at, ticks = place(orders, stages)
     of_kind = lambda *kinds: {(task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds}
     f, b, w = of_kind("forward"), of_kind("backward", "backward_input"), of_kind("backward_weights")
-    fused = lambda stage: fuse_last and stage == stages - 1
 
     # For what is kept of each stage and microbatch, the tick in which it is written, and in which it is last read.
     arriving, kept_residuals, kept = {}, {}, {}
     for stage, k in f:
-        if stage:
-            last_read = b if training and (recompute or fused(stage)) else f
-            arriving["forward", stage, k] = f[stage - 1, k] + 1, last_read[stage, k]
-        if training and stage < stages - 1:
-            arriving["backward", stage, k] = b[stage + 1, k] + 1, b[stage, k]
-        if training and not recompute and not fused(stage):
+        last_read = b if training and recompute else f
+        arriving["forward", stage, k] = f[stage - 1, k] + 1 if stage else f[stage, k], last_read[stage, k]
+        if training:
+            written = f[stage, k] if stage == stages - 1 else b[stage + 1, k] + 1
+            arriving["backward", stage, k] = written, b[stage, k]
+        if training and not recompute:
             kept_residuals["forward", stage, k] = f[stage, k], (w or b)[stage, k]
         if w:
             kept["backward", stage, k] = b[stage, k], w[stage, k]
@@ -103,20 +103,20 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool, fuse_
     kept_slots, kept_count = _give_slots(kept, device_of)
 
     columns = {name: np.zeros((ticks, p), np.int32) for name in COLUMNS}
-    for name in ("from_left", "from_right", "from_self"):
+    for name in ("forward_output", "from_left", "from_right", "from_self"):
         columns[name][:] = arrivals
     for task, t in at.items():
         kind, stage, k = task
         device = device_of[stage]
-        if kind == "forward" and fused(stage):
-            continue
         slot = {"backward_input": "backward", "backward_weights": "weights"}.get(kind, kind)
         values = {"": 1, "_chunk": chunk_of[stage], "_microbatch": k}
         values["_residuals"] = residual_slots.get(("forward", stage, k), 0)
         if slot != "weights":
             values |= {"_first": stage == 0, "_last": stage == stages - 1}
-        if slot == "forward" or (slot == "backward" and (recompute or fused(stage))):
+        if slot == "forward" or (slot == "backward" and recompute):
             values["_input"] = arrival_slots.get(("forward", stage, k), 0)
+        if slot == "forward" and training and stage == stages - 1:
+            values["_output"] = arrival_slots["backward", stage, k]
         if slot == "backward":
             values["_cotangent"] = arrival_slots.get(("backward", stage, k), 0)
         if slot != "forward":

@@ -61,25 +61,33 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
 
 
 _STAGE: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("shardlib_stage", default=())
+_ALONE: contextvars.ContextVar[bool] = contextvars.ContextVar("shardlib_alone", default=False)
 
 
 @contextlib.contextmanager
-def pipeline_stage() -> Iterator[None]:
-    """Context in which a task of one pipeline stage is traced: every value may differ over the pipeline axis.
+def pipeline_stage(alone: bool = True) -> Iterator[None]:
+    """Context in which a task of a pipeline is traced: every value may differ over the pipeline axis.
 
-    Specs do not mention the axis there. Collectives over it are a ShardError: its devices run different tasks at the
-    same time, and would wait for each other forever. On a mesh without the axis nothing changes.
+    Specs need not mention the axis there. If a stage does the task `alone`, collectives over the axis are a ShardError:
+    its devices run different tasks at the same time, and would wait for each other forever. Otherwise all of them do
+    the task at the same time, for the same microbatch. On a mesh without the axis nothing changes.
     """
-    token = _STAGE.set((PIPELINE_AXIS,) if PIPELINE_AXIS in mesh_axes() else ())
+    tokens = _STAGE.set((PIPELINE_AXIS,) if PIPELINE_AXIS in mesh_axes() else ()), _ALONE.set(alone)
     try:
         yield
     finally:
-        _STAGE.reset(token)
+        _STAGE.reset(tokens[0])
+        _ALONE.reset(tokens[1])
 
 
 def stage_axes() -> tuple[str, ...]:
-    """Axes over which any value may differ without its spec saying so: the pipeline axis within a stage."""
+    """Axes over which any value may differ without its spec saying so: the pipeline axis within a task."""
     return _STAGE.get()
+
+
+def axes_apart() -> tuple[str, ...]:
+    """Axes whose devices run different tasks: the pipeline axis within a task that a stage does alone."""
+    return _STAGE.get() if _ALONE.get() else ()
 
 
 def inside_shard_map() -> bool:

@@ -9,7 +9,7 @@ from modeling import settings
 from modeling.model import act
 from modeling.rules import CAUSAL
 from modeling.weights import Weight, matrix
-from shardlib.shardops import all_gather, einsum_unreduced, index_unreduced, psum_scatter
+from shardlib.shardops import all_gather, einsum_unreduced, index_unreduced, psum, psum_scatter
 from shardlib.shardtypes import Array, f32, pytree_dataclass
 
 
@@ -26,7 +26,7 @@ class Layer:
 
 @pytree_dataclass
 class Weights:
-    embed: f32["V/t M/d/p"]
+    embed: f32["V/t/p M/d"]
     layers: Array["layers/p", Layer]
 
 
@@ -43,9 +43,9 @@ class Model:
         return dataclasses.replace(tokens, shared=jnp.cos(tokens.positions / 3.0))
 
     def embed(self, w, tokens):
-        table = all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
-        x = index_unreduced("[V/t] M, B/r/d L -> B/r/d L M +t", table, tokens.ids)
-        return psum_scatter("B/r/d L M +t -> B/r/d L/t M", x)
+        table = all_gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))
+        x = index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", table, tokens.ids)
+        return psum("B/r/d L/t M +p -> B/r/d L/t M", psum_scatter("B/r/d L M +t +p -> B/r/d L/t M +p", x))
 
     def layer(self, x, w, tokens, attend, einsum):
         w_in = all_gather("M/d K/t U D -> M K/t U D", w.w_in.astype(x.dtype))
@@ -58,7 +58,7 @@ class Model:
         return x + psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
 
     def logits(self, w, x):
-        table = all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))
+        table = all_gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))
         nx = all_gather("B/r/d L/t M -> B/r/d L M", x)
-        return einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", nx, table, preferred_element_type="float32")
+        return einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, table, preferred_element_type="float32")
 """

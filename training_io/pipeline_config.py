@@ -18,8 +18,8 @@ class PipelineConfig:
     """Number v of stages on each device of p, at least 1: any number for interleaved_1f1b or your own schedule, 2 for
     zb_v and dualpipe_v, 1 for the others. With layers_per_stage=null the number of layers is a multiple of p·v."""
     layers_per_stage: Any = None
-    """Number of layers of each of the p·v stages, as a list. balanced: chosen by FLOPs, since the last stage has the
-    unembedding too. Null: the same number in all."""
+    """Number of layers of each of the p·v stages, as a list. balanced: numbers that differ by 1 at most. Null: the
+    same number in all."""
     recompute: bool = False
     """Whether the backward pass of a stage computes its forward pass again from the stage's input. Otherwise the
     forward pass keeps what save_for_backward marks."""

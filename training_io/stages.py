@@ -5,7 +5,6 @@ device of p has one chunk and all have the same number of layers.
 """
 
 import dataclasses
-import heapq
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,8 +40,7 @@ def placement_of(c: Config, model: LanguageModel) -> Placement:
     stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v) if p > 1 else in_a_ring(1, 1)
     counts, period = counts if p > 1 else None, period_of(model)
     if counts == "balanced":
-        counts = balanced(c.model.layers // period, p * v, head_cost(c, model.table) / period)
-        counts = [period * count for count in counts]
+        counts = [period * count for count in balanced(c.model.layers // period, p * v)]
     return place_layers(c.model.layers, stages, counts, period)
 
 
@@ -105,31 +103,15 @@ def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
     return initialize(model.table, key, placement_of(c, model).order)
 
 
-def head_cost(c: Config, table: Any) -> float:
-    """FLOPs of the unembedding over those of a layer, in the forward pass. Attention counts half, as it is causal."""
-    m = c.model
-    size = lambda tree, kinds: sum(math.prod(w.shape) for w in jax.tree.leaves(tree) if w.kind in kinds)
-    layer = 2 * size(table.layers, ("matrix",)) / m.layers + 2 * m.heads * m.d_head * c.training.seq_len
-    return 2 * size(table, ("unembedding",)) / layer
-
-
-def balanced(layers: int, stages: int, head: float) -> list[int]:
-    """Numbers of layers that make the slowest stage fastest, if the head of the last stage costs `head` layers.
+def balanced(layers: int, stages: int) -> list[int]:
+    """Numbers of layers of the stages that differ by 1 at most. What is outside of the layers all stages do together.
 
     Raises:
         ValueError: fewer layers than stages.
     """
     if layers < stages:
         raise ValueError(f"{layers} layers are too few for {stages} stages: each has at least 1. Make p smaller.")
-    counts = [1] * stages
-    load = [(1.0, stage) for stage in range(stages - 1)] + [(1.0 + head, stages - 1)]
-    heapq.heapify(load)
-    # All layers cost the same, so each next one goes to the stage with the least work.
-    for _ in range(layers - stages):
-        cost, stage = heapq.heappop(load)
-        counts[stage] += 1
-        heapq.heappush(load, (cost + 1, stage))
-    return counts
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, StackOrder]:
@@ -205,11 +187,12 @@ def describe_stages(c: Config, model: LanguageModel) -> list[str]:
     keeps = "recompute" if c.pipeline.recompute else "what is marked is saved"
     lines, first = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks, {keeps}"], 0
     for stage, count in enumerate(placement.counts):
-        extra = {0: ", embedding", len(placement.counts) - 1: ", final norm, unembedding"}.get(stage, "")
         which = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
         device, chunk = placement.place_of(stage)
         where = f"p={device}" + f" chunk {chunk}" * (placement.v > 1)
-        lines.append(f"stage {stage}: {where}: {which}{extra}; {count * of_layer / 2**20:,.4g} MiB of layers")
+        lines.append(f"stage {stage}: {where}: {which}; {count * of_layer / 2**20:,.4g} MiB of layers")
         first += count
-    lines.append(f"weights outside of the layers, {others / 2**20:,.4g} MiB, are sharded over p too at rest")
+    lines.append(
+        f"all together: embedding, logits and loss; 1/{placement.p} of {others / 2**20:,.4g} MiB of weights each"
+    )
     return lines

@@ -24,7 +24,7 @@ from shardlib.values import is_opaque
 
 AXES = ("p", "r", "d", "t")
 LLAMA = {  # of each weight: the dtype and the type that its uses see
-    "embed": "act V/t M",
+    "embed": "act V/t/p M",
     "layers.attention_norm": "f32 layers/p M",
     "layers.w_q": "act layers/p M K/t Q D",
     "layers.w_k": "act layers/p M K/t D",
@@ -37,11 +37,11 @@ LLAMA = {  # of each weight: the dtype and the type that its uses see
     "layers.w_up": "act layers/p M F/t",
     "layers.w_down": "act layers/p F/t M",
     "final_norm": "f32 M",
-    "unembed": "act V/t M",
+    "unembed": "act V/t/p M",
 }
 GPT2 = {
-    "embed": "act V/t M",
-    "positions": "f32 P/t M",
+    "embed": "act V/t/p M",
+    "positions": "f32 P/t/p M",
     "layers.attention_gain": "f32 layers/p M",
     "layers.attention_bias": "f32 layers/p M",
     **{f"layers.w_{name}": "act layers/p M K/t D" for name in "qkv"},
@@ -56,14 +56,6 @@ GPT2 = {
     "layers.b_down": "act layers/p M",
     "final_gain": "f32 M",
     "final_bias": "f32 M",
-}
-IN_STAGE = {  # outside of the layers, gathered over p alone
-    "embed": "act V/t M/d",
-    "unembed": "act V/t M/d",
-    "positions": "f32 P/t M/d",
-    "final_norm": "f32 M/t/d",
-    "final_gain": "f32 M/t/d",
-    "final_bias": "f32 M/t/d",
 }
 MODELS = {
     "llama": (tiny.model(layers=4, qk_norm=True, d_head=8), LLAMA),
@@ -129,26 +121,12 @@ def assert_gathered(weight, blocks, dtype, copies, expected, whole, mesh) -> Non
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_weight_is_as_its_uses_see_it(name, mesh):
-    """A matrix in the compute dtype, gathered over d and, outside of the layers, p; a gain in f32, over t too."""
+    """A matrix in the compute dtype, gathered over d; a gain in f32, over t and, outside of the layers, p too."""
     (c, expected), mesh = MODELS[name], mesh_of(mesh)
     found, whole = gathered(load_model(c), mesh, layers=True)
     assert found.keys() == expected.keys()
     for weight, (blocks, dtype, copies) in found.items():
         assert_gathered(weight, blocks, dtype, copies, expected[weight], whole[weight], mesh)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MODELS)
-def test_for_stages_weights_outside_of_the_layers_are_gathered_over_p_alone(name):
-    (c, expected), mesh = MODELS[name], mesh_of("p=2 d=2 t=2")
-    found, whole = gathered(load_model(c), mesh, layers=False)
-    assert found.keys() == expected.keys()
-    for weight, (blocks, dtype, copies) in found.items():
-        if weight.startswith("layers."):
-            assert (dtype, copies) == ("float32", {"r"}), weight
-            assert blocks[0].size == whole[weight].size / 8
-        else:
-            assert_gathered(weight, blocks, dtype, copies, IN_STAGE[weight], whole[weight], mesh)
 
 
 @pytest.mark.long
@@ -190,8 +168,8 @@ class OtherLogits(train.Llama):
 
     def logits(self, w, x):
         dtype, x = x.dtype, shardops.all_gather("B/r/d L/t M -> B/r/d L M", x.astype(jnp.float32))
-        table = shardops.all_gather("V/t M/d/p -> V/t M", w.embed)
-        return shardops.einsum_unreduced("B/r/d L M, V/t M -> B/r/d L V/t", x, table).astype(dtype)
+        table = shardops.all_gather("V/t/p M/d -> V/t/p M", w.embed)
+        return shardops.einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", x, table).astype(dtype)
 
 
 def trace(c, model, mesh="d=4 t=2") -> None:

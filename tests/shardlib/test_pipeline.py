@@ -216,7 +216,7 @@ def test_step_equals_that_of_one_device(case):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("counts", "recompute", "schedule"),
-    [([3, 1], False, "interleaved_1f1b"), ("balanced", True, "interleaved_1f1b"), ([3, 1], False, "zb_h1")],
+    [([3, 1], False, "interleaved_1f1b"), ([1, 3], True, "interleaved_1f1b"), ([3, 1], False, "zb_h1")],
 )
 def test_stages_of_different_sizes(counts, recompute, schedule):
     def settings(p):
@@ -226,7 +226,7 @@ def test_stages_of_different_sizes(counts, recompute, schedule):
         return c
 
     with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):
-        assert placement_of(settings(2), load_model(settings(2).model)).counts == ((3, 1))
+        assert placement_of(settings(2), load_model(settings(2).model)).counts == tuple(counts)
     found = one_step(settings(2), make_mesh(1, 2, 1, jax.devices()[:4], 2))
     assert_same_step(found, one_step(settings(1), tiny.mesh("one device")))
 
@@ -321,8 +321,7 @@ def test_a_collective_over_p_in_a_stage_is_refused_by_shardops(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("part", ["layer", "embed", "logits"])
-def test_a_collective_over_p_past_shardops_is_refused(monkeypatch, part):
+def test_a_collective_over_p_past_shardops_is_refused(monkeypatch):
     def reduced(fn):
         def with_psum(*args):
             x = fn(*args)
@@ -331,7 +330,7 @@ def test_a_collective_over_p_past_shardops_is_refused(monkeypatch, part):
         return with_psum
 
     with pytest.raises(ShardError, match=r"a pipeline stage runs psum\w* over p: .* would wait forever"):
-        trace(monkeypatch, part, reduced)
+        trace(monkeypatch, "layer", reduced)
 
 
 @pytest.mark.quick
@@ -349,25 +348,16 @@ def test_a_reduction_over_p_in_the_backward_pass_is_refused(monkeypatch):
 
 
 @pytest.mark.quick
-def test_ends_that_are_not_gathered_are_refused(monkeypatch):
-    def without_ends(fn):
-        return lambda self, w, gather=False: shardops.replicate("... -> ... *r", w)
-
-    with pytest.raises(ShardError, match=r"a collective over p inside a pipeline stage: the stages run different"):
-        trace(monkeypatch, "copies", without_ends, of=train.Forward)
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(("gather", "width"), [("layer", 32), ("step", 64)])
-def test_a_stage_holds_the_ends_sharded_over_d(gather, width):
+def test_a_stage_holds_its_part_of_the_vocabulary(gather, width):
     """What the loop over ticks is given and carries: embedding and unembedding [64, 64], and their gradients."""
     case = dataclasses.replace(SMALL, mesh="d", gather=gather)
     with jax.set_mesh(mesh_of(case)):
         loops = scans_of(traced_step(settings(case)).jaxpr.jaxpr)
         ticks = len(training_plan_of(case).table.columns["forward"])
     (loop,) = [eqn for eqn in loops if eqn.params["length"] == ticks]
-    widths = [var.aval.shape[1] for var in loop.invars if var.aval.ndim == 2 and var.aval.shape[0] == 64]
-    assert widths == [width] * 4
+    shapes = [var.aval.shape for var in loop.invars if var.aval.ndim == 2]
+    assert [shape for shape in shapes if set(shape) <= {32, 64}] == [(32, width)] * 4
 
 
 def scans_of(jaxpr):
@@ -406,16 +396,11 @@ def test_rows_of_padding_are_0(of):
 
 
 @pytest.mark.quick
-def test_balance_gives_the_last_stage_fewer_layers():
-    assert balanced(8, 4, head=0) == [2, 2, 2, 2]
-    assert balanced(8, 4, head=1.2) == [3, 2, 2, 1]
-    # By brute force: no other way has a faster slowest stage.
-    for layers, stages, head in ((9, 3, 1.5), (12, 4, 2.6), (7, 2, 0.4)):
-        found = balanced(layers, stages, head)
-        cost = lambda counts, head=head: max([*counts[:-1], counts[-1] + head])
-        every = (c for c in itertools.product(range(1, layers), repeat=stages) if sum(c) == layers)
-        assert sum(found) == layers
-        assert cost(found) == min(map(cost, every))
+def test_balanced_stages_differ_by_one_layer_at_most():
+    assert balanced(8, 4) == [2, 2, 2, 2]
+    assert balanced(10, 4) == [3, 3, 2, 2]
+    with pytest.raises(ValueError, match="3 layers are too few for 4 stages"):
+        balanced(3, 4)
 
 
 @pytest.mark.parametrize(

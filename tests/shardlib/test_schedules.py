@@ -171,7 +171,7 @@ def test_bubbles_are_the_formulas(name, m):
     p = 4
     for v in (CHUNKS[name],) if name in CHUNKS else (1, 2, 4):
         orders = SCHEDULES[name](p, m, v)
-        table = tick_table(orders, p, m, v, recompute=False, fuse_last=False)
+        table = tick_table(orders, p, m, v, recompute=False)
         for timeline in (simulate(orders, p, m, v, even_costs(p, v)), simulate_ticks(table, even_costs(p, v))):
             assert timeline.total == pytest.approx(3 * m + idle(name, p, v))
             assert timeline.bubble == pytest.approx(idle(name, p, v) / (3 * m + idle(name, p, v)))
@@ -202,7 +202,7 @@ def test_bubbles_and_peaks_as_measured(name, v):
     p, bubbles = 4, [[], [], [], []]
     for m in (8, 16, 32):
         orders = SCHEDULES[name](p, m, v)
-        table = tick_table(orders, p, m, v, recompute=False, fuse_last=False)
+        table = tick_table(orders, p, m, v, recompute=False)
         for i, transfer in enumerate((0.0, 0.1)):
             bubbles[i].append(simulate(orders, p, m, v, even_costs(p, v, transfer)).bubble)
             bubbles[2 + i].append(simulate_ticks(table, even_costs(p, v, transfer)).bubble)
@@ -225,17 +225,17 @@ def short_1f1b(p, m, v=1):
 
 def test_ticks_keep_one_forward_more():
     """A forward that stands behind a backward in the list runs before it in their tick."""
-    table = tick_table(short_1f1b(4, 16), 4, 16, 1, recompute=False, fuse_last=False)
+    table = tick_table(short_1f1b(4, 16), 4, 16, 1, recompute=False)
     assert simulate_ticks(table, even_costs(4, 1)).peak_of_devices() == [5, 4, 3, 1]
     assert table.residuals == 5
     asynchronous = simulate(short_1f1b(4, 16), 4, 16, 1, even_costs(4, 1))
     assert asynchronous.peak_of_devices() == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize(("name", "arrivals"), [("interleaved_1f1b", 6), ("eager_1f1b", 6), ("gpipe", 17)])
+@pytest.mark.parametrize(("name", "arrivals"), [("interleaved_1f1b", 8), ("eager_1f1b", 8), ("gpipe", 32)])
 def test_stage_inputs_stored_with_recompute(name, arrivals):
-    """Those of another implementation, 5 and 16, and one gradient."""
-    table = tick_table(SCHEDULES[name](4, 16, 1), 4, 16, 1, recompute=True, fuse_last=True)
+    """Those of another implementation, 5 and 16; one gradient; and outputs of the last stage, for the loss."""
+    table = tick_table(SCHEDULES[name](4, 16, 1), 4, 16, 1, recompute=True)
     assert (table.arrivals, table.residuals, table.kept) == (arrivals, 0, 0)
 
 
@@ -254,7 +254,7 @@ def test_stage_inputs_stored_with_recompute(name, arrivals):
 )
 def test_memory_does_not_grow_with_microbatches(name, v, recompute):
     def slots(name, m, v):
-        table = tick_table(SCHEDULES[name](4, m, v), 4, m, v, recompute=recompute, fuse_last=recompute)
+        table = tick_table(SCHEDULES[name](4, m, v), 4, m, v, recompute=recompute)
         return table.arrivals, table.residuals, table.kept
 
     assert slots(name, 16, v) == slots(name, 64, v)
@@ -262,53 +262,39 @@ def test_memory_does_not_grow_with_microbatches(name, v, recompute):
 
 
 def test_gradient_accumulation_is_the_schedule_of_one_device():
-    table = tick_table(eager_1f1b(1, 3), 1, 3, 1, recompute=True, fuse_last=True)
-    assert (table.arrivals, table.residuals, table.kept) == (0, 0, 0)
-    assert table.columns["backward"].T.tolist() == [[1, 1, 1]]
-    assert table.columns["backward_microbatch"].T.tolist() == [[0, 1, 2]]
-    assert not table.columns["forward"].any()
+    table = tick_table(eager_1f1b(1, 3), 1, 3, 1, recompute=True)
+    assert (table.arrivals, table.residuals, table.kept) == (2, 0, 0)
+    for slot in ("forward", "backward"):
+        assert table.columns[slot].T.tolist() == [[1, 1, 1]]
+        assert table.columns[f"{slot}_microbatch"].T.tolist() == [[0, 1, 2]]
 
 
-def test_a_forward_within_its_backward_takes_no_slot():
-    """One device, two chunks: a forward of the first chunk shares a tick with the backward of the second."""
-    table = tick_table(interleaved_1f1b(1, 3, 2), 1, 3, 2, recompute=True, fuse_last=True)
-    assert table.columns["forward"].T.tolist() == [[1, 1, 0, 1, 0, 0, 0]]
-    assert table.columns["backward"].T.tolist() == [[0, 1, 1, 1, 1, 1, 1]]
-
-
-# Of 4 devices and 32 microbatches, where unembedding takes so much of a stage's forward: recomputed, saved.
-HEAVIER = {0.0: (138, 105), 0.33: (140, 137), 0.66: (171, 168)}
+# Of 4 devices and 32 microbatches, where the last stage takes so much longer than the others.
+HEAVIER = {0.0: 105, 0.33: 137, 0.66: 168}
 
 
 @pytest.mark.parametrize("more", HEAVIER)
 def test_a_heavier_last_stage_as_measured(more):
-    """Times of another implementation. The last stage, which recomputes nothing, has a third of a forward to spare."""
+    """Times of another implementation."""
     p, m = 4, 32
     orders = interleaved_1f1b(p, m, 1)
-    totals = []
-    for recompute in (True, False):
-        flags = {"recompute": recompute, "fuse_last": recompute}
-        costs = Costs([1, 1, 1, 1 + more], [2, 2, 2, 2 + 2 * more], **flags)
-        table = tick_table(orders, p, m, 1, **flags)
-        totals.append(round(simulate_ticks(table, costs, wait_between_slots=False).total))
-        assert simulate_ticks(table, costs).total >= simulate(orders, p, m, 1, costs).total
-    assert tuple(totals) == HEAVIER[more]
+    costs = Costs([1, 1, 1, 1 + more], [2, 2, 2, 2 + 2 * more])
+    table = tick_table(orders, p, m, 1, recompute=False)
+    assert round(simulate_ticks(table, costs, wait_between_slots=False).total) == HEAVIER[more]
+    assert simulate_ticks(table, costs).total >= simulate(orders, p, m, 1, costs).total
 
 
 def test_slots_that_wait_cost_time_where_stages_differ():
-    """The last stage has no forward slot, so that it could begin its long backward while the others are forward."""
-    flags = {"recompute": True, "fuse_last": True}
-    table = tick_table(interleaved_1f1b(4, 32, 1), 4, 32, 1, **flags)
-    costs = Costs([1, 1, 1, 1.33], [2, 2, 2, 2.66], **flags)
-    totals = [simulate_ticks(table, costs, wait_between_slots=wait).total for wait in (True, False)]
-    assert totals == [pytest.approx(170.68), pytest.approx(139.98)]
+    """The first stage is long forward and the last one backward: at different times, if devices wait between slots."""
+    table = tick_table(interleaved_1f1b(2, 32, 1), 2, 32, 1, recompute=False)
+    costs = Costs([2, 1], [1, 2])
+    waiting, free = (simulate_ticks(table, costs, wait_between_slots=wait).total for wait in (True, False))
+    assert waiting == pytest.approx(free + 31)
 
 
-def test_costs_of_recomputed_and_fused_tasks():
-    recomputed = Costs([1, 1], [2, 2], recompute=True, fuse_last=True)
-    assert [recomputed.of(Task(kind, stage, 0)) for kind in ("forward", "backward") for stage in (0, 1)] == [1, 0, 3, 3]
-    saved = Costs([1, 1], [2, 2], fuse_last=True)
-    assert [saved.of(Task(kind, stage, 0)) for kind in ("forward", "backward") for stage in (0, 1)] == [1, 0, 2, 3]
+def test_costs_of_recomputed_tasks():
+    recomputed = Costs([1, 1], [2, 2], recompute=True)
+    assert [recomputed.of(Task(kind, stage, 0)) for kind in ("forward", "backward") for stage in (0, 1)] == [1, 1, 3, 3]
 
 
 def test_bytes_alive():
@@ -405,30 +391,25 @@ def test_needs_are_those_written_here(schedule):
         assert task.result == as_needed(task)
 
 
-modes = st.sampled_from([(False, False), (False, True), (True, False), (True, True)])
-
-
-@given(st.one_of(published(), any_valid()), modes)
-def test_tables_read_what_was_written_for_them(schedule, mode):
+@given(st.one_of(published(), any_valid()), st.booleans())
+def test_tables_read_what_was_written_for_them(schedule, recompute):
     orders, p, m, v = schedule
-    recompute, fuse_last = mode
     check_schedule(orders, p, m, v)
-    table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
-    check_tick_table(table, p, m, v, recompute=recompute, fuse_last=fuse_last, **kinds_of(orders))
+    table = tick_table(orders, p, m, v, recompute=recompute)
+    check_tick_table(table, p, m, v, recompute=recompute, **kinds_of(orders))
     assert table.halves == kinds_of(orders)["halves"]
     assert table.stages == (in_a_v(p) if kinds_of(orders)["is_v"] else in_a_ring(p, v))
-    if not recompute and not fuse_last:
+    if not recompute:
         assert not table.columns["backward_input"].any()
     assert {column.dtype for column in table.columns.values()} == {np.dtype(np.int32)}
     assert {column.shape[1] for column in table.columns.values()} == {p}
 
 
-@given(st.one_of(published(), any_valid()), modes)
-def test_buffers_have_no_slot_too_many(schedule, mode):
+@given(st.one_of(published(), any_valid()), st.booleans())
+def test_buffers_have_no_slot_too_many(schedule, recompute):
     """As many slots as there are things kept at the same time on the fullest device: never fewer, and never more."""
     orders, p, m, v = schedule
-    recompute, fuse_last = mode
-    table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    table = tick_table(orders, p, m, v, recompute=recompute)
     last = p * v - 1
     at = {}
     for kind in ("forward", "backward", "weights"):
@@ -442,14 +423,11 @@ def test_buffers_have_no_slot_too_many(schedule, mode):
         counts[what].update((device, t) for t in range(first, end + 1))
 
     for stage, k in itertools.product(range(p * v), range(m)):
-        from_input = recompute or (fuse_last and stage == last)
-        backward = at["backward", stage, k]
-        if stage:
-            end = backward if from_input else at["forward", stage, k]
-            keep("arrivals", stage, at["forward", stage - 1, k] + 1, end)
-        if stage < last:
-            keep("arrivals", stage, at["backward", stage + 1, k] + 1, backward)
-        if not from_input:
+        forward, backward = at["forward", stage, k], at["backward", stage, k]
+        begin = at["forward", stage - 1, k] + 1 if stage else forward
+        keep("arrivals", stage, begin, backward if recompute else forward)
+        keep("arrivals", stage, at["backward", stage + 1, k] + 1 if stage < last else forward, backward)
+        if not recompute:
             keep("residuals", stage, at["forward", stage, k], at.get(("weights", stage, k), backward))
         if table.halves:
             keep("kept", stage, backward, at["weights", stage, k])
@@ -460,8 +438,8 @@ def test_buffers_have_no_slot_too_many(schedule, mode):
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
 def test_forward_only_tables(p, m, v):
     orders = forward_only(p, m, v)
-    table = tick_table(orders, p, m, v, recompute=False, fuse_last=False)
-    check_tick_table(table, p, m, v, recompute=False, fuse_last=False, training=False)
+    table = tick_table(orders, p, m, v, recompute=False)
+    check_tick_table(table, p, m, v, recompute=False, training=False)
     assert (table.residuals, table.kept) == (0, 0)
     assert table.arrivals <= 1, "what arrives is done at once"
     assert not any(column.any() for name, column in table.columns.items() if name.startswith("backward"))
@@ -470,39 +448,34 @@ def test_forward_only_tables(p, m, v):
 
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_forward_only_tables_of_stages_down_and_up(p, m):
-    table = tick_table(forward_only(p, m, 2, in_a_v(p)), p, m, 2, recompute=False, fuse_last=False)
-    check_tick_table(table, p, m, 2, recompute=False, fuse_last=False, training=False, is_v=p > 1)
+    table = tick_table(forward_only(p, m, 2, in_a_v(p)), p, m, 2, recompute=False)
+    check_tick_table(table, p, m, 2, recompute=False, training=False, is_v=p > 1)
     assert len(table.columns["forward"]) == 2 * (m + p - 1), "no device is idle but to fill and to drain"
 
 
-@given(st.one_of(published(), any_valid()), modes, st.floats(0, 2))
-def test_simulated_times_respect_what_tasks_need(schedule, mode, transfer):
+@given(st.one_of(published(), any_valid()), st.booleans(), st.floats(0, 2))
+def test_simulated_times_respect_what_tasks_need(schedule, recompute, transfer):
     orders, p, m, v = schedule
-    recompute, fuse_last = mode
-    costs = even_costs(p, v, transfer, recompute=recompute, fuse_last=fuse_last)
+    costs = even_costs(p, v, transfer, recompute=recompute)
     in_order = simulate(orders, p, m, v, costs)
-    ticks = simulate_ticks(tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last), costs)
+    ticks = simulate_ticks(tick_table(orders, p, m, v, recompute=recompute), costs)
     halved = [task for order in orders for task in order if task.kind == "backward" and kinds_of(orders)["halves"]]
     device_of = {task.stage: device for device, order in enumerate(orders) for task in order}
     for timeline, more in ((in_order, 0), (ticks, len(halved))):
         spans = {as_needed(span.task): span for device in timeline.spans for span in device}
-        assert len(spans) == sum(map(len, orders)) + more - (m if fuse_last else 0)
+        assert len(spans) == sum(map(len, orders)) + more
         for device in timeline.spans:
             for before, after in itertools.pairwise(device):
                 assert before.end <= after.start + 1e-9
         for span in spans.values():
             for q in what_is_needed(span.task, p * v):
-                # What is part of its backward has no time of its own; it stands for what it needs itself.
-                wanted = [q] if q in spans else what_is_needed(Task(*q), p * v)
-                for needed in wanted:
-                    away = transfer if device_of[needed[1]] != device_of[span.task.stage] else 0
-                    assert spans[needed].end + away <= span.start + 1e-9
+                away = transfer if device_of[q[1]] != device_of[span.task.stage] else 0
+                assert spans[q].end + away <= span.start + 1e-9
         assert 0 <= timeline.bubble < 1
         work = sum(costs.of(span.task) for span in spans.values())
         assert timeline.total <= 1e-9 + work + transfer * len(spans) * 2
-    if not fuse_last:
-        listed = [[span.task for span in device] for device in in_order.spans]
-        assert listed == [list(order) for order in orders]
+    listed = [[span.task for span in device] for device in in_order.spans]
+    assert listed == [list(order) for order in orders]
 
 
 # ---- what cannot run ----------------------------------------------------------------------------------------------
@@ -577,7 +550,7 @@ def test_mutated_schedules_are_refused(schedule, data):
         check_schedule(orders, p, m, v)
     if any(task.kind == "backward" for order in orders for task in order):  # otherwise it has become another thing
         with pytest.raises(ValueError, match=re.escape(message)):
-            tick_table(orders, p, m, v, recompute=True, fuse_last=True)
+            tick_table(orders, p, m, v, recompute=True)
 
 
 @pytest.mark.parametrize(
@@ -640,7 +613,6 @@ def test_any_triple_is_a_task():
         (lambda: gpipe(0, 8), "0 devices of the axis p: there must be at least 1"),
         (lambda: interleaved_1f1b(1, 0), "0 microbatches: there must be at least 1"),
         (lambda: forward_only(1, 1, 0), "0 chunks per device"),
-        (lambda: tick_table(forward_only(2, 2), 2, 2, 1, recompute=True, fuse_last=True), "there are no backwards"),
     ],
 )
 def test_sizes_that_do_not_fit(call, message):
@@ -651,22 +623,22 @@ def test_sizes_that_do_not_fit(call, message):
 # ---- faults in tables are seen ------------------------------------------------------------------------------------
 
 
-@given(st.one_of(published(), any_valid()), modes, st.data())
-def test_any_change_of_a_used_cell_is_seen(schedule, mode, data):
+@given(st.one_of(published(), any_valid()), st.booleans(), st.data())
+def test_any_change_of_a_used_cell_is_seen(schedule, recompute, data):
     orders, p, m, v = schedule
-    recompute, fuse_last = mode
-    table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    table = tick_table(orders, p, m, v, recompute=recompute)
     columns, used = table.columns, []
     sizes = {"_residuals": table.residuals, "_kept": table.kept, "_chunk": v, "_microbatch": m}
-    sizes |= {"_input": table.arrivals, "_cotangent": table.arrivals}
+    sizes |= {"_input": table.arrivals, "_cotangent": table.arrivals, "_output": table.arrivals + 1}
     for slot in ("forward", "backward", "weights"):
         for t, d in zip(*np.nonzero(columns[slot]), strict=True):
             names = ["", "_chunk", "_microbatch"] + ["_first", "_last"] * (slot != "weights")
             last = table.stages[d][columns[f"{slot}_chunk"][t, d]] == p * v - 1
-            from_input = recompute or (fuse_last and last)
-            if slot != "weights" and not columns[f"{slot}_first"][t, d] and (slot == "forward" or from_input):
-                names.append("_input")
-            names += ["_cotangent"] * (slot == "backward" and not last) + ["_residuals"] * (not from_input)
+            # That of the first stage is written where it is read: any slot will do, if no backward reads it.
+            first = table.stages[d][columns[f"{slot}_chunk"][t, d]] == 0
+            names += ["_input"] * ((slot == "forward" and not first) or (slot != "weights" and recompute))
+            names += ["_output"] * (slot == "forward" and last)
+            names += ["_cotangent"] * (slot == "backward") + ["_residuals"] * (not recompute)
             names += ["_kept"] * (slot != "forward" and table.halves)
             used += [(slot + name, t, d, sizes.get(name, 2)) for name in names]
     for way in ("from_left", "from_right", "from_self"):
@@ -675,80 +647,77 @@ def test_any_change_of_a_used_cell_is_seen(schedule, mode, data):
     name, t, d, size = data.draw(st.sampled_from([cell for cell in used if cell[3] > 1]))
     columns[name][t, d] = data.draw(st.integers(0, size - 1).filter(lambda x: x != columns[name][t, d]))
     with pytest.raises(ValueError, match=r"tick \d+, device \d|the table lacks"):
-        check_tick_table(table, p, m, v, recompute=recompute, fuse_last=fuse_last, **kinds_of(orders))
+        check_tick_table(table, p, m, v, recompute=recompute, **kinds_of(orders))
 
 
 @pytest.mark.parametrize(
     ("buffer", "names"),
     [
-        ("arrivals", ["forward_input", "backward_input", "backward_cotangent", "from_left", "from_right", "from_self"]),
+        (
+            "arrivals",
+            [
+                "forward_input",
+                "forward_output",
+                "backward_input",
+                "backward_cotangent",
+                "from_left",
+                "from_right",
+                "from_self",
+            ],
+        ),
         ("residuals", ["forward_residuals", "backward_residuals", "weights_residuals"]),
         ("kept", ["backward_kept", "weights_kept"]),
     ],
 )
 def test_a_buffer_that_is_written_over_is_seen(buffer, names):
-    table = tick_table(zb_v(4, 8), 4, 8, 2, recompute=buffer == "arrivals", fuse_last=True)
+    table = tick_table(zb_v(4, 8), 4, 8, 2, recompute=buffer == "arrivals")
     size = getattr(table, buffer)
     for name in names:
         column = table.columns[name]
         column[column == size - 1] = 0
     with pytest.raises(ValueError, match=rf"reads slot 0 of {buffer}, which holds the (forward|backward) of stage"):
-        check_tick_table(table, 4, 8, 2, recompute=buffer == "arrivals", fuse_last=True, halves=True, is_v=True)
+        check_tick_table(table, 4, 8, 2, recompute=buffer == "arrivals", halves=True, is_v=True)
 
 
-def edited(orders, p, m, v, edits, *, recompute, fuse_last):
+def edited(orders, p, m, v, edits):
     """A table with cells set to other values: {(column, tick, device): value}."""
-    table = tick_table(orders, p, m, v, recompute=recompute, fuse_last=fuse_last)
+    table = tick_table(orders, p, m, v, recompute=True)
     for (name, t, d), value in edits.items():
         table.columns[name][t, d] = value
     return table
 
 
 @pytest.mark.parametrize(
-    ("p", "fuse_last", "edits", "message"),
+    ("p", "edits", "message"),
     [
-        (1, True, {("backward_microbatch", 1, 0): 0}, "tick 1, device 0: the backward of stage 0, .* a second time"),
-        (1, True, {("backward", 1, 0): 0, ("backward_microbatch", 1, 0): 0}, "no backward, but backward_first, backw"),
-        (1, True, {("forward", 0, 0): 1}, "marked wrongly as first or last"),
-        (1, False, {("forward_chunk", 0, 0): 1}, "the forward of chunk 1, microbatch 0 does not exist"),
-        (
-            1,
-            True,
-            {(f"forward{name}", 0, 0): 1 for name in ("", "_first", "_last")},
-            "the forward of stage 0, microbatch 0 is part of its backward, and a forward too",
-        ),
-        (
-            1,
-            False,
-            {(f"forward{name}", 0, 0): 0 for name in ("", "_first", "_last")},
-            "tick 1, device 0: the backward of stage 0, microbatch 0 is before the forward of stage 0, microbatch 0",
-        ),
+        (1, {("forward_microbatch", 1, 0): 0}, "tick 1, device 0: the forward of stage 0, .* a second time"),
+        (1, {("forward", 1, 0): 0}, "no forward, but forward_first, forward_last, forward_microbatch"),
+        (1, {("forward_first", 0, 0): 0}, "marked wrongly as first or last"),
+        (1, {("forward_chunk", 0, 0): 1}, "the forward of chunk 1, microbatch 0 does not exist"),
+        (1, {("forward_output", 0, 0): 9}, "which holds None, not the forward of stage 0, microbatch 0"),
         (
             2,
-            True,
             {("from_left", 1, 1): 1},
             "reads slot 0 of arrivals, which holds None, not the forward of stage 0",
         ),
         (
             2,
-            True,
             {("backward_cotangent", 2, 0): 5},
             "slot 5 of arrivals, which holds nothing: there is no such slot",
         ),
     ],
 )
-def test_faults_of_tables_are_named(p, fuse_last, edits, message):
-    flags = {"recompute": True, "fuse_last": fuse_last}
-    table = edited(gpipe(p, 2) if p == 1 else short_1f1b(p, 2), p, 2, 1, edits, **flags)
+def test_faults_of_tables_are_named(p, edits, message):
+    table = edited(gpipe(p, 2) if p == 1 else short_1f1b(p, 2), p, 2, 1, edits)
     with pytest.raises(ValueError, match=message):
-        check_tick_table(table, p, 2, 1, **flags)
+        check_tick_table(table, p, 2, 1, recompute=True)
 
 
 def test_what_a_table_lacks_is_named():
-    table = tick_table(gpipe(1, 2), 1, 2, 1, recompute=True, fuse_last=True)
-    columns = {name: column[:1] for name, column in table.columns.items()}
+    table = tick_table(gpipe(1, 2), 1, 2, 1, recompute=True)
+    columns = {name: column[:2] for name, column in table.columns.items()}
     with pytest.raises(ValueError, match="the table lacks the backward of stage 0, microbatch 1"):
-        check_tick_table(dataclasses.replace(table, columns=columns), 1, 2, 1, recompute=True, fuse_last=True)
+        check_tick_table(dataclasses.replace(table, columns=columns), 1, 2, 1, recompute=True)
 
 
 # ---- schedules by name --------------------------------------------------------------------------------------------

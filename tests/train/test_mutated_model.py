@@ -88,7 +88,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "layers.w_down: f32['layers F/t M'] is not sharded over d",
     ),
     "the embedding is not gathered": (
-        'shardops.all_gather("V/t M/d/p -> V/t M", w.embed.astype(act.dtype))',
+        'shardops.all_gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))',
         "w.embed.astype(act.dtype)",
         "operand 1 `[V/t] M`: the value differs between devices of d",
     ),
@@ -165,34 +165,34 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "layer, local hidden: act['B/r/d L F']: the value differs between devices of t",
     ),
     "the embedded tokens are not reduced": (
-        'return shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", x.astype(act.dtype))',
-        "return x.astype(act.dtype)",
-        "embed, result: act['B/r/d L/t M']: the value is a partial sum over t",
+        'x = shardops.psum_scatter("B/r/d L M +t +p -> B/r/d L/t M +p", x.astype(act.dtype))',
+        "x = x.astype(act.dtype)",
+        "operand 1 `B/r/d L/t M`: the value is a partial sum over t",
     ),
     "the lookup takes the table for whole": (
-        '"[V/t] M, B/r/d L -> B/r/d L M +t"',
+        '"[V/t/p] M, B/r/d L -> B/r/d L M +t +p"',
         '"[V] M, B/r/d L -> B/r/d L M"',
         "operand 1 `[V] M`: the value differs between devices of t",
     ),
     # the loss
     "each device takes its own maximum": (
-        'shardops.pmax_and_exp_sum("B/r/d L V/t -> B/r/d L +t", logits)',
+        'shardops.pmax_and_exp_sum("B/r/d L V/t/p -> B/r/d L +t +p", logits)',
         "(peak := jnp.max(logits, axis=-1), "
-        'shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(logits - peak[..., None])))',
+        'shardops.einsum_unreduced("B/r/d L V/t/p -> B/r/d L +t +p", jnp.exp(logits - peak[..., None])))',
         "cross_entropy, result: f32['B/r/d L']: the value differs between devices of t",
     ),
     "each device normalizes over its own vocabulary": (
-        'shardops.psum("B/r/d L +t -> B/r/d L", terms)',
+        'shardops.psum("B/r/d L +t +p -> B/r/d L", terms)',
         "jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)",
         "cross_entropy, result: f32['B/r/d L']: the value differs between devices of t",
     ),
     "the normalizer's sum is not reduced": (
-        'shardops.psum("B/r/d L +t -> B/r/d L", terms)',
+        'shardops.psum("B/r/d L +t +p -> B/r/d L", terms)',
         "terms",
         "a partial sum over t",
     ),
     "the target's logit is not reduced": (
-        'at_target = shardops.psum("B/r/d L +t -> B/r/d L", at_target)',
+        'at_target = shardops.psum("B/r/d L +t +p -> B/r/d L", at_target)',
         "pass",
         "a partial sum over t",
     ),
@@ -248,7 +248,7 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
         "layers.attention_norm: f32['layers M/t/d'] is not sharded over p",
     ),
     "the embedding is not sharded over p at rest": (
-        'embed: f32["V/t M/d/p"]',
+        'embed: f32["V/t/p M/d"]',
         'embed: f32["V/t M/d"]',
         "embed: f32['V/t M/d'] is not sharded over p",
     ),
@@ -258,30 +258,30 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
         "final_norm: f32['M/t/d'] is not sharded over p",
     ),
     # what the stages are given
-    "the embedding is gathered over p alone": (
-        '"V/t M/d/p -> V/t M", w.embed.astype',
-        '"V/t M/d/p -> V/t M/d", w.embed.astype',
-        "operand 1 `[V/t] M`: the value differs between devices of d",
+    "the lookup takes its part of the vocabulary for that of all stages": (
+        '"[V/t/p] M, B/r/d L -> B/r/d L M +t +p"',
+        '"[V/t] M, B/r/d L -> B/r/d L M +t"',
+        "size mismatch: dim V is ",
     ),
-    "the embedding is gathered over d alone": (
-        '"V/t M/d/p -> V/t M", w.embed.astype',
-        '"V/t M/d/p -> V/t M/p", w.embed.astype',
-        "M/d/p and M/p differ in more than their last axes",
+    "the logits are those of one stage": (
+        '"B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, unembed',
+        '"B/r/d L M, V/t M -> B/r/d L V/t", nx, unembed',
+        "size mismatch: dim V is ",
+    ),
+    "the loss normalizes over the vocabulary of one stage": (
+        'shardops.pmax_and_exp_sum("B/r/d L V/t/p -> B/r/d L +t +p", logits)',
+        'shardops.pmax_and_exp_sum("B/r/d L V/t -> B/r/d L +t", logits)',
+        "size mismatch: dim V is ",
     ),
     "a norm outside of the layers stays sharded over p": (
         'gather("M/t/d/p -> M", w.final_norm)',
         "w.final_norm",
         "rms_norm, argument weight: f32['M']: the value differs between devices of t, d",
     ),
-    "what lies outside of the layers is not gathered": (
-        "gather or stages.has_stages()\n        return",
-        "gather\n        return",
-        "all_gather('V/t M/d/p -> V/t M'): a collective over p inside a pipeline stage",
-    ),
     "the weights are copies over p": (
         'replicate("... -> ... *r", w)',
         'replicate("... -> ... *r *p", w)',
-        "operand 1.embed, f32[10,2] {varying over t, d, p}, differs between devices of p already",
+        "operand 1.embed, f32[5,4] {varying over t, d, p}, differs between devices of p already",
     ),
     # within a stage
     "a stage gathers the layers of all stages": (

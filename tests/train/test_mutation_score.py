@@ -219,7 +219,7 @@ def test_every_change_of_a_kind_is_made():
     [
         ("M/t/d", "M/t/d/p", True),
         ("M/t/d/p", "M/t/p", False),
-        ("V/t M/d/p -> V/t M *d *p", "V/t M/d/p -> V/t M *d", True),
+        ("V/t/p M/d -> V/t M *d *p", "V/t/p M/d -> V/t M *d", True),
         ("+t +p ->", "+t ->", True),
         ("+p ->", "->", False),  # no p is named: it is no longer passed over
         ("+p ->", "+t +p ->", False),
@@ -311,8 +311,8 @@ def test_verify_rejects_what_the_types_cannot_tell(tmp_path, i):
 @pytest.mark.slow
 def test_what_is_not_gathered_ahead_is_gathered_in_the_layer(tmp_path):
     """All weights at once: the numbers are the same."""
-    text = "gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=gather)"
+    text = "gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=True)"
     assert SOURCE.count(text) == 1
     overrides = ["training.gather_weights=step", "model.qk_norm=true", "verify.meshes=[2x2x2,2x1x2x2]"]
-    done = verify(tmp_path, SOURCE.replace(text, text.replace("layers=gather", "layers=False")), *overrides)
+    done = verify(tmp_path, SOURCE.replace(text, text.replace("layers=True", "layers=False")), *overrides)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -103,17 +103,14 @@ def simulated(config: Config) -> list[Result]:
 def _simulated(config: Config, name: str, v: int) -> Result:
     p, m, stages = config.p, config.m, config.p * v
     orders = schedule_of(name)(p, m, v)
-    flags = {"recompute": config.recompute, "fuse_last": config.recompute}
     forward, backward = (_times(which, getattr(config, which), stages, v) for which in ("forward", "backward"))
-    costs = Costs(forward, backward, config.transfer, config.weights, **flags)
-    table = tick_table(orders, p, m, v, **flags)
+    costs = Costs(forward, backward, config.transfer, config.weights, config.recompute)
+    table = tick_table(orders, p, m, v, recompute=config.recompute)
     of_input = as_bytes("input_bytes", config.input_bytes)
     of_device = (as_bytes(name, getattr(config, name)) for name in ("residual_bytes", "kept_bytes"))
     of_stage, of_half = (None if size is None else size / v for size in of_device)
     kept = of_input if config.recompute else of_stage
     alive = None if kept is None else [kept] * stages
-    if alive and config.recompute:
-        alive[0] = 0.0  # embedded again
     stored = [(table.arrivals, of_input), (table.residuals, of_stage), (table.kept, of_half)]
     buffers = None
     if not any(count and size is None for count, size in stored):

@@ -36,8 +36,7 @@ class Chart:
     def pieces(self, span: Span) -> list[tuple[str, float, float]]:
         """Returns (kind, start, end) of each box that a task is drawn as.
 
-        A backward, or its input half, that begins with a forward has two: a `repeat` or, if that forward is done
-        nowhere else, a `forward`; and a `backward`.
+        A backward, or its input half, that begins with a forward has two: a `repeat` and a `backward`.
         """
         (task, start, end), costs = span, self.timeline.costs
         if task.kind == "forward":
@@ -47,8 +46,7 @@ class Chart:
         else:
             share = 1 - costs.weights if task.kind == "backward_input" else 1
             middle = end - share * costs.backward[task.stage]
-            first = "forward" if costs.fused(task) else "repeat"
-            parts = [(first, start, middle), ("backward", middle, end)]
+            parts = [("repeat", start, middle), ("backward", middle, end)]
         return [part for part in parts if part[2] - part[1] > 1e-9]
 
     def spans(self) -> Iterator[tuple[int, int, Span]]:

@@ -268,14 +268,14 @@ def stage_by_stage(
     me, holders = lax.axis_index(PIPELINE_AXIS), []
     batch = jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), batch)
 
-    def run(fn, device, *args):
-        with pipeline_stage():
+    def run(fn, device, *args, alone=True):
+        with pipeline_stage(alone):
             y = fn(*args, *batch)
         holders.extend([device] * (len(recorder.values) - len(holders)))
         of_device = lambda y: jnp.where(me == device, y, jnp.zeros_like(y))
         return jax.tree.map(lambda y: lax.psum(of_device(varying(y, (PIPELINE_AXIS,))), PIPELINE_AXIS), y)
 
-    x, first, added = run(parts.first, placement.place_of(0)[0], w), 0, 0.0
+    x, first, added = run(parts.first, placement.place_of(0)[0], w, alone=False), 0, 0.0
     for stage, count in enumerate(placement.counts):
         device, chunk = placement.place_of(stage)
         begin, seen = chunk * placement.chunk_rows, len(recorder.sites)
@@ -288,7 +288,7 @@ def stage_by_stage(
             turn, *inner = site.layers
             recorder.sites[i] = dataclasses.replace(site, layers=(first + turn, *inner))
         first += count
-    total = run(parts.last, device, w, varying(x, (PIPELINE_AXIS,)))
+    total = run(parts.last, device, w, varying(x, (PIPELINE_AXIS,)), alone=False)
     return total + added, holders
 
 
