@@ -107,6 +107,8 @@ def _beside_stages(trace: Callable, larger: list[Callable], c: Config, model: An
     p, t = mesh.shape[PIPELINE_AXIS], c.training
     training = dataclasses.replace(t, batch_size=2 * t.batch_size, microbatches=2 * t.microbatches)
     twice = dataclasses.replace(c, model=dataclasses.replace(c.model, layers=2 * c.model.layers), training=training)
+    if isinstance(c.pipeline.layers_per_stage, list | tuple):  # for other numbers of layers and stages
+        twice.pipeline = dataclasses.replace(c.pipeline, layers_per_stage="balanced")
     more = [functools.partial(_traced, trace, twice, type(model), names) for names in _larger(twice, mesh)]
     found = prove(lambda: trace(twice, type(model)(twice.model)), mesh, {PIPELINE_AXIS: 2 * p}, more)
     if any(str(finding).startswith(UNTRACED) for finding in found):
