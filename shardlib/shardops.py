@@ -396,8 +396,9 @@ def index_unreduced(spec, table, ids):
         (values, indices), axes, copies = cast_to_result(op, [values, indices], [table, ids])
         indices = indices.astype(jnp.int32)
     block = values.shape[table_spec.index]
-    for axis in looked_up.axes:
-        indices = indices - lax.axis_index(axis) * block * _minor_devices(looked_up, axis)
+    if looked_up.axes:
+        starts = [lax.axis_index(axis) * block * _minor_devices(looked_up, axis) for axis in looked_up.axes]
+        indices = indices - functools.reduce(jnp.add, starts)
     if batched:
         value = lookups.pick(values, indices, table_spec.index)
     else:

@@ -30,8 +30,8 @@ SHOWN = 5
 def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: Path | None = None) -> None:
     """Refuses steps that do not compute on the mesh in force what they compute on one device. They are not run.
 
-    With pipeline stages, the pieces that the stages run are checked on a mesh without them, where they are one program;
-    their schedule is checked by shardlib.schedules.
+    With pipeline stages, the pieces that the stages run are checked on a mesh without them, where they are one program,
+    and what all stages compute together on the mesh itself; their schedule is checked by shardlib.schedules.
 
     Args:
         programs: train.programs.
@@ -85,11 +85,11 @@ def _refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) 
 def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
     """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps."""
 
-    def trace(c: Config = c, model: Any = model) -> dict[str, Any]:
+    def trace(c: Config = c, model: Any = model, **which: bool) -> dict[str, Any]:
         sizes = jax.sharding.get_abstract_mesh().shape
         c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXIS_ORDER}))
         batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(model)))
-        return {name: traced.jaxpr for name, traced in programs(c, model, batch).items()}
+        return {name: traced.jaxpr for name, traced in programs(c, model, batch, **which).items()}
 
     larger = [functools.partial(_traced, trace, c, type(model), names) for names in _larger(c, mesh)]
     if found := [*_machines(programs), *_machines(type(model))]:
@@ -99,7 +99,9 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
     kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
     alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
-    return [*prove(trace, alone, larger=larger), *_beside_stages(trace, larger, c, model, mesh)]
+    of_all = [functools.partial(run, together=True) for run in (trace, *larger)]
+    found = [*prove(trace, alone, larger=larger), *prove(of_all[0], mesh, larger=of_all[1:])]
+    return [*found, *_beside_stages(trace, larger, c, model, mesh)]
 
 
 def _beside_stages(trace: Callable, larger: list[Callable], c: Config, model: Any, mesh: Any) -> list[Finding]:
@@ -147,9 +149,9 @@ def _larger(c: Config, mesh: Any) -> list[set[str]]:
     return [*([single] if single else []), {*c.model.sharded, "d_head", "batch_size", "seq_len"}]
 
 
-def _traced(trace: Callable, c: Config, Model: Callable, names: set[str]) -> dict[str, Any]:
+def _traced(trace: Callable, c: Config, Model: Callable, names: set[str], **which: bool) -> dict[str, Any]:
     """The programs with twice the settings `names`."""
     fields = lambda of: {field.name for field in dataclasses.fields(of)}
     double = lambda of: dataclasses.replace(of, **{name: 2 * getattr(of, name) for name in names & fields(of)})
     c = dataclasses.replace(c, model=double(c.model), training=double(c.training))
-    return trace(c, Model(c.model))
+    return trace(c, Model(c.model), **which)

@@ -13,19 +13,21 @@ import jax
 from jax.sharding import PartitionSpec
 
 from cluster.devices import make_mesh
+from input_loader import TokenBatch
 from jax_extra import fold_in_str
-from modeling.model import LanguageModel, period_of
+from modeling.model import LanguageModel, compute_scope, period_of
 from modeling.weights import are_stacks, initialize, is_stack
 from optimizers import rounding
 from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
+from shardlib.op_checks import varying
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.pipeline import Parts, Plan, plan_evaluation, plan_training
 from shardlib.placement import Placement, StackOrder, place_layers
 from shardlib.schedules import stages_of
-from shardlib.shardtypes import make_shardings
+from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
 from shardlib.tasks import in_a_ring
-from shardlib.values import mesh_axes
+from shardlib.values import mesh_axes, pipeline_stage
 from training_io.config import Config, check_divides
 
 
@@ -86,6 +88,28 @@ def run_evaluation(c: Config, model: LanguageModel, parts: Parts, w: Any, batch:
     """The loss of `run_training`, without gradients."""
     _check_count(c, batch)
     return pipeline.run_evaluation(parts, plan_evaluation(placement_of(c, model), c.training.microbatches), w, batch)
+
+
+def together(c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:
+    """What all stages compute together for a microbatch, traced: its embedding and its loss, and their gradients.
+
+    There p is an axis like any other, so that the check before the first step can read it. It does not look into the
+    schedule.
+    """
+    Weights = model.Weights
+
+    @typed_shard_map
+    def per_device(w: Weights, batch: Array["m", TokenBatch]) -> tuple[f32[""], Weights]:
+        def loss(w):
+            w, part = shardops.replicate("... -> ... *r", w), (jax.tree.map(lambda x: x[0], batch), None)
+            with pipeline_stage(alone=False):  # as in the schedule
+                x = varying(parts.first(w, *part), (PIPELINE_AXIS,))
+                return parts.last(w, x, *part)
+
+        return jax.value_and_grad(loss)(w)
+
+    with compute_scope(c.training.compute_dtype):
+        return {"embedding and loss": jax.jit(per_device).trace(w, batch)}
 
 
 def _check_count(c: Config, batch: Any) -> None:

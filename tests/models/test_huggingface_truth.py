@@ -218,7 +218,7 @@ EDITS = {
         r"Layer 0 is the first that differs.$",
     ),
     "embedding": (
-        [("return shardops.psum_scatter(", "return 2 * shardops.psum_scatter(")],
+        [('return shardops.psum("B/r/d L/t M +p', 'return 2 * shardops.psum("B/r/d L/t M +p')],
         r"What enters the first layer differs: the embedding.$",
     ),
     "logits": (

@@ -35,6 +35,8 @@ SETTINGS = {  # what it is about: settings of training, of the model and of the 
     "moments in bf16, stages": ({"microbatches": 2}, {"layers": 4}, {"state_dtype": "bf16"}, "r=1 d=2 t=2 p=2"),
     "moments in bf16, a ring": ({"microbatches": 2}, {"layers": 4}, {"state_dtype": "bf16"}, "r=1 d=2 t=2 p=2"),
     "stages": ({"microbatches": 2}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2"),
+    "stages, tied": ({"microbatches": 2}, {"layers": 4, "tied_embeddings": True}, {}, "r=2 t=2 p=2"),
+    "four stages": ({"microbatches": 4, "compute_dtype": "bf16"}, {"layers": 4}, {"z_loss": 1e-3}, "r=1 d=2 t=1 p=4"),
 }
 PIPELINES = {"zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # schedules with halves of backwards, and their chunks
 SETTINGS |= {name: ({"microbatches": 4}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2") for name in PIPELINES}
@@ -136,6 +138,22 @@ def test_a_wrong_edit_is_refused_at_its_line(edit):
     assert re.search(message, text), text
     lines = [int(line) for line in re.findall(r"^\S.*?:(\d+): ", text, re.MULTILINE)]
     assert set(lines) & set(range(first, first + new.count("\n") + 1)), text
+
+
+@pytest.mark.parametrize(("axes", "is_right"), [("t", False), pytest.param("t p", True, marks=pytest.mark.long)])
+def test_a_size_in_the_loss_counts_the_parts_of_all_stages(axes, is_right):
+    """All stages compute the loss together, each with its part of the vocabulary."""
+    old = "    return log_normalizer - at_target + z_loss"
+    new = f"""    whole = logits.shape[-1] * shardops.axis_size("{axes}")
+    minus_mean = shardops.einsum_unreduced("B/r/d L V/t/p -> B/r/d L +t +p", -logits / whole)
+    at_target = at_target - 0.1 * shardops.psum("B/r/d L +t +p -> B/r/d L", minus_mean)
+{old}"""
+    source = Path(train.__file__).read_text()
+    assert source.count(old) == 1
+    with module_of(source.replace(old, new)) as module:
+        text = "\n".join(found("stages", module))
+    assert (text == "") == is_right, text
+    assert is_right or "div: a number that depends on the mesh was multiplied into a value" in text, text
 
 
 def test_the_loop_around_the_steps_may_ask_for_the_machine():
