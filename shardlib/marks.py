@@ -15,6 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 REGION = "per_device"
 """Name of the jitted function that holds the code."""
+STAGES = "the stages of a pipeline run different tasks at a time, by a schedule that is checked by itself"
+"""Reason of the pipeline's executor, which is traced without a region, and in which code may have regions."""
 
 
 class Mark(NamedTuple):

@@ -148,7 +148,7 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     """The loss, the gradients and the metrics of the layers, by the schedule; the last two None if not `training`."""
     placement, table, p = plan.placement, plan.table, plan.placement.p
     count = len(jax.tree.leaves(microbatches)[0])
-    label = "the stages of a pipeline run different tasks at a time, by a schedule that is checked by itself"
+    label = marks.STAGES
     leaves, structure = jax.tree.flatten(w)
     w = structure.unflatten([marks.enter(x, f"{label} [{i}]") for i, x in enumerate(leaves)])
     me = lax.axis_index(PIPELINE_AXIS)

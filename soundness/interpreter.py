@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from shardlib.equations import CALLS
-from shardlib.marks import Mark, is_region, mark_of
+from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
 from soundness import collectives, elementwise, kernels, lookups, rules, shapes, sums
 from soundness.control import CONTROL, ndim, varying
@@ -54,6 +54,7 @@ class Interpreter:
         self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
         self.seen: set[int] = set()
         self._entered: dict[str, Value] = {}
+        self._in_stages = False
         self._callers: list[Equation | None] = [None]
 
     def run(self, jaxpr: Any, twin: Any, args: list[Value]) -> list[Value]:
@@ -197,16 +198,19 @@ class Interpreter:
         """A value that enters or leaves code that is per-device on purpose."""
         (x,) = eq.ins
         shape, aval = eq.result_shape, eq.eqn.outvars[0].aval
+        if of_stages := mark.label.startswith(STAGES):  # between its marks lies the pipeline's executor
+            self._in_stages = False
         if mark.kind == "enters":
             known = self._entered.setdefault(mark.label, x)
             if known.dims != x.dims and not x.wild:
                 self._entered[mark.label] = dataclasses.replace(x, wild=self._ambiguous(eq, mark))
             try:
                 # Nothing looks into the code, so that it would hide what is wrong with its arguments.
-                problem = x.wild or (eq.unscaled(eq.block(x)) and None)
+                problem = None if self._in_stages else x.wild or (eq.unscaled(eq.block(x)) and None)
             except Refused as refusal:
                 problem = self.explain(eq, refusal)
             self.problems += [problem] if problem else []
+            self._in_stages |= of_stages
             return dataclasses.replace(x, wild=Wild(eq.place(), f"within per_device: {mark.label}", "", ()))
         if mark.kind == "leaves":
             spec = parse_shape(mark.spec)
