@@ -188,7 +188,9 @@ def cast_to_result(
     `values` are the arrays in `operands`. Raises ShardError for a copy in the result that no operand is, and for a cast
     that hides a reduction of a gradient.
     """
-    differing = set().union(*(jax.typeof(value).manual_axis_type.varying for value in values))
+    kinds = [jax.typeof(value).manual_axis_type for value in values]
+    # In a stage the result of what was gathered over p varies over p, as all values there may.
+    differing = set().union(*(kind.varying | kind.reduced for kind in kinds))
     axes = op.rhs.sharded | set(op.rhs.partial) | (differing & set(stage_axes()))
     copies = {axis for x in operands for axis in copy_axes(x)} - axes
     if extra := sort_axes(set(op.rhs.copies) - copies):
