@@ -23,10 +23,26 @@ def einsum_with_gradients(formula: str, dtype, x_is_smaller: bool, x: jax.Array,
 
 def product_of(formula: str, x: jax.Array, y: jax.Array, dtype=None) -> jax.Array:
     """jnp.einsum, in the form that XLA computes fastest. None: a result in the operands' dtype."""
+    operands, result = formula.split("->")
+    x_dims, y_dims = operands.split(",")
+    if {*x_dims, *y_dims} <= {*result} or {*x_dims} == {*y_dims}:
+        return _sum_of_products(x_dims, y_dims, result, x, y).astype(dtype or x.dtype)
     if dtype is None and x.dtype == jnp.bfloat16 and target_device().platform == "cpu":
         # The same sums, rounded once. XLA has no product of bf16 for a CPU but the one whose result is f32.
         return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32).astype(x.dtype)
     return jnp.einsum(formula, x, y, preferred_element_type=dtype)
+
+
+def _sum_of_products(x_dims: str, y_dims: str, result: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """An einsum that multiplies no matrices, in f32 or wider. As a product, XLA would transpose operands and result."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    dims = x_dims + "".join(dim for dim in y_dims if dim not in x_dims)
+    y = y.transpose([y_dims.index(dim) for dim in dims if dim in y_dims])
+    y = jnp.expand_dims(y, [i for i, dim in enumerate(dims) if dim not in y_dims])
+    x = jnp.expand_dims(x, range(len(x_dims), len(dims)))
+    summed = jnp.sum(x.astype(wide) * y.astype(wide), [i for i, dim in enumerate(dims) if dim not in result])
+    kept = [dim for dim in dims if dim in result]
+    return summed.transpose([kept.index(dim) for dim in result])
 
 
 def _product_forward(formula, dtype, x_is_smaller, x, y):
@@ -42,12 +58,15 @@ def _product_backward(formula, dtype, x_is_smaller, operands, g):
     product = lambda a, b, to: product_of(f"{a[0]},{b[0]}->{to}", a[1], b[1])
     of_g, of_x, of_y = (result, g), (x_dims, x), (y_dims, y)
     dx = product(of_g, of_y, x_dims)
-    if target_device().platform != "cpu" or x_is_smaller:
+    if target_device().platform != "cpu":
         return dx, product(of_x, of_g, y_dims)
     # A CPU transposes the first operand, so the smaller one comes first. XLA would follow the order of the result.
-    swapped = "".join(sorted(y_dims, key=lambda dim: dim not in result))
-    dy = lax.optimization_barrier(product(of_g, of_x, swapped))
-    return dx, jnp.einsum(f"{swapped}->{y_dims}", dy)
+    first, second = (of_x, of_g) if x_is_smaller else (of_g, of_x)
+    order = "".join(sorted(y_dims, key=lambda dim: dim not in first[0]))
+    if order == y_dims:
+        return dx, product(first, second, y_dims)
+    dy = lax.optimization_barrier(product(first, second, order))
+    return dx, jnp.einsum(f"{order}->{y_dims}", dy)
 
 
 einsum_with_gradients.defvjp(_product_forward, _product_backward)

@@ -71,7 +71,7 @@ def test_all_mistakes():
     [
         (
             "train",
-            ["local_test_synthetic", "60 steps of 4,096 tokens", "training.batch_size (int)"],
+            ["local_test_synthetic", "50 steps of 4,096 tokens", "training.batch_size (int)"],
         ),
         ("tools.generate", ["max_tokens (int) = 200", "Largest number of tokens to add to a prompt"]),
         ("tools.verify", ["verify.devices (int) = 8", "model.vocab (int) must be given"]),

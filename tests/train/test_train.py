@@ -270,9 +270,9 @@ def configure(*arguments: str) -> None:
         ("optimizer.schedule=wsd", "optimizer.schedule is wsd and optimizer.cooldown_steps None; give cooldown_steps."),
         (
             "optimizer.schedule=constant",
-            "optimizer.schedule is constant and optimizer.schedule_steps 60; leave it null.",
+            "optimizer.schedule is constant and optimizer.schedule_steps 50; leave it null.",
         ),
-        ("optimizer.warmup_steps=500", "optimizer.warmup_steps is 500 and optimizer.schedule_steps 60"),
+        ("optimizer.warmup_steps=500", "optimizer.warmup_steps is 500 and optimizer.schedule_steps 50"),
         ("model.logit_softcap=0", "model.logit_softcap is 0"),
         ("optimizer.final_fraction=1.5", "optimizer.final_fraction is 1.5; it must be at least 0 and at most 1."),
         ("training.log_interval=0", "training.log_interval is 0; it must be at least 1 and below 2**31."),
