@@ -706,3 +706,25 @@ def test_gradients_of_a_product_are_products_in_the_operands_dtype():
     dots = re.findall(r"stablehlo.dot_general.*: \((.*)\) ->", text)
     assert len(dots) == 3
     assert not any("f32" in dot.replace("bf16", "") for dot in dots)
+
+
+def test_a_norm_transposes_nothing_on_one_device():
+    """As written with `*` in plain JAX. Products of matrices and moved dims would have XLA transpose on a CPU."""
+
+    def gradients(norm):
+        compiled = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.sin(norm(w, x))), argnums=(0, 1))).lower(w, x).compile()
+        return len(re.findall(r" (?:transpose|copy)\(", compiled.as_text())), compiled(w, x)
+
+    @typed_shard_map
+    def typed_norm(w: f32["M/t/d"], x: f32["B/d L/t M"]) -> f32["B/d L M"]:
+        x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
+        x = einsum_unreduced("B/d L/t M, M -> B/d L/t M", x, all_gather("M/t/d -> M", w))
+        return all_gather("B/d L/t M -> B/d L M", x, replicated=True)
+
+    with jax.set_mesh(mesh_of(d=1, t=1)):
+        w, x = jnp.linspace(1, 2, 64), jnp.sin(jnp.arange(16 * 32 * 64.0)).reshape(16, 32, 64)
+        found, ours = gradients(typed_norm)
+        plain, theirs = gradients(lambda w, x: w * (x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))))
+    assert found <= plain
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
