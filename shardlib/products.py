@@ -25,24 +25,26 @@ def product_of(formula: str, x: jax.Array, y: jax.Array, dtype=None) -> jax.Arra
     """jnp.einsum, in the form that XLA computes fastest. None: a result in the operands' dtype."""
     operands, result = formula.split("->")
     x_dims, y_dims = operands.split(",")
+    if target_device().platform != "cpu":
+        return jnp.einsum(formula, x, y, preferred_element_type=dtype)
     if {*x_dims, *y_dims} <= {*result} or {*x_dims} == {*y_dims}:
-        return _sum_of_products(x_dims, y_dims, result, x, y).astype(dtype or x.dtype)
-    if dtype is None and x.dtype == jnp.bfloat16 and target_device().platform == "cpu":
+        return _sum_of_products(x_dims, y_dims, result, x, y, dtype or x.dtype)
+    if dtype is None and x.dtype == jnp.bfloat16:
         # The same sums, rounded once. XLA has no product of bf16 for a CPU but the one whose result is f32.
         return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32).astype(x.dtype)
     return jnp.einsum(formula, x, y, preferred_element_type=dtype)
 
 
-def _sum_of_products(x_dims: str, y_dims: str, result: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """An einsum that multiplies no matrices, in f32 or wider. As a product, XLA would transpose operands and result."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+def _sum_of_products(x_dims: str, y_dims: str, result: str, x: jax.Array, y: jax.Array, dtype) -> jax.Array:
+    """An einsum that multiplies no matrices. As a product, XLA would transpose operands and result on a CPU."""
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), dtype)
     dims = x_dims + "".join(dim for dim in y_dims if dim not in x_dims)
     y = y.transpose([y_dims.index(dim) for dim in dims if dim in y_dims])
     y = jnp.expand_dims(y, [i for i, dim in enumerate(dims) if dim not in y_dims])
     x = jnp.expand_dims(x, range(len(x_dims), len(dims)))
     summed = jnp.sum(x.astype(wide) * y.astype(wide), [i for i, dim in enumerate(dims) if dim not in result])
     kept = [dim for dim in dims if dim in result]
-    return summed.transpose([kept.index(dim) for dim in result])
+    return summed.transpose([kept.index(dim) for dim in result]).astype(dtype)
 
 
 def _product_forward(formula, dtype, x_is_smaller, x, y):

@@ -152,10 +152,10 @@ def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax
     """collective(x, axes, tiled=True) along `dim`, with that dim moved to the front and back.
 
     For another dim, XLA on a CPU chooses layouts that cost the collective's neighbours more time than it takes itself.
-    On one device nothing is moved: it communicates along a new dim of size 1.
+    XLA keeps a collective of one device: there nothing is moved, and it runs along a new dim of size 1.
     """
     if planned_devices(axes) == 1:
-        return collective(x[None], axes, tiled=True, **options)[0]
+        return collective(x.reshape(1, *x.shape), axes, tiled=True, **options).reshape(x.shape)
     return jnp.moveaxis(collective(jnp.moveaxis(x, dim, 0), axes, tiled=True, **options), 0, dim)
 
 

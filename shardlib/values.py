@@ -136,22 +136,18 @@ def note_arguments(specs: list) -> None:
         noted.append(specs)
 
 
-_PLANNED: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("shardlib_planned", default=None)
+_PLANNED = jax.make_user_context(None)
+"""Sizes of a mesh, as pairs. JAX traces a jitted function again where they differ."""
 
 
-@contextlib.contextmanager
-def planned_for(mesh: Mapping[str, int]) -> Iterator[None]:
+def planned_for(mesh: Mapping[str, int]) -> contextlib.AbstractContextManager:
     """Context in which choices of speed are those for a mesh of these sizes, whatever mesh is traced on."""
-    token = _PLANNED.set(mesh)
-    try:
-        yield
-    finally:
-        _PLANNED.reset(token)
+    return _PLANNED(tuple(sorted(mesh.items())))
 
 
 def planned_devices(axes: Iterable[str]) -> int:
     """Number of devices along `axes`, for choices of speed: two traces that are compared choose alike."""
-    sizes = _PLANNED.get() or mesh_axes()
+    sizes = dict(_PLANNED.value or ()) or mesh_axes()
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 

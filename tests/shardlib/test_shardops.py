@@ -27,7 +27,7 @@ from shardlib.shardops import (
     psum_scatter,
     replicate,
 )
-from shardlib.shardtypes import Array, Copy, Partial, bf16, f32, i32, pytree_dataclass, typed, typed_shard_map
+from shardlib.shardtypes import Array, Copy, Partial, bf16, f32, f64, i32, pytree_dataclass, typed, typed_shard_map
 
 SIZES = {"B": 8, "L": 8, "M": 16, "N": 8, "F": 24, "V": 32, "K": 8, "layers": 3}
 
@@ -708,8 +708,8 @@ def test_gradients_of_a_product_are_products_in_the_operands_dtype():
     assert not any("f32" in dot.replace("bf16", "") for dot in dots)
 
 
-def test_a_norm_transposes_nothing_on_one_device():
-    """As written with `*` in plain JAX. Products of matrices and moved dims would have XLA transpose on a CPU."""
+def test_a_norm_transposes_nothing_on_one_cpu():
+    """As written with `*` in plain JAX. Products of matrices and moved dims would have XLA transpose."""
 
     def gradients(norm):
         compiled = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.sin(norm(w, x))), argnums=(0, 1))).lower(w, x).compile()
@@ -728,3 +728,11 @@ def test_a_norm_transposes_nothing_on_one_device():
     assert found <= plain
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_sums_are_of_the_preferred_dtype():
+    x = np.random.default_rng(0).normal(size=4096).astype(np.float32)
+    with jax.enable_x64(True), jax.set_mesh(mesh_of(d=1, t=1)):
+        body = lambda x: psum("+d ->", einsum_unreduced("B/d, B/d -> +d", x, x, preferred_element_type=jnp.float64))
+        found = jax.jit(typed_body(body, (f32["B/d"],), f64[""]))(x)
+    np.testing.assert_allclose(found, np.sum(x.astype(np.float64) ** 2), rtol=1e-14)

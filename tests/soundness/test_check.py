@@ -97,6 +97,20 @@ def test_one_entry_of_a_dim_on_each_device():
             check(first, x, **options)
 
 
+def test_a_jitted_function_on_one_mesh_after_the_other():
+    """Collectives along one device have another form, which JAX's cache of traced functions has to know."""
+
+    @jax.jit
+    @typed_shard_map
+    def body(x: f32["B M/d"], w: f32["M F/t"]) -> f32["B F/t"]:
+        x = shardops.replicate("... -> ... *t", shardops.all_gather("B M/d -> B M", x, replicated=True))
+        return shardops.einsum_unreduced("B M, M F/t -> B F/t", x, w)
+
+    for sizes in ((2, 4), (1, 8), (8, 1), (2, 4)):
+        mesh = AbstractMesh(sizes, ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
+        check(body, jax.ShapeDtypeStruct((16, 16), jnp.float32), jax.ShapeDtypeStruct((16, 32), jnp.float32), mesh=mesh)
+
+
 def test_a_choice_by_the_number_of_entries_of_a_device():
     options = {"mesh": MESHES["abstract"](AxisType.Auto), "in_specs": P("t"), "out_specs": P("t")}
     for size in (4, 8):

@@ -37,6 +37,7 @@ SETTINGS = {  # what it is about: settings of training, of the model and of the 
     "stages": ({"microbatches": 2}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2"),
     "stages, tied": ({"microbatches": 2}, {"layers": 4, "tied_embeddings": True}, {}, "r=2 t=2 p=2"),
     "stages, loss in chunks": ({"microbatches": 2, "loss_chunk": 4}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2"),
+    "four stages, t": ({"microbatches": 4}, {"layers": 4}, {}, "r=1 d=1 t=2 p=4"),
     "four stages": ({"microbatches": 4, "compute_dtype": "bf16"}, {"layers": 4}, {"z_loss": 1e-3}, "r=1 d=2 t=1 p=4"),
 }
 PIPELINES = {"zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # schedules with halves of backwards, and their chunks
