@@ -29,7 +29,7 @@ import yaml
 from jax.experimental import topologies
 
 from benchmarks.nvidia import GPUS, description, least_ms
-from benchmarks.steps import load, lowered_step, print_header, print_line
+from benchmarks.steps import CONFIGS, load, lowered_step, print_header, print_line
 from cluster.devices import known_options, make_mesh
 from compiled.hlo import Computation, Instruction, Program, parse, with_mesh
 from compiled.operations import collective
@@ -107,6 +107,9 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="print the collectives that have no matmul beside them")
     args, overrides = parser.parse_known_args()
     jax.config.update("jax_platforms", "cpu")  # so that JAX's plugin for CUDA does not look for a device
+    recipes = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    if wrong := [name for name in args.config_name.split(",") if name not in recipes]:
+        parser.error(f"--config-name has {', '.join(wrong)}; choose of {', '.join(recipes)}")
     try:
         topology = {"target_config": description(args.gpu), "topology": f"1x1x{args.devices}"}
         devices = topologies.get_topology_desc(platform="cuda", **topology).devices

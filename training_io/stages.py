@@ -39,7 +39,11 @@ def has_stages() -> bool:
 def placement_of(c: Config, model: LanguageModel) -> Placement:
     """Placement of the layers of a run on the current mesh. Raises ValueError if they cannot be placed so."""
     p, v, counts = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages, c.pipeline.layers_per_stage
-    stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v) if p > 1 else in_a_ring(1, 1)
+    try:
+        stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v) if p > 1 else in_a_ring(1, 1)
+    except ValueError as error:
+        names = "p is mesh.p, v pipeline.virtual_stages, the number of microbatches training.microbatches"
+        raise ValueError(f"pipeline.schedule={c.pipeline.schedule}: {error} ({names})") from None
     counts, period = counts if p > 1 else None, period_of(model)
     if counts == "balanced":
         counts = [period * count for count in balanced(c.model.layers // period, p * v)]

@@ -84,6 +84,8 @@ def main() -> None:
     sizes = (
         options.sizes.split(",") if options.sizes else ["2m", "10m", "demo"] if platform == "cpu" else list(GPU_SIZES)
     )
+    if wrong := [size for size in sizes if size not in SIZES]:
+        parser.error(f"--sizes has {', '.join(wrong)}; choose of {', '.join(SIZES)}")
     names = options.only.split(",") if options.only else [name for name in MODULES if name != "torch-max-autotune"]
     if options.seqax:
         options.seqax = options.seqax.resolve()
