@@ -34,8 +34,8 @@ PATHS = ("auto", "einsum", "blockwise", "cudnn", "cudnn_wide", "splash")
 """Values of `training.attention`."""
 KERNELS = {"cudnn": "gpu", "cudnn_wide": "gpu", "splash": "tpu"}
 """Paths that are kernels of one platform, and the platform."""
-CUDNN_UP_TO = 16384
-"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask. The mask then takes half a GiB for each
+CUDNN_UP_TO = 32768
+"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask. The mask then takes 2 GiB for each
 sequence. So does its gradient, which jax 0.10 has cuDNN compute, and jax 0.12 does not."""
 UNSEEN = 2.0**16
 """How much lower the scores of keys in other documents are in cudnn_wide, at least, so that their weights are 0. Where
