@@ -175,11 +175,12 @@ def composed(name: str, *overrides: str):
 def test_all_options_of_the_configs_are_known_here():
     """Those for GPUs too, which XLA parses on any platform: so that a renamed one is noticed before a run on one."""
     for name in ("gpu", "a100", "h100", "h200", "cpu"):
-        options = composed("flat_tokens_c4_a100x8_84m", f"hardware={name}").hardware.compiler_options
-        said = []
-        assert len(known_options(options, said.append)) == len(options)
-        assert said == []
-        assert bool(options) == (name != "cpu")
+        for config in ("flat_tokens_c4_a100x1_84m", "flat_tokens_c4_a100x8_84m"):
+            options = composed(config, f"hardware={name}").hardware.compiler_options
+            said = []
+            assert len(known_options(options, said.append)) == len(options)
+            assert said == []
+            assert bool(options) == (name != "cpu" or "x8" in config)
 
 
 @pytest.mark.quick
