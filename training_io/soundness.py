@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from input_loader import batch_shapes
-from modeling.model import inputs_of
+from modeling.model import inputs_of, period_of
 from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS, ShardError
 from shardlib.places import place
 from soundness.check import UNTRACED, Finding, prove
@@ -99,18 +99,30 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
     kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
     alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
-    of_all = [functools.partial(run, together=True) for run in (trace, *larger)]
-    found = [*prove(trace, alone, larger=larger), *prove(of_all[0], mesh, larger=of_all[1:])]
+    even = _with_even_stages(c, model, mesh)
+    of_even = lambda: trace(even, type(model)(even.model), together=True)
+    more = [functools.partial(_traced, trace, even, type(model), names, together=True) for names in _larger(even, mesh)]
+    found = [*prove(trace, alone, larger=larger), *prove(of_even, mesh, larger=more)]
     return [*found, *_beside_stages(trace, larger, c, model, mesh)]
+
+
+def _with_even_stages(c: Config, model: Any, mesh: Any) -> Config:
+    """`c`, with equal stages where it has not: rows of padding would give stacks of layers another shape."""
+    if c.pipeline.layers_per_stage is None:
+        return c
+    whole = mesh.shape[PIPELINE_AXIS] * c.pipeline.virtual_stages * period_of(model)
+    layers = math.ceil(c.model.layers / whole) * whole
+    pipeline = dataclasses.replace(c.pipeline, layers_per_stage=None)
+    return dataclasses.replace(c, model=dataclasses.replace(c.model, layers=layers), pipeline=pipeline)
 
 
 def _beside_stages(trace: Callable, larger: list[Callable], c: Config, model: Any, mesh: Any) -> list[Finding]:
     """What is wrong outside of the stages. Compared with twice the stages, layers and microbatches, where possible."""
     p, t = mesh.shape[PIPELINE_AXIS], c.training
     training = dataclasses.replace(t, batch_size=2 * t.batch_size, microbatches=2 * t.microbatches)
-    twice = dataclasses.replace(c, model=dataclasses.replace(c.model, layers=2 * c.model.layers), training=training)
-    if isinstance(c.pipeline.layers_per_stage, list | tuple):  # for other numbers of layers and stages
-        twice.pipeline = dataclasses.replace(c.pipeline, layers_per_stage="balanced")
+    even = _with_even_stages(c, model, mesh)
+    larger_model = dataclasses.replace(even.model, layers=2 * even.model.layers)
+    twice = dataclasses.replace(even, model=larger_model, training=training)
     more = [functools.partial(_traced, trace, twice, type(model), names) for names in _larger(twice, mesh)]
     found = prove(lambda: trace(twice, type(model)(twice.model)), mesh, {PIPELINE_AXIS: 2 * p}, more)
     if any(str(finding).startswith(UNTRACED) for finding in found):

@@ -42,7 +42,17 @@ SETTINGS = {  # what it is about: settings of training, of the model and of the 
 }
 PIPELINES = {"zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # schedules with halves of backwards, and their chunks
 SETTINGS |= {name: ({"microbatches": 4}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2") for name in PIPELINES}
-SHORT = ("the demo",)
+UNEVEN = {  # layers of each stage, and the chunks of a device
+    "stages of 1 and 3 layers": ([1, 3], 1),
+    "stages of 1 and 2 layers": ([1, 2], 1),
+    "stages of 3 layers in all, balanced": ("balanced", 1),
+    "a ring of 1 or 2 layers": ([1, 2, 1, 2], 2),
+}
+SETTINGS |= {
+    name: ({"microbatches": 2}, {"layers": sum(counts) if isinstance(counts, list) else 3}, {}, "r=1 d=2 t=2 p=2")
+    for name, (counts, _) in UNEVEN.items()
+}
+SHORT = ("the demo", "stages of 1 and 3 layers")
 
 
 def mesh_of(text: str) -> AbstractMesh:
@@ -58,6 +68,9 @@ def found(settings: str, module=train) -> list[str]:
         c.pipeline = PipelineConfig("interleaved_1f1b", 2)
     if settings in PIPELINES:
         c.pipeline = PipelineConfig(settings, PIPELINES[settings])
+    if settings in UNEVEN:
+        counts, virtual_stages = UNEVEN[settings]
+        c.pipeline = PipelineConfig(virtual_stages=virtual_stages, layers_per_stage=counts)
     return [str(finding) for finding in find_unsound(module.programs, c, load_model(c.model), mesh_of(mesh))]
 
 
