@@ -304,8 +304,11 @@ def test_a_resume_that_is_not_equal_is_reported(tmp_path, monkeypatch, breaks):
             other = breaks and bool(runs.checkpoints(directory))
             super().__init__(directory, runs.Mesh(1, 4, 1) if other else mesh, *overrides, **options)
 
+    # Killed as soon as a checkpoint is whole: before that, the run would begin again on its own mesh.
+    saved = lambda start, when, draw: start.wait_until(lambda: runs.checkpoints(start.directory))
     monkeypatch.setattr(kills, "Start", Resumed)
     monkeypatch.setattr(kills, "moment", lambda draw: "saving")
+    monkeypatch.setattr(kills, "wait_for_moment", saved)
     finding = kills.play(field(tmp_path, "kills"), 0)
     assert finding.outcomes == ("one process, saving",)
     assert bool(finding.wrong) == breaks, finding
