@@ -26,6 +26,7 @@ from modeling.splash import LANES
 from modeling.weights import shapes_of
 from shardlib import gathers, shardops
 from shardlib.layers import split_extras
+from shardlib.parsing import PIPELINE_AXIS
 from shardlib.program_hash import hash_of
 from shardlib.shardtypes import f32, typed_shard_map
 from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
@@ -82,8 +83,15 @@ def calls_of(forward: Any, length: int) -> list[Call]:
         return jnp.zeros(())
 
     with compute_scope(forward.training.compute_dtype):
-        jax.eval_shape(per_device, shapes_of(model.table))
+        jax.eval_shape(per_device, _of_a_period(model))
     return calls
+
+
+def _of_a_period(model: Any) -> Any:
+    """Shapes of the weights with one period of layers in each stage, so that any number of layers will do."""
+    w, layers = shapes_of(model.table), period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
+    of_layers = lambda x: jax.ShapeDtypeStruct((layers, *x.shape[1:]), x.dtype)
+    return dataclasses.replace(w, layers=jax.tree.map(of_layers, w.layers))
 
 
 def distinct(calls: list[Call]) -> list[Call]:
@@ -218,7 +226,8 @@ def _comparison(attend_of: Callable, reference_of: Callable, call: Call, length:
             out, vjp = jax.vjp(of, *given)
             return jax.tree.leaves((out, vjp(g)))
 
-        pairs = zip(run(attend_of(tokens)), run(reference_of(tokens)), strict=True)
+        with pipeline_stage():
+            pairs = list(zip(run(attend_of(tokens)), run(reference_of(tokens)), strict=True))
         return jax.lax.pmax(jnp.stack([distance(a, b) for a, b in pairs]), axes)
 
     return lambda: dict(zip(names, per_device(), strict=True))

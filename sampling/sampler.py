@@ -23,7 +23,15 @@ from cluster.devices import kept_programs
 from input_loader import TokenBatch
 from modeling import gathers
 from modeling.model import compute_scope, inputs_of
-from sampling.cache import KeyValues, Texts, next_logits, next_logits_without_cache, window_cache, window_start
+from sampling.cache import (
+    KeyValues,
+    Texts,
+    next_logits,
+    next_logits_without_cache,
+    twice_the_texts,
+    window_cache,
+    window_start,
+)
 from sampling.drawing import ROUNDING, Settings, check_ids, choose, compare, gathered
 from sampling.probes import verdict
 from shardlib import shardops
@@ -178,7 +186,7 @@ class Sampler:
             start = time.perf_counter()
             if jax.sharding.get_mesh().size > 1:
                 read = self.c, self.forward.training, self.settings, self.context, self._chunk
-                check_program(program, args, self._source, kept_programs("soundness"), *read)
+                check_program(program, args, twice_the_texts(*args), self._source, kept_programs("soundness"), *read)
             self._compiled[key] = program.lower(*args).compile()
             self.speed.compile_seconds += time.perf_counter() - start
         start = time.perf_counter()

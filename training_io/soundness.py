@@ -48,12 +48,13 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: P
     _refuse(lambda: find_unsound(programs, c, model, mesh), known, source, settings)
 
 
-def check_program(program: Any, args: Any, source: Any, known: Path | None, *settings: Any) -> None:
+def check_program(program: Any, args: Any, larger: Any, source: Any, known: Path | None, *settings: Any) -> None:
     """Refuses a jitted program like check_steps, for arguments of these shapes.
 
     Args:
         program: the jitted program, which calls typed_shard_map.
         args: its arguments.
+        larger: arguments with twice the entries of each dim of which a device may have one: see prove.
         source: as in check_steps; None: no record.
         known: as in check_steps.
         *settings: what its source reads beside the arguments.
@@ -61,9 +62,10 @@ def check_program(program: Any, args: Any, source: Any, known: Path | None, *set
     Raises:
         ShardError: as check_steps.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    trace = lambda: {program.__name__: program.trace(*shapes).jaxpr}
-    _refuse(lambda: prove(trace), known if source else None, source, program.__name__, settings, repr(shapes))
+    shapes, larger = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (args, larger))
+    trace = lambda of: {program.__name__: program.trace(*of).jaxpr}
+    find = lambda: prove(lambda: trace(shapes), larger=[lambda: trace(larger)])
+    _refuse(find, known if source else None, source, program.__name__, settings, repr(shapes))
 
 
 def _refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) -> None:

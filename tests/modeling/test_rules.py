@@ -10,6 +10,7 @@ import pytest
 import tiny
 
 import train
+from cluster.devices import make_mesh
 from modeling import attention as attention_module
 from modeling import blockwise as blockwise_module
 from modeling.attention_calls import calls_of, check_paths
@@ -168,6 +169,12 @@ def test_paths_that_agree_pass(compute_dtype, tmp_path):
         assert len(list(tmp_path.iterdir())) == 2
         check_paths(forward, 128, tmp_path)  # einsum: there is nothing to compare
         assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_paths_that_agree_pass_in_stages():
+    """Also where p does not divide the layers."""
+    with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):
+        check_paths(tiny.forward(tiny.config(tiny.model(layers=3), attention="blockwise")), 16)
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from jax import lax
+from jax.sharding import AxisType
 
 import train
 from input_loader import TokenBatch
@@ -17,6 +18,7 @@ from sampling import cache
 from sampling.cache import Texts, next_logits, window_cache, window_start
 from sampling.drawing import Settings, choose, compare, gumbel_noise, lowest_kept, scaled_logits
 from sampling.sampler import Sampler
+from sampling.scoring import Scorer
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import f32, i32, u32
 
@@ -145,6 +147,21 @@ def test_tokens_are_those_of_the_uncached_forward_pass(sampler, texts):
 def test_texts_are_the_same_on_every_mesh(mesh, gather, texts):
     """Through windows that overflow; with weights gathered in each layer, or ahead."""
     assert generate(mesh, gather_weights=gather) == texts
+
+
+def test_one_text_on_two_devices():
+    """Each device has one row, of which JAX traces other operations than of two."""
+    mesh = jax.make_mesh((1, 2, 1), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=jax.devices()[:2])
+    found = {}
+    for on in (tiny.mesh("one device"), mesh):
+        with jax.set_mesh(on):
+            w = tiny.place(jax.tree.map(np.asarray, weights("one device")), train.Transformer)
+            forward = tiny.forward(tiny.config())
+            text = Sampler(forward, Settings(max_tokens=3, seed=5), CONTEXT).generate(w, [[5, 8]])
+            (scored,) = Scorer(forward, train.cross_entropy, CONTEXT, batch=1).losses(w, [[5, 8, *text[0]]])
+            found[on.size] = text, scored.losses
+    assert found[2][0] == found[1][0]
+    np.testing.assert_allclose(found[2][1], found[1][1], rtol=1e-5)
 
 
 def test_texts_do_not_depend_on_their_batch(texts):
