@@ -155,10 +155,11 @@ def one_like(x: jax.Array) -> jax.Array:
 
 
 def zeros_like_traced(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
-    """Zeros with the dtype, the shape after dims `leading`, and the axes of a traced value, varying or unreduced."""
+    """Zeros with the dtype, the shape after dims `leading`, and JAX's type over each axis, of a traced value."""
     kind = like.manual_axis_type
     zeros = varying(jnp.zeros((*leading, *like.shape), like.dtype), kind.varying | kind.unreduced)
-    return lax.pcast(zeros, sort_axes(kind.unreduced), to="unreduced")
+    zeros = lax.pcast(zeros, sort_axes(kind.unreduced), to="unreduced")
+    return lax.pcast(zeros, sort_axes(kind.reduced), to="reduced")
 
 
 def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str], axes: Iterable[str]) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from shardlib.halves import Halves
 from shardlib.op_checks import one_like
+from shardlib.parsing import PIPELINE_AXIS
 
 
 class StageBackward:
@@ -40,7 +41,8 @@ class StageBackward:
             self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
             wanted = [True] * self._dx.num_leaves + [False] * self._g.num_leaves
             given = [True] * len(jax.tree.leaves(stack)) + [is_saved] * len(self.saved_types) + [False]
-            self._halves = Halves(program, wanted, given)
+            # What is passed from task to task varies over p, as its buffers do.
+            self._halves = Halves(program, wanted, given, over=(PIPELINE_AXIS,))
             self._halves.give_late([not is_wanted for is_wanted in wanted])
             _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
 

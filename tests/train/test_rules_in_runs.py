@@ -21,11 +21,17 @@ from modeling.blockwise import BLOCKS
 
 ROWS = 4
 LENGTHS = {"einsum": 16, "blockwise": BLOCKS["cpu"] + 32}
-PLACES = {"one device": (1, 1, 1), "d=2 t=2": (1, 2, 2), "p=2 d=2": (2, 2, 1)}  # name: p, d, t
+PLACES = {  # name: p, d, t, and the schedule
+    "one device": (1, 1, 1, "gpipe"),
+    "d=2 t=2": (1, 2, 2, "gpipe"),
+    "p=2 d=2": (2, 2, 1, "interleaved_1f1b"),
+    "p=2 t=2 in halves": (2, 1, 2, "zb_h1"),
+}
 # A rule on one mesh and one path where that is enough of a look; the others are slow.
 QUICK = {
     ("window", "d=2 t=2", "einsum"),
     ("alternating", "p=2 d=2", "blockwise"),
+    ("alternating", "p=2 t=2 in halves", "blockwise"),
     ("sinks", "d=2 t=2", "blockwise"),
 }
 ALL = [(name, place, path) for name in models.KINDS for place in PLACES for path in LENGTHS]
@@ -60,8 +66,9 @@ def expected(name: str, length: int) -> tuple:
 
 def check_steps(name: str, place: str, path: str) -> None:
     """A training step and an evaluation, from the same weights, are what the dense computation says."""
-    (p, d, t), length = PLACES[place], LENGTHS[path]
+    (p, d, t, schedule), length = PLACES[place], LENGTHS[path]
     c = config(length)
+    c.pipeline.schedule = schedule
     model = models.KINDS[name](c.model)
     loss, gradients = expected(name, length)
     with jax.set_mesh(make_mesh(1, d, t, jax.devices()[: p * d * t], p)):

@@ -52,6 +52,14 @@ SETTINGS |= {
     name: ({"microbatches": 2}, {"layers": sum(counts) if isinstance(counts, list) else 3}, {}, "r=1 d=2 t=2 p=2")
     for name, (counts, _) in UNEVEN.items()
 }
+HALVES = {  # schedules with halves of backwards: what their tasks pass on has other types of JAX
+    "zb_h1 by blocks": ({"attention": "blockwise"}, {}, "r=1 d=2 t=2 p=2"),
+    "zb_h1 without t": ({}, {"qk_norm": True, "d_head": 8}, "r=1 d=2 t=1 p=2"),
+}
+SETTINGS |= {
+    name: ({"microbatches": 4, **training}, {"layers": 4, **model}, {}, mesh)
+    for name, (training, model, mesh) in HALVES.items()
+}
 SHORT = ("the demo", "stages of 1 and 3 layers")
 
 
@@ -66,6 +74,8 @@ def found(settings: str, module=train) -> list[str]:
     c.optimizer = dataclasses.replace(c.optimizer, **optimizer)
     if "ring" in settings:
         c.pipeline = PipelineConfig("interleaved_1f1b", 2)
+    if settings in HALVES:
+        c.pipeline = PipelineConfig("zb_h1")
     if settings in PIPELINES:
         c.pipeline = PipelineConfig(settings, PIPELINES[settings])
     if settings in UNEVEN:
