@@ -20,11 +20,11 @@ from shardlib.values import varying
 CHEAP = frozenset(
     """
     abs add add_any and broadcast_in_dim convert_element_type copy div eq erf exp exp2 expand_dims ge gt integer_pow le
-    log log1p logistic lt max min mul name ne neg not or pow pcast pvary reshape rsqrt select_n sign sqrt square squeeze
-    stop_gradient sub tanh transpose
+    log log1p logistic lt max min mul name ne neg not or pow pcast preduced pvary reduced_vary_cast reduced_vary_cast_p
+    reshape rsqrt select_n sign sqrt square squeeze stop_gradient sub tanh transpose
     """.split()  # noqa: SIM905
 )
-"""Primitives that are rather computed again than kept."""
+"""Primitives that are rather computed again than kept, casts of a gathered value to a varying one among them."""
 
 
 class Halves:

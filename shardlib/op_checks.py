@@ -155,11 +155,10 @@ def one_like(x: jax.Array) -> jax.Array:
 
 
 def zeros_like_traced(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
-    """Zeros with the dtype, the shape after dims `leading`, and JAX's type over each axis, of a traced value."""
+    """Zeros with the dtype, the shape after dims `leading`, and the axes of a traced value, varying or unreduced."""
     kind = like.manual_axis_type
     zeros = varying(jnp.zeros((*leading, *like.shape), like.dtype), kind.varying | kind.unreduced)
-    zeros = lax.pcast(zeros, sort_axes(kind.unreduced), to="unreduced")
-    return lax.pcast(zeros, sort_axes(kind.reduced), to="reduced")
+    return lax.pcast(zeros, sort_axes(kind.unreduced), to="unreduced")
 
 
 def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str], axes: Iterable[str]) -> jax.Array:
