@@ -43,11 +43,9 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def run_again(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
-    """The results of an equation of `jaxpr`, for the operands `ins`, also of literals. It keeps its source line."""
-    variables = [var if is_variable(var) else core.Var(var.aval) for var in eqn.invars]
-    operands = dict(zip(variables, ins, strict=True))
-    eqns = [eqn.replace(invars=variables)]
-    alone = jaxpr.replace(constvars=[], invars=[*operands], outvars=[*eqn.outvars], eqns=eqns, effects=eqn.effects)
+    """The results of an equation of `jaxpr`, for the operands `ins`. It keeps its source line."""
+    operands = {var: value for var, value in zip(eqn.invars, ins, strict=True) if is_variable(var)}
+    alone = jaxpr.replace(constvars=[], invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects)
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*operands.values())
 
 

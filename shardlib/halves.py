@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend import core
 
 from shardlib.equations import CALLS, body_of, is_variable, run_again, scan_counts, values_of
 from shardlib.op_checks import zeros_like_traced
@@ -247,6 +248,9 @@ def _run_again(eqn: Any, jaxpr: Any, ins: list, over: tuple[str, ...]) -> list[j
     if name == "pvary" and not {*over}.isdisjoint(eqn.params["axes"]):
         return [varying(x, eqn.params["axes"]) for x in ins]
     if name not in CALLS:
+        same = all({*over} <= var.aval.manual_axis_type.varying for var in eqn.invars if is_variable(var))
+        if not same:  # JAX compares the types of operands, and a literal varies over nothing
+            eqn = eqn.replace(invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars])
         return run_again(eqn, jaxpr, [varying(x, over) for x in ins])
     body, consts = body_of(eqn.params[CALLS[name]])  # whose types say over which axes its values vary
     env = dict(zip([*body.constvars, *body.invars], [*consts, *ins], strict=True))

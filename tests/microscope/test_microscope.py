@@ -180,7 +180,7 @@ def test_statistics_are_the_same_on_every_mesh(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{"gather_weights": "step"}, {"save": "nothing"}, {"unroll": None}, {"loss_chunk": 8}],
+    [{"gather_weights": "step"}, {"save": "nothing"}, {"unroll": None}, {"loss_chunk": 8, "gather_weights": "step"}],
     ids=str,
 )
 def test_a_point_counts_once_however_the_step_is_computed(changes):
