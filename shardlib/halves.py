@@ -138,9 +138,7 @@ class _Equation:
 
     def first(self, ins: list) -> tuple[list, Any]:
         """The results, None for those that are late, and what is kept."""
-        return (
-            ([None] * len(self.late), []) if self._is_late else (_run_again(self.eqn, self._jaxpr, ins, self._over), [])
-        )
+        return [None] * len(self.late) if self._is_late else self.second(ins, None), []
 
     def second(self, ins: list, _: Any) -> list:
         """The late results; all, if the equation is cheap."""
