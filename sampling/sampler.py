@@ -28,7 +28,6 @@ from sampling.cache import (
     Texts,
     next_logits,
     next_logits_without_cache,
-    twice_the_texts,
     window_cache,
     window_start,
 )
@@ -186,7 +185,7 @@ class Sampler:
             start = time.perf_counter()
             if jax.sharding.get_mesh().size > 1:
                 read = self.c, self.forward.training, self.settings, self.context, self._chunk
-                check_program(program, args, twice_the_texts(*args), self._source, kept_programs("soundness"), *read)
+                check_program(program, args, self._source, kept_programs("soundness"), *read)
             self._compiled[key] = program.lower(*args).compile()
             self.speed.compile_seconds += time.perf_counter() - start
         start = time.perf_counter()

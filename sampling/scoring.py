@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 from cluster.devices import kept_programs
 from input_loader import TokenBatch
 from modeling.model import act, compute_scope, inputs_of
-from sampling.cache import twice_the_texts
 from sampling.drawing import check_ids
 from sampling.sampler import SHORTEST
 from shardlib import shardops
@@ -177,7 +176,7 @@ class Scorer:
                 if self.mesh.size > 1:
                     args, settings = (weights, batch, ids), (self.c, self.forward.training)
                     known = kept_programs("soundness")
-                    check_program(self.program, args, twice_the_texts(*args), self.source, known, *settings)
+                    check_program(self.program, args, self.source, known, *settings)
                 self._compiled[rows, length] = self.program.lower(weights, batch, ids).compile()
             return self._compiled[rows, length](weights, batch, ids)
 

@@ -1,24 +1,20 @@
 """Check of traced programs."""
 
-import collections
-import contextlib
 import dataclasses
-import functools
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from shardlib.marks import is_region
 from shardlib.parsing import ShardError
 from shardlib.values import noting_arguments, planned_for
+from soundness.alignment import Different
 from soundness.domain import UNIFORM, Value, describe, devices
 from soundness.equation import WHOLE_SIZE, Equation, Refused
-from soundness.interpreter import Different, Interpreter, block_of, read_array
+from soundness.interpreter import Interpreter, block_of, read_array
 from soundness.rules import jaxprs_of
 
 
@@ -63,7 +59,7 @@ def findings_and_facts(
     theirs = list(_shard_maps(twin)) if twin is not None else None
     ours = list(_shard_maps(program))
     if theirs is not None and len(theirs) != len(ours):
-        raise Different(getattr(program, "jaxpr", program), getattr(twin, "jaxpr", twin))
+        raise Different(None, None)
     found += map(Finding, dict.fromkeys(_outside(program, twin, arrays)) if twin is not None else ())
     for i, eqn in enumerate(ours):
         other = theirs[i] if theirs is not None else None
@@ -87,7 +83,7 @@ def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
     consts, twin_consts = (getattr(jaxpr, "consts", ()) for jaxpr in (program, twin))
     names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]
     if names(ours) != names(theirs) or len(consts) != len(twin_consts):
-        raise Different(ours, theirs)
+        raise Different.between(ours.eqns, theirs.eqns)
     for value, here in zip(map(read_array, consts, twin_consts), consts, strict=True):
         if arrays and (value.wild or value.is_local or (value.is_constant and value.known[0] != value.known[1])):
             text = f"{here.dtype}{list(here.shape)}"
@@ -203,20 +199,13 @@ Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
 
 
-def prove(
-    trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None, larger: Iterable[Trace] = ()
-) -> list[Finding]:
+def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None) -> list[Finding]:
     """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
-
-    JAX traces other operations where a device has one entry of a dim. Such a program is checked at larger sizes, or
-    compared on smaller meshes. At its own sizes it must have the same operations, but for those of FORM.
 
     Args:
         trace: traces the programs, on the mesh in force.
         mesh: the mesh; None: the one in force.
         keep: axes that have another number of devices than one on the mesh of comparison, and that number.
-        larger: each traces the same source at larger sizes. The first is used of which no device has a single entry,
-            or else the last. Sizes at which the source does not trace are not used.
 
     Raises:
         ValueError: a shard_map is bound to a mesh.
@@ -226,11 +215,8 @@ def prove(
     sizes = dict(mesh.shape)
     keep = keep or {}
     alone = {axis: keep.get(axis, 1) for axis in sizes}
-    halves = {axis: n if axis in keep else min(n, 2) for axis, n in sizes.items()}
-    singly = [alone | {axis: n} for axis, n in halves.items() if axis not in keep and n > 1]
 
-    @functools.cache
-    def on(numbers: tuple[int, ...], trace: Trace) -> dict[str, tuple[Any, list]]:
+    def on(numbers: tuple[int, ...]) -> dict[str, tuple[Any, list]]:
         abstract = AbstractMesh(numbers, mesh.axis_names, axis_types=mesh.axis_types)
         # Through no mesh at all: JAX does not change from one mesh to another of a different size.
         none = AbstractMesh((), ())
@@ -246,15 +232,9 @@ def prove(
         spans = itertools.pairwise(counts)
         return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
 
-    own, ours = trace, on(tuple(sizes.values()), trace)
-    found: list[Finding] = []
-    for bigger in larger:
-        if not any(_has_single_entries(program) for program, _ in ours.values()):
-            break
-        with contextlib.suppress(Exception):  # of a program that fixes sizes: it is checked at these
-            ours, trace = on(tuple(sizes.values()), bigger), bigger
+    ours = on(tuple(sizes.values()))
     try:
-        theirs, own_theirs = on(tuple(alone.values()), trace), on(tuple(alone.values()), own)
+        theirs = on(tuple(alone.values()))
     except Exception as error:  # whatever the program does there
         if str(error) == BOUND:
             raise
@@ -262,70 +242,16 @@ def prove(
         return [Finding(f"{UNTRACED}: {type(error).__name__}: {lines[0]}")]
     # With another number of stages the arrays of their schedule are others.
     arrays = all(sizes[axis] == n for axis, n in keep.items())
-    compare = lambda *programs: findings_and_facts(*programs, arrays)[0]
-    if trace is not own:
-        found += _other_operations(on(tuple(sizes.values()), own), own_theirs)
+    found: list[Finding] = []
     for name, (program, types) in ours.items():
         twin = theirs[name][0]
         if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):
             raise ValueError(BOUND)
         try:
-            found += compare(program, twin, types)
-            continue
+            found += findings_and_facts(program, twin, types, arrays)[0]
         except Different as different:
-            first = different
-        compared: set[str] = set()
-        # The smaller meshes stand for this one only where JAX has a reason to trace it differently.
-        for smaller in (halves, *singly) if _has_single_entries(program) else ():
-            axes = {axis for axis, n in smaller.items() if axis not in keep and n > 1}
-            if axes <= compared:
-                continue
-            try:
-                found += compare(on(tuple(smaller.values()), trace)[name][0], twin, types)
-                compared |= axes
-            except Different:
-                continue
-        if missing := [axis for axis, n in halves.items() if axis not in (*keep, *compared) and n > 1]:
-            found.append(Finding(f"{first.place}: {first}: the operations depend on the size of {', '.join(missing)}"))
+            found.append(Finding(f"{different.place}: {different}"))
     return list({str(finding): finding for finding in found}.values())
-
-
-FORM = frozenset(
-    """
-    add_any broadcast_in_dim concatenate convert_element_type copy expand_dims pad pcast pvary reduce_sum reshape slice
-    squeeze transpose
-    """.split()  # noqa: SIM905
-)
-"""Primitives that JAX adds or leaves out where a dim has one entry."""
-
-
-def _other_operations(ours: Mapping[str, tuple], theirs: Mapping[str, tuple]) -> Iterator[Finding]:
-    """Whether programs do something else on one device, but for primitives of FORM."""
-    for name, (program, _) in ours.items():
-        here, there = (collections.Counter(_operations(p)) for p in (program, theirs[name][0]))
-        if other := next((e for e in sorted({*here, *there}) if here[e] != there[e]), None):
-            yield Finding(
-                f"{name or 'the program'}: {other} {here[other]} times here, and {there[other]} times on one device: "
-                "operations depend on the size of this device's block\n  remedy: let no choice in the code depend on it"
-            )
-
-
-def _operations(jaxpr: Any) -> Iterator[str]:
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name not in FORM and not is_region(eqn):
-            yield eqn.primitive.name
-            for inner in jaxprs_of(eqn):
-                yield from _operations(inner)
-
-
-def _has_single_entries(program: Any) -> bool:
-    """Whether a device has one entry of a sharded dim of an argument."""
-    for eqn in _shard_maps(program):
-        for spec, var in zip(eqn.params["in_specs"], eqn.invars, strict=True):
-            parts = [math.prod(eqn.params["mesh"].shape[a] for a in axes) for axes in _axes(spec, len(var.aval.shape))]
-            if any(1 < n == size for n, size in zip(parts, var.aval.shape, strict=True)):
-                return True
-    return False
 
 
 def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> None:
@@ -352,18 +278,14 @@ def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> Non
         kinds = (AxisType.Auto,) * len(mesh.axis_names)  # arguments need not be sharded
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
 
-    def trace(times: int = 1) -> dict[str, Any]:
-        return {"": jax.make_jaxpr(run)(*jax.tree.map(functools.partial(_placed, times=times), args))}
-
-    found = prove(trace, mesh, larger=[functools.partial(trace, 2)])
-    if found:
+    if found := prove(lambda: {"": jax.make_jaxpr(run)(*jax.tree.map(_placed, args))}, mesh):
         raise ShardError("\n".join(map(str, found)), place="")
 
 
-def _placed(x: Any, times: int) -> Any:
-    """An array's dtype, PartitionSpec, and shape with `times` the entries along its dims, for the mesh in force."""
+def _placed(x: Any) -> Any:
+    """An array's shape, dtype and PartitionSpec, for the mesh in force."""
     if not hasattr(x, "dtype"):
         return x
     spec = getattr(getattr(x, "sharding", None), "spec", None)
     sharding = None if spec is None else NamedSharding(jax.sharding.get_abstract_mesh(), spec)
-    return jax.ShapeDtypeStruct(tuple(n if n == 1 else times * n for n in x.shape), x.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -13,6 +13,7 @@ from shardlib.equations import CALLS
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
 from soundness import collectives, elementwise, kernels, lookups, rules, shapes, sums
+from soundness.alignment import Pair, aligned
 from soundness.control import CONTROL, ndim, varying
 from soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
 from soundness.equation import Equation, Refused
@@ -30,10 +31,6 @@ PLACING = (
     )
 )
 """Primitives that take such operands."""
-
-
-ANY = object()
-"""In place of the variable on one device, for what per-device code computes."""
 
 
 class Interpreter:
@@ -55,6 +52,7 @@ class Interpreter:
         self.seen: set[int] = set()
         self._entered: dict[str, Value] = {}
         self._in_stages = False
+        self._alignments: dict[tuple[int, int], tuple[list[Pair], frozenset[int]]] = {}
         self._callers: list[Equation | None] = [None]
 
     def run(self, jaxpr: Any, twin: Any, args: list[Value]) -> list[Value]:
@@ -62,48 +60,50 @@ class Interpreter:
         closed, twin_closed = isinstance(jaxpr, core.ClosedJaxpr), isinstance(twin, core.ClosedJaxpr)
         consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
         jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
-        signature = lambda j: (len(j.constvars), len(j.invars), [e.primitive.name for e in j.eqns])
-        if twin is not None and signature(jaxpr) != signature(twin):
-            raise Different(jaxpr, twin)
+        pairs, other_results = self._aligned(jaxpr, twin)
         known = [
             read_array(c, None if twin_consts is None else t)
             for c, t in zip(consts, twin_consts or consts, strict=True)
         ]
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*known, *args], strict=True))
-        twins = twin.eqns if twin is not None else [None] * len(jaxpr.eqns)
-        pairs = dict(zip(env, [*twin.constvars, *twin.invars], strict=True)) if twin is not None else None
-        for eqn, other in zip(jaxpr.eqns, twins, strict=True):
-            equation = Equation(eqn, other, [], self.sizes, self.twin_sizes, self._callers[-1])
-            others = other.invars if other is not None else [None] * len(eqn.invars)
-            # What per-device code keeps for its backward pass, a ring for each of its turns, depends on the mesh.
-            is_free = other is not None and is_region(eqn)
-            beside = None if is_free else pairs
-            others = [None] * len(eqn.invars) if is_free else others
-            equation.ins = [self.read(env, beside, v, t, equation) for v, t in zip(eqn.invars, others, strict=True)]
-            env.update(zip(eqn.outvars, self.apply(equation), strict=True))
-            if pairs is not None:
-                pairs.update(zip(eqn.outvars, [ANY] * len(eqn.outvars) if is_free else other.outvars, strict=True))
-        outs = twin.outvars if twin is not None else [None] * len(jaxpr.outvars)
-        last = self._callers[-1]
-        return [self.read(env, pairs, v, t, last) for v, t in zip(jaxpr.outvars, outs, strict=True)]
+        of = jaxpr if twin is None else twin
+        env = dict(zip([*of.constvars, *of.invars], [*known, *args], strict=True))
+        for pair in pairs:
+            of_eqn = pair.eqn if twin is None else pair.twin
+            eq = Equation(pair.eqn, pair.twin, [], self.sizes, self.twin_sizes, self._callers[-1])
+            if is_region(pair.eqn):  # which may have other operands and results here
+                env |= dict.fromkeys(of_eqn.outvars, next(iter(self.apply(eq)), None))
+                continue
+            operands = enumerate(zip(pair.eqn.invars, of_eqn.invars, strict=True))
+            eq.ins = [self._read(env, a, b, i in pair.others, eq) for i, (a, b) in operands]
+            env.update(zip(of_eqn.outvars, self.apply(eq, pair.is_own), strict=True))
+        results, last = enumerate(zip(jaxpr.outvars, of.outvars, strict=True)), self._callers[-1]
+        return [self._read(env, a, b, i in other_results, last) for i, (a, b) in results]
 
-    def read(self, env: Mapping, pairs: Mapping | None, var: Any, twin: Any, eq: Equation | None) -> Value:
-        """Facts about a variable or a literal, which must be the same one on one device."""
-        is_literal = isinstance(var, core.Literal)
-        if pairs is not None and (
-            is_literal != isinstance(twin, core.Literal) or (not is_literal and pairs[var] not in (twin, ANY))
-        ):
+    def _aligned(self, jaxpr: Any, twin: Any) -> tuple[list[Pair], frozenset[int]]:
+        if twin is None:
+            return [Pair(eqn, None) for eqn in jaxpr.eqns], frozenset()
+        key = id(jaxpr), id(twin)  # of objects that the two programs keep
+        if key not in self._alignments:
+            self._alignments[key] = aligned(jaxpr, twin, self.sizes)
+        return self._alignments[key]
+
+    def _read(self, env: Mapping, var: Any, twin: Any, is_other: bool, eq: Equation | None) -> Value:
+        """Facts about a variable, by the one that it is on one device, or about a literal."""
+        if is_other:
             problem = "another value is used here than on one device"
             reason = Wild(eq.place() if eq else "?", problem, "let no choice in the code depend on sizes", ())
             return Value((UNIFORM,) * ndim(var), wild=reason)
-        return read_array(var.val, twin and twin.val) if is_literal else env[var]
+        if isinstance(var, core.Literal):
+            return read_array(var.val, None if twin is var else twin.val)
+        return env[twin]
 
-    def apply(self, eq: Equation) -> list[Value]:
+    def apply(self, eq: Equation, is_noted: bool = True) -> list[Value]:
         """Facts about the results of one equation."""
         self._callers.append(eq)
         try:
             found = self._applied(eq)
-            self.noted[tuple(id(caller.eqn) for caller in self._callers[1:])] = eq, found
+            if is_noted:
+                self.noted[tuple(id(caller.eqn) for caller in self._callers[1:])] = eq, found
             return found
         finally:
             self._callers.pop()
@@ -224,21 +224,6 @@ class Interpreter:
     def _ambiguous(self, eq: Equation, mark: Mark) -> Wild:
         return Wild(
             eq.place(), f"two uses of per_device have the reason {mark.label!r}", "give each its own reason", ()
-        )
-
-
-class Different(Exception):
-    """The program is another one on one device."""
-
-    def __init__(self, jaxpr: Any, twin: Any):
-        pairs = zip(jaxpr.eqns, twin.eqns, strict=False)
-        eqn = next((a for a, b in pairs if a.primitive.name != b.primitive.name), None)
-        here = eqn if eqn is not None else (jaxpr.eqns or [None])[-1]
-        self.place = "?" if here is None else Equation(here, None, [], {}, {}).place()
-        there = next((b for a, b in zip(jaxpr.eqns, twin.eqns, strict=False) if a is eqn), None)
-        names = [e.primitive.name if e is not None else "nothing more" for e in (here, there)]
-        super().__init__(
-            f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"
         )
 
 

@@ -126,7 +126,8 @@ def resolved(eq: Equation, value: Value) -> Value:
     axes = axes_of_offset(value.offset, math.prod(shape[i] for i in value.count), eq.sizes)
     if axes is None or value.known is None or value.known[0] != value.known[1]:
         return value
-    first = next((i for i in value.count if shape[i] > 1), value.count[0])
+    there = shape if eq.twin is None else eq.twin.outvars[0].aval.shape
+    first = next((i for i in value.count if there[i] > 1), value.count[0])
     dims = [
         cut(shape[i], axes) if i == first else whole(shape[i]) if i in value.count else d
         for i, d in enumerate(value.dims)

@@ -107,6 +107,7 @@ class _Piece:
     """A factor of the entries of an array, as a reshape sees it."""
 
     size: int
+    whole: int
     axes: tuple[str, ...]
     is_uniform: bool
     is_loose: bool
@@ -125,9 +126,12 @@ def _reshape(eq: Equation) -> Value:
     for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
         counted = i in x.count
         if dim is UNIFORM:
-            pieces.append(_Piece(here, (), True, here != there, is_counted=counted))
+            pieces.append(_Piece(here, there, (), True, here != there, is_counted=counted))
+        elif counted and x.is_local:
+            pieces.append(_Piece(here, there, (), False, False, dim.name, counted))
         else:
-            pieces += [_Piece(n, axes, False, False, dim.name, counted) for n, axes in dim.parts]
+            sizes = [(part, eq.whole_size(Dim((part,)), part.size)) for part in dim.parts]
+            pieces += [_Piece(n, whole, axes, False, False, dim.name, counted) for (n, axes), whole in sizes]
     pieces = [p for p in pieces if p.size > 1 or p.axes]
     twins = eq.twin.outvars[0].aval.shape if eq.twin is not None else [None] * len(new)
     dims, count, mixed = [], [], False
@@ -166,26 +170,26 @@ def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None
 
 
 def _take(pieces: list[_Piece], size: int, there: int | None, last: bool) -> list[_Piece]:
-    """The next factors, of `size` together on a device. Splits the last of them if it must."""
-    taken, product = [], 1
-    while pieces and (
-        product < size
-        or (pieces[0].size == 1 and (last or (there is not None and there > 1 and product == size and not taken)))
-    ):
-        piece = pieces[0]
-        need = size // product
-        if piece.size <= need and need % piece.size == 0:
+    """The next factors, of `size` together on a device, and of `there` on one. Splits the last of them if it must."""
+    taken, product, product_there = [], 1, 1
+    while pieces:
+        piece, need, rest = pieces[0], size // product, there and there // product_there
+        is_last = last and piece.size == 1 and (there is None or piece.whole == 1)
+        if need == 1 and rest in (None, 1) and not is_last:
+            break
+        if need % piece.size == 0 and (there is None or piece.is_uniform or rest % piece.whole == 0):
             taken.append(pieces.pop(0))
-            product *= piece.size
+            product, product_there = product * piece.size, product_there * piece.whole
         elif need > 0 and piece.size % need == 0 and size % product == 0:
-            taken.append(dataclasses.replace(piece, size=need))
-            pieces[0] = dataclasses.replace(piece, size=piece.size // need, axes=(), name="")
-            taken[-1].name = ""
-            product = size
+            uncut = piece.size // need
+            taken.append(dataclasses.replace(piece, size=need, whole=piece.whole // uncut, name=""))
+            pieces[0] = dataclasses.replace(piece, size=uncut, whole=uncut, axes=(), name="")
+            product, product_there = size, product_there * taken[-1].whole
         elif len(pieces) > 1 and not pieces[1].axes:  # two factors that no cut separates are one
             merged = dataclasses.replace(
                 piece,
                 size=piece.size * pieces[1].size,
+                whole=piece.whole * pieces[1].whole,
                 is_uniform=piece.is_uniform and pieces[1].is_uniform,
                 is_loose=piece.is_loose or pieces[1].is_loose,
                 is_counted=piece.is_counted or pieces[1].is_counted,

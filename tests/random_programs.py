@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from soundness.check import findings
-from soundness.interpreter import Different
+from soundness.alignment import Different
 
 AXES = ("d", "t")
 MESHES = ((2, 2), (4, 2), (2, 4))

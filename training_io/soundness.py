@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import functools
 import hashlib
 import inspect
 import math
@@ -48,13 +47,12 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: P
     _refuse(lambda: find_unsound(programs, c, model, mesh), known, source, settings)
 
 
-def check_program(program: Any, args: Any, larger: Any, source: Any, known: Path | None, *settings: Any) -> None:
+def check_program(program: Any, args: Any, source: Any, known: Path | None, *settings: Any) -> None:
     """Refuses a jitted program like check_steps, for arguments of these shapes.
 
     Args:
         program: the jitted program, which calls typed_shard_map.
         args: its arguments.
-        larger: arguments with twice the entries of each dim of which a device may have one: see prove.
         source: as in check_steps; None: no record.
         known: as in check_steps.
         *settings: what its source reads beside the arguments.
@@ -62,9 +60,8 @@ def check_program(program: Any, args: Any, larger: Any, source: Any, known: Path
     Raises:
         ShardError: as check_steps.
     """
-    shapes, larger = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (args, larger))
-    trace = lambda of: {program.__name__: program.trace(*of).jaxpr}
-    find = lambda: prove(lambda: trace(shapes), larger=[lambda: trace(larger)])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    find = lambda: prove(lambda: {program.__name__: program.trace(*shapes).jaxpr})
     _refuse(find, known if source else None, source, program.__name__, settings, repr(shapes))
 
 
@@ -93,19 +90,16 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
         batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(model)))
         return {name: traced.jaxpr for name, traced in programs(c, model, batch, **which).items()}
 
-    larger = [functools.partial(_traced, trace, c, type(model), names) for names in _larger(c, mesh)]
     if found := [*_machines(programs), *_machines(type(model))]:
         return found
     if mesh.shape.get(PIPELINE_AXIS, 1) == 1:
-        return prove(trace, mesh, larger=larger)
+        return prove(trace, mesh)
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
     kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
     alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
     even = _with_even_stages(c, model, mesh)
     of_even = lambda: trace(even, type(model)(even.model), together=True)
-    more = [functools.partial(_traced, trace, even, type(model), names, together=True) for names in _larger(even, mesh)]
-    found = [*prove(trace, alone, larger=larger), *prove(of_even, mesh, larger=more)]
-    return [*found, *_beside_stages(trace, larger, c, model, mesh)]
+    return [*prove(trace, alone), *prove(of_even, mesh), *_beside_stages(trace, c, model, mesh)]
 
 
 def _with_even_stages(c: Config, model: Any, mesh: Any) -> Config:
@@ -118,17 +112,16 @@ def _with_even_stages(c: Config, model: Any, mesh: Any) -> Config:
     return dataclasses.replace(c, model=dataclasses.replace(c.model, layers=layers), pipeline=pipeline)
 
 
-def _beside_stages(trace: Callable, larger: list[Callable], c: Config, model: Any, mesh: Any) -> list[Finding]:
+def _beside_stages(trace: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
     """What is wrong outside of the stages. Compared with twice the stages, layers and microbatches, where possible."""
     p, t = mesh.shape[PIPELINE_AXIS], c.training
     training = dataclasses.replace(t, batch_size=2 * t.batch_size, microbatches=2 * t.microbatches)
     even = _with_even_stages(c, model, mesh)
     larger_model = dataclasses.replace(even.model, layers=2 * even.model.layers)
     twice = dataclasses.replace(even, model=larger_model, training=training)
-    more = [functools.partial(_traced, trace, twice, type(model), names) for names in _larger(twice, mesh)]
-    found = prove(lambda: trace(twice, type(model)(twice.model)), mesh, {PIPELINE_AXIS: 2 * p}, more)
+    found = prove(lambda: trace(twice, type(model)(twice.model)), mesh, {PIPELINE_AXIS: 2 * p})
     if any(str(finding).startswith(UNTRACED) for finding in found):
-        found = prove(trace, mesh, {PIPELINE_AXIS: p}, larger)
+        found = prove(trace, mesh, {PIPELINE_AXIS: p})
     return found
 
 
@@ -150,22 +143,3 @@ def _machines(part: Callable) -> Iterator[Finding]:
             problem = f"jax.{node.attr} is the same on all meshes, so that the check does not see what depends on it"
             remedy = "shardops.axis_size('r d') is the number of devices along axes"
             yield Finding(f"{where}: {problem}\n  remedy: {remedy}")
-
-
-def _larger(c: Config, mesh: Any) -> list[set[str]]:
-    """Settings to double, so that no device has a single entry of a dim: those of such dims; all that are sharded."""
-    size = lambda axes: math.prod(mesh.shape.get(axis, 1) for axis in axes)
-    t = c.training
-    single = {name for name, axes in c.model.sharded.items() if getattr(c.model, name) == size(axes.split("·"))}
-    single |= {"d_head"} if getattr(c.model, "d_head", 0) == size("td") else set()
-    single |= {"batch_size"} if t.batch_size == size("rd") * t.microbatches else set()
-    single |= {"seq_len"} if t.seq_len == size("t") else set()
-    return [*([single] if single else []), {*c.model.sharded, "d_head", "batch_size", "seq_len"}]
-
-
-def _traced(trace: Callable, c: Config, Model: Callable, names: set[str], **which: bool) -> dict[str, Any]:
-    """The programs with twice the settings `names`."""
-    fields = lambda of: {field.name for field in dataclasses.fields(of)}
-    double = lambda of: dataclasses.replace(of, **{name: 2 * getattr(of, name) for name in names & fields(of)})
-    c = dataclasses.replace(c, model=double(c.model), training=double(c.training))
-    return trace(c, Model(c.model), **which)

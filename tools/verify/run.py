@@ -27,7 +27,7 @@ from configuration.program import refusal
 from modeling.blockwise import small_blocks
 from modeling.model import COMPUTE_DTYPES, load_model
 from shardlib.parsing import PIPELINE_AXIS
-from soundness.interpreter import Different
+from soundness.alignment import Different
 from tools.verify.measure import (
     AXES,
     Inputs,
