@@ -9,15 +9,16 @@ since it may add up the entries of several devices.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Literal
 
+from shardlib.equations import CALLS, body_of
 from shardlib.marks import is_region
-from soundness.equation import Equation
+from soundness.equation import Equation, comparable
 
 AS_IS = frozenset("copy copy_p pvary pcast convert_element_type".split())  # noqa: SIM905
 """Primitives that keep all entries and the shape, if they keep the dtype."""
@@ -48,12 +49,14 @@ class Pair:
         twin: the equation on one device.
         others: operands that are another value here than on one device.
         is_own: whether it is in the per-device program, as it is on one device.
+        inner: of a call, the alignment of what it calls.
     """
 
     eqn: Any
     twin: Any
     others: frozenset[int] = frozenset()
     is_own: bool = True
+    inner: "Aligned | None" = None
 
 
 class Different(Exception):
@@ -73,74 +76,146 @@ class Different(Exception):
         return cls(*next((p for p in pairs if len({e and e.primitive.name for e in p}) > 1), (None, None)))
 
 
-def aligned(ours: Any, theirs: Any, sizes: Mapping[str, int]) -> tuple[list[Pair], frozenset[int]]:
-    """The equations of two jaxprs by pairs, and which of the results are other values here than on one device.
+ANY = Layout(object(), (), ())
+"""In place of the entries of what per-device code computes."""
+
+
+class Aligned(NamedTuple):
+    """Two jaxprs by pairs of equations.
+
+    Attributes:
+        pairs: the equations, in the order on one device.
+        here: entries of each result of the per-device program.
+        there: entries that it has, by the program on one device.
+    """
+
+    pairs: list[Pair]
+    here: list[Layout | None]
+    there: list[Layout | None]
+
+
+class Alignment:
+    """Alignments of the jaxprs within a program, each made once.
 
     Args:
-        ours: the jaxpr on a mesh, or a body in it.
-        theirs: that on one device.
         sizes: number of devices along each axis of the mesh.
-
-    Raises:
-        Different: an equation is on one side alone, and does more than to give entries another shape.
     """
-    if (len(ours.constvars), len(ours.invars)) != (len(theirs.constvars), len(theirs.invars)):
-        raise Different(next(iter(ours.eqns), None), next(iter(theirs.eqns), None))
-    numbers = {math.prod(n) for k in range(len(sizes) + 1) for n in itertools.combinations(sizes.values(), k)}
-    here: dict[Any, Layout] = {}
-    there: dict[Any, Layout] = {}
 
-    def begin(a: Any, b: Any, like: Any) -> None:
-        """Two variables that stand for one value, with the entries of its own; `like` has the shape here of b."""
-        here[a], there[b] = (laid_out(b, getattr(var.aval, "shape", ())) for var in (a, like))
+    def __init__(self, sizes: Mapping[str, int]):
+        counts = (itertools.combinations(sizes.values(), k) for k in range(len(sizes) + 1))
+        self._devices = {math.prod(n) for n in itertools.chain.from_iterable(counts)}
+        self._known: dict[tuple, Aligned] = {}
 
-    for a, b in zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True):
-        begin(a, b, a)
-    rest, views, pairs = list(reversed(ours.eqns)), [], []
-    for eqn in theirs.eqns:
-        views += _views(rest, here)
-        x = _operand(eqn, there)
-        for own in views if x is not None else ():
-            out = own.outvars[0].aval.shape
-            is_same = own.primitive is eqn.primitive and _fits(out, eqn.outvars[0].aval.shape, numbers)
-            if is_same and _view(eqn, x, out) == here[own.outvars[0]]:
+    def of(self, ours: Any, theirs: Any, shapes: Sequence | None = None) -> Aligned:
+        """The alignment of two jaxprs.
+
+        Args:
+            ours: the jaxpr on a mesh, or a body in it.
+            theirs: that on one device.
+            shapes: shape that each argument of `theirs` has here; None: that of the argument of `ours`.
+
+        Raises:
+            Different: an equation is on one side alone, and does more than to give entries another shape.
+        """
+        if (len(ours.constvars), len(ours.invars)) != (len(theirs.constvars), len(theirs.invars)):
+            raise Different(next(iter(ours.eqns), None), next(iter(theirs.eqns), None))
+        shapes = tuple(map(_shape, ours.invars)) if shapes is None else tuple(shapes)
+        key = id(ours), id(theirs), shapes  # of objects that the two programs keep
+        if key not in self._known:
+            self._known[key] = self._made(ours, theirs, shapes)
+        return self._known[key]
+
+    def _made(self, ours: Any, theirs: Any, shapes: tuple) -> Aligned:
+        here = {a: laid_out(b, _shape(a)) for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
+        there = {b: here[a] for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
+        for a, b, shape in zip(ours.invars, theirs.invars, shapes, strict=True):
+            here[a], there[b] = laid_out(b, _shape(a)), laid_out(b, shape)
+        rest, views, pairs = list(reversed(ours.eqns)), [], []
+        for eqn in theirs.eqns:
+            views += _views(rest, here)
+            x = _operand(eqn, there)
+            if x is not None and (own := self._view_of(views, eqn, x, here)):
                 views = [other for other in views if other is not own]
-                is_own = here[own.invars[0]] == x
-                pairs.append(Pair(own, eqn) if is_own else Pair(_cut(eqn, [x], out), eqn, is_own=False))
-                there[eqn.outvars[0]] = here[own.outvars[0]]
-                break
-        else:
-            shape = _shape_here(eqn, x) if x is not None else None
+                is_own, found = here[own.invars[0]] == x, here[own.outvars[0]]
+                pairs.append(Pair(own, eqn) if is_own else Pair(_cut(eqn, [x], found.shape), eqn, is_own=False))
+                there[eqn.outvars[0]] = found
+                continue
+            shape = None if x is None else _shape_here(eqn, x)
             if shape is not None and (found := _view(eqn, x, shape)) is not None:
                 pairs.append(Pair(_cut(eqn, [x], shape), eqn, is_own=False))
                 there[eqn.outvars[0]] = found
                 continue
             own = rest.pop() if rest else None
-            pair = _paired(own, eqn, here, there)
-            pairs.append(pair)
+            if own is None or own.primitive.name != eqn.primitive.name or is_region(own) != is_region(eqn):
+                raise Different(own, eqn)
             if is_region(eqn):  # what it keeps for its backward pass, a ring for each of its turns, depends on the mesh
+                pairs.append(Pair(own, eqn))
                 here |= dict.fromkeys(own.outvars, ANY)
                 there |= dict.fromkeys(eqn.outvars, ANY)
                 continue
-            for a, b, like in zip(own.outvars, eqn.outvars, pair.eqn.outvars, strict=True):
-                begin(a, b, like)
-    views += _views(rest, here)
-    if rest:
-        raise Different(rest[-1], None)
-    if len(ours.outvars) != len(theirs.outvars):
-        raise Different(None, None)
-    return pairs, _others(ours.outvars, theirs.outvars, here, there)
+            pair, results, wholes = self._paired(own, eqn, here, there)
+            pairs.append(pair)
+            here |= zip(own.outvars, results, strict=True)
+            there |= zip(eqn.outvars, wholes, strict=True)
+        views += _views(rest, here)
+        if rest or len(ours.outvars) != len(theirs.outvars):
+            raise Different(rest[-1] if rest else None, None)
+        layouts = (_layouts(jaxpr.outvars, known) for jaxpr, known in ((ours, here), (theirs, there)))
+        return Aligned(pairs, *layouts)
+
+    def _view_of(self, views: list, eqn: Any, x: Layout, here: Mapping) -> Any:
+        """The equation among `views` that gives what `eqn` on one device gives; None if there is none."""
+        for own in views:
+            shape = _shape(own.outvars[0])
+            is_same = own.primitive is eqn.primitive and self._fits(shape, _shape(eqn.outvars[0]))
+            if is_same and _view(eqn, x, shape) == here[own.outvars[0]]:
+                return own
+        return None
+
+    def _fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
+        """Whether blocks of a shape may make a whole, by the numbers of devices that may cut a dim."""
+        sizes = zip(here, there, strict=True) if len(here) == len(there) else [(1, 0)]
+        return all(b == a or (a and b % a == 0 and b // a in self._devices) for a, b in sizes)
+
+    def _paired(self, own: Any, eqn: Any, here: Mapping, there: Mapping) -> tuple[Pair, list[Layout], list[Layout]]:
+        """The pair of two equations that compute, and the entries of their results."""
+        if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
+            raise Different(own, eqn)
+        xs, ys = _layouts(own.invars, here), _layouts(eqn.invars, there)
+        if inner := CALLS.get(own.primitive.name):
+            shapes = [_shape(a) if y in (None, ANY) else y.shape for a, y in zip(own.invars, ys, strict=True)]
+            found = self.of(body_of(own.params[inner])[0], body_of(eqn.params[inner])[0], shapes)
+            ours, theirs = [
+                [
+                    ANY if x is ANY else laid_out(b, _shape(a)) if x is None else x._replace(root=(b, x.root))
+                    for a, b, x in zip(own.outvars, eqn.outvars, side, strict=True)
+                ]
+                for side in (found.here, found.there)
+            ]
+            return Pair(own, eqn, others(xs, ys, entries), inner=found), ours, theirs
+        pair = Pair(own, eqn, others(xs, ys))
+        if own.primitive.name in FORMS and None not in (*xs, *ys) and not others(xs, ys, entries):
+            pair = _in_form(own, eqn, xs, ys) or pair
+        ours, theirs = (
+            [laid_out(b, _shape(a)) for a, b in zip(e.outvars, eqn.outvars, strict=True)] for e in (own, pair.eqn)
+        )
+        return pair, ours, theirs
 
 
-ANY = Layout(object(), (), ())
-"""In place of the entries of what per-device code computes."""
-
-
-def _others(ours: Any, theirs: Any, here: Mapping, there: Mapping) -> frozenset[int]:
-    """Which of some variables and literals have other entries, or another shape, here than on one device."""
+def others(ours: Sequence, theirs: Sequence, key: Callable | None = None) -> frozenset[int]:
+    """Which of some Layouts are others here than on one device, or have another key(Layout)."""
     pairs = enumerate(zip(ours, theirs, strict=True))
-    is_same = lambda a, b: isinstance(b, Literal) if isinstance(a, Literal) else here[a] == there.get(b)
-    return frozenset(i for i, (a, b) in pairs if not is_same(a, b))
+    same = lambda x, y: x == y or (key is not None and None not in (x, y) and key(x) == key(y))
+    return frozenset(i for i, (x, y) in pairs if not same(x, y))
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return tuple(getattr(var.aval, "shape", ()))
+
+
+def _layouts(variables: Any, known: Mapping) -> list[Layout | None]:
+    """Entries of some variables; None of a literal."""
+    return [None if isinstance(var, Literal) else known[var] for var in variables]
 
 
 def _operand(eqn: Any, layouts: Mapping) -> Layout | None:
@@ -154,35 +229,24 @@ def _operand(eqn: Any, layouts: Mapping) -> Layout | None:
 def _views(rest: list, here: dict) -> Iterator[Any]:
     """Takes the equations off the end of `rest` that only give entries another shape."""
     while rest and (x := _operand(rest[-1], here)) is not None:
-        if (found := _view(rest[-1], x, rest[-1].outvars[0].aval.shape)) is None:
+        if (found := _view(rest[-1], x, _shape(rest[-1].outvars[0]))) is None:
             return
         here[rest[-1].outvars[0]] = found
         yield rest.pop()
 
 
-def _paired(own: Any, eqn: Any, here: Mapping, there: Mapping) -> Pair:
-    """The pair of two equations that compute."""
-    if own is None or own.primitive.name != eqn.primitive.name or is_region(own) != is_region(eqn):
-        raise Different(own, eqn)
-    if is_region(eqn):
-        return Pair(own, eqn)
-    if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
-        raise Different(own, eqn)
-    others = _others(own.invars, eqn.invars, here, there)
-    if own.primitive.name not in FORMS or any(isinstance(var, Literal) for var in (*own.invars, *eqn.invars)):
-        return Pair(own, eqn, others)
-    xs, ys = [here[var] for var in own.invars], [there[var] for var in eqn.invars]
-    if ANY in xs or list(map(_entries, xs)) != list(map(_entries, ys)):
-        return Pair(own, eqn, others)
+def _in_form(own: Any, eqn: Any, xs: list[Layout], ys: list[Layout]) -> Pair | None:
+    """The pair of two equations with the same entries, if they do the same to all dims of more than one entry."""
     params = eqn.params
     if own.primitive.name == "gather":
         sizes = iter(n for n, size in zip(own.params["slice_sizes"], xs[0].shape, strict=True) if size > 1)
         params = {**params, "slice_sizes": tuple(next(sizes) if n > 1 else 1 for n in ys[0].shape)}
     form, shape = _form(own.primitive.name, params, [y.shape for y in ys])
     if _form(own.primitive.name, own.params, [x.shape for x in xs])[0] != form or not _same_but_form(own, eqn):
-        return Pair(own, eqn, others)
-    is_own = not others and shape == own.outvars[0].aval.shape
-    return Pair(own, eqn) if is_own else Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
+        return None
+    return (
+        None if (xs, shape) == (ys, _shape(own.outvars[0])) else Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
+    )
 
 
 SCATTERS = frozenset("scatter scatter-add scatter-max scatter-min scatter-mul".split())  # noqa: SIM905
@@ -193,11 +257,11 @@ FORMS = REDUCTIONS | SCATTERS | {"dot_general", "gather"}
 def _same_but_form(own: Any, eqn: Any) -> bool:
     """Whether two equations have the same parameters, but for those that say which dim is which."""
     names = own.params.keys() - {"axes", "dimension_numbers", "slice_sizes"}
-    pairs = ((own.params[name], eqn.params[name]) for name in names)
+    pairs = (map(comparable, (own.params[name], eqn.params[name])) for name in names)
     return all(a == b or (a != a and b != b) or callable(a) for a, b in pairs)  # NaN is a value to fill in
 
 
-def _entries(x: Layout) -> tuple:
+def entries(x: Layout) -> tuple:
     """Entries of a value whatever its shape: its root, and the dims of more than one entry."""
     return x.root, *((n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1)
 
@@ -268,7 +332,7 @@ def _view(eqn: Any, x: Layout, shape: tuple[int, ...]) -> Layout | None:
 
 def _shape_here(eqn: Any, x: Layout) -> tuple[int, ...] | None:
     """Shape that the result of an equation on one device has here, for the operand `x`, if JAX left it out here."""
-    name, params, there = eqn.primitive.name, eqn.params, getattr(eqn.outvars[0].aval, "shape", ())
+    name, params, there = eqn.primitive.name, eqn.params, _shape(eqn.outvars[0])
     if name in AS_IS:
         return x.shape
     if name == "transpose":
@@ -283,17 +347,11 @@ def _shape_here(eqn: Any, x: Layout) -> tuple[int, ...] | None:
         old = iter(x.shape)
         return tuple(1 if j in params["dimensions"] else next(old) for j in range(len(there)))
     if name == "reshape":
-        old = [n for n, whole in zip(x.shape, eqn.invars[0].aval.shape, strict=True) if whole > 1]
+        old = [n for n, whole in zip(x.shape, _shape(eqn.invars[0]), strict=True) if whole > 1]
         if len(old) == sum(n > 1 for n in there):
             sizes = iter(old)
             return tuple(next(sizes) if n > 1 else 1 for n in there)
     return None
-
-
-def _fits(here: tuple[int, ...], there: tuple[int, ...], numbers: set[int]) -> bool:
-    """Whether blocks of a shape may make a whole, by the numbers of devices that may cut a dim."""
-    sizes = zip(here, there, strict=True) if len(here) == len(there) else [(1, 0)]
-    return all(b == a or (a and b % a == 0 and b // a in numbers) for a, b in sizes)
 
 
 def _cut(eqn: Any, xs: list[Layout], shape: tuple[int, ...], params: Mapping | None = None) -> Any:

@@ -41,6 +41,8 @@ class Equation:
     sizes: Mapping[str, int]
     twin_sizes: Mapping[str, int]
     caller: "Equation | None" = None
+    inner: Any = None
+    """Of a call, the alignment of what it calls."""
 
     @property
     def name(self) -> str:
@@ -90,7 +92,7 @@ class Equation:
     def same(self, *names: str) -> None:
         """Refuses parameters that depend on the mesh."""
         for name in names if self.twin is not None else ():
-            here, there = (_comparable(eqn.params.get(name)) for eqn in (self.eqn, self.twin))
+            here, there = (comparable(eqn.params.get(name)) for eqn in (self.eqn, self.twin))
             if here != there and not (here != here and there != there):
                 values = f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
                 raise Refused(
@@ -255,7 +257,7 @@ class Equation:
         )
 
 
-def _comparable(parameter: Any) -> Any:
+def comparable(parameter: Any) -> Any:
     """A parameter, or its text where equal ones are different objects: jaxprs."""
     return str(parameter) if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr") else parameter
 

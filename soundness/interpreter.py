@@ -13,7 +13,7 @@ from shardlib.equations import CALLS
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
 from soundness import collectives, elementwise, kernels, lookups, rules, shapes, sums
-from soundness.alignment import Pair, aligned
+from soundness.alignment import Aligned, Alignment, Pair, entries, others
 from soundness.control import CONTROL, ndim, varying
 from soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
 from soundness.equation import Equation, Refused
@@ -52,24 +52,31 @@ class Interpreter:
         self.seen: set[int] = set()
         self._entered: dict[str, Value] = {}
         self._in_stages = False
-        self._alignments: dict[tuple[int, int], tuple[list[Pair], frozenset[int]]] = {}
+        self._alignment = Alignment(sizes)
         self._callers: list[Equation | None] = [None]
 
-    def run(self, jaxpr: Any, twin: Any, args: list[Value]) -> list[Value]:
-        """Facts about the results of a jaxpr, closed or open, from those about its arguments."""
+    def run(self, jaxpr: Any, twin: Any, args: list[Value], known: Aligned | None = None) -> list[Value]:
+        """Facts about the results of a jaxpr, closed or open, from those about its arguments.
+
+        `known` is its alignment if a call's facts may be about other shapes than here, of the same entries.
+        """
         closed, twin_closed = isinstance(jaxpr, core.ClosedJaxpr), isinstance(twin, core.ClosedJaxpr)
         consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
         jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
-        pairs, other_results = self._aligned(jaxpr, twin)
-        known = [
+        pairs = [Pair(eqn, None) for eqn in jaxpr.eqns]
+        wrong: frozenset[int] = frozenset()
+        if twin is not None:
+            found = known or self._alignment.of(jaxpr, twin)
+            pairs, wrong = found.pairs, others(found.here, found.there, entries if known else None)
+        constants = [
             read_array(c, None if twin_consts is None else t)
             for c, t in zip(consts, twin_consts or consts, strict=True)
         ]
         of = jaxpr if twin is None else twin
-        env = dict(zip([*of.constvars, *of.invars], [*known, *args], strict=True))
+        env = dict(zip([*of.constvars, *of.invars], [*constants, *args], strict=True))
         for pair in pairs:
             of_eqn = pair.eqn if twin is None else pair.twin
-            eq = Equation(pair.eqn, pair.twin, [], self.sizes, self.twin_sizes, self._callers[-1])
+            eq = Equation(pair.eqn, pair.twin, [], self.sizes, self.twin_sizes, self._callers[-1], pair.inner)
             if is_region(pair.eqn):  # which may have other operands and results here
                 env |= dict.fromkeys(of_eqn.outvars, next(iter(self.apply(eq)), None))
                 continue
@@ -77,15 +84,7 @@ class Interpreter:
             eq.ins = [self._read(env, a, b, i in pair.others, eq) for i, (a, b) in operands]
             env.update(zip(of_eqn.outvars, self.apply(eq, pair.is_own), strict=True))
         results, last = enumerate(zip(jaxpr.outvars, of.outvars, strict=True)), self._callers[-1]
-        return [self._read(env, a, b, i in other_results, last) for i, (a, b) in results]
-
-    def _aligned(self, jaxpr: Any, twin: Any) -> tuple[list[Pair], frozenset[int]]:
-        if twin is None:
-            return [Pair(eqn, None) for eqn in jaxpr.eqns], frozenset()
-        key = id(jaxpr), id(twin)  # of objects that the two programs keep
-        if key not in self._alignments:
-            self._alignments[key] = aligned(jaxpr, twin, self.sizes)
-        return self._alignments[key]
+        return [self._read(env, a, b, i in wrong, last) for i, (a, b) in results]
 
     def _read(self, env: Mapping, var: Any, twin: Any, is_other: bool, eq: Equation | None) -> Value:
         """Facts about a variable, by the one that it is on one device, or about a literal."""
@@ -122,7 +121,7 @@ class Interpreter:
                 eq.same("reverse", "cond_nconsts", "body_nconsts")
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
             if inner := CALLS.get(eq.name):
-                return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins)
+                return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins, eq.inner)
             if wild := next((v.wild for v in eq.ins if v.wild), None):
                 return self.wild(eq, wild)
             eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
