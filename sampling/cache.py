@@ -48,16 +48,6 @@ class Texts:
     left: i32["N/r/d"]  # tokens still to be drawn
 
 
-def twice_the_texts(weights: Any, *args: Any) -> tuple:
-    """Shapes of a program's arguments with twice the texts: `weights`, stacks of KeyValues, and arrays by text."""
-
-    def twice(x: Any, dim: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*x.shape[:dim], 2 * x.shape[dim], *x.shape[dim + 1 :]), x.dtype)
-
-    doubled = [jax.tree.map(functools.partial(twice, dim=int(isinstance(arg, KeyValues))), arg) for arg in args]
-    return weights, *doubled
-
-
 @typed
 def cached_attention(
     q: act["B/r/d L K/t Q D"],

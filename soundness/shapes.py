@@ -132,7 +132,7 @@ def _reshape(eq: Equation) -> Value:
         else:
             sizes = [(part, eq.whole_size(Dim((part,)), part.size)) for part in dim.parts]
             pieces += [_Piece(n, whole, axes, False, False, dim.name, counted) for (n, axes), whole in sizes]
-    pieces = [p for p in pieces if p.size > 1 or p.axes]
+    pieces = [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
     twins = eq.twin.outvars[0].aval.shape if eq.twin is not None else [None] * len(new)
     dims, count, mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):

@@ -60,7 +60,27 @@ SETTINGS |= {
     name: ({"microbatches": 4, **training}, {"layers": 4, **model}, {}, mesh)
     for name, (training, model, mesh) in HALVES.items()
 }
-SHORT = ("the demo", "stages of 1 and 3 layers")
+ONE_ENTRY = {  # a device holds one entry of: heads of keys, sequences, positions, d_ff, both heads, all of them
+    "one head": ({}, {}, {}, "r=1 d=1 t=8"),
+    "one head, which has one query": ({}, {"n_q_per_kv": 1}, {}, "r=1 d=1 t=8"),
+    "one sequence": ({}, {}, {}, "r=2 d=4 t=1"),
+    "one sequence and one head": ({}, {}, {}, "r=2 d=4 t=8"),
+    "one position": ({"seq_len": 8}, {"n_kv": 16}, {}, "r=1 d=2 t=8"),
+    "one column of d_ff": ({}, {"d_ff": 8, "n_kv": 16}, {}, "r=1 d=2 t=8"),
+    "one row of d_model": ({}, {"d_model": 8}, {}, "r=1 d=8 t=1"),
+    "one id": ({}, {"vocab": 8}, {}, "r=1 d=2 t=8"),
+    "one of each": ({"seq_len": 8}, {"d_ff": 8, "vocab": 8, "n_q_per_kv": 1}, {}, "r=2 d=4 t=8"),
+    "one entry, blockwise": ({"attention": "blockwise"}, {}, {}, "r=2 d=4 t=8"),
+    "one entry, loss in chunks": ({"loss_chunk": 8}, {}, {}, "r=2 d=4 t=8"),
+    "one entry, fp8": ({"fp8": True}, {}, {}, "r=2 d=4 t=8"),
+    "one entry, muon": ({}, {}, {"algorithm": "muon"}, "r=2 d=4 t=8"),
+    "one entry, bf16": ({"compute_dtype": "bf16"}, {}, {}, "r=2 d=4 t=8"),
+    "one entry, microbatches": ({"microbatches": 2, "batch_size": 16}, {}, {}, "r=2 d=4 t=8"),
+    "one entry, QK-norm": ({}, {"n_kv": 4, "qk_norm": True, "d_head": 32, "logit_softcap": 5.0}, {}, "r=1 d=8 t=4"),
+    "one entry, stages": ({"microbatches": 2, "batch_size": 16}, {"n_kv": 4, "layers": 4}, {}, "r=2 d=4 t=4 p=2"),
+}
+SETTINGS |= ONE_ENTRY
+SHORT = ("the demo", "stages of 1 and 3 layers", "one sequence and one head")
 
 
 def mesh_of(text: str) -> AbstractMesh:
@@ -70,7 +90,11 @@ def mesh_of(text: str) -> AbstractMesh:
 
 def found(settings: str, module=train) -> list[str]:
     training, model, optimizer, mesh = SETTINGS[settings]
-    c = tiny.config(tiny.model(**model, module=module.__name__), **training)
+    seq_len = training.get("seq_len", tiny.LENGTH)
+    c = tiny.config(
+        tiny.model(**model, module=module.__name__), **{k: v for k, v in training.items() if k != "seq_len"}
+    )
+    c.training = dataclasses.replace(c.training, seq_len=seq_len)
     c.optimizer = dataclasses.replace(c.optimizer, **optimizer)
     if "ring" in settings:
         c.pipeline = PipelineConfig("interleaved_1f1b", 2)
@@ -189,12 +213,36 @@ def test_the_loop_around_the_steps_may_ask_for_the_machine():
         assert found("the demo", module) == []
 
 
-@pytest.mark.parametrize("settings", ["the demo", pytest.param("t alone", marks=pytest.mark.long)])
-def test_a_choice_by_the_size_of_a_block_is_refused(settings):
-    """With "t alone" a device has one head of keys, so that the step is checked at larger sizes."""
-    old = "        hidden: act["
+CHOICES = {  # a choice by the size of a device's block: settings in which it is another one than on one device
+    "operations": ("the demo", "t alone"),
+    "numbers of heads": ("one head",),
+    "numbers of sequences": ("one sequence", "one of each"),
+}
+EDITS = {
+    "operations": (
+        "        hidden: act[",
+        "        gate = gate if x.shape[1] == 16 else jnp.sin(gate)\n        hidden: act[",
+        "operations|another one on this mesh",
+    ),
+    "numbers of heads": (
+        "    heads = rules.head_numbers(*q.shape[2:4])",
+        "    scores = scores * (0.5 if k.shape[2] == 1 else 0.25)\n    heads = rules.head_numbers(*q.shape[2:4])",
+        "a number that depends on the mesh",
+    ),
+    "numbers of sequences": (
+        "losses * mask)",
+        "losses * mask * (3.0 if losses.shape[0] == 1 else 2.0))",
+        "a number that depends on the mesh",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_choice_by_the_size_of_a_block_is_refused(edit):
+    old, new, message = EDITS[edit]
     source = Path(train.__file__).read_text()
     assert source.count(old) == 1
-    with module_of(source.replace(old, f"        gate = gate if x.shape[1] == 16 else jnp.sin(gate)\n{old}")) as module:
-        text = "\n".join(found(settings, module))
-    assert re.search("operations|another one on this mesh", text), text
+    with module_of(source.replace(old, new)) as module:
+        for settings in CHOICES[edit]:
+            text = "\n".join(found(settings, module))
+            assert re.search(message, text), text
