@@ -12,7 +12,7 @@ import numpy as np
 import tensorstore as ts
 import zarr
 
-from configuration.foreign import check_file, check_types, parse_object
+from configuration.foreign import SMALL, check_file, check_types, parse_object
 from flat_tokens.format import (
     CHUNK_BYTES,
     FILE_BYTES,
@@ -56,7 +56,7 @@ class Reader:
         self.split = split
         self._connect(filespec, cache_bytes)
         for path in self._local_files():
-            check_file(path)
+            check_file(path, None if os.path.basename(path).isdecimal() else SMALL)
         self.attributes, self._driver = self._read_attributes(split)
         self.max_token_id = self._attribute("max_token_id")
         # tensorstore refuses the Delta filter of seqax's seq_starts.
