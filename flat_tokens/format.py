@@ -38,8 +38,8 @@ STARTS_SHARD = 2**22
 
 CHUNK_BYTES = 2**30
 """Largest size of a chunk that is read, unpacked: a reader holds a few of them."""
-FILE_BYTES = 2**34
-"""Largest size of a local file of an array."""
+FILE_BYTES = 2**32
+"""Largest size of a local file of an array, which may be read as a whole."""
 STORE_REQUESTS = 256
 """Bound on the requests that a reader has under way at a remote store."""
 OPENING_RETRIES = 3

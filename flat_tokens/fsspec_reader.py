@@ -4,7 +4,7 @@ import asyncio
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -57,9 +57,6 @@ class FsspecReader(Reader):
         array = bounded(array, f"{self.path}: its array {key.rsplit('/', 1)[-1]}")
         self._check_array(key, array.shape, array.dtype, dtype, array.chunks)
         return array
-
-    def _local_files(self, key: str = "") -> Iterator[str]:
-        return iter(())
 
     def _begin(self, array: Any, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
         if not isinstance(array, zarr.AsyncArray):

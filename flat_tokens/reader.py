@@ -53,10 +53,7 @@ class Reader:
 
     def __init__(self, filespec: str, split: str, *, cache_bytes: int = 2**28, inputs: Sequence[str] = ()):
         self.path = f"{filespec.rstrip('/')}/{split}"
-        self.split = split
         self._connect(filespec, cache_bytes)
-        for path in self._local_files():
-            check_file(path, None if os.path.basename(path).isdecimal() else SMALL)
         self.attributes, self._driver = self._read_attributes(split)
         self.max_token_id = self._attribute("max_token_id")
         # tensorstore refuses the Delta filter of seqax's seq_starts.
@@ -73,6 +70,12 @@ class Reader:
 
     def _connect(self, filespec: str, cache_bytes: int) -> None:
         self._root = open_kvstore(filespec, opening_context())
+        if self._root.url.startswith("file:"):
+            place = self._root.path + self.path.rpartition("/")[2]
+            for pattern in ("*", "*/*", "*/c/*"):
+                for path in glob.iglob(f"{glob.escape(place)}/{pattern}", include_hidden=True):
+                    if not os.path.isdir(path):
+                        check_file(path, FILE_BYTES if os.path.basename(path).isdecimal() else SMALL)
         # A store that answers slowly should get all requests of a batch at once.
         limit = {"limit": STORE_REQUESTS}
         stores = dict.fromkeys(("http_request_concurrency", "gcs_request_concurrency", "s3_request_concurrency"), limit)
@@ -170,7 +173,6 @@ class Reader:
         except ValueError as e:
             raise self._no_array(key, e) from e
         self._check_array(key, array.shape, array.dtype.numpy_dtype, dtype, array.chunk_layout.read_chunk.shape)
-        self._check_file_sizes(key, array)
         return array
 
     def input_key(self, split: str, name: str) -> str:
@@ -205,7 +207,6 @@ class Reader:
             raise self._no_array(key, e) from e
         array = zarr.Array(bounded(found.async_array, f"{self.path}: its array seq_starts"))
         self._check_array(key, array.shape, array.dtype, np.uint64, array.chunks)
-        self._check_file_sizes(key, array)
         return self._begin(array, [(0, array.size)], "seq_starts")() if array.nbytes <= memory else array
 
     def _no_array(self, key: str, error: Exception) -> ValueError:
@@ -214,22 +215,6 @@ class Reader:
             f"{self.path}: its array {name} is missing or not readable as {self._driver}: {why}. Write the dataset "
             "again."
         )
-
-    def _check_file_sizes(self, key: str, array: Any) -> None:
-        """Raises ValueError for a local file that is longer than any codec makes it: it may be read as a whole."""
-        count, chunk = self._file_size(array), array.chunks if not isinstance(array, ts.TensorStore) else None
-        chunk = array.chunk_layout.read_chunk.shape if chunk is None else chunk
-        # Of each chunk within a file: an entry of the index, checksums and headers.
-        most = min(2 * 8 * count + 64 * -(-count // chunk[0]) + 2**16, FILE_BYTES)
-        for path in self._local_files(key):
-            check_file(path, most)
-
-    def _local_files(self, key: str = "") -> Iterator[str]:
-        """The files of an array, or of the whole split; none of a remote one."""
-        if self._root.url.startswith("file:"):
-            for pattern in ("*", "c/*") if key else ("*", "*/*", "*/c/*"):
-                place = os.path.join(glob.escape(self._root.path + (key or self.split)), pattern)
-                yield from (x for x in glob.iglob(place, include_hidden=True) if not os.path.isdir(x))
 
     def _check_array(
         self, key: str, shape: tuple[int, ...], dtype: np.dtype, expected: type, chunk: tuple[int, ...]

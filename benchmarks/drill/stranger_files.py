@@ -229,8 +229,8 @@ REFUSED = (
     *(outside_index, type_of_module, long_header, deep_header),
     *(pipe_of_weights, sparse_model_config, device_of_tokenizer),
 )
-MODELS = (*REFUSED, deep_model_config)
 """Models that must not become a checkpoint."""
+MODELS = (*REFUSED, deep_model_config)
 
 # ---- the tools -----------------------------------------------------------------------------------------------------
 
