@@ -104,13 +104,10 @@ def read_verified(path: str) -> dict[str, Any]:
     """What tools.verify wrote with verify.output. Raises ValueError for another file."""
     of_result = {"compared": str, "meshes": list, "left_out": list, "agree": bool, "tensors": int}
     kinds = {"title": str, "small": bool, "results": [of_result], "settings": dict, "source": dict}
-    make = f"Make it: python -m tools.verify --config-name=<file in configs/> verify.output={path}"
-    try:
-        found = read_object(path, kinds, remedy=make)
-        if not found["results"]:
-            raise ValueError(f"{path}: results is empty. {make}")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"verify is {path}, which is not what tools.verify wrote: {error}") from error
+    command = f"python -m tools.verify --config-name=<file in configs/> verify.output={path}"
+    found = read_object(path, kinds, remedy=f"It is not what tools.verify wrote: {command}")
+    if not found["results"]:
+        raise ValueError(f"{path}: results is empty. Verify more: {command}")
     return found
 
 

@@ -115,7 +115,7 @@ def _read(path: Path, parse: Any, problems: list[str]) -> Any:
     try:
         return parse(parse_json(read_file(path, _MOST_BYTES)))
     except (OSError, ValueError, RecursionError) as error:
-        reason = why(error) if isinstance(error, OSError) else str(error)
+        reason = why(error) if isinstance(error, OSError) else str(error).removeprefix(f"{path} cannot be read: ")
         problems.append(f"{path.name} cannot be read: {reason[:_LONGEST]}")
         return None
 
