@@ -9,7 +9,10 @@ from typing import Any
 from compiled.hlo import Program, parse
 from compiled.step import Step, describe
 from compiled.table import read_source
-from configuration.foreign import open_no_pipe
+from configuration.foreign import read_file
+
+_MOST_BYTES = 2**30
+"""Of an HLO text."""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -32,7 +35,6 @@ def read_program(path: Path) -> tuple[Program, Step, Mapping[str, str]]:
 
     Raises ValueError for a text that is none, and OSError for one that cannot be read.
     """
-    with open(path, encoding="utf-8", errors="replace", opener=open_no_pipe) as file:
-        program = parse(file.read())
+    program = parse(read_file(path, _MOST_BYTES).decode(errors="replace"))
     step = describe(program)
     return program, step, read_source(step, path.stat().st_mtime)

@@ -1,11 +1,18 @@
-"""What others wrote, such as files that were downloaded: JSON as data, and text as a terminal may show it."""
+"""What others wrote, such as downloads: files within bounds, JSON as data, and text as a terminal may show it."""
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import re
 import stat
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_args
+
+SMALL, LARGE = 2**24, 2**27
+"""Most bytes of a file that describes something, such as settings, and of a table, such as a vocabulary or prompts."""
+COPY_AGAIN = "Copy or download it again."
 
 _UNSAFE = re.compile(r"[^\S \n\t\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]|[\x00-\x08\x0e-\x1b\x7f-\x9f\ud800-\udfff"
                      r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # fmt: skip
@@ -40,6 +47,135 @@ def open_no_pipe(path: str, flags: int) -> int:
 def open_no_link(path: str, flags: int) -> int:
     """Opener, for `open`, of a file to write. Raises OSError for a symbolic link, which may lead anywhere."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def check_file(path: str | os.PathLike, most: int | None = None) -> int:
+    """The size of a file, in bytes. Raises what `read_file` raises, without reading it."""
+    try:
+        with open(path, "rb", buffering=0, opener=open_no_pipe) as file:
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        if not os.path.exists(path):
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
+        raise ValueError(f"{path} cannot be read: {error.strerror}. {COPY_AGAIN}") from error
+    if most is not None and size > most:
+        raise ValueError(f"{path} cannot be read: it has {size:,} bytes, of at most {most:,}. {COPY_AGAIN}")
+    return size
+
+
+def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:
+    """The content of a file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is a directory, a pipe or a device, or has more than `most` bytes, or cannot be read.
+    """
+    size = check_file(path, most)
+    with open(path, "rb", opener=open_no_pipe) as file:
+        return file.read(size)
+
+
+def read_text(path: str | os.PathLike, most: int = SMALL) -> str:
+    """The text of a file in UTF-8, without a byte order mark. Raises what `read_file` raises."""
+    try:
+        return read_file(path, most).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} cannot be read: {error}. {COPY_AGAIN}") from error
+
+
+def read_object(path: str | os.PathLike, kinds: Any = dict, most: int = SMALL, remedy: str = COPY_AGAIN) -> dict:
+    """The JSON object in a file. Raises what `read_file` and `parse_object` raise."""
+    return parse_object(str(path), read_text(path, most), kinds, remedy)
+
+
+def parse_object(where: str, content: str | bytes, kinds: Any = dict, remedy: str = COPY_AGAIN) -> dict[str, Any]:
+    """The object in a JSON text.
+
+    Args:
+        where: what has the text, for messages.
+        content: the text.
+        kinds: types of its values, as `check_types` says.
+        remedy: last sentence of messages.
+
+    Raises:
+        ValueError: it is not a JSON object, or has values of other types.
+    """
+    try:
+        found = parse_json(content)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}. {remedy}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is not a JSON object. {remedy}")
+    check_types(where, found, kinds, remedy)
+    return found
+
+
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
+_MISSING = object()
+
+
+def check_types(where: str, value: Any, kind: Any, remedy: str = COPY_AGAIN, name: str = "") -> None:
+    """Raises ValueError, with the name and the value, for a part of a JSON value that is not of the type of `kind`.
+
+    Args:
+        where: what has the value, for messages.
+        value: as `json` and `yaml` give it.
+        kind: a type, or several as in `str | None`; a whole number is a `float` too. A list of a kind is a list of any
+            length, a tuple of kinds one of that length. A dict has the kinds of keys; a key with ? may be missing, and
+            `str` stands for all keys.
+        remedy: last sentence of the message.
+        name: of the value, for messages.
+    """
+    parts: list[tuple[str, Any, Any]] = []
+    if isinstance(kind, dict):
+        matches = type(value) is dict
+        for key, of_key in kind.items() if matches else ():
+            keys = [*value] if key is str else [key.removesuffix("?")]
+            needed = key is not str and not key.endswith("?")
+            parts += [(f"{name}.{k}".lstrip("."), value.get(k, _MISSING), of_key) for k in keys if needed or k in value]
+    elif isinstance(kind, list | tuple):
+        matches = type(value) is list and (isinstance(kind, list) or len(value) == len(kind))
+        parts = [(name, *pair) for pair in zip(value, itertools.cycle(kind), strict=False)] if matches else []
+    else:
+        kinds = get_args(kind) or (kind,)
+        matches = type(value) in kinds or (type(value) is int and float in kinds)
+    if not matches:
+        found = "missing" if value is _MISSING else f"{value!r:.80}"
+        raise ValueError(f"{where}: {name} is {found}; it must be {_words(kind)}. {remedy}".replace(":  is", " is"))
+    for part_name, part, of_part in parts:
+        check_types(where, part, of_part, remedy, part_name)
+
+
+def _words(kind: Any) -> str:
+    if isinstance(kind, dict | list):
+        return WORDS[type(kind)]
+    if isinstance(kind, tuple):
+        return f"a list of {len(kind)}"
+    return " or ".join(WORDS.get(part, "null") for part in get_args(kind) or (kind,))
+
+
+@contextlib.contextmanager
+def refused(what: str, remedy: str = COPY_AGAIN) -> Iterator[None]:
+    """Context in which a library reads what others wrote: all that it raises is a ValueError that begins with `what`.
+
+    So is a panic of a library in Rust, which is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, ImportError) or not (
+            isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        ):
+            raise
+        why = next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__
+        raise ValueError(f"{what}: {why}. {remedy}".rstrip()) from error
 
 
 def parse_json(text: str | bytes) -> Any:

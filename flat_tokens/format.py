@@ -7,6 +7,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Bool, Int64, Integer, UInt32, UInt64
 
+from configuration import foreign
 from configuration.checks import did_you_mean
 from flat_tokens.growing_array import CRC, LITTLE_ENDIAN
 
@@ -37,6 +38,8 @@ STARTS_SHARD = 2**22
 
 CHUNK_BYTES = 2**30
 """Largest size of a chunk that is read, unpacked: a reader holds a few of them."""
+FILE_BYTES = 2**32
+"""Largest size of a local file of an array, which may be read as a whole."""
 STORE_REQUESTS = 256
 """Bound on the requests that a reader has under way at a remote store."""
 OPENING_RETRIES = 3
@@ -132,10 +135,17 @@ def list_splits(filespec: str, wanted: str) -> str:
     )
 
 
-def read_file(root: ts.KvStore, name: str) -> bytes | None:
-    """The content of a file, None if it is missing. Raises ValueError if it cannot be read."""
+def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes | None:
+    """The content of a file, None if it is missing. Raises ValueError if it cannot be read.
+
+    A local file is one of at most `most` bytes.
+    """
     try:
+        if root.url.startswith("file:"):
+            return foreign.read_file(root.path + name, most)
         read = root.read(name).result()
+    except FileNotFoundError:
+        return None
     except ValueError as error:
         why = str(error).splitlines()[0].partition(" [")[0]
         raise ValueError(f"{why}. Check the path, its permissions and its disk.") from error

@@ -53,13 +53,10 @@ class FsspecReader(Reader):
         try:
             array = _run(zarr.api.asynchronous.open_array(store=self._store, path=key, mode="r")).result()
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise self._no_array(key) from e
+            raise self._no_array(key, e) from e
         array = bounded(array, f"{self.path}: its array {key.rsplit('/', 1)[-1]}")
         self._check_array(key, array.shape, array.dtype, dtype, array.chunks)
         return array
-
-    def _file_size(self, array: Any) -> int:
-        return (array.shards or array.chunks)[0]
 
     def _begin(self, array: Any, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
         if not isinstance(array, zarr.AsyncArray):
@@ -75,7 +72,7 @@ class FsspecReader(Reader):
                 return future.result()
             # Codecs raise RuntimeError or ValueError for damaged data.
             except (OSError, RuntimeError, ValueError) as e:
-                raise self._damage(what) from e
+                raise self._damage(what, array, spans, e) from e
 
         return wait
 

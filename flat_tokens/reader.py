@@ -1,6 +1,8 @@
 """A reader of one split of a flat-tokens dataset."""
 
 import functools
+import glob
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,9 +12,10 @@ import numpy as np
 import tensorstore as ts
 import zarr
 
-from configuration.foreign import parse_json
+from configuration.foreign import SMALL, check_file, check_types, parse_object
 from flat_tokens.format import (
     CHUNK_BYTES,
+    FILE_BYTES,
     FORMAT,
     FORMAT_VERSION,
     STORE_REQUESTS,
@@ -22,8 +25,11 @@ from flat_tokens.format import (
     list_splits,
     open_kvstore,
     opening_context,
+    read_file,
 )
 from flat_tokens.unpacking import bounded
+
+_AGAIN = "Write or copy the dataset again."
 
 
 class Reader:
@@ -64,6 +70,12 @@ class Reader:
 
     def _connect(self, filespec: str, cache_bytes: int) -> None:
         self._root = open_kvstore(filespec, opening_context())
+        if self._root.url.startswith("file:"):
+            place = self._root.path + self.path.rpartition("/")[2]
+            for pattern in ("*", "*/*", "*/c/*"):
+                for path in glob.iglob(f"{glob.escape(place)}/{pattern}", include_hidden=True):
+                    if not os.path.isdir(path):
+                        check_file(path, FILE_BYTES if os.path.basename(path).isdecimal() else SMALL)
         # A store that answers slowly should get all requests of a batch at once.
         limit = {"limit": STORE_REQUESTS}
         stores = dict.fromkeys(("http_request_concurrency", "gcs_request_concurrency", "s3_request_concurrency"), limit)
@@ -74,20 +86,13 @@ class Reader:
         content = self._read_key(key)
         if content is None:
             return {}
-        try:
-            found = parse_json(content)
-        except ValueError as e:
-            raise ValueError(f"{self.path}: {key} is not JSON: {e}. Write or copy the dataset again.") from e
-        if not isinstance(found, dict):
-            raise ValueError(f"{self.path}: {key} is not a JSON object. Write or copy the dataset again.")
-        return found
+        return parse_object(f"{self.path}: {key}", content, remedy=_AGAIN)
 
     def _read_key(self, key: str) -> bytes | None:
         try:
-            read = self._root.read(key).result()
+            return read_file(self._root, key)
         except ValueError as e:
             raise self._unreachable(e) from e
-        return read.value if read.state == "value" else None
 
     def _unreachable(self, error: Exception) -> ValueError:
         return ValueError(f"{self.path} cannot be reached: {error}. Check the address, the connection and your rights.")
@@ -101,6 +106,7 @@ class Reader:
                     f"{version!r}. Correct the path, or write the dataset again."
                 )
             attributes, driver = group.get("attributes") or {}, "zarr3"
+            check_types(f"{self.path}: zarr.json", {"attributes": attributes}, {"attributes": dict}, _AGAIN)
         elif self._read_json(f"{split}/.zgroup"):
             attributes, driver = self._read_json(f"{split}/.zattrs"), "zarr"
         elif self._read_json(f"{split}/encoded_tokens/zarr.json"):
@@ -144,11 +150,12 @@ class Reader:
         return {None: self.file_tokens} | {name: self._file_size(array) for name, array in self._inputs.items()}
 
     def _file_size(self, array: Any) -> int:
-        return array.chunk_layout.write_chunk.shape[0]
+        is_ts = isinstance(array, ts.TensorStore)
+        return (array.chunk_layout.write_chunk.shape if is_ts else getattr(array, "shards", None) or array.chunks)[0]
 
     def _attribute(self, name: str) -> int:
         value = self.attributes[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if type(value) is not int or value < 0:
             raise ValueError(f"{self.path}: attribute {name} is {value!r}, not a nonnegative integer.")
         return value
 
@@ -164,7 +171,7 @@ class Reader:
         try:
             array = ts.open(spec, open=True, read=True, context=self._context).result()
         except ValueError as e:
-            raise self._no_array(key) from e
+            raise self._no_array(key, e) from e
         self._check_array(key, array.shape, array.dtype.numpy_dtype, dtype, array.chunk_layout.read_chunk.shape)
         return array
 
@@ -197,15 +204,16 @@ class Reader:
             found = zarr.open_array(filespec, path=key, mode="r")
         # zarr-python has many errors for metadata that is not as specified.
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise self._no_array(key) from e
+            raise self._no_array(key, e) from e
         array = zarr.Array(bounded(found.async_array, f"{self.path}: its array seq_starts"))
         self._check_array(key, array.shape, array.dtype, np.uint64, array.chunks)
         return self._begin(array, [(0, array.size)], "seq_starts")() if array.nbytes <= memory else array
 
-    def _no_array(self, key: str) -> ValueError:
-        name = key.rsplit("/", 1)[-1]
+    def _no_array(self, key: str, error: Exception) -> ValueError:
+        name, why = key.rsplit("/", 1)[-1], str(error).partition(" [")[0]
         return ValueError(
-            f"{self.path}: its array {name} is missing or not readable as {self._driver}. Write the dataset again."
+            f"{self.path}: its array {name} is missing or not readable as {self._driver}: {why}. Write the dataset "
+            "again."
         )
 
     def _check_array(
@@ -248,7 +256,7 @@ class Reader:
                 joined = np.concatenate([array[start:end] for start, end in spans])
             # Codecs raise RuntimeError or ValueError for damaged data.
             except (OSError, RuntimeError, ValueError) as e:
-                raise self._damage(what) from e
+                raise self._damage(what, array, spans, e) from e
             return lambda: joined
         # One read of joined views costs tensorstore less than a read each.
         views = [array[start:end] for start, end in spans]
@@ -258,14 +266,22 @@ class Reader:
             try:
                 return future.result()
             except ValueError as e:
-                raise self._damage(what) from e
+                raise self._damage(what, array, spans, e) from e
 
         return wait
 
-    def _damage(self, what: str) -> ValueError:
+    def _damage(self, what: str, array: Any, spans: list[tuple[int, int]], error: Exception) -> ValueError:
+        """The error for spans of an array that cannot be read. It names the file, or those of the spans."""
+        if found := re.search(r"""[^\s"']+/\d+(?=["'\s])""", str(error)):
+            files = found[0]
+        else:
+            place = array.kvstore.path if isinstance(array, ts.TensorStore) else f"{array.path}/"
+            place += "c/" * (self.zarr_format == 3)
+            size = self._file_size(array)
+            first, last = min(start for start, _ in spans) // size, (max(end for _, end in spans) - 1) // size
+            files = f"{place}{first}" if first == last else f"one of {place}{first} to {last}"
         return ValueError(
-            f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt. "
-            "Write or copy the dataset again."
+            f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt: {files}. {_AGAIN}"
         )
 
     def begin_read(self, starts: Places, lengths: Places, name: str | None = None) -> Callable[[], SomeTokens]:

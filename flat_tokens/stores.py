@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from configuration.foreign import open_no_pipe
 from flat_tokens import Reader
 from flat_tokens.fsspec_reader import FsspecReader
 
@@ -62,9 +63,8 @@ def _check_blosc_files(reader: Reader) -> None:
     for i in range(-(-reader.num_tokens // chunk)):
         path = os.path.join(reader.path, "encoded_tokens", str(i))
         try:
-            with open(path, "rb") as file:
-                header = file.read(16)
-            size = os.path.getsize(path)
+            with open(path, "rb", opener=open_no_pipe) as file:
+                header, size = file.read(16), os.fstat(file.fileno()).st_size
         except FileNotFoundError as e:
             raise ValueError(f"{path} is missing. Write or copy the dataset again.") from e
         # The header of another codec does not state the size. Blosc's begins with the version of its format.

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 import flat_tokens
+from configuration.foreign import parse_object
+from flat_tokens.format import FILE_BYTES
 
 State = dict[str, np.ndarray]
 
@@ -62,7 +64,7 @@ class Unfinished:
     def read_settings(self) -> dict[str, Any] | None:
         """The settings of the run that was interrupted here, None if there was none."""
         content = flat_tokens.read_file(self._root, "unfinished.json")
-        return None if content is None else json.loads(content)
+        return None if content is None else parse_object(f"{self.out}/unfinished.json", content, remedy="Delete it.")
 
     def begin(self, settings: Mapping[str, Any], splits: list[str], overwrite: bool) -> bool:
         """Begins or resumes the work; returns whether it resumes.
@@ -99,7 +101,7 @@ class Unfinished:
 
     def read_state(self, split: str) -> State | None:
         """The arrays that `write_state` wrote last, None if there are none."""
-        content = flat_tokens.read_file(self._root, f"unfinished_{split}.npz")
+        content = flat_tokens.read_file(self._root, f"unfinished_{split}.npz", FILE_BYTES)
         return None if content is None else dict(np.load(io.BytesIO(content)))
 
     def write_state(self, split: str, state: State) -> None:

@@ -1,12 +1,14 @@
 """The tensors in a model's files, and checks of their names."""
 
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from configuration.foreign import parse_json
+from configuration.foreign import COPY_AGAIN, LARGE, WORDS, check_file, check_types, read_object, refused
 from training_io.checkpoint_arrays import named_leaves
 
 
@@ -78,7 +80,7 @@ FIELDS: dict[str, tuple[type, float, float]] = {
     **dict.fromkeys(("architectures", "layer_types"), (list, 0, 0)),
 }
 """Type of fields of config.json; of numbers the smallest, and what they are below."""
-_WORDS = {int: "a whole number", float: "a number", dict: "an object", str: "a text", list: "a list of texts"}
+_WORDS = WORDS | {list: "a list of texts"}
 
 
 def check_fields(config: Mapping[str, Any], within: str = "") -> None:
@@ -102,24 +104,12 @@ def check_fields(config: Mapping[str, Any], within: str = "") -> None:
 
 def whole_number(config: Mapping[str, Any], key: str) -> int:
     """The value of `key` in config.json. Raises ValueError if it is not a whole number."""
-    if not isinstance(config.get(key), int) or isinstance(config[key], bool):
-        raise ValueError(f"config.json: {key} is {config.get(key)!r}; it must be a whole number.")
+    check_types("config.json", config, {key: int})
     return config[key]
 
 
 DTYPES = ("F32", "F16", "BF16")
 """Names in safetensors of the dtypes whose values are all in f32."""
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model. Raises ValueError if it cannot be read, or is none."""
-    try:
-        found = parse_json(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}. Copy or download it again.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is not a JSON object. Copy or download it again.")
-    return found
 
 
 def check_inside(directory: Path, name: str) -> None:
@@ -157,44 +147,38 @@ class Tensors(Mapping):
 
     def _listed(self, index: Path) -> dict[str, str]:
         """The file of each tensor, by an index that may be a stranger's."""
-        try:
-            files = dict(read_object(index)["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{index} has no map of weights to files: {error}. Download it again.") from error
+        files = read_object(index, {"weight_map": {str: str}}, LARGE)["weight_map"]
         for tensor, file in files.items():
-            if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
+            if file in ("", ".", "..") or Path(file).name != file:
                 raise ValueError(
                     f"{index} says that {tensor} is in {file!r}; a file beside the index is wanted. Download it again."
                 )
         return files
 
     def _file(self, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         if name not in self._open:
             check_inside(self._directory, name)
-            try:
+            check_file(self._directory / name)
+            with refused(f"cannot read {self._directory / name}"):
                 self._open[name] = safe_open(self._directory / name, framework="numpy")
-            except (OSError, SafetensorError) as error:
-                raise ValueError(
-                    f"cannot read {self._directory / name}: {error}. Copy or download it again."
-                ) from error
         return self._open[name]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        from safetensors import SafetensorError
-
-        file = self._file(self._files[name])
-        try:
-            dtype = file.get_slice(name).get_dtype()
-            if dtype not in DTYPES:
-                raise ValueError(
-                    f"{name} is {dtype}; only {', '.join(DTYPES)} become f32 without a change. Dequantize the model "
-                    "first, and save it in one of these dtypes."
-                )
+        file, where = self._file(self._files[name]), f"{name} in {self._directory / self._files[name]}"
+        with refused(f"cannot read {where}"):
+            about = file.get_slice(name)
+            dtype, size = about.get_dtype(), 4 * math.prod(about.get_shape())
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{name} is {dtype}; only {', '.join(DTYPES)} become f32 without a change. Dequantize the model "
+                "first, and save it in one of these dtypes."
+            )
+        if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+            raise ValueError(f"{where} takes {size:,} bytes in f32; this machine has {memory:,}. {COPY_AGAIN}")
+        with refused(f"cannot read {where}"):
             tensor = file.get_tensor(name).astype(np.float32, copy=False)
-        except SafetensorError as error:
-            raise ValueError(f"cannot read {name} in {self._directory / self._files[name]}: {error}.") from error
         if bad := tensor.size - np.count_nonzero(np.isfinite(tensor)):
             nans = np.count_nonzero(np.isnan(tensor))
             raise ValueError(

@@ -1,14 +1,13 @@
 """Multiple choice by log-likelihood, as in lm-eval: the likeliest choice after its context is the answer."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from configuration.foreign import LARGE, parse_object, read_text
 from sampling.scoring import Scorer, continued, log_likelihoods
 from text.codec import TextCodec
 
@@ -28,10 +27,12 @@ class Question:
 
 def read_questions(path: str) -> list[Question]:
     """The questions of a file. Raises ValueError for a line that is none, with its number."""
-    if not Path(path).is_file():
-        raise ValueError(f"choices: there is no file {path}. Correct the path.")
+    try:
+        text = read_text(path, LARGE)
+    except FileNotFoundError as error:
+        raise ValueError(f"choices: there is no file {path}. Correct the path.") from error
     found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             found.append(_question(line, f"{path}:{number}"))
     if not found:
@@ -40,11 +41,7 @@ def read_questions(path: str) -> list[Question]:
 
 
 def _question(line: str, where: str) -> Question:
-    try:
-        read = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where} is not JSON: {e}. Each line must be one JSON object.") from e
-    read = read if isinstance(read, dict) else {}
+    read = parse_object(where, line, remedy="Each line must be one JSON object.")
     context, choices, answer = read.get("context", read.get("question")), read.get("choices"), read.get("answer")
     if not isinstance(context, str):
         raise ValueError(f"{where}: no context; give a text as `context` or `question`.")

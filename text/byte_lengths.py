@@ -1,13 +1,12 @@
 """The number of UTF-8 bytes that each token stands for, so that the bytes of any tokens can be counted."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from text.definitions import BYTE_LETTERS
+from text.definitions import BYTE_LETTERS, definition_of
 from text.tokenizers import ByteTokenizer
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -41,7 +40,7 @@ def byte_lengths(definition: str | None, end_token: str | None) -> ByteLengths |
     """
     if definition is None:
         return ByteLengths((np.arange(ByteTokenizer.vocab_size) >= ByteTokenizer.OFFSET).astype(np.int64), 0)
-    content = json.loads(definition)
+    content = definition_of("tokenizer.json", definition)
     vocab = content["model"].get("vocab") or {}
     # A Unigram lists its tokens with their scores, in the order of their ids.
     vocab = {piece[0]: i for i, piece in enumerate(vocab)} if isinstance(vocab, list) else vocab

@@ -6,8 +6,10 @@ from typing import Any
 import fsspec
 import numpy as np
 
+from configuration.foreign import LARGE, check_types, read_text, refused
 from flat_tokens.stores import open_reader
 from text.byte_lengths import ByteLengths, byte_lengths
+from text.definitions import definition_of
 from text.tokenizers import Tokenizer, open_for_decoding, open_tokenizer
 
 REMEDY = (
@@ -99,28 +101,42 @@ def codec_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> TextCod
     Raises:
         FileNotFoundError: its tokenizer.json is missing.
     """
-    about = attributes.get("tokenizer")
+    about = tokenizer_of_attributes(filespec, attributes)
     if not about:
         return TextCodec()
     definition = None if about["kind"] == "bytes" else read_definition(filespec)
     return TextCodec(open_for_decoding(definition, about | {"end_token": None}), about.get("end_token"))
 
 
+def tokenizer_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The attribute `tokenizer` of a dataset; None without one. Raises ValueError if it is of another form."""
+    kinds = {"tokenizer?": {"kind": str, "name?": str | None, "end_token?": str | None}}
+    given = {name: value for name, value in attributes.items() if value}
+    check_types(f"the attributes of {filespec}", given, kinds, "Write or copy the dataset again.")
+    return given.get("tokenizer")
+
+
 def byte_lengths_of_dataset(filespec: str, attributes: Mapping[str, Any]) -> ByteLengths | None:
     """The bytes of the tokens of a flat-tokens dataset whose splits have these attributes; None if they are unknown."""
     try:
         about = attributes["tokenizer"]
-        definition = None if about["kind"] == "bytes" else read_definition(filespec).decode()
+        definition = None if about["kind"] == "bytes" else read_definition(filespec)
         return byte_lengths(definition, about.get("end_token"))
     # A tokenizer.json that is missing, or anything else: a number to report is no reason to end a run.
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
-def read_definition(filespec: str) -> bytes:
-    """The tokenizer.json of a dataset. Raises FileNotFoundError if it is missing."""
-    with fsspec.open(f"{filespec.rstrip('/')}/tokenizer.json", "rb") as file:
-        return file.read()
+def read_definition(filespec: str) -> str:
+    """The tokenizer.json of a dataset. Raises FileNotFoundError if it is missing, and ValueError if it is none."""
+    path = f"{filespec.rstrip('/')}/tokenizer.json"
+    if "://" in path:
+        with fsspec.open(path, "rb") as file, refused(f"{path} cannot be read"):
+            definition = file.read(LARGE).decode()
+    else:
+        definition = read_text(path, LARGE)
+    definition_of(path, definition)
+    return definition
 
 
 def codec_by_name(name: str) -> TextCodec:

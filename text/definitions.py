@@ -11,7 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from configuration.foreign import parse_json
+from configuration.foreign import COPY_AGAIN, LARGE, parse_object, read_file, read_text, refused
+
+MOST_IDS = 2**24
+"""Ids of a tokenizer are below this. Libraries take memory for the largest."""
 
 # GPT-2's letters for bytes: the printable ones of Latin-1 for themselves, characters from 256 on for the others.
 _PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -49,14 +52,34 @@ def find_huggingface(name: str) -> str:
         if path != name or name.endswith(".json"):
             raise ValueError(f"There is no file {path!r} in {os.getcwd()}. Correct the path.")
         path = _download(name, ["tokenizer.json"], "a local tokenizer.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            definition = file.read()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} cannot be read: {e}.") from e
-    if '"model"' not in definition:
-        raise ValueError(f"{path} is not the tokenizer.json of a tokenizer: it defines no model. Give another file.")
+    definition = read_text(path, LARGE)
+    definition_of(path, definition)
     return definition
+
+
+_DEFINITION = {
+    "model": {"type?": str, "dropout?": float | None, "vocab?": dict | list | None},
+    "added_tokens?": [{"id": int, "content": str, "special": bool}],
+}
+
+
+def definition_of(where: str | os.PathLike, definition: str) -> dict[str, Any]:
+    """The content of a tokenizer.json, which `where` names.
+
+    Raises:
+        ValueError: it is not one, draws merges at random, or has an id of MOST_IDS or more.
+    """
+    content = parse_object(str(where), definition, _DEFINITION)
+    model = content["model"]
+    if model.get("dropout"):
+        raise ValueError(
+            f"{where}: model.dropout is {model['dropout']}: a text would have other ids at each run. Set it to null."
+        )
+    vocab = model.get("vocab") or {}
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(x["id"] for x in content.get("added_tokens", ()))]
+    if wrong := next((i for i in ids if type(i) is not int or not 0 <= i < MOST_IDS), None):
+        raise ValueError(f"{where}: {wrong!r:.40} is no id of a token; ids are 0 to {MOST_IDS - 1:,}. {COPY_AGAIN}")
+    return content
 
 
 def find_mistral(name: str) -> Tekken | bytes:
@@ -73,14 +96,12 @@ def find_mistral(name: str) -> Tekken | bytes:
         path = _download(name, ["tekken.json", "tokenizer.model.v3", "tokenizer.model"], "the path of a local file")
     elif not os.path.exists(path):
         path = _find_in_mistral_common(name)
-    with open(path, "rb") as file:
-        content = file.read()
+    content = read_file(path, LARGE)
     if not os.path.basename(path).endswith(".json"):
         return content
-    try:
-        return _read_tekken(parse_json(content))
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path} is not a tekken.json of Mistral's: {type(e).__name__} {e}.") from e
+    found = parse_object(str(path), content, _TEKKEN, "A tekken.json of Mistral's is wanted.")
+    with refused(f"{path} is not a tekken.json of Mistral's"):  # base64
+        return _read_tekken(found)
 
 
 def _find_in_mistral_common(name: str) -> str:
@@ -98,6 +119,13 @@ def _find_in_mistral_common(name: str) -> str:
             "these, or a path."
         )
     return str(data / name)
+
+
+_TEKKEN = {
+    "config": {"pattern": str, "default_num_special_tokens": int, "default_vocab_size": int},
+    "special_tokens?": [{"token_str": str, "rank": int}],
+    "vocab": [{"token_bytes": str, "rank": int}],
+}
 
 
 def _read_tekken(content: dict[str, Any]) -> Tekken:

@@ -6,7 +6,8 @@ from typing import Any
 
 from flat_tokens.stores import open_reader
 from text import definitions
-from text.codec import read_definition
+from text.codec import read_definition, tokenizer_of_attributes
+from text.libraries import load_definition
 from text.tokenizers import ByteTokenizer, open_library
 
 PAD = "<pad>"
@@ -47,11 +48,11 @@ def find_tokenizer(data: Mapping[str, Any], dataset: str | None = None) -> tuple
 
 
 def _find_in_dataset(filespec: str) -> tuple[str, str | None]:
-    about = open_reader(filespec, "train").attributes.get("tokenizer")
+    about = tokenizer_of_attributes(filespec, open_reader(filespec, "train").attributes)
     if not about:
         raise ValueError(f"{filespec} names none")
     try:
-        definition = byte_definition() if about.get("kind") == "bytes" else read_definition(filespec).decode()
+        definition = byte_definition() if about["kind"] == "bytes" else read_definition(filespec)
     except FileNotFoundError as e:
         raise ValueError(f"{filespec}/tokenizer.json is missing") from e
     return definition, about.get("end_token")
@@ -70,11 +71,9 @@ def tokenizer_files(
     Returns:
         The content of the files, by name; the id of the end token; and sentences about what a user may not expect.
     """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(definition)
+    tokenizer = load_definition(definition)
     content = json.loads(definition)
-    special = {token["content"] for token in content["added_tokens"] if token["special"]}
+    special = {token["content"]: token["id"] for token in content.get("added_tokens", []) if token["special"]}
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     notes, processor = [], None
     bos = tokenizer.id_to_token(bos_id)
@@ -95,8 +94,12 @@ def tokenizer_files(
             settings[name] = token
         elif token is not None:
             notes.append(f"its {name} {token!r} is a token of text too")
-    if PAD in special - {bos, end_token}:
-        settings["pad_token"] = PAD
+    # Padding is masked: where the vocabulary has no token for it, one that no text becomes does as well.
+    pads = (token for token in (PAD, "[PAD]", "<|pad|>", "<|padding|>", end_token, bos, *special) if token in special)
+    if (pad := next(pads, None)) is None:
+        notes.append("it has no special token: set a pad_token before you pad batches")
+    else:
+        settings["pad_token"] = pad
     content |= {"post_processor": processor, "truncation": None, "padding": None}
     end = None if end_token is None else tokenizer.token_to_id(end_token)
     return {"tokenizer.json": content, "tokenizer_config.json": settings}, end, notes

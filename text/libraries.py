@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from configuration.foreign import refused
 from text import definitions
 
 PROBES = [
@@ -126,23 +127,23 @@ class Gigatoken:
 def without_special_tokens(definition: str) -> str:
     """A tokenizer.json that neither finds special tokens in text, where it quotes them, nor puts others around it."""
     content = json.loads(definition)
-    content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+    content["added_tokens"] = [token for token in content.get("added_tokens", []) if not token["special"]]
     return json.dumps(content | {"post_processor": None, "truncation": None, "padding": None})
 
 
 def try_gigatoken(definition: str, reference: Reference) -> Gigatoken | str:
     """Tokenizer by gigatoken, if its ids for PROBES are those of the reference. Otherwise the reason against it."""
     try:
-        fast = Gigatoken(without_special_tokens(definition))
+        with refused("gigatoken does not take this tokenizer", remedy=""):
+            fast = Gigatoken(without_special_tokens(definition))
+            found = [fast.encode([text])[0] for text in PROBES]
     except ImportError:
         return "gigatoken is not installed: pip install gigatoken"
-    except BaseException as e:
-        # A panic of its Rust code is not an Exception.
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
-            raise
-        return f"gigatoken does not take this tokenizer: {e}"
-    for text in PROBES:
-        if difference := find_difference(fast.encode, reference.encode, text):
+    except ValueError as error:
+        return str(error)
+    for text, ids in zip(PROBES, found, strict=True):
+        if not np.array_equal(ids, reference.encode([text])[0]):
+            difference = find_difference(fast.encode, reference.encode, text)
             return f"gigatoken gives other ids than {reference.library}: {difference}"
     return fast
 
@@ -172,14 +173,10 @@ def load_definition(definition: str) -> Any:
     """
     from tokenizers import Tokenizer
 
-    try:
+    definitions.definition_of("tokenizer.json", definition)
+    newer = "Download or write it again; or, if a newer version of `tokenizers` wrote it, install that."
+    with refused("`tokenizers` cannot read the tokenizer.json", newer):
         tokenizer = Tokenizer.from_str(definition)
-    # It raises no narrower class.
-    except Exception as e:
-        raise ValueError(
-            f"`tokenizers` cannot read the tokenizer.json: {e}. Download or write it again; or, if a newer version of "
-            "`tokenizers` wrote it, install that."
-        ) from e
     tokenizer.no_truncation()
     tokenizer.no_padding()
     # A document that quotes "</s>" does not end there.

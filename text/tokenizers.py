@@ -283,13 +283,12 @@ def open_mistral(name: str) -> tuple[str, Reference]:
     return definition, Tiktoken(encoding, num_special)
 
 
-def open_for_decoding(definition: bytes | None, about: dict[str, Any]) -> Tokenizer:
+def open_for_decoding(definition: str | None, about: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a dataset, given its tokenizer.json and its attribute `tokenizer`."""
     end_token = about.get("end_token")
     if definition is None:
         return open_bytes(end_token)
-    text = definition.decode()
-    return make_text_tokenizer(text, Tokenizers(text), end_token, "reference")[0]
+    return make_text_tokenizer(definition, Tokenizers(definition), end_token, "reference")[0]
 
 
 def make_text_tokenizer(

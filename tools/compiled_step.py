@@ -17,7 +17,7 @@ from compiled.files import read_program, write_json, write_whole
 from compiled.picture import draw
 from compiled.table import as_text, rows
 from configuration.checks import within
-from configuration.foreign import open_no_pipe, parse_json, shown
+from configuration.foreign import read_object, shown
 from configuration.program import run_program
 
 
@@ -51,10 +51,8 @@ def text_of(run: str) -> Path:
 def known_lines(text: Path) -> dict[str, str]:
     """The source lines that the run wrote beside its HLO text, which are those of its time."""
     try:
-        with open(text.with_suffix(".json"), "rb", opener=open_no_pipe) as file:
-            known = parse_json(file.read())["source"]
-        return {str(line): str(source) for line, source in known.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return read_object(text.with_suffix(".json"), {"source": {str: str}})["source"]
+    except (OSError, ValueError):
         return {}
 
 

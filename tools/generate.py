@@ -23,7 +23,7 @@ from rich.text import Text
 
 import train
 from configuration.checks import check_choice, check_ranges, within
-from configuration.foreign import shown
+from configuration.foreign import LARGE, read_text, shown
 from configuration.program import run_program
 from input_loader.codec import codec_of_data
 from modeling.model import load_model
@@ -116,9 +116,10 @@ def read_prompts(config: Config) -> list[str]:
         found = " and ".join(given) or "none of them"
         raise ValueError(f"give one of prompt, prompts, prompts_file and prompt_ids; {found} is given.")
     if config.prompts_file is not None:
-        if not Path(config.prompts_file).is_file():
-            raise ValueError(f"prompts_file: there is no file {config.prompts_file}. Correct the path.")
-        return Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
+        try:
+            return read_text(config.prompts_file, LARGE).splitlines()
+        except FileNotFoundError as error:
+            raise ValueError(f"prompts_file: there is no file {config.prompts_file}. Correct the path.") from error
     return config.prompts if config.prompts else [] if config.prompt is None else [config.prompt]
 
 

@@ -29,14 +29,15 @@ import numpy as np
 from omegaconf import MISSING, OmegaConf
 
 from configuration.checks import check_ranges, within
-from configuration.foreign import shown
+from configuration.foreign import LARGE, read_object, read_text, shown
 from configuration.program import run_program
 from modeling.model import is_shipped, load_model
 from modeling.weights import shapes_of
 from models.huggingface import mapping_of
 from models.huggingface_check import check_rules, compare
-from models.huggingface_tensors import Tensors, check_fields, check_inside, read_object
+from models.huggingface_tensors import Tensors, check_fields, check_inside
 from models.llama_huggingface import ARCHITECTURES
+from text.definitions import definition_of
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import named_leaves
 from training_io.directory import missing, remove_empty
@@ -109,11 +110,8 @@ def parts_of(weights: Any, table: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
 def _end_token(tokenizer: Path, ids: Any) -> str:
     """The setting, quoted for a shell, that makes the model's eos token the end of documents."""
     ids = ids if isinstance(ids, list) else [ids]
-    try:
-        added = read_object(tokenizer).get("added_tokens", [])
-        ends = [str(token["content"]) for token in added if token["id"] in ids]
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{tokenizer}: added_tokens is not a list of tokens. Copy or download it again.") from error
+    added = definition_of(tokenizer, read_text(tokenizer, LARGE)).get("added_tokens", [])
+    ends = [token["content"] for token in added if token["id"] in ids]
     return shlex.quote(f'tokenizer.end_token="{ends[0]}"') if ends else "tokenizer.end_token=null"
 
 

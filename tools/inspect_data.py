@@ -10,7 +10,6 @@ the loss jumped. Text is decoded with the dataset's own tokenizer. Without one, 
 """
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,12 @@ from rich.text import Text
 import flat_tokens
 from configuration.checks import at_least_1, check_ranges, within
 from configuration.composing import wrong_setting
-from configuration.foreign import one_line, shown
+from configuration.foreign import check_types, one_line, shown
 from configuration.program import run_program
 from flat_tokens.stores import open_reader
 from input_loader import DataConfig, batch_of, make_loader
 from input_loader.origins import pieces_of, sequences_of_batch
-from text.codec import TextCodec, codec_of_attributes
+from text.codec import TextCodec, codec_of_attributes, tokenizer_of_attributes
 from training_io.files import read_config
 from training_io.saved import check_addresses, literal
 
@@ -150,8 +149,9 @@ def _read_text(reader: flat_tokens.Reader, codec: TextCodec, start: int, length:
 def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
     """Prints the sizes of a split, and how it was made."""
     attributes, tokens, documents = reader.attributes, reader.num_tokens, reader.num_documents
-    about = attributes.get("tokenizer")
-    tokenizer = f"{about.get('kind')} {about.get('name') or ''}".strip() if about else "none known: token ids are shown"
+    check_types(reader.path, attributes, {"utf8_bytes?": int | None, "source?": list | None}, "Copy the dataset again.")
+    about = tokenizer_of_attributes(reader.path, attributes)
+    tokenizer = f"{about['kind']} {about.get('name') or ''}".strip() if about else "none known: token ids are shown"
     table = Table(show_header=False, box=None, title_justify="left")
     table.title = Text(shown(reader.path), style="bold")
     table.add_row("tokens", f"{tokens:,}")
@@ -300,10 +300,10 @@ def _data_config(config: Config, run: Any) -> DataConfig:
 
 
 def _read_run(directory: str) -> Any:
-    path = os.path.join(directory, "config.yaml")
-    if not os.path.exists(path):
+    path = Path(directory, "config.yaml")
+    if not path.exists():
         raise ValueError(f"There is no {path}: `run` is a run's directory, for example runs/<name>.")
-    return OmegaConf.create(literal(read_config(Path(path))))
+    return OmegaConf.create(literal(read_config(path)))
 
 
 def _filespec(config: Config, run: Any) -> str:

@@ -16,6 +16,7 @@ import tensorstore as ts
 from omegaconf import MISSING
 
 import flat_tokens
+from configuration.foreign import check_types
 from configuration.program import run_program
 from flat_tokens import Reader, shards
 from flat_tokens.progress import Progress
@@ -51,6 +52,12 @@ class ShardReader:
         if "shard" not in self.reader.attributes:
             raise ValueError(f"{self.path} was not written with shard=i/n. Write it with that setting.")
         self.about: dict[str, Any] = self.reader.attributes["shard"]
+        kinds = {
+            "shard": {"num_pieces": int, "max_tokens": int | None, "settings": dict},
+            "tokenizer": dict,
+            "source": list,
+        }
+        check_types(self.path, self.reader.attributes, kinds, "Write it again.")
         self.counts = shards.read_counts(directory, split)
         if self.counts.sum(axis=0).tolist()[0] > self.reader.num_tokens:
             raise ValueError(f"{self.path} has fewer tokens than its pieces_{split}.npy states. Write it again.")
@@ -182,7 +189,7 @@ def _merge(config: Config, split: str, readers: list[ShardReader], definition: b
     max_tokens = about["max_tokens"]
     total = sum(reader.reader.num_tokens for reader in readers)
     total = total if max_tokens is None else min(total, max_tokens)
-    tokenizer = tokenizers.open_for_decoding(definition, attributes["tokenizer"])
+    tokenizer = tokenizers.open_for_decoding(definition and definition.decode(), attributes["tokenizer"])
     num_bytes = 0
     with (
         flat_tokens.Writer(config.out, split, overwrite=config.overwrite) as writer,

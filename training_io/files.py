@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from configuration.foreign import open_no_pipe
+from configuration.foreign import read_text
 
 LOCK = ".lock"
 """File that exists while a run is in the directory. Its line says which process on which host that is."""
@@ -24,8 +24,7 @@ PLAIN = (str, int, float, type(None))
 def read_config(path: Path) -> dict[str, dict]:
     """The configuration in a run's config.yaml. Raises ValueError if the file has none."""
     try:
-        with open(path, encoding="utf-8", opener=open_no_pipe) as file:
-            text = file.read()
+        text = read_text(path)
         _check_yaml(text)
         found = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -4,12 +4,12 @@ Nothing in it is resolved. A module that it names is imported, and an address op
 here, the user named it himself, or he trusts the configuration.
 """
 
-import itertools
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from configuration.foreign import check_types
 from modeling.model import is_shipped
 from shardlib.schedules import SCHEDULES
 from training_io.files import as_config, settings_in
@@ -19,8 +19,7 @@ _METADATA = {
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
     "skips?": {"count?": int, "in_a_row?": int, "norms?": [(int, float)]},
 }
-"""Types of a checkpoint's metadata beside the configuration. Keys with ? may be missing, as in older checkpoints, and
-`str` stands for all keys."""
+"""Types of a checkpoint's metadata beside the configuration, for check_types; older checkpoints lack some."""
 
 
 def saved_config(metadata: Any) -> dict[str, dict]:
@@ -30,30 +29,8 @@ def saved_config(metadata: Any) -> dict[str, dict]:
         ValueError: it has none, or another part of the metadata has not the type with which it is saved.
     """
     config = as_config(metadata.get("config") if isinstance(metadata, dict) else None, "the checkpoint's metadata")
-    _check_type("", metadata, _METADATA)
+    check_types("the checkpoint's metadata", metadata, _METADATA, "Take another checkpoint.")
     return config
-
-
-def _check_type(name: str, value: Any, kind: Any) -> None:
-    """Raises ValueError if a value is not of the type that `kind` describes, as in _METADATA."""
-    parts: list[tuple[str, Any, Any]] = []
-    if isinstance(kind, dict):
-        matches = isinstance(value, dict)
-        for key, of_key in kind.items() if matches else ():
-            keys = [*value] if key is str else [key.removesuffix("?")]
-            matches &= key is str or key.endswith("?") or key in value
-            parts += [(f"{name}.{k}".lstrip("."), value[k], of_key) for k in keys if k in value]
-    elif isinstance(kind, list | tuple):
-        matches = isinstance(value, list) and (isinstance(kind, list) or len(value) == len(kind))
-        parts = [(name, *pair) for pair in zip(value, itertools.cycle(kind), strict=False)] if matches else []
-    else:
-        matches = type(value) is kind
-    if not matches:
-        raise ValueError(
-            f"the checkpoint's metadata: {name} is {str(value)[:80]!r}, which no run saves. Take another checkpoint."
-        )
-    for part in parts:
-        _check_type(*part)
 
 
 def literal(value: Any) -> Any:

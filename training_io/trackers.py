@@ -23,7 +23,7 @@ import jax
 
 from configuration.checks import check_choice
 from configuration.differences import flat
-from configuration.foreign import open_no_pipe, parse_json, shown
+from configuration.foreign import read_object, shown
 from training_io.optional import optional
 
 FILE = "trackers.json"
@@ -338,11 +338,7 @@ class _Names:
         if not path.exists():
             return
         try:
-            with open(path, opener=open_no_pipe) as file:
-                found = parse_json(file.read(2**16))
-            if not isinstance(found, dict) or not all(isinstance(x, str) for x in found.values()):
-                raise ValueError("it is not a dict of names")
-            self.known = found
+            self.known = read_object(path, {str: str}, 2**16)
         except (OSError, ValueError) as error:
             print(f"WARNING: {path} is not readable: {shown(str(error))}. The trackers begin new runs.")
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 import shutil
 import socket
@@ -135,6 +136,43 @@ def deep_metrics(run: Path, url: str) -> None:
         file.write(f'{{"step": 9, "loss": {DEEP}}}\n{{"step": {"9" * 1_000_000}, "loss": 1}}\n')
 
 
+def pipes(run: Path, url: str) -> None:
+    """config.yaml, the logs and the manifest are pipes."""
+    for path in _read_first(run):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+
+
+def sparse(run: Path, url: str) -> None:
+    """config.yaml, the samples and the manifest have 1 TiB, and take no room on the disk."""
+    for path in _read_first(run):
+        if path.name != "metrics.jsonl":
+            path.touch()
+            os.truncate(path, 2**40)
+
+
+def _read_first(run: Path) -> list[Path]:
+    names = ("config.yaml", "metrics.jsonl", "samples.jsonl")
+    return [run / "checkpoints" / f"{STEPS:010}" / "zarr.json", *(run / name for name in names)]
+
+
+def pipe_of_weights(model: Path, url: str) -> None:
+    """The safetensors are a pipe."""
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+
+
+def sparse_model_config(model: Path, url: str) -> None:
+    """config.json has 1 TiB."""
+    os.truncate(model / "config.json", 2**40)
+
+
+def device_of_tokenizer(model: Path, url: str) -> None:
+    """tokenizer.json is an endless device."""
+    (model / "tokenizer.json").unlink(missing_ok=True)
+    (model / "tokenizer.json").symlink_to("/dev/zero")
+
+
 def outside_index(model: Path, url: str) -> None:
     """The index of the safetensors names a file outside of the directory."""
     (model / "model.safetensors").rename(model.with_name("outside.safetensors"))
@@ -184,10 +222,15 @@ RUNS = (
     deep_manifest,
     deep_config,
     deep_metrics,
+    pipes,
+    sparse,
 )
-MODELS = (outside_index, type_of_module, deep_model_config, long_header, deep_header)
-REFUSED = (outside_index, type_of_module, long_header, deep_header)
+REFUSED = (
+    *(outside_index, type_of_module, long_header, deep_header),
+    *(pipe_of_weights, sparse_model_config, device_of_tokenizer),
+)
 """Models that must not become a checkpoint."""
+MODELS = (*REFUSED, deep_model_config)
 
 # ---- the tools -----------------------------------------------------------------------------------------------------
 

@@ -270,7 +270,7 @@ def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
     for place in range(0, len(content), 7):
         shard.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         reader = Reader(str(tmp_path / "d"), "train")
-        with pytest.raises(ValueError, match="cannot read tokens 256 to 511; a file is missing, truncated or corrupt"):
+        with pytest.raises(ValueError, match=r"cannot read tokens 256 to 511; .* corrupt: .*/encoded_tokens/c/1\. "):
             reader.read(np.array([256]), np.array([256]))
 
 
@@ -288,7 +288,7 @@ def test_truncated_starts_of_a_seqax_dataset(tmp_path):
     shutil.copytree(SEQAX, tmp_path / "d")
     starts = tmp_path / "d/train/seq_starts/0"
     starts.write_bytes(starts.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="cannot read seq_starts; a file is missing, truncated or corrupt"):
+    with pytest.raises(ValueError, match=r"cannot read seq_starts; a file is missing, .* corrupt: .*seq_starts/0\. "):
         Reader(str(tmp_path / "d"), "train")
 
 

@@ -520,8 +520,8 @@ def test_a_refused_file_leaves_nothing(exported, tmp_path):
     with pytest.raises(ValueError, match=r"config.json: rope_theta is 'x'; it must be a number"):
         run(directory, tmp_path / "o")
     change_config(directory, rope_theta=100.0)
-    (directory / "tokenizer.json").write_text('{"added_tokens": [1]}')
-    with pytest.raises(ValueError, match=r"tokenizer.json: added_tokens is not a list of tokens"):
+    (directory / "tokenizer.json").write_text('{"model": {}, "added_tokens": [1]}')
+    with pytest.raises(ValueError, match=r"tokenizer.json: added_tokens is 1; it must be an object"):
         run(directory, tmp_path / "o")
     (directory / "tokenizer.json").unlink()
     (tmp_path / "secret.json").write_text("{}")

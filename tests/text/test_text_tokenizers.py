@@ -221,7 +221,7 @@ def test_names_of_mistral_that_are_not_there(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"no file 'tekken.json' in .*nor in mistral-common, which has \["):
         definitions.find_mistral("tekken.json")
     (tmp_path / "tekken.json").write_text('{"config": {}}')
-    with pytest.raises(ValueError, match=r"tekken.json is not a tekken.json of Mistral's: KeyError"):
+    with pytest.raises(ValueError, match=r"tekken.json: config.pattern is missing; it must be a text. A tekken"):
         definitions.find_mistral(str(tmp_path / "tekken.json"))
     (tmp_path / "tokenizer.model").write_bytes(b"nothing of the kind")
     pytest.importorskip("sentencepiece")
@@ -340,11 +340,20 @@ def test_gigatoken_is_pickled_by_its_definition(bpe):
 
 
 def test_a_damaged_definition(tmp_path, bpe):
-    for content in ('{"model": 3}', bpe[: len(bpe) // 2], 'x"model"'):
+    wrong = {
+        '{"model": 3}': "tokenizer.json: model is 3; it must be an object",
+        bpe[: len(bpe) // 2]: "tokenizer.json is not JSON",
+        '{"x": 1}': "tokenizer.json: model is missing; it must be an object",
+        '{"model": {"vocab": {"a": 1e9}}}': "1000000000.0 is no id of a token",
+        '{"model": {"vocab": {"a": 4294967295}}}': "4294967295 is no id of a token",
+        '{"model": {"dropout": 0.1}}': "model.dropout is 0.1: a text would have other ids at each run",
+    }
+    for content, message in wrong.items():
         (tmp_path / "tokenizer.json").write_text(content)
-        definition = definitions.find_huggingface(str(tmp_path))
-        with pytest.raises(ValueError, match=r"`tokenizers` cannot read the tokenizer.json: .* Download or write it"):
-            text_tokenizers.Tokenizers(definition)
+        with pytest.raises(ValueError, match=message):
+            definitions.find_huggingface(str(tmp_path))
+    with pytest.raises(ValueError, match=r"`tokenizers` cannot read the tokenizer.json: .* Download or write it"):
+        text_tokenizers.Tokenizers('{"model": {"type": "none"}}')
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: 'utf-8' codec"):
         definitions.find_huggingface(str(tmp_path))

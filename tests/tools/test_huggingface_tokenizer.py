@@ -87,6 +87,35 @@ def test_transformers_opens_them(tmp_path, bpe):
             assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
+@pytest.mark.parametrize(("bos", "end", "pad"), [(0, "<|end|>", 1), (0, None, 0), (300, None, 0)])
+def test_a_batch_of_a_bpe_is_padded(tmp_path, bpe, bos, end, pad):
+    """A model of transformers gives each text of a padded batch the logits that it has alone."""
+    transformers = pytest.importorskip(
+        "transformers", reason="padding needs transformers, installed on Python 3.11 only"
+    )
+    torch = pytest.importorskip("torch")
+    for file, content in tokenizer_files(bpe, bos, end)[0].items():
+        (tmp_path / file).write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["It is", "It is a truth universally"]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    assert batch["input_ids"][0, -1] == tokenizer.pad_token_id == pad
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes)).eval()
+    with torch.no_grad():
+        together = model(**batch).logits
+        for i, text in enumerate(texts):
+            alone = model(**tokenizer(text, return_tensors="pt")).logits[0]
+            torch.testing.assert_close(together[i, : len(alone)], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_a_vocabulary_without_special_tokens_is_said(bpe):
+    files, _, notes = tokenizer_files(json.dumps(json.loads(bpe) | {"added_tokens": []}), 10_000, None)
+    assert notes[1:] == ["it has no special token: set a pad_token before you pad batches"]
+    assert "pad_token" not in files["tokenizer_config.json"]
+
+
 def test_a_batch_of_bytes_is_padded(tmp_path):
     transformers = pytest.importorskip(
         "transformers", reason="padding needs transformers, installed on Python 3.11 only"

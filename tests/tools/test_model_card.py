@@ -231,7 +231,7 @@ def test_another_file_than_of_verify_is_refused(tmp_path, content):
     with pytest.raises(ValueError, match=r"is not what tools.verify wrote: .*verify\.output="):
         read_verified(str(path))
     written_by_verify(path, results=[])
-    with pytest.raises(ValueError, match="another form"):
+    with pytest.raises(ValueError, match="results is empty"):
         read_verified(str(path))
 
 

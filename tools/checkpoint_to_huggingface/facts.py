@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from configuration.differences import flat
-from configuration.foreign import open_no_pipe, parse_json
+from configuration.foreign import read_object
 from tools.report.comparing import IGNORED_SETTINGS
 from tools.report.reading import Run, number, read_run, smoothed
 from training_io.resuming import with_defaults
@@ -102,19 +102,12 @@ def read_run_until(place: str, step: int) -> Run | None:
 
 def read_verified(path: str) -> dict[str, Any]:
     """What tools.verify wrote with verify.output. Raises ValueError for another file."""
-    kinds = {"title": str, "small": bool, "results": list, "settings": dict, "source": dict}
     of_result = {"compared": str, "meshes": list, "left_out": list, "agree": bool, "tensors": int}
-    try:
-        with open(path, encoding="utf-8", opener=open_no_pipe) as file:
-            found = parse_json(file.read())
-        fits = all(isinstance(found[name], kind) for name, kind in kinds.items()) and found["results"]
-        if not fits or not all(isinstance(x[name], k) for x in found["results"] for name, k in of_result.items()):
-            raise ValueError("it has another form")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"verify is {path}, which is not what tools.verify wrote: {error}. Make it: "
-            f"python -m tools.verify --config-name=<file in configs/> verify.output={path}"
-        ) from error
+    kinds = {"title": str, "small": bool, "results": [of_result], "settings": dict, "source": dict}
+    command = f"python -m tools.verify --config-name=<file in configs/> verify.output={path}"
+    found = read_object(path, kinds, remedy=f"It is not what tools.verify wrote: {command}")
+    if not found["results"]:
+        raise ValueError(f"{path}: results is empty. Verify more: {command}")
     return found
 
 

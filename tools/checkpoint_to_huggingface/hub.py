@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from configuration.foreign import open_no_pipe, parse_json, shown
+from configuration.foreign import LARGE, read_object, shown
 from tools.checkpoint_to_huggingface.card import CARD, CURVE
 
 _ALWAYS = (CARD, "config.json", "generation_config.json")
@@ -33,11 +33,9 @@ def files_of(directory: Path) -> list[str]:
     """
     weights = [_WEIGHTS]
     if (directory / _INDEX).exists():
-        with open(directory / _INDEX, encoding="utf-8", opener=open_no_pipe) as file:
-            places = parse_json(file.read())
-        places = places.get("weight_map") if isinstance(places, dict) else None
-        parts = {*places.values()} if isinstance(places, dict) else {None}
-        if not all(isinstance(part, str) and _PART.fullmatch(part) for part in parts):
+        index = read_object(directory / _INDEX, {"weight_map": {str: str}}, LARGE, "Export the run again.")
+        parts = {*index["weight_map"].values()}
+        if not all(map(_PART.fullmatch, parts)):
             raise ValueError(f"{directory / _INDEX} does not list the files of an export. Export the run again.")
         weights = [_INDEX, *sorted(parts)]
     names = [*_ALWAYS, *(name for name in _SOMETIMES if (directory / name).exists()), *weights]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 import train
 from cluster.devices import compile_program, known_options
-from configuration.foreign import open_no_pipe, parse_json, shown
+from configuration.foreign import SMALL, check_file, open_no_pipe, parse_json, shown
 from input_loader import TokenBatch, batch_of, batch_shapes, make_loader
 from modeling.attention import KERNELS
 from modeling.model import inputs_of, load_model
@@ -185,14 +186,19 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
             yield session
 
 
+_MOST_BYTES = 2**34
+"""Of a run's metrics.jsonl, whose lines are read one by one."""
+
+
 def metrics_of(run: str) -> dict[int, dict[str, Any]]:
     """The lines of the steps in a run's metrics.jsonl, by step; empty if there is none."""
     path = Path(run.removesuffix("/")) / "metrics.jsonl"
     if not path.exists():
         return {}
     found = {}
+    check_file(path, _MOST_BYTES)
     with open(path, encoding="utf-8", errors="replace", opener=open_no_pipe) as file:
-        for line in file:
+        for line in iter(partial(file.readline, SMALL), ""):
             with contextlib.suppress(ValueError):  # the last line of a run that was killed
                 record = parse_json(line)
                 if isinstance(record, dict) and "event" not in record and type(record.get("step")) is int:

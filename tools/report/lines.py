@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from compiled.picture import KEPT_COLOUR, axis_colours
 from compiled.table import CollectiveRow, KeptRow, MatmulRow, Table, in_bytes, in_flops
-from configuration.foreign import open_no_pipe, parse_json
+from configuration.foreign import parse_json, read_file
 from tools.report.comparing import scaled
 from tools.report.reading import Run, number
 from training_io.optional import why
@@ -111,19 +111,11 @@ def _newest(directory: Path, pattern: str) -> Path | None:
     return None
 
 
-def _contents(path: Path, most: int) -> bytes:
-    with open(path, "rb", opener=open_no_pipe) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"it is longer than {most / 2**20:g} MiB")
-    return content
-
-
 def _read(path: Path, parse: Any, problems: list[str]) -> Any:
     try:
-        return parse(parse_json(_contents(path, _MOST_BYTES)))
+        return parse(parse_json(read_file(path, _MOST_BYTES)))
     except (OSError, ValueError, RecursionError) as error:
-        reason = why(error) if isinstance(error, OSError) else str(error)
+        reason = why(error) if isinstance(error, OSError) else str(error).removeprefix(f"{path} cannot be read: ")
         problems.append(f"{path.name} cannot be read: {reason[:_LONGEST]}")
         return None
 
@@ -146,7 +138,7 @@ def _times(data: Any) -> dict[str, tuple[str, Times]]:
 def _picture(path: Path, problems: list[str]) -> str | None:
     """The picture as an image, in which a browser runs no script and fetches nothing, whoever drew it."""
     try:
-        content = _contents(path, _MOST_BYTES_OF_PICTURE)
+        content = read_file(path, _MOST_BYTES_OF_PICTURE)
     except (OSError, ValueError) as error:
         problems.append(f"The picture is not shown here: {why(error) if isinstance(error, OSError) else error}.")
         return None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from configuration.differences import flat
-from configuration.foreign import open_no_pipe, parse_json
+from configuration.foreign import open_no_pipe, parse_json, read_object
 from training_io.files import LOCK, OF_A_STEP, read_config
 from training_io.optional import why
 
@@ -24,7 +24,7 @@ Curve = np.ndarray
 
 COMMON_METRICS = {"loss", "grad_norm", "learning_rate", "skipped", *OF_A_STEP}
 """Metrics that metrics.jsonl has of every step of every run."""
-_MOST_BYTES = {"metrics.jsonl": 2**30, "samples.jsonl": 2**24, "provenance.json": 2**22}
+_MOST_BYTES = {"metrics.jsonl": 2**30, "samples.jsonl": 2**24}
 """Bytes that are read of a file, by its name."""
 _MOST_NAMES, _MOST_LAYERS = 100, 1024
 """Number of the user's own metrics, and of layers of each, that are read."""
@@ -243,8 +243,8 @@ def _read_starts(directory: Path) -> list[tuple[int, dict[str, Any]]]:
             continue
         about = {}
         with contextlib.suppress(OSError, ValueError):
-            about = parse_json(read_text(path / "provenance.json")[0])
-        found.append((int(path.name), about if isinstance(about, dict) else {}))
+            about = read_object(path / "provenance.json")
+        found.append((int(path.name), about))
     # A run that went back has directories of later starts. The newest start is the one that was made last.
     return sorted(found, key=lambda start: (str(start[1].get("started", "")), start[0]))
 

@@ -1,0 +1,244 @@
+"""Files of strangers, read by each tool: what is no file, is too long, too deep or of another type gets one line."""
+
+import io
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from written_datasets import write
+
+from configuration.foreign import check_types, read_file, read_object, refused
+from sampling.choices import read_questions
+from text import definitions
+from text.codec import codec_of_dataset
+from text.huggingface import find_tokenizer
+from tools import huggingface_to_checkpoint, inspect_data
+from tools.checkpoint_to_huggingface.facts import read_verified
+from tools.checkpoint_to_huggingface.hub import files_of
+from tools.generate import Config, read_prompts
+from tools.report.reading import read_run
+from training_io.files import read_config
+
+QUIET = Console(file=io.StringIO())
+DEEP = "[" * 10**5 + "]" * 10**5
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting():
+    """A test that waits, for a pipe for example, fails."""
+
+    def late(*_):
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A dataset with a BPE, a model, and files of a run."""
+    from safetensors.numpy import save_file
+
+    home = tmp_path_factory.mktemp("given")
+    bpe = definitions.train_bpe(["It is a truth universally acknowledged"], 270)
+    dataset = write(home / "data", attributes={"tokenizer": {"kind": "train_bpe", "end_token": "<|end|>"}})
+    (Path(dataset) / "tokenizer.json").write_text(bpe)
+    model = home / "model"
+    model.mkdir()
+    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 1, "bos_token_id": 0}
+    config |= {"num_hidden_layers": 1, "intermediate_size": 8, "eos_token_id": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").write_text(bpe)
+    save_file({"x": np.zeros(3, np.float32)}, model / "model.safetensors")
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model.safetensors"}}')
+    (home / "config.yaml").write_text("model: {}\n")
+    for name in ("text", "tekken.json"):
+        (home / name).write_text("{}\n")
+    return home
+
+
+def inspect(**settings):
+    return lambda home: inspect_data.run(
+        inspect_data.Config(**{key: str(home / value) for key, value in settings.items()}), QUIET
+    )
+
+
+def an_import(home):
+    settings = huggingface_to_checkpoint.Config(model=str(home / "model"), output=str(home / "out"))
+    huggingface_to_checkpoint.run(settings, QUIET.print)
+
+
+READERS = {
+    "a tokenizer": ("data/tokenizer.json", lambda home: definitions.find_huggingface(str(home / "data"))),
+    "one of Mistral's": ("tekken.json", lambda home: definitions.find_mistral(str(home / "tekken.json"))),
+    "generate, its tokenizer": ("data/tokenizer.json", lambda home: codec_of_dataset(str(home / "data"))),
+    "generate, its data": ("data/train/zarr.json", lambda home: codec_of_dataset(str(home / "data"))),
+    "generate, its prompts": ("text", lambda home: read_prompts(Config(prompts_file=str(home / "text")))),
+    "export, its tokenizer": ("data/tokenizer.json", lambda home: find_tokenizer({"filespec": str(home / "data")})),
+    "export, its index": ("model/model.safetensors.index.json", lambda home: files_of(home / "model")),
+    "export, verified": ("text", lambda home: read_verified(str(home / "text"))),
+    "evaluate, questions": ("text", lambda home: read_questions(str(home / "text"))),
+    "inspect_data, a run": ("config.yaml", inspect(run="")),
+    "inspect_data, a split": ("data/train/zarr.json", inspect(filespec="data")),
+    "inspect_data, an array": ("data/train/encoded_tokens/zarr.json", inspect(filespec="data")),
+    "inspect_data, tokens": ("data/train/encoded_tokens/c/0", inspect(filespec="data")),
+    "inspect_data, starts": ("data/train/seq_starts/c/0", inspect(filespec="data")),
+    "inspect_data, a tokenizer": ("data/tokenizer.json", inspect(filespec="data")),
+    "import, config": ("model/config.json", an_import),
+    "import, index": ("model/model.safetensors.index.json", an_import),
+    "import, weights": ("model/model.safetensors", an_import),
+    "a configuration": ("config.yaml", lambda home: read_config(home / "config.yaml")),
+}
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path):
+    """One TiB that takes no room on the disk."""
+    os.truncate(path, 2**40)
+
+
+def deep(path):
+    path.write_text('{"model": ' + DEEP + "}")
+
+
+@pytest.mark.parametrize("damage", [pipe, device, sparse, deep])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_that_is_none_gets_a_line_with_its_name(given, tmp_path, reader, damage):
+    home = tmp_path / "home"
+    shutil.copytree(given, home)
+    name, read = READERS[reader]
+    damage(home / name)
+    if reader == "generate, its prompts" and damage is deep:
+        assert len(read(home)) == 1
+        return
+    with pytest.raises(ValueError, match=r"\w") as error:
+        read(home)
+    message = str(error.value)
+    assert "\n" not in message
+    assert Path(name).name in message or "model" in message, message
+    assert len(message) < 700
+
+
+def test_the_report_reads_no_pipe(given, tmp_path):
+    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "source" / "0").mkdir(parents=True)
+    os.mkfifo(tmp_path / "source" / "0" / "provenance.json")
+    assert any("cannot be read" in note for note in read_run(tmp_path, 10).notes)
+
+
+WRONG = [5, 0.5, "x", [1], [[1]], {"kind": 5}, {"kind": None}, {"kind": "bytes", "end_token": 5}, {"name": "x"}, True]
+"""Values of the attribute `tokenizer`."""
+
+
+@pytest.mark.parametrize("value", WRONG, ids=str)
+def test_attributes_of_a_dataset_have_a_type(tmp_path, value):
+    dataset = write(tmp_path / "data", attributes={"tokenizer": value})
+    for read in (
+        codec_of_dataset,
+        lambda path: find_tokenizer({"filespec": path}),
+        lambda _: inspect(filespec="data")(tmp_path),
+    ):
+        with pytest.raises(ValueError, match=r"tokenizer(\.\w+)? is .*; it must be an? \w+") as error:
+            read(dataset)
+        assert str(dataset) in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("attribute", ["utf8_bytes", "source", "max_token_id", "num_tokens", "num_documents"])
+@pytest.mark.parametrize("value", ["x", 0.5, {"a": 1}, True], ids=str)
+def test_numbers_of_a_dataset_have_a_type(tmp_path, attribute, value):
+    path = Path(write(tmp_path / "data")) / "train" / "zarr.json"
+    content = json.loads(path.read_text())
+    content["attributes"][attribute] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"{attribute} is {value!r}"):
+        inspect(filespec="data")(tmp_path)
+
+
+@pytest.mark.parametrize("attributes", [5, "x", [1]])
+def test_attributes_are_an_object(tmp_path, attributes):
+    path = Path(write(tmp_path / "data")) / "train" / "zarr.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attributes": attributes}))
+    with pytest.raises(ValueError, match=r"attributes is .*; it must be an object"):
+        inspect(filespec="data")(tmp_path)
+
+
+def test_a_tensor_larger_than_the_memory_is_not_read(given, tmp_path):
+    shutil.copytree(given, tmp_path / "home")
+    path = tmp_path / "home" / "model" / "model.safetensors"
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + 2**40)
+    from models.huggingface_tensors import Tensors
+
+    with pytest.raises(ValueError, match=f"x in {path} takes {2**40:,} bytes in f32; this machine has"):
+        Tensors(path.parent)["x"]
+
+
+class PanicException(BaseException):
+    """As pyo3 names a panic."""
+
+
+@pytest.mark.quick
+def test_what_libraries_raise_is_one_line():
+    for error in (RuntimeError("no\n\nLocation:\n  x.rs:1"), PanicException("no"), OSError("no")):
+        with pytest.raises(ValueError, match=r"^it is none: no\. Do x\.$"), refused("it is none", "Do x."):
+            raise error
+    for kind in (KeyboardInterrupt, SystemExit, ImportError):
+        with pytest.raises(kind), refused("it is none"):
+            raise kind
+
+
+@pytest.mark.quick
+def test_types():
+    kinds = {"a": int, "b?": str | None, "c?": [{"x": float}], "d?": {str: bool}, "e?": [(int, str)]}
+    for right in (
+        {"a": 1},
+        {"a": 1, "b": None, "c": [{"x": 1}, {"x": 2.5, "y": 0}], "d": {"k": True}, "e": [[1, "x"]]},
+    ):
+        check_types("it", right, kinds)
+    for wrong, message in (
+        ({}, "it: a is missing; it must be a whole number. "),
+        ({"a": True}, "it: a is True; it must be a whole number. "),
+        ({"a": 1, "b": 2}, "it: b is 2; it must be a text or null. "),
+        ({"a": 1, "c": [{"x": "y"}]}, "it: c.x is 'y'; it must be a number. "),
+        ({"a": 1, "d": {"k": 0}}, "it: d.k is 0; it must be true or false. "),
+        ({"a": 1, "e": [[1]]}, r"it: e is \[1\]; it must be a list of 2. "),
+        ([], r"it is \[\]; it must be an object. "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_types("it", wrong, kinds)
+
+
+@pytest.mark.quick
+def test_a_missing_file_is_told_from_a_bad_one(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "none")
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        read_file(tmp_path)
+    (tmp_path / "x").write_bytes(b"\xef\xbb\xbf{}")
+    assert read_object(tmp_path / "x") == {}
+    with pytest.raises(ValueError, match="it has 5 bytes, of at most 4"):
+        read_file(tmp_path / "x", 4)
+    (tmp_path / "x").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="x cannot be read: 'utf-8'"):
+        read_object(tmp_path / "x")
