@@ -1,0 +1,104 @@
+"""Lines of a file of any length in bounded memory: of a long one the newest are whole, and the older are thinned out."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from configuration.foreign import open_no_pipe
+
+MOST_BYTES = 2**22
+"""Bytes of the newest lines of a kind that are kept, and of the older ones."""
+_LONGEST_LINE, _MOST_KINDS = 2**22, 16
+_PASS, _BLOCK = 2**35, 2**24
+"""Bytes of a file that is read as a whole; of a longer one, bytes of each block that is."""
+
+
+class Lines:
+    """Lines of one kind, in order: all as long as they fit, else every 2nd, 4th, 8th … of the older, and the newest."""
+
+    def __init__(self):
+        self.count = 0
+        """Number of lines, with those that are left out."""
+        self.every = 1
+        """Of the older lines, one in so many is kept."""
+        self._older: list[tuple[int, bytes]] = []
+        self._newest: list[tuple[int, bytes]] = []
+        self._bytes = 0  # of the newest
+
+    @property
+    def kept(self) -> list[tuple[int, bytes]]:
+        """The lines, each with its number in the file."""
+        return self._older + self._newest
+
+    @property
+    def whole(self) -> int:
+        """Number of lines at the end of which none is left out."""
+        return len(self._newest)
+
+    @property
+    def last(self) -> int:
+        """Number in the file of the last line."""
+        return self._newest[-1][0]
+
+    def add(self, number: int, line: bytes) -> None:
+        """Adds the next line."""
+        self._newest.append((number, line))
+        self.count += 1
+        self._bytes += len(line)
+        if self._bytes > MOST_BYTES:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Moves the first half of the newest lines to the older ones, of which those of a multiple of `every` stay."""
+        first, half = self.count - len(self._newest), len(self._newest) // 2
+        self._older += self._newest[-first % self.every : half : self.every]
+        self._newest = self._newest[half:]
+        self._bytes = _size(self._newest)
+        while _size(self._older) > MOST_BYTES and len(self._older) > 1:
+            self._older, self.every = self._older[::2], 2 * self.every
+
+
+def _size(lines: list[tuple[int, bytes]]) -> int:
+    return sum(len(line) for _, line in lines)
+
+
+def read_lines(path: Path, kind_of: Callable[[bytes], bytes | None]) -> tuple[dict[bytes, Lines], str]:
+    """Reads a file in one pass, and of one that has more than 32 GiB blocks from its beginning to its end.
+
+    Args:
+        path: of the file.
+        kind_of: gives the kind of a line; None: the line is left out. Beyond 16 kinds the others are one.
+
+    Returns:
+        The lines by their kinds, and what was left out of the pass, empty if nothing.
+
+    Raises:
+        OSError: the file cannot be read, or is a pipe.
+    """
+    kinds: dict[bytes, Lines] = {}
+    number = 0
+    with open(path, "rb", opener=open_no_pipe) as file:
+        size = os.fstat(file.fileno()).st_size
+        blocks = [(0, size)]
+        if size > _PASS:
+            starts = np.linspace(0, size - _BLOCK, _PASS // _BLOCK).astype(int).tolist()
+            blocks = [(start, start + _BLOCK) for start in starts]
+        for start, end in blocks:
+            left = end - file.seek(start)
+            if start:
+                left -= len(file.readline(_LONGEST_LINE))
+            for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+                if (kind := kind_of(line)) is not None:
+                    lines = kinds.get(kind)
+                    if lines is None:
+                        lines = kinds.setdefault(kind if len(kinds) < _MOST_KINDS else b"", Lines())
+                    lines.add(number, line)
+                number += 1
+                left -= len(line)
+                if left <= 0:
+                    break
+    part = f"{path.name} has {size / 2**30:,.0f} GiB; {_PASS / 2**30:.0f} GiB in equal distances are read"
+    return kinds, part if size > _PASS else ""
