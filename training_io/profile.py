@@ -13,7 +13,7 @@ import jax
 from cluster.watch import pause
 from compiled.times import top_lines
 from training_io.beside import FAILURES, run_beside
-from training_io.directory import TRACE
+from training_io.directory import TRACE, remove_older
 from training_io.metrics import RunLog
 
 MODULE = "jit_training_step"
@@ -176,6 +176,7 @@ def _finish_trace(directory: Path, outputs: Any) -> Path:
         kept = directory / "plugins" / "profile" / converted.parent.name
         kept.parent.mkdir(parents=True, exist_ok=True)
         converted.parent.rename(kept)
+        remove_older(kept, "*")
     finally:
         shutil.rmtree(directory / TRACE, ignore_errors=True)
     return kept / converted.name

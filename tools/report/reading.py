@@ -163,7 +163,7 @@ def _measure(run: Run, seconds: Curve, smooth: int) -> None:
     """Fills in `values`, `validation` and `memory_source`."""
     run.values = {"steps": run.step[-1] + 1, "tokens": run.tokens[-1]}
     # The newest steps of a long run, of which all are read, do not outweigh the others.
-    even = evenly(run.step, max(1000, len(run.step) // 4)) if len(run.step) < run.values["steps"] else slice(None)
+    even = evenly(run.step, len(run.step) // 4 + 1) if len(run.step) < run.values["steps"] else slice(None)
     if not np.isnan(seconds[even]).all():
         step_seconds = float(np.nanmedian(seconds[even]))
         run.values |= {"ms/step": 1000 * step_seconds, "time": run.time[-1]}
@@ -226,7 +226,7 @@ def _read_metrics(directory: Path, notes: list[str], before: int | None) -> tupl
         notes.append("no metrics.jsonl: the run did not start")
         return [], [], False
     try:
-        kinds, part = read_lines(path, functools.partial(_kind, before))
+        kinds, part = read_lines(path, functools.partial(_kind, before), b"step" if before is None else None)
     except OSError as error:
         notes.append(f"metrics.jsonl cannot be read: {why(error)}")
         return [], [], False

@@ -1,9 +1,9 @@
 """Lines of a file of any length in bounded memory: of a long one the newest are whole, and the older are thinned out."""
 
 import os
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from configuration.foreign import open_no_pipe
 
 MOST_BYTES = 2**22
 """Bytes of the newest lines of a kind that are kept, and of the older ones."""
-_LONGEST_LINE, _MOST_KINDS = 2**22, 16
+_LONGEST_LINE, _MOST_KINDS, _AT_ONCE = 2**22, 16, 2**16
 _PASS, _BLOCK = 2**35, 2**24
 """Bytes of a file that is read as a whole; of a longer one, bytes of each block that is."""
 
@@ -43,12 +43,12 @@ class Lines:
         """Number in the file of the last line."""
         return self._newest[-1][0]
 
-    def add(self, number: int, line: bytes) -> None:
-        """Adds the next line."""
-        self._newest.append((number, line))
-        self.count += 1
-        self._bytes += len(line)
-        if self._bytes > MOST_BYTES:
+    def add(self, number: int, lines: list[bytes]) -> None:
+        """Adds the next lines, the first of which has this number in the file."""
+        self._newest.extend(enumerate(lines, number))
+        self.count += len(lines)
+        self._bytes += sum(map(len, lines))
+        while self._bytes > MOST_BYTES and len(self._newest) > 1:
             self._make_room()
 
     def _make_room(self) -> None:
@@ -65,12 +65,15 @@ def _size(lines: list[tuple[int, bytes]]) -> int:
     return sum(len(line) for _, line in lines)
 
 
-def read_lines(path: Path, kind_of: Callable[[bytes], bytes | None]) -> tuple[dict[bytes, Lines], str]:
+def read_lines(
+    path: Path, kind_of: Callable[[bytes], bytes | None], common: bytes | None = None
+) -> tuple[dict[bytes, Lines], str]:
     """Reads a file in one pass, and of one that has more than 32 GiB blocks from its beginning to its end.
 
     Args:
         path: of the file.
         kind_of: gives the kind of a line; None: the line is left out. Beyond 16 kinds the others are one.
+        common: kind of most lines; kind_of gives it for several lines together only if all of them have it.
 
     Returns:
         The lines by their kinds, and what was left out of the pass, empty if nothing.
@@ -79,26 +82,39 @@ def read_lines(path: Path, kind_of: Callable[[bytes], bytes | None]) -> tuple[di
         OSError: the file cannot be read, or is a pipe.
     """
     kinds: dict[bytes, Lines] = {}
+
+    def add(kind: bytes | None, number: int, lines: list[bytes]) -> None:
+        if kind is not None:
+            (kinds.get(kind) or kinds.setdefault(kind if len(kinds) < _MOST_KINDS else b"", Lines())).add(number, lines)
+
     number = 0
     with open(path, "rb", opener=open_no_pipe) as file:
         size = os.fstat(file.fileno()).st_size
-        blocks = [(0, size)]
-        if size > _PASS:
-            starts = np.linspace(0, size - _BLOCK, _PASS // _BLOCK).astype(int).tolist()
-            blocks = [(start, start + _BLOCK) for start in starts]
-        for start, end in blocks:
-            left = end - file.seek(start)
-            if start:
-                left -= len(file.readline(_LONGEST_LINE))
-            for line in iter(partial(file.readline, _LONGEST_LINE), b""):
-                if (kind := kind_of(line)) is not None:
-                    lines = kinds.get(kind)
-                    if lines is None:
-                        lines = kinds.setdefault(kind if len(kinds) < _MOST_KINDS else b"", Lines())
-                    lines.add(number, line)
-                number += 1
-                left -= len(line)
-                if left <= 0:
-                    break
+        for text, lines in _read(file, size):
+            if common is not None and kind_of(text) == common:
+                add(common, number, lines)
+            else:
+                for i, line in enumerate(lines, number):
+                    add(kind_of(line), i, [line])
+            number += len(lines)
     part = f"{path.name} has {size / 2**30:,.0f} GiB; {_PASS / 2**30:.0f} GiB in equal distances are read"
     return kinds, part if size > _PASS else ""
+
+
+def _read(file: BinaryIO, size: int) -> Iterator[tuple[bytes, list[bytes]]]:
+    """Pieces of a file, each with the lines that end in it; of a line that is too long, parts of it."""
+    blocks = [(0, size)]
+    if size > _PASS:
+        starts = np.linspace(0, size - _BLOCK, _PASS // _BLOCK).astype(int).tolist()
+        blocks = [(start, start + _BLOCK) for start in starts]
+    for start, end in blocks:
+        at, rest = file.seek(start), b""
+        while at < end and (read := file.read(min(_AT_ONCE, end - at))):
+            text = rest + read
+            *lines, rest = text.split(b"\n")
+            if len(rest) > _LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
+            yield text, lines[1:] if start and at == start else lines  # the first one has begun before
+            at += len(read)
+        if rest and end == size:
+            yield rest, [rest]
