@@ -23,9 +23,9 @@ def write(directory: Path, steps: int) -> None:
         for step in range(steps):
             noise = block[step % 997]
             loss = 2 + 6 / (1 + step / 100) ** 0.5 + noise
-            line = {"step": step, "loss": loss, "grad_norm": 0.5 + abs(noise), "learning_rate": 0.003 * (1 - step / steps)}
-            line |= {"spread": [0.1 + noise, 0.2 - noise], "tokens": 4096 * (step + 1), "seconds": 0.25 + 0.1 * abs(noise)}
-            line |= {"tokens_per_second": 16384.0 - noise, "mfu": 0.41 + noise / 10, "mfu_full_attention": 0.43 + noise / 10}
+            line = {"step": step, "loss": loss, "grad_norm": 0.5 + abs(noise), "learning_rate": 0.003 - 1e-12 * step}
+            line |= {"spread": [0.1 + noise, 0.2 - noise], "tokens": 4096 * (step + 1), "seconds": 0.25 + noise / 10}
+            line |= {"tokens_per_second": 16384 - noise, "mfu": 0.41 + noise / 10, "mfu_full_attention": 0.43 + noise}
             file.write(json.dumps(line) + "\n")
             if step % 1000 == 999:
                 file.write(json.dumps({"step": step, "event": "validation", "loss": loss + 0.1}) + "\n")
@@ -43,11 +43,9 @@ def measure(steps: int) -> None:
         seconds = time.perf_counter() - start
         if status:
             raise SystemExit(f"tools.report ended with status {status}")
-        print(
-            f"{steps:,} steps, {size / 2**30:.2f} GiB: {seconds:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of a core, "
-            f"{used.ru_maxrss / 2**10:,.0f} MiB at most",
-            flush=True,
-        )
+        core, memory = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**10
+        what = f"{seconds:.1f} s, {core:.1f} s of a core, {memory:,.0f} MiB at most"
+        print(f"{steps:,} steps, {size / 2**30:.2f} GiB: {what}", flush=True)
 
 
 if __name__ == "__main__":

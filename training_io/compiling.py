@@ -14,6 +14,7 @@ from cluster.devices import compile_program
 from cluster.watch import pause
 from compiled.files import write_whole
 from compiled.hlo import with_mesh
+from configuration.words import say
 from training_io.beside import FAILURES, run_beside
 from training_io.directory import remove_older
 
@@ -68,7 +69,7 @@ def _keep_hlo(compiled: jax.stages.Compiled, directory: Path) -> Path | None:
         write_whole(path, with_mesh(text, jax.sharding.get_mesh().shape))
         remove_older(path, "training_step_optimized_hlo_*")
     except (OSError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        print(f"HLO text: none, {path} cannot be written: {getattr(error, 'strerror', None) or error}")
+        say(f"HLO text: none, {path} cannot be written: {getattr(error, 'strerror', None) or error}")
         return None
     return path
 

@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 
 from configuration.foreign import open_no_link, parse_json
 from configuration.frames import shown_path
+from configuration.words import say
 from training_io.files import LOCK, REPORT
 from training_io.optional import why
 
@@ -236,7 +237,7 @@ def locked(directory: Path) -> Iterator[None]:
                     f"{directory} is in use by {holder}. Wait for that run or end it, or start another one with a new "
                     "paths.model_name."
                 ) from None
-            print(f"lock       none on this file system ({why(error)}): start no second run in {directory}")
+            say(f"lock       none on this file system ({why(error)}): start no second run in {directory}")
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             break
         file.close()  # the process that had it removed it in between

@@ -20,7 +20,7 @@ def loss(step: int) -> float:
 
 @pytest.fixture
 def long_run(tmp_path, monkeypatch):
-    """A run of many steps, of which a few hundred fit in memory: half a second a step, and a validation in every 100."""
+    """A run of many steps, of which a few hundred fit in memory: a validation in every 100."""
     monkeypatch.setattr(thinning, "MOST_BYTES", 2**16)
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(STEPS):
@@ -63,7 +63,8 @@ def test_plots_of_a_long_run_are_even_from_its_first_step_to_its_last(long_run, 
     first = panels_of(compare([read_run(long_run, 50)], "loss"), 50)[0]
     traces = {trace["name"]: trace for trace in first.traces}
     x = np.asarray(traces["each step"]["x"])
-    assert (x[0], x[-1]) == (1, STEPS) and np.diff(x).max() <= 164
+    assert (x[0], x[-1]) == (1, STEPS)
+    assert np.diff(x).max() <= 164
     assert np.mean(x > STEPS / 2) == pytest.approx(0.5, abs=0.05)
     assert len(traces["validation"]["x"]) == 200
     assert [int(step) for step in traces["skipped step"]["x"]] == [step + 1 for step in SKIPPED]
@@ -80,9 +81,11 @@ def test_a_kind_of_line_takes_bounded_memory_and_keeps_first_and_last(tmp_path, 
     lines = [b"%d\n" % i * 3 for i in range(5_000)]
     (tmp_path / "lines").write_bytes(b"".join(line.replace(b"\n", b" ") + b"\n" for line in lines))
     kinds, part = read_lines(tmp_path / "lines", lambda line: b"odd" if int(line.split()[0]) % 2 else b"even")
-    assert part == "" and {*kinds} == {b"odd", b"even"}
+    assert part == ""
+    assert {*kinds} == {b"odd", b"even"}
     for first, found in enumerate((kinds[b"even"], kinds[b"odd"])):
-        assert found.count == 2_500 and sum(len(line) for _, line in found.kept) <= 2000
+        assert found.count == 2_500
+        assert sum(len(line) for _, line in found.kept) <= 2000
         numbers = [number for number, _ in found.kept]
         assert (numbers[0], numbers[-1]) == (first, 4_998 + first)
         assert all(int(line.split()[0]) == number for number, line in found.kept)
@@ -96,8 +99,10 @@ def test_a_file_beyond_the_pass_is_read_in_blocks_to_its_end(tmp_path, monkeypat
     (tmp_path / "lines").write_bytes(b"".join(b"%06d\n" % i for i in range(10_000)))
     kinds, part = read_lines(tmp_path / "lines", lambda line: b"")
     numbers = [int(line) for _, line in kinds[b""].kept]
-    assert "are read" in part and len(numbers) < 800
-    assert (numbers[0], numbers[-1]) == (0, 9_999) and np.diff(numbers).max() < 2_000
+    assert "are read" in part
+    assert len(numbers) < 800
+    assert (numbers[0], numbers[-1]) == (0, 9_999)
+    assert np.diff(numbers).max() < 2_000
 
 
 def test_samples_of_all_prompts_stay(tmp_path, monkeypatch):
@@ -110,4 +115,5 @@ def test_samples_of_all_prompts_stay(tmp_path, monkeypatch):
     samples = read_samples(tmp_path)
     for prompt in prompts:
         steps = [sample["step"] for sample in samples if sample["prompt"] == prompt]
-        assert 20 < len(steps) < 100 and (steps[0], steps[-1]) == (0, 999)
+        assert 20 < len(steps) < 100
+        assert (steps[0], steps[-1]) == (0, 999)

@@ -195,7 +195,10 @@ def mfu_unlike(run: Run) -> bool:
 def remarks(c: Comparison) -> list[str]:
     """Warnings for a reader of the table."""
     found = []
-    if unlike := [str(i + 1) for i, run in enumerate(c.runs) if "MFU" in run.values and mfu_unlike(run)]:
+    unlike = [str(i + 1) for i, run in enumerate(c.runs) if "MFU" in run.values and mfu_unlike(run)]
+    if len(c.runs) == 1:
+        found += filter(None, [mfu_doubt(c.runs[0])])
+    elif unlike:
         which = f"its peak was measured, or it is in doubt, in run {', '.join(unlike)}"
         found.append(f"MFU is not to be compared: {which}; tokens/s can be.")
     if any(name == "model.vocab" or name.startswith("data.") for name in c.differing):

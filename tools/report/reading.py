@@ -211,7 +211,7 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _kind(before: int | None, line: bytes) -> bytes | None:
-    """Name of an event, `rare` for a skipped step and for one whose loss is not finite, and `step`; None: not wanted."""
+    """Name of an event, `rare` for a step that was skipped or has no finite loss, and `step`; None: not wanted."""
     if before is not None and (step := _STEP.match(line)) and int(step[1]) >= before:
         return None
     if b'"event"' in line:
@@ -220,7 +220,7 @@ def _kind(before: int | None, line: bytes) -> bytes | None:
 
 
 def _read_metrics(directory: Path, notes: list[str], before: int | None) -> tuple[list[dict], list[dict], bool]:
-    """Returns the lines of steps, in order, those of events, and whether the run wrote that it ended, and no later step."""
+    """Returns the lines of steps, in order, those of events, and whether the run ended after the last one."""
     path = directory / "metrics.jsonl"
     if not path.exists():
         notes.append("no metrics.jsonl: the run did not start")
@@ -254,7 +254,7 @@ def _read_metrics(directory: Path, notes: list[str], before: int | None) -> tupl
 
 def _thinned(kind: str, lines: Lines) -> str:
     name = {"step": "steps", "rare": "steps that were skipped or have no finite loss"}.get(kind, f"lines `{kind}`")
-    return f"a long run: of {lines.count:,} {name}, the last {lines.whole:,} are read, and one in {lines.every:,} before"
+    return f"a long run: of {lines.count:,} {name}, the last {lines.whole:,} are read, and 1 in {lines.every:,} before"
 
 
 def _read_starts(directory: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -263,9 +263,9 @@ def _read_starts(directory: Path) -> list[tuple[int, dict[str, Any]]]:
         if not path.name.isdecimal() or not path.name.isascii() or len(path.name) > 15:
             continue
         about = {}
-        with contextlib.suppress(OSError, ValueError):
-            with open(path / "provenance.json", "rb", opener=open_no_pipe) as file:
-                about = parse_json(file.read(_MOST_BYTES))
+        file = path / "provenance.json"
+        with contextlib.suppress(OSError, ValueError), open(file, "rb", opener=open_no_pipe) as opened:
+            about = parse_json(opened.read(_MOST_BYTES))
         found.append((int(path.name), about if isinstance(about, dict) else {}))
     # A run that went back has directories of later starts. The newest start is the one that was made last.
     return sorted(found, key=lambda start: (str(start[1].get("started", "")), start[0]))

@@ -1,5 +1,7 @@
-"""Lines of a file of any length in bounded memory: of a long one the newest are whole, and the older are thinned out."""
+"""Lines of a file of any length in bounded memory: of a long one all of the newest, and some of the older."""
 
+import collections
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,44 +27,38 @@ class Lines:
         self.every = 1
         """Of the older lines, one in so many is kept."""
         self._older: list[tuple[int, bytes]] = []
-        self._newest: list[tuple[int, bytes]] = []
-        self._bytes = 0  # of the newest
+        self._newest: collections.deque[tuple[int, list[bytes], int]] = collections.deque()  # as given, with their bytes
+        self._bytes = self._older_bytes = self._passed = 0  # bytes of the newest and older, lines before the newest
 
     @property
     def kept(self) -> list[tuple[int, bytes]]:
         """The lines, each with its number in the file."""
-        return self._older + self._newest
+        return self._older + [numbered for number, lines, _ in self._newest for numbered in enumerate(lines, number)]
 
     @property
     def whole(self) -> int:
         """Number of lines at the end of which none is left out."""
-        return len(self._newest)
+        return self.count - self._passed
 
-    @property
-    def last(self) -> int:
-        """Number in the file of the last line."""
-        return self._newest[-1][0]
-
-    def add(self, number: int, lines: list[bytes]) -> None:
-        """Adds the next lines, the first of which has this number in the file."""
-        self._newest.extend(enumerate(lines, number))
+    def add(self, number: int, lines: list[bytes], size: int) -> None:
+        """Adds the next lines, the first of which has this number in the file. They have `size` bytes."""
+        self._newest.append((number, lines, size))
         self.count += len(lines)
-        self._bytes += sum(map(len, lines))
+        self._bytes += size
         while self._bytes > MOST_BYTES and len(self._newest) > 1:
-            self._make_room()
+            self._pass()
 
-    def _make_room(self) -> None:
-        """Moves the first half of the newest lines to the older ones, of which those of a multiple of `every` stay."""
-        first, half = self.count - len(self._newest), len(self._newest) // 2
-        self._older += self._newest[-first % self.every : half : self.every]
-        self._newest = self._newest[half:]
-        self._bytes = _size(self._newest)
-        while _size(self._older) > MOST_BYTES and len(self._older) > 1:
+    def _pass(self) -> None:
+        """Moves the first of the newest lines to the older ones, of which those of a multiple of `every` stay."""
+        number, lines, size = self._newest.popleft()
+        found = [(number + i, lines[i]) for i in range(-self._passed % self.every, len(lines), self.every)]
+        self._older += found
+        self._older_bytes += sum(len(line) for _, line in found)
+        self._passed += len(lines)
+        self._bytes -= size
+        while self._older_bytes > MOST_BYTES and len(self._older) > 1:
             self._older, self.every = self._older[::2], 2 * self.every
-
-
-def _size(lines: list[tuple[int, bytes]]) -> int:
-    return sum(len(line) for _, line in lines)
+            self._older_bytes = sum(len(line) for _, line in self._older)
 
 
 def read_lines(
@@ -83,19 +79,23 @@ def read_lines(
     """
     kinds: dict[bytes, Lines] = {}
 
-    def add(kind: bytes | None, number: int, lines: list[bytes]) -> None:
+    def add(kind: bytes | None, number: int, lines: list[bytes], size: int) -> None:
         if kind is not None:
-            (kinds.get(kind) or kinds.setdefault(kind if len(kinds) < _MOST_KINDS else b"", Lines())).add(number, lines)
+            of_kind = kinds.get(kind) or kinds.setdefault(kind if len(kinds) < _MOST_KINDS else b"", Lines())
+            of_kind.add(number, lines, size)
 
     number = 0
     with open(path, "rb", opener=open_no_pipe) as file:
         size = os.fstat(file.fileno()).st_size
         for text, lines in _read(file, size):
             if common is not None and kind_of(text) == common:
-                add(common, number, lines)
+                add(common, number, lines, len(text))
             else:
-                for i, line in enumerate(lines, number):
-                    add(kind_of(line), i, [line])
+                first = number
+                for kind, together in itertools.groupby(lines, kind_of):
+                    alike = list(together)
+                    add(kind, first, alike, sum(map(len, alike)))
+                    first += len(alike)
             number += len(lines)
     part = f"{path.name} has {size / 2**30:,.0f} GiB; {_PASS / 2**30:.0f} GiB in equal distances are read"
     return kinds, part if size > _PASS else ""
