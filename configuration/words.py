@@ -6,6 +6,8 @@ import sys
 import textwrap
 from typing import Any, TextIO
 
+from configuration.foreign import shown
+
 _LABEL = re.compile(r"(?=.{11}\S)\w+ +(?=\S)|\s*")
 
 
@@ -29,8 +31,8 @@ def for_stream(text: str, stream: TextIO) -> str:
 
 
 def say(text: str, flush: bool = False) -> None:
-    """Prints a text."""
-    print(for_stream(text, sys.stdout), flush=flush)
+    """Prints a text, with no character that a terminal would obey."""
+    print(for_stream(shown(text), sys.stdout), flush=flush)
 
 
 def for_console(text: str, console: Any) -> str:

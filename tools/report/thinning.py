@@ -27,7 +27,7 @@ class Lines:
         self.every = 1
         """Of the older lines, one in so many is kept."""
         self._older: list[tuple[int, bytes]] = []
-        self._newest: collections.deque[tuple[int, list[bytes], int]] = collections.deque()  # as given, with their bytes
+        self._newest: collections.deque[tuple[int, list[bytes], int]] = collections.deque()  # as given, and bytes
         self._bytes = self._older_bytes = self._passed = 0  # bytes of the newest and older, lines before the newest
 
     @property

@@ -310,9 +310,8 @@ def show(outcome: Outcome, console: Console) -> bool:
     _show_meshes(outcome, console)
     _show_tensors(outcome, console)
     for result, text in differences:
-        console.print(
-            for_console(f"DIFFERS on {mesh_name(result.sizes)}: {text}", console), soft_wrap=True, markup=False
-        )
+        text = for_console(f"DIFFERS on {mesh_name(result.sizes)}: {text}", console)
+        console.print(text, soft_wrap=True, markup=False)
     for text in outcome.causes:
         console.print(for_console(text, console), soft_wrap=True, markup=False)
     return False
@@ -378,9 +377,7 @@ def type_check_all(c: Config, meshes: list[Mesh], others: list[tuple[Mesh, str]]
     for mesh in meshes:
         begin = time.monotonic()
         type_check(c, mesh)
-        console.print(
-            for_console(f"{mesh_name(mesh)}: type-checks, in {time.monotonic() - begin:.1f} s", console), soft_wrap=True
-        )
+        console.print(f"{mesh_name(mesh)}: type-checks, in {time.monotonic() - begin:.1f} s", soft_wrap=True)
     console.print(f"The step type-checks on {len(meshes)} of {len(meshes) + len(others)} meshes; no device was used.")
 
 
@@ -435,9 +432,8 @@ def main(path: str) -> int:
         console.print(for_console(f"with p: {how_stages_ran(c)}", console), soft_wrap=True, markup=False)
     if others:
         names = "; ".join(mesh_name(mesh) for mesh, _ in others)
-        console.print(
-            for_console(f"not run: {names}. The first: {others[0][1]}", console), soft_wrap=True, markup=False
-        )
+        text = for_console(f"not run: {names}. The first: {others[0][1]}", console)
+        console.print(text, soft_wrap=True, markup=False)
     if double and (other := sorted(outcome.dtypes - {"f64"})):
         console.print(
             f"not all is f64: the program makes {', '.join(other)} too, which rounds more than the limit allows"
