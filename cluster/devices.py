@@ -17,6 +17,7 @@ import jax
 from jax.sharding import AxisType
 
 from cluster.config import DistributedConfig, HardwareConfig
+from configuration.words import say
 
 
 def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1) -> jax.sharding.Mesh:
@@ -152,7 +153,7 @@ def others_write(directory: Path) -> str | None:
 def _check_kept(directory: str) -> None:
     """Makes JAX keep no compiled programs, and prints a line, where others could put some into `directory`."""
     if "://" not in directory and (why := others_write(Path(directory))):
-        print(f"hardware.compilation_cache: compiled programs are neither read nor kept, as {why}.")
+        say(f"hardware.compilation_cache: compiled programs are neither read nor kept, as {why}.")
         jax.config.update("jax_compilation_cache_dir", None)
 
 
@@ -166,7 +167,7 @@ def _keep_programs(directory: str) -> None:
             with tempfile.TemporaryFile(dir=directory):
                 pass
     except OSError as error:
-        print(f"hardware.compilation_cache cannot be written, so compiled programs are not kept: {error}")
+        say(f"hardware.compilation_cache cannot be written, so compiled programs are not kept: {error}")
         return
     jax.config.update("jax_compilation_cache_dir", directory)
     _check_kept(directory)

@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from cluster.config import DistributedConfig
+from configuration.words import say
 
 EXIT_CODE = 75
 """Exit code of a process that stalled: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -103,7 +104,7 @@ def watched(c: DistributedConfig) -> Iterator[None]:
         name = np.frombuffer(host.encode()[:64].ljust(64, b"\0"), np.uint8)
         hosts = [bytes(sent).rstrip(b"\0").decode() for sent in multihost_utils.process_allgather(name)]
         if jax.process_index() == 0:
-            print("processes  " + ", ".join(f"{i} on {host}" for i, host in enumerate(hosts)), flush=True)
+            say("processes  " + ", ".join(f"{i} on {host}" for i, host in enumerate(hosts)), flush=True)
         yield
     except BaseException:
         now_at("ending after an error")

@@ -24,6 +24,7 @@ from configuration.composing import Program, check_command, check_given, parse_a
 from configuration.foreign import shown
 from configuration.frames import is_raised_on_purpose
 from configuration.help import help_text
+from configuration.words import for_stream
 
 EXTRAS = {
     "tools": (
@@ -92,7 +93,7 @@ def refusals_shown() -> Iterator[None]:
             raise
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise CompactHydraException(message) from error
-        sys.exit(message)
+        sys.exit(for_stream(message, sys.stderr))
 
 
 @contextlib.contextmanager
@@ -103,7 +104,7 @@ def answered() -> Iterator[None]:
     except ValueError as error:
         if (message := refusal(error)) is None:
             raise
-        sys.exit(message)
+        sys.exit(for_stream(message, sys.stderr))
 
 
 @contextlib.contextmanager

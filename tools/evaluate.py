@@ -32,6 +32,7 @@ import train
 from cluster.devices import known_options
 from configuration.checks import at_least_0, at_least_1, check_choice, check_ranges, within
 from configuration.program import run_program
+from configuration.words import for_console
 from flat_tokens.stores import open_reader
 from input_loader import make_loader
 from input_loader.codec import codec_of_data
@@ -332,7 +333,7 @@ def evaluate(config: Config, console: Console | None = None) -> dict[str, Any]:
             tokenizer, or data of another vocabulary.
     """
     console = console or Console()
-    write_line = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
+    write_line = lambda text: console.print(for_console(text, console), markup=False, highlight=False, soft_wrap=True)
     what = check_settings(config)
     run = open_run(config, write_line)
     with contextlib.ExitStack() as stack:

@@ -25,6 +25,7 @@ import train
 from configuration.checks import check_choice, check_ranges, within
 from configuration.foreign import LARGE, read_text, shown
 from configuration.program import run_program
+from configuration.words import for_console
 from input_loader.codec import codec_of_data
 from modeling.model import load_model
 from sampling.drawing import Settings, check_ids
@@ -187,7 +188,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
         with jax.set_mesh(mesh_for(config.mesh, c)):
             context = c.training.seq_len if config.context is None else config.context
             model = load_model(c.model)
-            say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
+            say = lambda text: console.print(Text(for_console(shown(text), console), style="dim"), soft_wrap=True)
             weights, source = saved.read_weights(model, config.weights, train.programs, config.other_source, say)
             sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]

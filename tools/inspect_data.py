@@ -28,6 +28,7 @@ from configuration.checks import at_least_1, check_ranges, within
 from configuration.composing import wrong_setting
 from configuration.foreign import check_types, one_line, shown
 from configuration.program import run_program
+from configuration.words import for_console
 from flat_tokens.stores import open_reader
 from input_loader import DataConfig, batch_of, make_loader
 from input_loader.origins import pieces_of, sequences_of_batch
@@ -277,9 +278,8 @@ def check(console: Console, reader: flat_tokens.Reader) -> None:
     blocks = track(reader.blocks(), description="reading", total=total, console=console, transient=True)
     if faults := find_faults(reader, blocks):
         raise ValueError(f"{reader.path} is damaged: {'; '.join(faults)}. Write or copy the dataset again.")
-    console.print(
-        f"{reader.path}: all {reader.num_tokens:,} tokens read; marks, starts and attributes agree.", soft_wrap=True
-    )
+    text = f"{reader.path}: all {reader.num_tokens:,} tokens read; marks, starts and attributes agree."
+    console.print(for_console(text, console), soft_wrap=True)
 
 
 # ---- main ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from cluster.watch import pause
+from configuration.words import say
 from training_io.checkpoint_arrays import (
     NO_ORDERS,
     HostArray,
@@ -281,7 +282,7 @@ class Checkpointer:
         self._clean = False
         if (about := what[:10]) not in self._told:  # the step, however the directory is named
             self._told.add(about)
-            print(f"WARNING: {what}, in {self.store.url}, cannot be removed: {error}. Remove it, or leave it there.")
+            say(f"WARNING: {what}, in {self.store.url}, cannot be removed: {error}. Remove it, or leave it there.")
 
     def _make_room(self, step: int) -> None:
         """Makes sure that nothing is where the checkpoint goes. Raises ValueError if a checkpoint is."""

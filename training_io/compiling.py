@@ -14,7 +14,9 @@ from cluster.devices import compile_program
 from cluster.watch import pause
 from compiled.files import write_whole
 from compiled.hlo import with_mesh
+from configuration.words import say
 from training_io.beside import FAILURES, run_beside
+from training_io.directory import remove_older
 
 NO_PICTURE = "picture    none"
 """Beginning of the line that says why there is no picture of the step."""
@@ -26,6 +28,8 @@ def compile_step(
     lowered: jax.stages.Lowered, directory: Path, options: dict[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, Path | None]:
     """Compiles a step for the current mesh, and keeps its optimized HLO text. Prints why, if it keeps none.
+
+    Of earlier starts, all but the newest few texts, tables and pictures are removed.
 
     Args:
         lowered: the lowered training step.
@@ -63,8 +67,9 @@ def _keep_hlo(compiled: jax.stages.Compiled, directory: Path) -> Path | None:
             raise NotImplementedError("the compiler gives none")
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(path, with_mesh(text, jax.sharding.get_mesh().shape))
+        remove_older(path, "training_step_optimized_hlo_*")
     except (OSError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        print(f"HLO text: none, {path} cannot be written: {getattr(error, 'strerror', None) or error}")
+        say(f"HLO text: none, {path} cannot be written: {getattr(error, 'strerror', None) or error}")
         return None
     return path
 

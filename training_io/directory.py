@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 
 from configuration.foreign import open_no_link, parse_json
 from configuration.frames import shown_path
+from configuration.words import say
 from training_io.files import LOCK, REPORT
 from training_io.optional import why
 
@@ -37,6 +38,9 @@ _OF_A_START += (REPORT,)
 """Files that a start may write before its first step."""
 _OF_A_RUN = (*_OF_A_START, LOCK, "checkpoints", "plugins", "trackers.json*", "events.out.tfevents*", "wandb")
 """Files and directories that a run writes."""
+KEPT_STARTS = 3
+"""Starts whose compiled step and profile stay in the directory of a run."""
+_DATE = re.compile(r"\d{4}(_\d\d){5}")
 _PROBE_BYTES = 2**20
 _LONGEST_PATH = 3000
 """Bytes of a run's path. Linux takes 4,096, of which the files of a checkpoint need some hundred."""
@@ -233,7 +237,7 @@ def locked(directory: Path) -> Iterator[None]:
                     f"{directory} is in use by {holder}. Wait for that run or end it, or start another one with a new "
                     "paths.model_name."
                 ) from None
-            print(f"lock       none on this file system ({why(error)}): start no second run in {directory}")
+            say(f"lock       none on this file system ({why(error)}): start no second run in {directory}")
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             break
         file.close()  # the process that had it removed it in between
@@ -285,6 +289,18 @@ def _remove_start(directory: Path) -> None:
     remove_empty([checkpoints])
 
 
+def remove_older(newest: Path, pattern: str) -> None:
+    """Removes what starts left beside the path `newest`, by the pattern of its name, but for the last KEPT_STARTS.
+
+    The last 19 characters before the suffix are the date. What has none there stays.
+    """
+    dates = {path: path.stem[-19:] for path in newest.parent.glob(pattern) if _DATE.fullmatch(path.stem[-19:])}
+    kept = {newest.stem[-19:], *sorted({*dates.values()} - {newest.stem[-19:]})[1 - KEPT_STARTS :]}
+    for path, date in dates.items():
+        if date not in kept:
+            _remove(path)
+
+
 def remove_empty(directories: list[Path]) -> None:
     """Removes these directories, until one is not empty."""
     with contextlib.suppress(OSError):
@@ -296,7 +312,10 @@ def remove_empty(directories: list[Path]) -> None:
 def has_begun(directory: Path) -> bool:
     """Whether the log has the line of a step. Those of events have "event"."""
     log = directory / "metrics.jsonl"
-    return log.is_file() and any('"event": ' not in line for line in log.read_text(errors="replace").splitlines())
+    if not log.is_file():
+        return False
+    with open(log, errors="replace") as file:
+        return any('"event": ' not in line for line in file)
 
 
 def _remove(path: Path) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from configuration.differences import config_differences
+from configuration.words import say
 from shardlib.placement import Placement
 from training_io.checkpoint import Checkpointer
 from training_io.checkpoint_arrays import NO_ORDERS, Orders
@@ -138,9 +139,9 @@ def read_weights(
         options = {"part": "weights/", "orders": orders, "remedy": REMEDY}
         weights = checkpoints.restore(step, {"weights": like}, **options)["weights"]
     if jax.process_index() == 0:
-        print(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
+        say(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
         for line in config_differences(saved, config, ("model",)):
-            print(f"           {line}")
+            say(f"           {line}")
     return weights
 
 

@@ -297,8 +297,10 @@ class RunLog:
 def has_event(directory: str | os.PathLike, step: int, event: str) -> bool:
     """Whether metrics.jsonl has a line of this event at this step."""
     path = Path(directory) / "metrics.jsonl"
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return any(f'"event": "{event}"' in line and f'"step": {step},' in line for line in lines)
+    if not path.exists():
+        return False
+    with open(path, errors="replace") as file:
+        return any(f'"event": "{event}"' in line and f'"step": {step},' in line for line in file)
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -331,18 +333,17 @@ def remove_later_lines(path: Path, step: int) -> int:
     """
     if not path.exists():
         return 0
-    kept, unreadable = [], 0
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            earlier = parse_json(line)["step"] < step
-        except (ValueError, KeyError, TypeError):
-            unreadable += 1
-            continue
-        if earlier:
-            kept.append(line + "\n")
+    unreadable = 0
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.writelines(kept)
+    with open(path, errors="replace") as lines, open(temporary, "w") as file:
+        for line in lines:
+            try:
+                earlier = parse_json(line)["step"] < step
+            except (ValueError, KeyError, TypeError):
+                unreadable += 1
+                continue
+            if earlier:
+                file.write(line.removesuffix("\n") + "\n")
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

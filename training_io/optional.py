@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from configuration.words import say
+
 
 @contextlib.contextmanager
 def optional(what: str) -> Iterator[None]:
@@ -11,7 +13,7 @@ def optional(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        print(f"WARNING: {what} cannot be written: {why(error)}; the run goes on without")
+        say(f"WARNING: {what} cannot be written: {why(error)}; the run goes on without")
 
 
 def why(error: Exception) -> str:

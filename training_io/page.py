@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from configuration.foreign import shown
+from configuration.words import say
 from training_io.files import REPORT
 from training_io.optional import why
 
@@ -113,4 +113,4 @@ class Page:
     def _tell(self, reason: str) -> None:
         if not self._told:
             self._told = True
-            print(shown(f"report     none: {reason.removeprefix('Error: ')}"))
+            say(f"report     none: {reason.removeprefix('Error: ')}")

@@ -12,8 +12,9 @@ import jax
 
 from cluster.watch import pause
 from compiled.times import top_lines
+from configuration.words import say
 from training_io.beside import FAILURES, run_beside
-from training_io.directory import TRACE
+from training_io.directory import TRACE, remove_older
 from training_io.metrics import RunLog
 
 MODULE = "jit_training_step"
@@ -70,7 +71,7 @@ class StepProfiler:
             try:
                 jax.profiler.start_trace(self._log.directory / TRACE, profiler_options=_options())
             except FAILURES as error:
-                print(f"profile: none, the trace cannot be started: {error}")
+                say(f"profile: none, the trace cannot be started: {error}")
                 return
             self._start = time.perf_counter()
 
@@ -101,7 +102,7 @@ class StepProfiler:
             with contextlib.suppress(*FAILURES):
                 jax.profiler.stop_trace()
             shutil.rmtree(self._log.directory / TRACE, ignore_errors=True)
-            print("profile: the run ended within the profiled steps, so there is no measurement")
+            say("profile: the run ended within the profiled steps, so there is no measurement")
         if self._tracing is None:
             return None
         tracing, self._tracing = self._tracing, None
@@ -109,7 +110,7 @@ class StepProfiler:
             self._timing.result()
             return tracing.result()
         except FAILURES as error:
-            print(f"profile: the trace could not be written: {error}")
+            say(f"profile: the trace could not be written: {error}")
             return None
 
     def _end_trace(self) -> None:
@@ -134,7 +135,7 @@ class StepProfiler:
             f"{seconds / count:.4f} s a step, in {which}{doubtful}",
             f"MFU        {100 * speed['mfu']:.1f}% of the {most} that the devices can do" + too_much,
         ]
-        print("\n".join(lines), flush=True)
+        say("\n".join(lines), flush=True)
 
     def _trace_and_bubble(self, last: int, outputs: Any) -> Path:
         trace = _finish_trace(self._log.directory, outputs)
@@ -149,7 +150,7 @@ class StepProfiler:
         stops = {event for step, event in self._log.events if begin <= step < end}
         if stops:
             found = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
-        print(_bubble_line(found), flush=True)
+        say(_bubble_line(found), flush=True)
         if "step_bubble" in found:
             self._log.add_event(end, "step_bubble", found)
         return trace
@@ -176,6 +177,7 @@ def _finish_trace(directory: Path, outputs: Any) -> Path:
         kept = directory / "plugins" / "profile" / converted.parent.name
         kept.parent.mkdir(parents=True, exist_ok=True)
         converted.parent.rename(kept)
+        remove_older(kept, "*")
     finally:
         shutil.rmtree(directory / TRACE, ignore_errors=True)
     return kept / converted.name

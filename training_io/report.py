@@ -9,6 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from configuration.differences import flat
+from configuration.words import say
 from training_io.compiling import NO_PICTURE
 from training_io.config import Config
 from training_io.flops import Speed
@@ -34,19 +35,19 @@ def print_start(
         return
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
-    print(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
-    print(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
-    print(f"model      {model}")
-    print(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
+    say(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
+    say(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
+    say(f"model      {model}")
+    say(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
     for source, share in loader.unseen.items():
         if share:
-            print(
+            say(
                 f"unpacked   {share:.1%} of the tokens of {source} are never seen: they are beyond the first "
                 f"{loader.seq_len} of their document; data.sequence_packing=true reads all"
             )
     entropy = loader.unigram_entropy()
     if entropy is not None:
-        print(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
+        say(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
 
 
 def save_config(directory: Path, config: Any) -> None:
@@ -108,12 +109,12 @@ def print_end(
         return
     entropy = loader.unigram_entropy()
     known = f" (unigram {entropy:.3f})" if entropy is not None else ""
-    print(f"loss       {loss:.3f} nats a token at the last step{known}")
+    say(f"loss       {loss:.3f} nats a token at the last step{known}")
     if page is None:
-        print(f"metrics    {directory / 'metrics.jsonl'}")
+        say(f"metrics    {directory / 'metrics.jsonl'}")
         if trace:
-            print(f"trace      {trace}  (open it at ui.perfetto.dev)")
-    print(f"checkpoint {checkpoint}")
+            say(f"trace      {trace}  (open it at ui.perfetto.dev)")
+    say(f"checkpoint {checkpoint}")
     print_page(drawn, page)
 
 
@@ -122,6 +123,6 @@ def print_page(drawn: str | None, page: Path | None) -> None:
     if jax.process_index():
         return
     if drawn and (page is None or drawn.startswith(NO_PICTURE)):
-        print(drawn)
+        say(drawn)
     if page:
-        print(f"report     {page}  (open it in a browser)")
+        say(f"report     {page}  (open it in a browser)")

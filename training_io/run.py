@@ -15,7 +15,7 @@ import numpy as np
 from cluster.devices import kept_programs, known_options
 from cluster.stopping import StopRequest
 from cluster.watch import watched_batches
-from configuration.foreign import shown
+from configuration.words import say
 from input_loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
@@ -80,7 +80,7 @@ class Run:
     def __init__(self, c: Config, forward: Any, directory: Path, programs: Callable):
         self.c, self.forward, self.model, self.directory = c, forward, forward.model, directory
         self.programs = programs
-        self.print = lambda text: print(shown(text)) if jax.process_index() == 0 else None
+        self.print = lambda text: say(text) if jax.process_index() == 0 else None
         self.stopped_by: str | None = None
         self._source_differs: str | None = None
         self._failure: str | None = None  # why the log ends the run

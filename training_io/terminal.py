@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from configuration.foreign import shown
+from configuration.words import for_console
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 8
@@ -88,7 +89,8 @@ class Terminal:
 
     def print(self, text: str) -> None:
         """Prints a line, above the live one."""
-        self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
+        text = for_console(shown(text), self._console)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Ends the live line. Further calls do nothing."""

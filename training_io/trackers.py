@@ -24,6 +24,7 @@ import jax
 from configuration.checks import check_choice
 from configuration.differences import flat
 from configuration.foreign import read_object, shown
+from configuration.words import say
 from training_io.optional import optional
 
 FILE = "trackers.json"
@@ -114,7 +115,7 @@ def _wandb(wandb: Any, run: Facts) -> Opened:
     mode = os.environ.get("WANDB_MODE")
     if mode is None and not wandb.login(prompt=False):
         mode = "offline"
-        print(f"tracker    wandb: no login here, so it writes files: wandb sync {run.directory}/wandb/offline-*")
+        say(f"tracker    wandb: no login here, so it writes files: wandb sync {run.directory}/wandb/offline-*")
     opened = wandb.init(
         mode=mode,
         project=run.project,
@@ -340,7 +341,7 @@ class _Names:
         try:
             self.known = read_object(path, {str: str}, 2**16)
         except (OSError, ValueError) as error:
-            print(f"WARNING: {path} is not readable: {shown(str(error))}. The trackers begin new runs.")
+            say(f"WARNING: {path} is not readable: {shown(str(error))}. The trackers begin new runs.")
 
     def keep(self, tracker: str, name: str) -> None:
         """Keeps the name of the run in a tracker. May come from any thread."""
@@ -353,7 +354,7 @@ class _Names:
 
 def _tell(name: str, why: str) -> None:
     why = shown(why.rstrip("."))
-    print(f"WARNING: the tracker {name} is left: {why}. The run goes on, and its metrics are in metrics.jsonl.")
+    say(f"WARNING: the tracker {name} is left: {why}. The run goes on, and its metrics are in metrics.jsonl.")
 
 
 def _why(error: BaseException) -> str:

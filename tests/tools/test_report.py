@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -131,7 +132,24 @@ def test_an_mfu_that_a_run_doubts_is_not_the_best(doubted, tmp_path):
     c = compare([read_run(tmp_path / name, 50) for name in "ab"], "loss")
     assert c.best("tokens/s") == {str(tmp_path / "a")}
     assert c.best("MFU") == (set() if doubted else {str(tmp_path / "a")})
-    assert any("in doubt in run 1" in text for text in remarks(c)) == bool(doubted)
+    assert any("in doubt, in run 1;" in text for text in remarks(c)) == bool(doubted)
+
+
+def test_an_mfu_of_a_measured_peak_is_not_printed_as_the_best(tmp_path):
+    """A run that was interrupted did not measure its peak again, so it could not doubt it."""
+    sources = {"a": "measured here: the best of several 2048 x 2048 products", "b": "8 x 989 TFLOP/s, the maker's"}
+    for name, seconds in (("a", 0.5), ("b", 1.0)):
+        kept = write(tmp_path / name, seconds=seconds) / "source" / "0000000000"
+        kept.mkdir(parents=True)
+        (kept / "provenance.json").write_text(json.dumps({"run": {"peak_source": sources[name]}}))
+    console = Console(width=200, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        show_report(Config(run=str(tmp_path), output=str(tmp_path / "o.svg")), console)
+    text = console.export_text(styles=True)
+    assert re.search(r"\x1b\[1;32m\s*20\.0\b", text)  # tokens/s
+    assert "40.0%" in text
+    assert not re.search(r"\x1b\[1;32m\s*40\.0%", text)
+    assert "in doubt, in run 1; tokens/s can be" in text
 
 
 @pytest.mark.parametrize(
@@ -394,3 +412,14 @@ def test_names_of_strangers_are_text_on_the_terminal_and_in_the_files(tmp_path):
     assert f'"{EVIL}' not in shown
     printed(run=str(tmp_path), output=str(tmp_path / "a.svg"))
     assert "<script>" not in (tmp_path / "a.svg").read_text()
+
+
+END = {"event": "end", "state": "stopped", "why": "SIGTERM"}
+BUBBLE = {"event": "step_bubble", "step_bubble": 0.25}
+
+
+def test_what_is_known_after_the_end_does_not_hide_it(tmp_path):
+    r = read_run(write(tmp_path / "stopped", events=[END, BUBBLE], steps=9), 50)
+    assert (r.state, r.why, r.values["bubble"]) == ("stopped", "SIGTERM", 0.25)
+    resumed = write(tmp_path / "resumed", events=[END, BUBBLE], steps=9, tail='{"step": 4, "loss": 0.5}\n')
+    assert read_run(resumed, 50).state == "broke off"

@@ -18,6 +18,7 @@ from simulated import without_cache, xla_flags
 from training_io import compiling
 from training_io.beside import run_beside
 from training_io.compiling import compile_step, draw_step, start_drawing
+from training_io.directory import remove_older
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +54,31 @@ def test_the_text_is_kept_and_drawn(tmp_path):
     (row,) = table["collectives"]
     assert (row["op"], row["axes"], row["bytes"]) == ("all-reduce", "d", 2 * 8 * 32 * 4 * 7 // 8)
     assert table["source"][row["line"]] == 'return jax.lax.psum(jnp.tanh(x @ w), "d")'
+
+
+def test_the_newest_starts_alone_keep_their_text_and_pictures(tmp_path):
+    mesh, lowered = lower()
+    name = lambda year, suffix: f"training_step_optimized_hlo_{year}_01_01_00_00_00{suffix}"
+    years, suffixes = range(2001, 2021), (".txt", ".json", ".svg")
+    others = {"training_step_optimized_hlo_mine.txt", "metrics.jsonl", "notes_2001_01_01_00_00_00.txt"}
+    for file in [*others, *(name(year, suffix) for year in years for suffix in suffixes)]:
+        (tmp_path / file).write_text("")
+    with jax.set_mesh(mesh):
+        _, text = compile_step(lowered, tmp_path)
+    kept = {name(year, suffix) for year in (2019, 2020) for suffix in suffixes}
+    assert {path.name for path in tmp_path.iterdir()} == kept | others | {text.name}
+
+
+def test_profiles_of_the_newest_starts_stay_and_that_of_this_one_whatever_the_clock_says(tmp_path):
+    for year in range(2030, 2036):
+        (tmp_path / f"{year}_01_01_00_00_00").mkdir()
+        (tmp_path / f"{year}_01_01_00_00_00" / "a").write_text("")
+    (tmp_path / "mine").mkdir()
+    this = tmp_path / "2020_01_01_00_00_00"
+    this.mkdir()
+    remove_older(this, "*")
+    kept = {this.name, "2034_01_01_00_00_00", "2035_01_01_00_00_00", "mine"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def test_a_text_that_cannot_be_written_is_told_and_the_step_compiles(tmp_path, capsys):

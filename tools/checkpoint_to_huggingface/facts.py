@@ -85,19 +85,8 @@ def read_run_until(place: str, step: int) -> Run | None:
     directory = next((d for d in above if (d / "metrics.jsonl").is_file() or (d / "config.yaml").is_file()), None)
     if directory is None:
         return None
-    run = read_run(directory, SMOOTH)
-    keep = run.step < step
-    return dataclasses.replace(
-        run,
-        step=run.step[keep],
-        tokens=run.tokens[keep],
-        time=run.time[keep],
-        curves={name: curve[keep] for name, curve in run.curves.items()},
-        own={},
-        validation=[(at, loss) for at, loss in run.validation if at < step],
-        events=[event for event in run.events if event["step"] < step],
-        starts=[(at, about) for at, about in run.starts if at < step],
-    )
+    run = read_run(directory, SMOOTH, before=step)
+    return dataclasses.replace(run, own={}, starts=[(at, about) for at, about in run.starts if at < step])
 
 
 def read_verified(path: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from configuration.foreign import one_line, shown
+from configuration.words import for_console
 from text.codec import TextCodec
 from tools.replay.documents import Document
 from tools.replay.session import Done
@@ -23,7 +24,8 @@ class Screen:
 
     def line(self, text: str) -> None:
         """Prints a line."""
-        self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
+        text = for_console(shown(text), self._console)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], last: str = "") -> None:
         """Prints a table. Columns but the first are numbers; that of the name `last` takes the rest of the width."""

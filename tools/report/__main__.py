@@ -20,6 +20,7 @@ from rich.text import Text
 from configuration.checks import at_least_1, check_ranges
 from configuration.foreign import shown
 from configuration.program import run_program
+from configuration.words import for_console
 from tools.report.comparing import Comparison, compare, name_of, remarks
 from tools.report.page import write
 from tools.report.reading import Run, find_runs, read_run
@@ -91,19 +92,18 @@ def show(c: Comparison, console: Console) -> None:
             *(Text(shown(column.cells[i]), style="bold green" if is_best(column) else "") for column in chosen)
         )
     console.print(table)
-    write_line = lambda text, **style: console.print(Text(shown(text), **style), soft_wrap=True)
+    write_line = lambda text, **style: console.print(Text(for_console(shown(text), console), **style), soft_wrap=True)
     if left_out:
         write_line(f"Too narrow for: {', '.join(left_out)}; they are in the file.", style="dim")
     for text in remarks(c):
         write_line(text, style="dim")
     console.print()
     write_line(f"Runs in {c.parent}:")
-    for i, run in enumerate(c.runs):
-        console.print(
-            Text.assemble(shown(f"{i + 1:>3}  {name_of(c, run)}"), (shown(_notes(run)), "yellow")), soft_wrap=True
-        )
-    for run in c.left_out:
-        console.print(Text.assemble(shown(f"  –  {run.directory}"), (shown(_notes(run)), "yellow")), soft_wrap=True)
+    listed = [(f"{i + 1:>3}  {name_of(c, run)}", run) for i, run in enumerate(c.runs)]
+    for name, run in [*listed, *((f"  –  {run.directory}", run) for run in c.left_out)]:
+        text = Text(for_console(shown(f"{name}{_notes(run)}"), console))
+        text.stylize("yellow", len(shown(name)))
+        console.print(text, soft_wrap=True)
 
 
 def _notes(run: Run) -> str:
@@ -135,7 +135,7 @@ def show_report(config: Config, console: Console | None = None) -> None:
         raise ValueError(f"{output} is a link, or no file. Remove it, or give output=<file>.")  # a stranger's
     write(Report(c, config.smooth), output)
     console.print()
-    console.print(Text(f"Report: {shown(output)}"), soft_wrap=True)
+    console.print(Text(for_console(f"Report: {shown(output)}", console)), soft_wrap=True)
 
 
 if __name__ == "__main__":

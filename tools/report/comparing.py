@@ -88,7 +88,7 @@ class Comparison:
         texts = {self.metric(run, name) for run in known}
         if METRICS[name].best is None or len(texts) < 2:
             return set()
-        if name == "MFU" and any(map(mfu_doubt, known)):
+        if name == "MFU" and any(map(mfu_unlike, known)):
             return set()
         best = METRICS[name].best(known, key=lambda run: run.values[name])
         return {str(run.directory) for run in known if self.metric(run, name) == self.metric(best, name)}
@@ -181,17 +181,26 @@ def _unknown_last(value: Any) -> tuple[bool, float]:
 
 
 def mfu_doubt(run: Run) -> str | None:
-    """Why the MFU of a run is not to be compared; None if it is."""
+    """Why the MFU of a run cannot be trusted; None if it can."""
     told = [shown(about["mfu_doubt"]) for _, about in run.starts if "mfu_doubt" in about]
     over = "over the peak, which was measured too low" if run.values.get("MFU", 0) > 1 else None
     return told[-1] if told else over
 
 
+def mfu_unlike(run: Run) -> bool:
+    """Whether the MFU of a run is not to be compared: it is in doubt, or its peak was measured, at that start alone."""
+    return mfu_doubt(run) is not None or "measured" in str(run.fact("peak_source"))
+
+
 def remarks(c: Comparison) -> list[str]:
     """Warnings for a reader of the table."""
     found = []
-    if doubted := [str(i + 1) for i, run in enumerate(c.runs) if mfu_doubt(run)]:
-        found.append(f"MFU is not to be compared: it is in doubt in run {', '.join(doubted)}; tokens/s can be.")
+    unlike = [str(i + 1) for i, run in enumerate(c.runs) if "MFU" in run.values and mfu_unlike(run)]
+    if len(c.runs) == 1:
+        found += filter(None, [mfu_doubt(c.runs[0])])
+    elif unlike:
+        which = f"its peak was measured, or it is in doubt, in run {', '.join(unlike)}"
+        found.append(f"MFU is not to be compared: {which}; tokens/s can be.")
     if any(name == "model.vocab" or name.startswith("data.") for name in c.differing):
         found.append("Data or vocabulary differ: losses in nats a token compare only where the tokens are the same; "
                      "bits/byte compare always, on the same text.")  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from configuration.foreign import shown
 from tools.report.comparing import Comparison
-from tools.report.reading import Curve, Run, number
+from tools.report.reading import Curve, Run, evenly, number
 
 _POINTS = 1500  # of a curve, at most
 _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#a0725a", "#8b8b8b")
@@ -108,8 +108,8 @@ def losses(c: Comparison, title: str, x_title: str, x_of: Callable[[Run], Curve]
         # Runs that differ in speed alone have one curve: through the dashes of the second one, the first can be seen.
         dashed = {"dash": "dash"} if any(_same_curve(run, other) for other in c.runs[:i]) else {}
         panel.traces += _averaged(c, i, x, run.loss, smooth, "training", **dashed)
-        at = {int(step): place for place, step in enumerate(run.step)}
-        points = [(x[at[step]], loss) for step, loss in run.validation if step in at and math.isfinite(loss)]
+        found = [(_place(run, step), loss) for step, loss in run.validation if math.isfinite(loss)]
+        points = [(x[place], loss) for place, loss in found if place is not None]
         if points:
             circles = dict(zip("xy", zip(*points, strict=True), strict=True)) | {"mode": "markers"}
             marker = {"symbol": "circle-open", "size": 8, "color": _VALIDATION if _alone(c) else colour(i)}
@@ -190,7 +190,7 @@ def own_metric(c: Comparison, name: str) -> Panel:
 
 
 def _heat_map(c: Comparison, name: str, x: Curve, values: np.ndarray) -> Panel:
-    kept = _kept(len(x), _POINTS // 3)
+    kept = evenly(x, _POINTS // 3)
     trace = {"type": "heatmap", "x": x[kept], "y": np.arange(values.shape[1]), "z": values[kept].T}
     trace |= {"colorscale": "Viridis", "colorbar": {"thickness": 10, "outlinewidth": 0}, "hoverongaps": False}
     trace |= {"hovertemplate": "step %{x}, layer %{y}: %{z:.4g}<extra></extra>"}
@@ -200,9 +200,9 @@ def _heat_map(c: Comparison, name: str, x: Curve, values: np.ndarray) -> Panel:
 
 def _mark(panel: Panel, run: Run, x: Curve, y: Curve) -> None:
     """Marks what happened to the run: crosses at skipped steps, lines where it was resumed."""
-    at = {int(step): place for place, step in enumerate(run.step)}
     why = {event["step"]: str(event.get("why", "")) for event in run.of_event("skipped")}
-    skipped = [(at[step], text) for step, text in why.items() if step in at][-_MARKS:]
+    found = [(_place(run, step), text) for step, text in why.items()]
+    skipped = [(place, text) for place, text in found if place is not None][-_MARKS:]
     if skipped:
         places = [place for place, _ in skipped]
         # A loss that is not finite has no place in a plot: its cross is at the bottom.
@@ -212,8 +212,13 @@ def _mark(panel: Panel, run: Run, x: Curve, y: Curve) -> None:
         crosses |= {"x": x[places], "y": np.where(np.isfinite(y[places]), y[places], bottom)}
         crosses |= {"text": [html.escape(shown(text))[:200] for _, text in skipped], "hoverinfo": "x+y+text+name"}
         panel.traces.append(crosses)
-    resumed = [start for start, _ in run.starts if start and start in at]
-    panel.marks += [(float(x[at[start]]), "resumed") for start in sorted(resumed)[-_MARKS:]]
+    resumed = [_place(run, start) for start, _ in run.starts if start]
+    panel.marks += [(float(x[place]), "resumed") for place in sorted(p for p in resumed if p is not None)[-_MARKS:]]
+
+
+def _place(run: Run, step: int) -> int | None:
+    """Index of a step among those that were read, or of the next one; None: the run has it not."""
+    return int(np.searchsorted(run.step, step)) if run.step[0] <= step <= run.step[-1] else None
 
 
 def _alone(c: Comparison) -> bool:
@@ -247,14 +252,10 @@ def _trace(c: Comparison, i: int, what: str = "") -> dict[str, Any]:
 
 def _line(c: Comparison, i: int, x: Curve, y: Curve, what: str = "", **style: Any) -> dict[str, Any]:
     """A curve of run number `i`, thinned out where it is long; its ends are kept."""
-    kept = _kept(len(x), _POINTS)
+    kept = evenly(x, _POINTS)
     dash = _DASHES[min(i // len(_COLOURS), len(_DASHES) - 1)]
     line = {"color": colour(i), "dash": dash} | style
     return _trace(c, i, what) | {"mode": "lines", "x": x[kept], "y": y[kept], "line": line}
-
-
-def _kept(length: int, most: int) -> np.ndarray:
-    return np.unique(np.linspace(0, length - 1, min(most, length)).astype(int))
 
 
 def _same_curve(a: Run, b: Run) -> bool:

@@ -1,11 +1,13 @@
 """Runs, as their directories describe them. All that is read may be damaged, or a stranger's."""
 
 import contextlib
+import functools
 import glob
 import itertools
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ import numpy as np
 
 from configuration.differences import flat
 from configuration.foreign import open_no_pipe, parse_json, read_object
+from tools.report.thinning import Lines, read_lines
 from training_io.files import LOCK, OF_A_STEP, read_config
 from training_io.optional import why
 
@@ -24,8 +27,8 @@ Curve = np.ndarray
 
 COMMON_METRICS = {"loss", "grad_norm", "learning_rate", "skipped", *OF_A_STEP}
 """Metrics that metrics.jsonl has of every step of every run."""
-_MOST_BYTES = {"metrics.jsonl": 2**30, "samples.jsonl": 2**24}
-"""Bytes that are read of a file, by its name."""
+_EVENT, _PROMPT = re.compile(rb'"event": "(\w{1,50})"'), re.compile(rb'"prompt": ("(?:[^"\\]|\\.)*")')
+_STEP = re.compile(rb'\{"step": (\d{1,15}),')
 _MOST_NAMES, _MOST_LAYERS = 100, 1024
 """Number of the user's own metrics, and of layers of each, that are read."""
 _MOST_STEP = 2**53
@@ -35,7 +38,7 @@ _MOST_FILES = 100_000
 
 @dataclass
 class Run:
-    """A run, as its directory describes it. Curves have an entry for each step."""
+    """A run, as its directory describes it. Curves have an entry for each step that was read: of a long run not all."""
 
     directory: Path
     settings: dict[str, Any]
@@ -116,11 +119,17 @@ def _runs_in(directory: Path) -> Iterator[Path]:
         yield from _runs_in(path)
 
 
-def read_run(directory: Path, smooth: int) -> Run:
-    """Reads the files of a run as far as possible; `notes` lists the rest."""
+def read_run(directory: Path, smooth: int, before: int | None = None) -> Run:
+    """Reads the files of a run as far as possible, in bounded memory; `notes` lists the rest.
+
+    Args:
+        directory: of the run.
+        smooth: steps over which losses are averaged.
+        before: the first step that is not read, and nothing after it; None: all are.
+    """
     notes: list[str] = []
     settings = _read_settings(directory, notes)
-    steps, events, last_is_event = _read_metrics(directory, notes)
+    steps, events, ended = _read_metrics(directory, notes, before)
     column = lambda name: np.array([number(record.get(name)) for record in steps])
     seconds = column("seconds")
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
@@ -132,7 +141,7 @@ def read_run(directory: Path, smooth: int) -> Run:
         settings,
         step=column("step"),
         tokens=column("tokens"),
-        time=np.cumsum(np.nan_to_num(_without_events(seconds, column("step"), events))),
+        time=_time(column("step"), seconds, events),
         curves={name: column(name) for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")},
         own={name: _vectors(steps, name) for name in names[:_MOST_NAMES]},
         events=events,
@@ -142,7 +151,7 @@ def read_run(directory: Path, smooth: int) -> Run:
     run.total_steps = _total_steps(run)
     if steps:
         _measure(run, seconds, smooth)
-    _find_state(run, last_is_event)
+    _find_state(run, ended)
     if steps:
         _note_state(run)
     return run
@@ -151,13 +160,15 @@ def read_run(directory: Path, smooth: int) -> Run:
 def _measure(run: Run, seconds: Curve, smooth: int) -> None:
     """Fills in `values`, `validation` and `memory_source`."""
     run.values = {"steps": run.step[-1] + 1, "tokens": run.tokens[-1]}
-    if not np.isnan(seconds).all():
-        step_seconds = float(np.nanmedian(seconds))
+    # The newest steps of a long run, of which all are read, do not outweigh the others.
+    even = evenly(run.step, len(run.step) // 4 + 1) if len(run.step) < run.values["steps"] else slice(None)
+    if not np.isnan(seconds[even]).all():
+        step_seconds = float(np.nanmedian(seconds[even]))
         run.values |= {"ms/step": 1000 * step_seconds, "time": run.time[-1]}
         if step_seconds > 0:
             run.values["tokens/s"] = run.tokens[-1] / run.values["steps"] / step_seconds
-        if not np.isnan(run.curves["mfu"]).all():
-            run.values["MFU"] = float(np.nanmedian(run.curves["mfu"]))
+        if not np.isnan(mfu := run.curves["mfu"][even]).all():
+            run.values["MFU"] = float(np.nanmedian(mfu))
     averaged = smoothed(run.loss, smooth)
     run.values["loss"] = averaged[-1]
     run.values["min"] = float(np.nanmin(averaged)) if not np.isnan(averaged).all() else math.nan
@@ -174,19 +185,11 @@ def _measure(run: Run, seconds: Curve, smooth: int) -> None:
             run.values["bubble"] = number(event["step_bubble"])
 
 
-def read_text(path: Path) -> tuple[str, bool]:
-    """The text of a file, as much of it as is read, and whether that is all. Raises OSError, also for a pipe."""
-    most = _MOST_BYTES[path.name]
-    with open(path, "rb", opener=open_no_pipe) as file:
-        content = file.read(most)
-        return content.decode(errors="replace"), not file.read(1)
-
-
-def records(text: str) -> Iterator[dict[str, Any] | None]:
+def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
     """The objects in lines of JSON, each with an integer "step"; None for a line that is none."""
-    for line in text.splitlines():
+    for line in lines:
         try:
-            record = parse_json(line)
+            record = parse_json(line.decode(errors="replace"))
             record["step"] = int(record["step"])
             yield record if -_MOST_STEP < record["step"] < _MOST_STEP else None
         except (ValueError, KeyError, TypeError, OverflowError):
@@ -205,35 +208,51 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], bool]:
-    """Returns the lines of steps, in order, those of events, and whether the last line is an event's."""
+def _kind(before: int | None, line: bytes) -> bytes | None:
+    """Name of an event, `rare` for a step that was skipped or has no finite loss, and `step`; None: not wanted."""
+    if before is not None and (step := _STEP.match(line)) and int(step[1]) >= before:
+        return None
+    if b'"event"' in line:
+        return b"event " + event[1] if (event := _EVENT.search(line)) else b"event"
+    return b"rare" if b'"loss": "' in line or b'"skipped"' in line else b"step"
+
+
+def _read_metrics(directory: Path, notes: list[str], before: int | None) -> tuple[list[dict], list[dict], bool]:
+    """Returns the lines of steps, in order, those of events, and whether the run ended after the last one."""
     path = directory / "metrics.jsonl"
     if not path.exists():
         notes.append("no metrics.jsonl: the run did not start")
         return [], [], False
-    steps: dict[int, dict] = {}
-    events, unreadable, last_is_event = [], 0, False
     try:
-        text, whole = read_text(path)
+        kinds, part = read_lines(path, functools.partial(_kind, before), b"step" if before is None else None)
     except OSError as error:
         notes.append(f"metrics.jsonl cannot be read: {why(error)}")
         return [], [], False
-    if not whole:
-        notes.append(f"metrics.jsonl is longer than {_MOST_BYTES[path.name] / 2**30:g} GiB: its end is not read")
-    for record in records(text):
+    notes += [part] * bool(part)
+    notes += [_thinned(kind.decode(), lines) for kind, lines in kinds.items() if lines.every > 1]
+    steps: dict[int, dict] = {}
+    events, unreadable = [], 0
+    end = last = -1
+    in_order = sorted(itertools.chain.from_iterable(lines.kept for lines in kinds.values()))
+    for place, record in zip((place for place, _ in in_order), records(line for _, line in in_order), strict=True):
         if record is None or ("event" not in record and record["step"] < 0):
             unreadable += 1
-            continue
-        if last_is_event := "event" in record:
+        elif "event" in record:
             record["event"] = str(record["event"])
             events.append(record)
+            end = place if record["event"] == "end" else end
         else:
-            steps[record["step"]] = record
+            steps[record["step"]], last = record, place
     if unreadable:
         notes.append(f"{unreadable} unreadable line{'s' * (unreadable > 1)} in metrics.jsonl")
     if not steps:
         notes.append("no step was logged in metrics.jsonl")
-    return [steps[step] for step in sorted(steps)], events, last_is_event
+    return [steps[step] for step in sorted(steps)], events, end > last
+
+
+def _thinned(kind: str, lines: Lines) -> str:
+    name = {"step": "steps", "rare": "steps that were skipped or have no finite loss"}.get(kind, f"lines `{kind}`")
+    return f"a long run: of {lines.count:,} {name}, the last {lines.whole:,} are read, and 1 in {lines.every:,} before"
 
 
 def _read_starts(directory: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -273,19 +292,25 @@ def _total_steps(run: Run) -> int | None:
     return steps if isinstance(steps, int) and 0 <= steps < _MOST_STEP else None
 
 
-def _without_events(seconds: Curve, step: Curve, events: Iterable[dict]) -> Curve:
-    """Replaces the seconds of steps with an event, a validation for example, which they include, by the median."""
+def _time(step: Curve, seconds: Curve, events: Iterable[dict]) -> Curve:
+    """Seconds of training up to the end of each step.
+
+    Steps with an event, a validation for example, which their seconds include, count as the median, and steps that
+    were not read as the next one that was.
+    """
     with_event = np.isin(step, [event["step"] for event in events]) & ~np.isnan(seconds)
     rest = seconds[~with_event & ~np.isnan(seconds)]
-    return np.where(with_event, np.median(rest), seconds) if rest.size else seconds
+    number = np.diff(step, prepend=step[:1] - 1)
+    replaced = with_event | (np.isnan(seconds) & (number > 1))
+    return np.cumsum(np.nan_to_num(np.where(replaced, np.median(rest), seconds) if rest.size else seconds) * number)
 
 
-def _find_state(run: Run, last_is_event: bool) -> None:
-    """Fills in `state` and `why`."""
-    ends = run.of_event("end")
+def _find_state(run: Run, ended: bool) -> None:
+    """Fills in `state` and `why`. What is known only later, such as step_bubble, may follow the end."""
     done = int(run.step[-1]) + 1 if len(run.step) else 0
-    if ends and last_is_event and ends[-1] is run.events[-1]:
-        state, run.why = str(ends[-1].get("state")), str(ends[-1].get("why", ""))
+    if ended:
+        (*_, end) = run.of_event("end")
+        state, run.why = str(end.get("state")), str(end.get("why", ""))
         run.state = state if state in ("finished", "stopped", "failed") else "unknown"
     elif _is_locked(run.directory):
         run.state = "running"
@@ -316,13 +341,22 @@ def _note_state(run: Run) -> None:
         run.notes.append(f"unfinished: {done:,} of {run.total_steps:,} steps")
     bad = np.flatnonzero(~np.isfinite(run.loss))
     if bad.size:
+        of_read = " of those that are read" if len(run.step) < done else ""
         run.notes.append(
-            f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(run.step[bad[0]]) + 1:,}"
+            f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}{of_read}, "
+            f"first at step {int(run.step[bad[0]]) + 1:,}"
         )
     if not run.validation:
         run.notes.append("no validation")
     if run.memory_source is None:
         run.notes.append("no record of peak memory")
+
+
+def evenly(x: Curve, most: int) -> np.ndarray:
+    """Indices of at most `most` entries of x, which does not fall, at places as even as it has them; both ends too."""
+    if len(x) <= most:
+        return np.arange(len(x))
+    return np.unique(np.minimum(np.searchsorted(x, np.linspace(x[0], x[-1], most)), len(x) - 1))
 
 
 def smoothed(values: Curve, most: int) -> Curve:
@@ -341,13 +375,14 @@ def smoothed(values: Curve, most: int) -> Curve:
 def read_samples(directory: Path) -> list[dict[str, Any]]:
     """The lines of samples.jsonl, with step, prompt, text and ended; none where the file cannot be read."""
     try:
-        text, _ = read_text(directory / "samples.jsonl")
+        of_prompts, _ = read_lines(directory / "samples.jsonl", lambda line: (_PROMPT.search(line) or [b""])[0])
     except OSError:
         return []
+    lines = sorted(itertools.chain.from_iterable(of_prompt.kept for of_prompt in of_prompts.values()))
     kinds = {"prompt": str, "text": str}
     return [
         record
-        for record in records(text)
+        for record in records(line for _, line in lines)
         if record is not None and all(isinstance(record.get(name), kind) for name, kind in kinds.items())
     ]
 

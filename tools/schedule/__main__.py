@@ -22,6 +22,7 @@ from rich.text import Text
 
 from configuration.checks import did_you_mean, within
 from configuration.program import run_program
+from configuration.words import for_console
 from shardlib.schedule_simulator import Costs, Timeline, simulate, simulate_ticks
 from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import TickTable, tick_table
@@ -218,8 +219,9 @@ def show(result: Result, model: str, console: Console) -> None:
     write()
     console.print(table)
     write()
-    write(Text(f"Bubble: ticks {result.ticks.bubble:.1%}, asynchronous devices {result.asynchronous.bubble:.1%}"))
-    write(Text(f"Slots in the buffers of a device: {slots}"))
+    bubble = f"Bubble: ticks {result.ticks.bubble:.1%}, asynchronous devices {result.asynchronous.bubble:.1%}"
+    write(Text(for_console(bubble, console)))
+    write(Text(for_console(f"Slots in the buffers of a device: {slots}", console)))
 
 
 def show_comparison(results: Sequence[Result], console: Console) -> None:
@@ -274,7 +276,7 @@ def run(config: Config, console: Console | None = None) -> None:
     output = Path(config.output or f"outputs/{names}_p{config.p}_m{config.m}_v{v}.svg")
     write_picture([chart_of(result, config.model) for result in results], output)
     console.print()
-    console.print(Text(f"Chart: {output}"), soft_wrap=True)
+    console.print(Text(for_console(f"Chart: {output}", console)), soft_wrap=True)
 
 
 if __name__ == "__main__":

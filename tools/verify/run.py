@@ -24,6 +24,7 @@ from rich.table import Table
 
 from configuration.frames import shown_path
 from configuration.program import refusal
+from configuration.words import for_console
 from modeling.blockwise import small_blocks
 from modeling.model import COMPUTE_DTYPES, load_model
 from shardlib.parsing import PIPELINE_AXIS
@@ -309,9 +310,10 @@ def show(outcome: Outcome, console: Console) -> bool:
     _show_meshes(outcome, console)
     _show_tensors(outcome, console)
     for result, text in differences:
-        console.print(f"DIFFERS on {mesh_name(result.sizes)}: {text}", soft_wrap=True, markup=False)
-    for text in outcome.causes:
+        text = for_console(f"DIFFERS on {mesh_name(result.sizes)}: {text}", console)
         console.print(text, soft_wrap=True, markup=False)
+    for text in outcome.causes:
+        console.print(for_console(text, console), soft_wrap=True, markup=False)
     return False
 
 
@@ -371,7 +373,7 @@ def _differences(outcome: Outcome, result: MeshResult) -> list[str]:
 def type_check_all(c: Config, meshes: list[Mesh], others: list[tuple[Mesh, str]], console: Console) -> None:
     """Traces the step on each mesh and prints a line for it. Raises ValueError if it is refused."""
     for mesh, reason in others:
-        console.print(f"{mesh_name(mesh)}: {reason}", soft_wrap=True, markup=False)
+        console.print(for_console(f"{mesh_name(mesh)}: {reason}", console), soft_wrap=True, markup=False)
     for mesh in meshes:
         begin = time.monotonic()
         type_check(c, mesh)
@@ -425,12 +427,13 @@ def main(path: str) -> int:
     console.rule(f"{job['title']}: {dtype}")
     t = c.training
     settings = f"training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}"
-    console.print(f"batch: {outcome.data}; {settings}", soft_wrap=True, markup=False)
+    console.print(for_console(f"batch: {outcome.data}; {settings}", console), soft_wrap=True, markup=False)
     if any(mesh["p"] > 1 for mesh in meshes):
-        console.print(f"with p: {how_stages_ran(c)}", soft_wrap=True, markup=False)
+        console.print(for_console(f"with p: {how_stages_ran(c)}", console), soft_wrap=True, markup=False)
     if others:
         names = "; ".join(mesh_name(mesh) for mesh, _ in others)
-        console.print(f"not run: {names}. The first: {others[0][1]}", soft_wrap=True, markup=False)
+        text = for_console(f"not run: {names}. The first: {others[0][1]}", console)
+        console.print(text, soft_wrap=True, markup=False)
     if double and (other := sorted(outcome.dtypes - {"f64"})):
         console.print(
             f"not all is f64: the program makes {', '.join(other)} too, which rounds more than the limit allows"

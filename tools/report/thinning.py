@@ -1,0 +1,120 @@
+"""Lines of a file of any length in bounded memory: of a long one all of the newest, and some of the older."""
+
+import collections
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from configuration.foreign import open_no_pipe
+
+MOST_BYTES = 2**22
+"""Bytes of the newest lines of a kind that are kept, and of the older ones."""
+_LONGEST_LINE, _MOST_KINDS, _AT_ONCE = 2**22, 16, 2**16
+_PASS, _BLOCK = 2**35, 2**24
+"""Bytes of a file that is read as a whole; of a longer one, bytes of each block that is."""
+
+
+class Lines:
+    """Lines of one kind, in order: all as long as they fit, else every 2nd, 4th, 8th … of the older, and the newest."""
+
+    def __init__(self):
+        self.count = 0
+        """Number of lines, with those that are left out."""
+        self.every = 1
+        """Of the older lines, one in so many is kept."""
+        self._older: list[tuple[int, bytes]] = []
+        self._newest: collections.deque[tuple[int, list[bytes], int]] = collections.deque()  # as given, and bytes
+        self._bytes = self._older_bytes = self._passed = 0  # bytes of the newest and older, lines before the newest
+
+    @property
+    def kept(self) -> list[tuple[int, bytes]]:
+        """The lines, each with its number in the file."""
+        return self._older + [numbered for number, lines, _ in self._newest for numbered in enumerate(lines, number)]
+
+    @property
+    def whole(self) -> int:
+        """Number of lines at the end of which none is left out."""
+        return self.count - self._passed
+
+    def add(self, number: int, lines: list[bytes], size: int) -> None:
+        """Adds the next lines, the first of which has this number in the file. They have `size` bytes."""
+        self._newest.append((number, lines, size))
+        self.count += len(lines)
+        self._bytes += size
+        while self._bytes > MOST_BYTES and len(self._newest) > 1:
+            self._pass()
+
+    def _pass(self) -> None:
+        """Moves the first of the newest lines to the older ones, of which those of a multiple of `every` stay."""
+        number, lines, size = self._newest.popleft()
+        found = [(number + i, lines[i]) for i in range(-self._passed % self.every, len(lines), self.every)]
+        self._older += found
+        self._older_bytes += sum(len(line) for _, line in found)
+        self._passed += len(lines)
+        self._bytes -= size
+        while self._older_bytes > MOST_BYTES and len(self._older) > 1:
+            self._older, self.every = self._older[::2], 2 * self.every
+            self._older_bytes = sum(len(line) for _, line in self._older)
+
+
+def read_lines(
+    path: Path, kind_of: Callable[[bytes], bytes | None], common: bytes | None = None
+) -> tuple[dict[bytes, Lines], str]:
+    """Reads a file in one pass, and of one that has more than 32 GiB blocks from its beginning to its end.
+
+    Args:
+        path: of the file.
+        kind_of: gives the kind of a line; None: the line is left out. Beyond 16 kinds the others are one.
+        common: kind of most lines; kind_of gives it for several lines together only if all of them have it.
+
+    Returns:
+        The lines by their kinds, and what was left out of the pass, empty if nothing.
+
+    Raises:
+        OSError: the file cannot be read, or is a pipe.
+    """
+    kinds: dict[bytes, Lines] = {}
+
+    def add(kind: bytes | None, number: int, lines: list[bytes], size: int) -> None:
+        if kind is not None:
+            of_kind = kinds.get(kind) or kinds.setdefault(kind if len(kinds) < _MOST_KINDS else b"", Lines())
+            of_kind.add(number, lines, size)
+
+    number = 0
+    with open(path, "rb", opener=open_no_pipe) as file:
+        size = os.fstat(file.fileno()).st_size
+        for text, lines in _read(file, size):
+            if common is not None and kind_of(text) == common:
+                add(common, number, lines, len(text))
+            else:
+                first = number
+                for kind, together in itertools.groupby(lines, kind_of):
+                    alike = list(together)
+                    add(kind, first, alike, sum(map(len, alike)))
+                    first += len(alike)
+            number += len(lines)
+    part = f"{path.name} has {size / 2**30:,.0f} GiB; {_PASS / 2**30:.0f} GiB in equal distances are read"
+    return kinds, part if size > _PASS else ""
+
+
+def _read(file: BinaryIO, size: int) -> Iterator[tuple[bytes, list[bytes]]]:
+    """Pieces of a file, each with the lines that end in it; of a line that is too long, parts of it."""
+    blocks = [(0, size)]
+    if size > _PASS:
+        starts = np.linspace(0, size - _BLOCK, _PASS // _BLOCK).astype(int).tolist()
+        blocks = [(start, start + _BLOCK) for start in starts]
+    for start, end in blocks:
+        at, rest = file.seek(start), b""
+        while at < end and (read := file.read(min(_AT_ONCE, end - at))):
+            text = rest + read
+            *lines, rest = text.split(b"\n")
+            if len(rest) > _LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
+            yield text, lines[1:] if start and at == start else lines  # the first one has begun before
+            at += len(read)
+        if rest and end == size:
+            yield rest, [rest]
