@@ -44,6 +44,7 @@ def verdicts(program: Program, monkeypatch):
             except (ValueError, TypeError):  # a program that does not trace at this size
                 continue
             yield sizes, mesh, list(map(str, found))
+    jax.clear_caches()  # which keep all traces: gigabytes
 
 
 def error(program: Program, mesh: tuple[int, ...]) -> float | None:
