@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from shardlib.marks import is_region
 from shardlib.parsing import ShardError
 from shardlib.values import noting_arguments, planned_for
-from soundness.domain import UNIFORM, Value, describe, devices
+from soundness.domain import UNIFORM, Sizes, Value, describe, devices
 from soundness.equation import WHOLE_SIZE, Equation, Refused
 from soundness.interpreter import Different, Interpreter, block_of, read_array
 from soundness.rules import jaxprs_of
@@ -145,7 +145,7 @@ def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
 
 def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list[Finding]:
     manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
-    sizes = {axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual}
+    sizes = Sizes({axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual})
     twin_sizes = dict(twin.params["mesh"].shape) if twin is not None else dict.fromkeys(sizes, 1)
     interpreter = Interpreter(sizes, twin_sizes, is_unchecked=not eqn.params.get("check_vma", True))
     inner, other = eqn.params["jaxpr"], twin.params["jaxpr"] if twin is not None else None
@@ -158,7 +158,7 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
         for spec, var, name in zip(eqn.params["in_specs"], body.invars, names, strict=True)
     ]
     if twin is None:
-        interpreter.twin_sizes = sizes  # numbers are as they are on this mesh
+        interpreter.twin_sizes = interpreter.sizes  # numbers are as they are on this mesh
     outs = interpreter.run(inner, other, args)
     facts |= interpreter.noted
     found = [str(wild) for wild in interpreter.problems]

@@ -12,9 +12,9 @@ from jax.extend import core
 from shardlib.equations import CALLS
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
-from soundness import collectives, elementwise, kernels, lookups, rules, shapes, sums
+from soundness import choices, collectives, elementwise, entries, kernels, lookups, rules, shapes, sums
 from soundness.control import CONTROL, ndim, varying
-from soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
+from soundness.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
 from soundness.equation import Equation, Refused
 from soundness.rules import KEEPING, OF_SIZES
 
@@ -49,7 +49,7 @@ class Interpreter:
     """
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
-        self.sizes, self.twin_sizes, self.is_unchecked = dict(sizes), dict(twin_sizes), is_unchecked
+        self.sizes, self.twin_sizes, self.is_unchecked = Sizes(sizes), SizesOnOne(twin_sizes), is_unchecked
         self.problems: list[Wild] = []
         self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
         self.seen: set[int] = set()
@@ -63,6 +63,8 @@ class Interpreter:
         consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
         jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
         signature = lambda j: (len(j.constvars), len(j.invars), [e.primitive.name for e in j.eqns])
+        if twin is not None and signature(jaxpr) != signature(twin):
+            twin = choices.completed(jaxpr, twin, self.twin_sizes)
         if twin is not None and signature(jaxpr) != signature(twin):
             raise Different(jaxpr, twin)
         known = [
@@ -160,7 +162,8 @@ class Interpreter:
             eq.block(value)
         if eq.twin is not None and aval.dtype != eq.twin.outvars[i].aval.dtype:
             raise Refused(f"the result is {aval.dtype} here and {eq.twin.outvars[i].aval.dtype} on one device", "")
-        axes = [axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
+        value = entries.combined(eq, value)
+        axes = [real(axis) for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
         if len(set(axes)) < len(axes):
             again = next(axis for axis in axes if axes.count(axis) > 1)
             raise Refused(
