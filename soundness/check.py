@@ -188,16 +188,27 @@ def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> str
     if value.is_finished and fits and value.ratio == 1.0:
         if there is None or here == there:
             return None
-        return f"is of shape {here} here and {there} on one device: compute the shape from whole sizes"
+        return (
+            f"is of shape {here} here and {there} on one device\n  remedy: compute the shape from whole sizes, "
+            "shardops.size(name); what does not grow with the mesh is declared without axes"
+        )
     text = f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
     text += describe(declared, aval.shape, aval.dtype, sizes)
-    return text if value.ratio == 1.0 else f"{text}\n  remedy: {WHOLE_SIZE}"
+    return f"{text}\n  remedy: {DECLARED if value.ratio == 1.0 else WHOLE_SIZE}"
 
 
+DECLARED = (
+    "declare it as it is, or make it what is declared: psum or psum_scatter for a partial sum, all_gather for blocks, "
+    "this device's block, at axis_index times its size, for what is whole"
+)
 UNTRACED = "on one device the program does not trace"
 BOUND = (
     "the program is bound to a mesh, so that it cannot be traced on one device: give what each device computes, with "
     "its specs, as in check(body, *args, mesh=mesh, in_specs=..., out_specs=...)"
+)
+ONE_PROGRAM = (
+    "let no choice in the code depend on the size of a block or the number of devices: jnp.where and lax.cond choose "
+    "by values; code that is right on every mesh though it differs says so: shardops.per_device(...) with the reason"
 )
 Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
@@ -286,7 +297,8 @@ def prove(
             except Different:
                 continue
         if missing := [axis for axis, n in halves.items() if axis not in (*keep, *compared) and n > 1]:
-            found.append(Finding(f"{first.place}: {first}: the operations depend on the size of {', '.join(missing)}"))
+            problem = f"{first}: the operations depend on the size of {', '.join(missing)}"
+            found.append(Finding(f"{first.place}: {problem}\n  remedy: {ONE_PROGRAM}"))
     return list({str(finding): finding for finding in found}.values())
 
 

@@ -89,7 +89,11 @@ def _own_rows(eq: Equation, xs: list[Value], carries: list[tuple[Any, Any]]) -> 
         if uses[0].invars[0] is uses[0].invars[1] or sum(var in (before, after) for var in body.outvars) > 1:
             return None
     dims = {x.dims[0] for x in xs if not x.wild and x.dims[0] is not UNIFORM}
-    if len(dims) != 1 or not (axes := frozenset(map(real, (rows := dims.pop()).axes))) or _collectives(eq.params["jaxpr"], axes):
+    if (
+        len(dims) != 1
+        or not (axes := frozenset(map(real, (rows := dims.pop()).axes)))
+        or _collectives(eq.params["jaxpr"], axes)
+    ):
         return None
     return rows
 

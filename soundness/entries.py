@@ -49,7 +49,9 @@ def _names(eq: Equation, axes: tuple[str, ...]) -> tuple[tuple[str, ...], str, i
     """The name of n entries that stand for the devices of `axes`, that of the blocks, and n."""
     n = devices(eq.sizes, axes)
     if devices(eq.twin_sizes, axes) != 1:
-        raise Refused("a dim has an entry for each device of an axis that is compared at its own size", "use tiled=True")
+        raise Refused(
+            "a dim has an entry for each device of an axis that is compared at its own size", "use tiled=True"
+        )
     return (f"{ENTRIES}{n}",), f"{BLOCKS}{n}", n
 
 
@@ -111,11 +113,10 @@ def joined(parts: list[Part]) -> list[Part]:
     found: list[Part] = []
     for size, axes in parts:
         before = found[-1] if found else None
-        if before and before.axes[-1:] == (f"{ENTRIES}{before.size}",) and axes[-1:] == (f"{BLOCKS}{before.size}",):
-            if len(before.axes) == 1:
-                found[-1] = Part(before.size * size, axes[:-1])
-                continue
-        found.append(Part(size, axes))
+        if before and (before.axes, axes[-1:]) == ((f"{ENTRIES}{before.size}",), (f"{BLOCKS}{before.size}",)):
+            found[-1] = Part(before.size * size, axes[:-1])
+        else:
+            found.append(Part(size, axes))
     return found
 
 
@@ -140,7 +141,10 @@ def combined(eq: Equation, value: Value) -> Value:
         taken = {axis for axis in extreme[1] if axis.startswith(ENTRIES)}
         blocks = {axis.replace(ENTRIES, BLOCKS) for axis in taken}
         if taken and (value.is_index or blocks & value.sharded):
-            raise Refused("entries that stand for devices are compared, of different blocks", "take the extreme along the dim first")
+            raise Refused(
+                "entries that stand for devices are compared, of different blocks",
+                "take the extreme along the dim first",
+            )
         left = frozenset(map(real, extreme[1] - taken - blocks))
         extreme = (extreme[0], left) if left else None
         if taken:

@@ -191,7 +191,9 @@ class Interpreter:
             dims = tuple(UNIFORM if d is not UNIFORM and d.parts == ((1, ()),) else d for d in value.dims)
             value = dataclasses.replace(value, dims=dims)
         if value.is_constant and not value.partial and not value.extreme:
-            return constant(len(shape), *value.known)
+            found = constant(len(shape), *value.known)
+            made = next((v.scaled for v in eq.ins if v.scaled), eq)
+            return dataclasses.replace(found, scaled=made) if found.ratio != 1 else found
         if value.ratio != 1:
             scaled = value.scaled or next((v.scaled for v in eq.ins if v.scaled), eq)
             value = dataclasses.replace(value, scaled=scaled)

@@ -133,9 +133,16 @@ def _reshape(eq: Equation) -> Value:
     twins = eq.twin.outvars[0].aval.shape if eq.twin is not None else [None] * len(new)
     dims, count, mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
-        if there == 1 < size and pieces and (first := pieces[0]).size % size == 0 and not first.is_uniform and not any(axis.startswith(ENTRIES) for axis in first.axes):
+        if (
+            there == 1 < size
+            and pieces
+            and (first := pieces[0]).size % size == 0
+            and not first.is_uniform
+            and not any(axis.startswith(ENTRIES) for axis in first.axes)
+        ):
             # On one device all of the dim is one block: the entries stand for devices.
-            pieces[0] = dataclasses.replace(first, size=first.size // size, axes=(*first.axes, f"{BLOCKS}{size}"))
+            axes = (*first.axes, f"{BLOCKS}{size}")
+            pieces[0] = dataclasses.replace(first, size=first.size // size, axes=axes)
             dims.append(cut(size, (f"{ENTRIES}{size}",)))
             count += [j] if first.is_counted else []
             continue

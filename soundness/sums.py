@@ -135,7 +135,9 @@ def _sorted_block(eq: Equation, dim: Dim) -> list[Value] | None:
     rest = eq.ins[len(firsts) :]
     if after.is_merged or before.is_merged or any(v not in counts and v not in blocks for v in rest):
         return None
-    if any(p.size != n for d in (before, after) for p in d.parts) or any(v.dims[0] not in (before, UNIFORM) for v in blocks):
+    if any(p.size != n for d in (before, after) for p in d.parts) or any(
+        v.dims[0] not in (before, UNIFORM) for v in blocks
+    ):
         return None
     return firsts + [Value((after,), is_local=True, places=before) if v in counts else Value((after,)) for v in rest]
 
@@ -144,9 +146,9 @@ def _sorted_block(eq: Equation, dim: Dim) -> list[Value] | None:
 def _sort(eq: Equation) -> list[Value]:
     ndim = len(eq.shape())
     k = next((eq.params[n] for n in ("dimension", "axis", "reduction_dimension") if n in eq.params), ndim - 1) % ndim
-    if eq.name == "sort" and ndim == 1 and (cut := [d for v in eq.ins for d in v.dims if d and d.axes]):
-        if found := _sorted_block(eq, cut[0]):
-            return found
+    cut = [d for v in eq.ins for d in v.dims if d and d.axes]
+    if eq.name == "sort" and ndim == 1 and cut and (found := _sorted_block(eq, cut[0])):
+        return found
     for value in eq.ins:
         eq.finished(eq.unscaled(value))
         eq.uncut(value, k, f"{eq.name} runs")

@@ -3,17 +3,14 @@
 Each is to compute what it computes on one device.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from right_methods import method, own, places, whole
+from right_methods import method
 from right_programs import ring
-from running import program, programs_of
+from running import programs_of
 
-from shardlib import shardops
-from shardlib.shardtypes import bool_, f32, i32
+from shardlib.shardtypes import f32, i32
 
 # ---- arrays of one entry for each device --------------------------------------------------------------------------
 
@@ -170,9 +167,7 @@ looked_up = method("rows looked up in a sharded table")
 
 
 @looked_up
-def embedding_masked_after_a_projection(
-    ids: i32["B/d L"], table: f32["V/t M"], w: f32["M F"]
-) -> f32["B/d L F"]:
+def embedding_masked_after_a_projection(ids: i32["B/d L"], table: f32["V/t M"], w: f32["M F"]) -> f32["B/d L F"]:
     local = ids - lax.axis_index("t") * table.shape[0]
     ok = (local >= 0) & (local < table.shape[0])
     y = table[jnp.clip(local, 0, table.shape[0] - 1)] @ w

@@ -6,8 +6,10 @@ import inspect
 import bad_operands
 import jax
 import pytest
+import right_functions
 import right_methods
 import right_programs
+import wrong_neighbours
 import wrong_programs
 import wrong_recipes
 import wrong_subtly
@@ -16,7 +18,8 @@ from running import Program, abstract_mesh, cases, gradient_of, traced
 from shardlib import shardops
 from soundness.check import prove
 
-RIGHT = right_programs.PROGRAMS + right_methods.PROGRAMS
+RIGHT = right_programs.PROGRAMS + right_methods.PROGRAMS + right_functions.PROGRAMS
+WRONG = wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS + wrong_neighbours.PROGRAMS
 
 
 def refusals(program: Program) -> tuple[str, ...]:
@@ -51,7 +54,7 @@ def test_gradients_of_right_programs_are_accepted():
     assert count > 150, count
 
 
-@cases(wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS)
+@cases(WRONG)
 def test_wrong_programs_are_refused(program):
     assert refusals(program)
 
@@ -84,7 +87,7 @@ TEXTS = {
 """The first line of what is said of a program, after file and line."""
 
 
-@cases([p for p in wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS if p.name in TEXTS])
+@cases([p for p in WRONG if p.name in TEXTS])
 def test_a_refusal_says_where_and_what(program):
     place, _, text = refusals(program)[0].splitlines()[0].partition(": ")
     file, _, line = place.rpartition(":")
