@@ -8,7 +8,7 @@ from jax.extend.core import Literal
 from shardlib.equations import is_variable
 from soundness.rules import COLLECTIVES
 
-OPERATIONS = COLLECTIVES | {"pvary", "pcast", "div", "mul"}
+OPERATIONS = COLLECTIVES | {"pvary", "pcast", "div", "mul", "ring_enter", "ring_index", "ring_close"}
 
 
 def completed(jaxpr: Any, twin: Any, twin_sizes: Mapping[str, int]) -> Any:

@@ -76,7 +76,7 @@ class Sizes(dict[str, int]):
     def __missing__(self, axis: str) -> Any:
         if axis.startswith(ENTRIES):
             return Fraction(1, int(axis[len(ENTRIES) :]))
-        return int(axis[len(BLOCKS) :]) if axis.startswith(BLOCKS) else self[real(axis)]
+        return int(axis[len(BLOCKS) :].partition(".")[0]) if axis.startswith(BLOCKS) else self[real(axis)]
 
 
 class SizesOnOne(dict[str, int]):

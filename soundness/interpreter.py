@@ -12,13 +12,13 @@ from jax.extend import core
 from shardlib.equations import CALLS
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
-from soundness import choices, collectives, elementwise, entries, kernels, lookups, rules, shapes, sums
+from soundness import choices, collectives, elementwise, entries, kernels, lookups, rings, rules, shapes, sums
 from soundness.control import CONTROL, ndim, varying
 from soundness.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
 from soundness.equation import Equation, Refused
 from soundness.rules import KEEPING, OF_SIZES
 
-RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES
+RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES | rings.RULES
 PLACING = (
     KEEPING
     | elementwise.ELEMENTWISE
@@ -63,6 +63,8 @@ class Interpreter:
         consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
         jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
         signature = lambda j: (len(j.constvars), len(j.invars), [e.primitive.name for e in j.eqns])
+        if twin is not None:
+            jaxpr, twin = rings.closed(jaxpr, twin, self.sizes, self.twin_sizes)
         if twin is not None and signature(jaxpr) != signature(twin):
             twin = choices.completed(jaxpr, twin, self.twin_sizes)
         if twin is not None and signature(jaxpr) != signature(twin):
@@ -125,7 +127,7 @@ class Interpreter:
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
             if inner := CALLS.get(eq.name):
                 return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins)
-            if wild := next((v.wild for v in eq.ins if v.wild), None):
+            if eq.name != "ring_index" and (wild := next((v.wild for v in eq.ins if v.wild), None)):
                 return self.wild(eq, wild)
             eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
             if eq.name not in PLACING:

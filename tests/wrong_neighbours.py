@@ -282,4 +282,201 @@ def maximum_in_place_of_the_sum_where_there_are_several(x: f32["B/d M/t"]) -> f3
     return lax.pmax(total, "t") if lax.axis_size("t") > 1 else total
 
 
+# ---- rings --------------------------------------------------------------------------------------------------------
+
+turned = method("rings")
+
+
+@turned(vma=False)
+def ring_that_misses_a_turn(x: f32["B/t M"]) -> f32["M"]:
+    part = total = x.sum(axis=0)
+    for _ in range(lax.axis_size("t") - 2):
+        part = lax.ppermute(part, "t", ring("t"))
+        total += part
+    return total
+
+
+@turned(vma=False)
+def ring_with_a_turn_too_many(x: f32["B/t M"]) -> f32["M"]:
+    part = total = x.sum(axis=0)
+    for _ in range(lax.axis_size("t")):
+        part = lax.ppermute(part, "t", ring("t"))
+        total += part
+    return total
+
+
+@turned(vma=False)
+def ring_of_blocks_added_entry_by_entry(x: f32["B/t M"]) -> f32["M"]:
+    total = x
+    for _ in range(lax.axis_size("t") - 1):
+        x = lax.ppermute(x, "t", ring("t"))
+        total += x
+    return total[0]
+
+
+@turned(vma=False)
+def ring_of_sums_that_are_whole(x: f32["B M"]) -> f32["M"]:
+    part = total = x.sum(axis=0)
+    for _ in range(lax.axis_size("t") - 1):
+        part = lax.ppermute(part, "t", ring("t"))
+        total += part
+    return total
+
+
+@turned(vma=False)
+def ring_weighted_by_the_turn(x: f32["B/t M"]) -> f32["M"]:
+    part = total = x.sum(axis=0)
+    for i in range(lax.axis_size("t") - 1):
+        part = lax.ppermute(part, "t", ring("t"))
+        total += part * (i + 2)
+    return total
+
+
+@turned(vma=False)
+def ring_that_scales_what_it_passes_on(x: f32["B/t M"]) -> f32["M"]:
+    part = total = x.sum(axis=0)
+    for _ in range(lax.axis_size("t") - 1):
+        part = lax.ppermute(part, "t", ring("t")) * 0.5
+        total += part
+    return total
+
+
+@turned(vma=False)
+def ring_of_pairs(x: f32["B/t M"]) -> f32["M"]:
+    n = lax.axis_size("t")
+    part = total = x.sum(axis=0)
+    for _ in range(n - 1):
+        part = lax.ppermute(part, "t", [(i, i ^ 1) for i in range(n)])
+        total += 2.0 * part
+    return total
+
+
+@turned(vma=False)
+def ring_whose_ends_do_not_meet(x: f32["B/t M"]) -> f32["M"]:
+    n = lax.axis_size("t")
+    part = total = x.sum(axis=0)
+    for _ in range(n - 1):
+        part = lax.ppermute(part, "t", [(i, i + 1) for i in range(n - 1)])
+        total += part
+    return total
+
+
+@turned(vma=False)
+def ring_that_squares_each_part(x: f32["B/t M"]) -> f32["M"]:
+    part = total = x.sum(axis=0)
+    total = part**2
+    for _ in range(lax.axis_size("t") - 1):
+        part = lax.ppermute(part, "t", ring("t"))
+        total += part**2
+    return total
+
+
+@turned
+def attention_normalized_in_each_turn(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
+    def turn(_, carry):
+        y, k, v = carry
+        y += jax.nn.softmax(q @ k.T) @ v
+        return y, lax.ppermute(k, "t", ring("t")), lax.ppermute(v, "t", ring("t"))
+
+    return lax.fori_loop(0, lax.axis_size("t"), turn, (jnp.zeros_like(q), k, v))[0]
+
+
+@turned
+def attention_whose_values_stay(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
+    def turn(_, carry):
+        y, k = carry
+        return y + jax.nn.sigmoid(q @ k.T) @ v, lax.ppermute(k, "t", ring("t"))
+
+    return lax.fori_loop(0, lax.axis_size("t"), turn, (jnp.zeros_like(q), k))[0]
+
+
+@turned
+def attention_that_starts_from_the_queries(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
+    def turn(_, carry):
+        y, k, v = carry
+        y += jax.nn.sigmoid(y @ k.T) @ v
+        return y, lax.ppermute(k, "t", ring("t")), lax.ppermute(v, "t", ring("t"))
+
+    return lax.fori_loop(0, lax.axis_size("t"), turn, (q, k, v))[0]
+
+
+@turned
+def matmul_with_rows_in_the_wrong_direction(x: f32["B M/t"], w: f32["M F/t"]) -> f32["B F/t"]:
+    n, me = lax.axis_size("t"), lax.axis_index("t")
+    total = jnp.zeros((x.shape[0], w.shape[1]))
+    for i in range(n):
+        rows = lax.dynamic_slice_in_dim(w, (me + i + 1) % n * x.shape[1], x.shape[1])
+        total += x @ rows
+        x = lax.ppermute(x, "t", ring("t"))
+    return total
+
+
+@turned
+def matmul_with_rows_of_this_device(x: f32["B M/t"], w: f32["M F/t"]) -> f32["B F/t"]:
+    n, me = lax.axis_size("t"), lax.axis_index("t")
+    total = jnp.zeros((x.shape[0], w.shape[1]))
+    for _ in range(n):
+        total += x @ lax.dynamic_slice_in_dim(w, me * x.shape[1], x.shape[1])
+        x = lax.ppermute(x, "t", ring("t"))
+    return total
+
+
+@turned
+def blocks_placed_in_the_order_of_their_arrival(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
+    n, size = lax.axis_size("t"), x.shape[0]
+    y = jnp.zeros((n * size, w.shape[1]))
+    for i in range(n):
+        y = lax.dynamic_update_slice_in_dim(y, x @ w, i * size, axis=0)
+        x = lax.ppermute(x, "t", ring("t"))
+    return y
+
+
+@turned
+def blocks_placed_at_this_device_s_place(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
+    n, me, size = lax.axis_size("t"), lax.axis_index("t"), x.shape[0]
+    y = jnp.zeros((n * size, w.shape[1]))
+    for _ in range(n):
+        y = lax.dynamic_update_slice_in_dim(y, x @ w, me * size, axis=0)
+        x = lax.ppermute(x, "t", ring("t"))
+    return y
+
+
+@turned
+def sums_placed_over_each_other(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
+    n = lax.axis_size("t")
+    y = jnp.zeros((n * x.shape[0], w.shape[1]))
+    for _ in range(n):
+        y = lax.dynamic_update_slice_in_dim(y, (x @ w).sum(axis=0)[None], 0, axis=0)
+        x = lax.ppermute(x, "t", ring("t"))
+    return y
+
+
+@turned
+def nearest_key_but_one(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
+    n, best = lax.axis_size("t"), jnp.max(q @ k.T, axis=1)
+    for _ in range(n - 1):
+        k = lax.ppermute(k, "t", ring("t"))
+        best = jnp.maximum(best, jnp.min(q @ k.T, axis=1))
+    return best
+
+
+@turned
+def nearest_keys_added(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
+    n, best = lax.axis_size("t"), jnp.max(q @ k.T, axis=1)
+    for _ in range(n - 1):
+        k = lax.ppermute(k, "t", ring("t"))
+        best = best + jnp.max(q @ k.T, axis=1)
+    return best
+
+
+@turned(vma=False)
+def keys_and_values_a_turn_apart(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
+    y = jnp.zeros_like(q)
+    k = lax.ppermute(k, "t", ring("t"))
+    for _ in range(lax.axis_size("t")):
+        y += jax.nn.sigmoid(q @ k.T) @ v
+        k, v = (lax.ppermute(x, "t", ring("t")) for x in (k, v))
+    return y
+
+
 PROGRAMS = programs_of(globals())
