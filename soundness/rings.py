@@ -68,7 +68,9 @@ def _live(jaxpr: Any) -> Any:
 
 def closed(jaxpr: Any, twin: Any, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]) -> tuple[Any, Any]:
     """Both programs with one turn of each ring; as they are if they have no ring that is understood."""
-    if not any(_permutes(e) or (e.primitive.name == "scan" and "ppermute" in str(e.params["jaxpr"])) for e in jaxpr.eqns):
+    if not any(
+        _permutes(e) or (e.primitive.name == "scan" and "ppermute" in str(e.params["jaxpr"])) for e in jaxpr.eqns
+    ):
         return jaxpr, twin
     here, there = _live(_unrolled(jaxpr)), _live(_unrolled(twin))
     for axis in {_permutes(e) for e in here.eqns} - {None}:
@@ -236,7 +238,24 @@ def _computed(eqn: Any, var: Any, operand: Any, axis: str, n: int) -> list | Non
     rows = list(zip(*ins, strict=True))
     if name == "select_n":
         return [row[1 + int(row[0])] for row in rows]
-    if name not in ("add", "sub", "mul", "rem", "neg", "sign", "max", "min", "lt", "le", "gt", "ge", "eq", "ne", "and", "or"):
+    if name not in (
+        "add",
+        "sub",
+        "mul",
+        "rem",
+        "neg",
+        "sign",
+        "max",
+        "min",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq",
+        "ne",
+        "and",
+        "or",
+    ):
         return None
     return [int(FOLDS[name](*map(int, row))) for row in rows]
 
@@ -253,7 +272,9 @@ def ring(eq: Equation) -> Value:
         return entries._among(eq, x, {(eq.params["axis"],): (turns,)})
     eq.block(x)
     if turns in x.sharded:
-        raise Refused("the turns of a ring add different blocks of a sharded dim, entry by entry", "sum along the dim first")
+        raise Refused(
+            "the turns of a ring add different blocks of a sharded dim, entry by entry", "sum along the dim first"
+        )
     kind = eq.params["kind"]
     if kind in ("max", "min"):
         if x.partial & {turns}:

@@ -1,0 +1,28 @@
+"""The page of right programs that are refused: each of its functions gets the verdict that its name says."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from running import abstract_mesh, program, traced
+
+from shardlib.shardtypes import f32, i32
+from soundness.check import prove
+
+PAGE = Path(__file__).parents[2] / "docs" / "refused.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+@pytest.mark.parametrize("verdict", ["refused", "accepted"])
+def test_a_function_of_the_page(code, verdict):
+    names = {"jnp": jnp, "lax": lax, "f32": f32, "i32": i32}
+    exec(code, names)
+    p = program("page", names[verdict], vma=False)
+    trace = lambda: {"": traced(p, jax.sharding.get_abstract_mesh().axis_sizes)}
+    found = prove(trace, abstract_mesh(p, (2, 2)))
+    assert bool(found) == (verdict == "refused"), [str(f) for f in found]
+    assert all("remedy:" in str(finding) for finding in found)
