@@ -17,9 +17,11 @@ from soundness import entries
 from soundness.domain import BLOCKS, Value, near
 from soundness.elementwise import FOLDS
 from soundness.equation import Equation, Refused
+from soundness.rules import jaxprs_of
 
 ENTER, INDEX, CLOSE = (core.Primitive(f"ring_{name}") for name in ("enter", "index", "close"))
 GATHERING = {"add", "add_any", "max", "min", "dynamic_update_slice"}
+INDEXING = frozenset("add sub mul rem neg sign max min lt le gt ge eq ne and or".split())  # noqa: SIM905
 _NUMBERS = itertools.count()
 
 
@@ -30,18 +32,37 @@ def _permutes(eqn: Any, axis: str | None = None) -> str | None:
     return names[0] if len(names) == 1 and axis in (None, names[0]) else None
 
 
+def _has_arrays(eqn: Any) -> bool:
+    """Whether a jaxpr within holds arrays, which its text does not show."""
+    inner = list(jaxprs_of(eqn))
+    return any(getattr(j, "consts", ()) or any(map(_has_arrays, getattr(j, "jaxpr", j).eqns)) for j in inner)
+
+
+def _same_params(x: Any, y: Any) -> bool:
+    """Whether the parameters of two equations of one primitive are equal."""
+    pairs = [(value, y.params.get(name)) for name, value in x.params.items()]
+    if all(a is b for a, b in pairs):
+        return True
+    return not _has_arrays(x) and all(str(a) == str(b) and not hasattr(a, "shape") for a, b in pairs)
+
+
+def _turns(eqn: Any) -> bool:
+    """Whether an equation is a loop in which values pass on."""
+    return eqn.primitive.name == "scan" and any(map(_permutes, body_of(eqn.params["jaxpr"])[0].eqns))
+
+
 def _unrolled(jaxpr: Any) -> Any:
     """The jaxpr with the turns of its loops in which blocks pass around."""
     found, renamed = [], {}
     read = lambda var: renamed.get(var, var) if is_variable(var) else var
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=list(map(read, eqn.invars)))
-        body, consts = body_of(eqn.params["jaxpr"]) if eqn.primitive.name == "scan" else (None, ())
-        if body is None or consts or not any(_permutes(e) for e in body.eqns):
+        if not _turns(eqn):
             found.append(eqn)
             continue
+        body, consts = body_of(eqn.params["jaxpr"])
         kept, carried = scan_counts(eqn)
-        if len(eqn.invars) > kept + carried or len(eqn.outvars) > carried or eqn.params["length"] > 64:
+        if consts or len(eqn.invars) > kept + carried or len(eqn.outvars) > carried or eqn.params["length"] > 64:
             return jaxpr  # it runs over more than turns
         first, carry = eqn.invars[:kept], eqn.invars[kept:]
         for _ in range(eqn.params["length"]):
@@ -60,7 +81,8 @@ def _live(jaxpr: Any) -> Any:
     """The jaxpr without equations whose results are not used."""
     used, found = set(filter(is_variable, jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or used & set(eqn.outvars):
+        # A loop or a branch may hold collectives that not all devices reach, whatever becomes of its result.
+        if eqn.effects or eqn.primitive.name in ("cond", "while", "scan") or used & set(eqn.outvars):
             found.append(eqn)
             used |= set(filter(is_variable, eqn.invars))
     return jaxpr.replace(eqns=found[::-1])
@@ -68,9 +90,7 @@ def _live(jaxpr: Any) -> Any:
 
 def closed(jaxpr: Any, twin: Any, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]) -> tuple[Any, Any]:
     """Both programs with one turn of each ring; as they are if they have no ring that is understood."""
-    if not any(
-        _permutes(e) or (e.primitive.name == "scan" and "ppermute" in str(e.params["jaxpr"])) for e in jaxpr.eqns
-    ):
+    if not any(_permutes(e) or _turns(e) for e in jaxpr.eqns):
         return jaxpr, twin
     here, there = _live(_unrolled(jaxpr)), _live(_unrolled(twin))
     for axis in {_permutes(e) for e in here.eqns} - {None}:
@@ -91,7 +111,7 @@ class _Ring:
         self.found: dict[int, tuple] = {}
         self.turn_axis = f"{BLOCKS}{n}.{next(_NUMBERS)}"
         for eqn in jaxpr.eqns:
-            if not _permutes(eqn, axis):
+            if not _permutes(eqn, axis) or len(eqn.invars) != 1:
                 continue
             (x,), (out,), steps = eqn.invars, eqn.outvars, {(b - a) % n for a, b in eqn.params["perm"]}
             if not is_variable(x) or len(steps) != 1 or len(set(eqn.params["perm"])) != n:
@@ -183,11 +203,11 @@ class _Ring:
         if a is b:
             return marks.setdefault(b, None) is None
         x, y = self.made.get(a), self.made.get(b)
-        if x is None or y is None or x.primitive is not y.primitive or str(x.params) != str(y.params) or x.effects:
+        if x is None or y is None or x.primitive is not y.primitive or not _same_params(x, y) or x.effects:
             return False
         if x.outvars.index(a) != y.outvars.index(b) or x.primitive.name in ("ppermute", "axis_index"):
             return False
-        same = all([self._match(c, d, k, marks, seen) for c, d in zip(x.invars, y.invars, strict=True)])
+        same = all(self._match(c, d, k, marks, seen) for c, d in zip(x.invars, y.invars, strict=True))
         return same and marks.setdefault(b, self) is self
 
     def _table(self, var: Any) -> list | None:
@@ -238,24 +258,7 @@ def _computed(eqn: Any, var: Any, operand: Any, axis: str, n: int) -> list | Non
     rows = list(zip(*ins, strict=True))
     if name == "select_n":
         return [row[1 + int(row[0])] for row in rows]
-    if name not in (
-        "add",
-        "sub",
-        "mul",
-        "rem",
-        "neg",
-        "sign",
-        "max",
-        "min",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq",
-        "ne",
-        "and",
-        "or",
-    ):
+    if name not in INDEXING:
         return None
     return [int(FOLDS[name](*map(int, row))) for row in rows]
 
@@ -272,9 +275,8 @@ def ring(eq: Equation) -> Value:
         return entries._among(eq, x, {(eq.params["axis"],): (turns,)})
     eq.block(x)
     if turns in x.sharded:
-        raise Refused(
-            "the turns of a ring add different blocks of a sharded dim, entry by entry", "sum along the dim first"
-        )
+        problem = "the turns of a ring add different blocks of a sharded dim, entry by entry"
+        raise Refused(problem, "sum along the dim first")
     kind = eq.params["kind"]
     if kind in ("max", "min"):
         if x.partial & {turns}:

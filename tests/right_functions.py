@@ -105,7 +105,7 @@ def ranks_of_each_row(x: f32["B/d V"]) -> i32["B/d V"]:
 
 
 @ordered
-def tokens_sorted_by_expert_and_back(x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]) -> f32["T/d F"]:
+def rows_sorted_by_expert_and_back(x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]) -> f32["T/d F"]:
     order = jnp.argsort(ids)
     y = jnp.tanh(x[order] @ w)
     return y[jnp.argsort(order)]

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from right_methods import method
 from right_programs import ring
@@ -477,6 +478,16 @@ def keys_and_values_a_turn_apart(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D
         y += jax.nn.sigmoid(q @ k.T) @ v
         k, v = (lax.ppermute(x, "t", ring("t")) for x in (k, v))
     return y
+
+
+@turned(vma=False)
+def ring_with_another_array_in_each_turn(x: f32["B/t M"]) -> f32["M"]:
+    part, total = x.sum(axis=0), 0.0
+    for i in range(lax.axis_size("t")):
+        weights = jnp.asarray(np.random.default_rng(i).standard_normal(part.shape, np.float32))
+        total += jax.jit(lambda part, weights=weights: part * weights)(part)
+        part = lax.ppermute(part, "t", ring("t"))
+    return total
 
 
 PROGRAMS = programs_of(globals())

@@ -289,9 +289,8 @@ def test_files_exist(page):
 
 
 def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
-    right = sum(
-        not program.escape for program in right_programs.PROGRAMS + right_methods.PROGRAMS + right_functions.PROGRAMS
-    )
+    modules = right_programs, right_methods, right_functions
+    right = sum(not program.escape for module in modules for program in module.PROGRAMS)
     wrong = sum(len(m.PROGRAMS) for m in (wrong_programs, wrong_recipes, wrong_subtly, wrong_neighbours))
     gates = collections.Counter(bug.get("caught") for bug in gauntlet.bugs() if "edit" in bug)
     assert set(gates) == {"tracing", "verify", "test"}
