@@ -15,7 +15,7 @@ from configuration.frames import is_installed, is_raised_on_purpose
 from shardlib.checks import current_scope, error_context, noted_type
 from shardlib.parsing import Dim, ShapeSpec, ShardError, sort_axes
 from shardlib.places import place, users_call
-from shardlib.values import SHORT_DTYPES, describe, is_opaque, mesh_axes
+from shardlib.values import SHORT_DTYPES, WITHOUT_COPY, describe, is_opaque, mesh_axes
 
 _ABOUT_TYPES = re.compile(
     "shape|size|dim|rank|broadcast|axis|axes|type|pytree|varying|reduced|replicated|shard|array|index|indices|vmap",
@@ -151,7 +151,7 @@ def _problem_and_remedy(said: str, values: dict[str, Any]) -> tuple[str, str]:
         return (
             f"an array that was gathered over {names} meets one that was not, {_type_text(found['other'])}",
             "give the gathered array to einsum_unreduced, index_unreduced or broadcast: its gradient is a partial sum "
-            f"over {names}, which jax.numpy does not know",
+            f"over {names}, which jax.numpy does not know; {WITHOUT_COPY}",
         )
     if found := _CARRY.search(said):
         before = f"the carry {found['name']} of {found['loop']} goes in as"

@@ -13,6 +13,7 @@ from jax_extra import explicit_activation_checkpointing
 from shardlib.array_types import f32, pytree_dataclass
 from shardlib.op_checks import zeros_like_traced
 from shardlib.parsing import ShardError
+from shardlib.places import place_of
 from shardlib.values import describe, is_opaque, stage_axes
 
 
@@ -135,10 +136,12 @@ def run_layers(
         y = layer(weights, x, number.index, turn, attend_in_layer)
         y, extras = split_extras(y)
         extras.check()
-        if (getattr(y, "shape", None), getattr(y, "dtype", None)) != (x.shape, x.dtype):
+        if _kind(y) != _kind(x):
             raise ShardError(
                 f"a layer is given {describe(x)}, and gives {describe(y)}",
-                "return the residual stream, in the shape and the dtype of x, and nothing else",
+                "return the residual stream, in the shape and the dtype of x and over its axes, and nothing else: what "
+                "differs over more axes is reduced or gathered over them first (psum, all_gather)",
+                place=place_of(layer),
             )
         if jax.tree.leaves(cache) and calls != 1:
             raise ShardError(
@@ -171,6 +174,12 @@ def run_layers(
 
     x, found = scan(run_period, x, jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack), unroll=at_once)
     return x, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+
+
+def _kind(x: Any) -> tuple:
+    """Shape and dtype of an array, and the axes over which it differs."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None) if isinstance(x, jax.Array) else None
+    return getattr(x, "shape", None), getattr(x, "dtype", None), kind
 
 
 def _of_one_structure(rows: list[tuple[Any, Extras]]) -> list[tuple[Any, Extras]]:

@@ -12,6 +12,7 @@ from jax import lax
 from shardlib.checks import Sizes, check_divisible, check_value, checking, error_context, note_type
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes, spec_text
 from shardlib.values import (
+    WITHOUT_COPY,
     Copy,
     Origin,
     Partial,
@@ -246,7 +247,8 @@ def refuse_repeated_gradient(
     error = ShardError(
         f"operand {position} was gathered over {names}, but the result is neither sharded nor partial over {names}: "
         "each of its devices would compute the whole gradient, and the gather's backward pass would add them up",
-        f"shard another operand over {names}, so that its devices share the work; without a gradient this is right",
+        f"shard another operand over {names}, so that its devices share the work; {WITHOUT_COPY}; without a "
+        "gradient this is right",
     )
     error = error.located(f"{name}({spec_text(spec)!r})", error_context(sizes, **_numbered(operands)))
 

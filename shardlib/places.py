@@ -1,6 +1,8 @@
 """The line of the user's code that an error is about. This module does not import JAX."""
 
+import functools
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -18,6 +20,14 @@ def is_users(file: str) -> bool:
 def place(file: str, line: int) -> str:
     """`path/file.py:line`."""
     return f"{shown_path(file)}:{line}"
+
+
+def place_of(function: Callable) -> str:
+    """Place where a function is defined; that of the caller if Python does not know it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return place_of_caller() if code is None else place(code.co_filename, code.co_firstlineno)
 
 
 def place_of_caller() -> str:

@@ -337,6 +337,13 @@ class Partial(_Opaque):
         raise ShardError(f"{operator} was given {values}", f"{rule}: {self.remedy()}")
 
 
+WITHOUT_COPY = (
+    "or compute on the blocks before the gather, shard another dim in place of this one with all_to_all, or have a "
+    "plain array that is the same on all devices: all_gather(..., replicated=True)"
+)
+"""What to do where only other functions than the ops can compute with what was gathered."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Copy(_Opaque):
@@ -346,9 +353,10 @@ class Copy(_Opaque):
     """
 
     def remedy(self) -> str:
-        """Which ops take it."""
+        """Which ops take it, and what to do without one."""
+        names = ", ".join(self.axes)
         return (
-            f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over {', '.join(self.axes)}"
+            f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over {names}; {WITHOUT_COPY}"
         )
 
 

@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 
 from shardlib.equations import CALLS, body_of
 from shardlib.marks import is_region
+from soundness import choices, rings
 from soundness.equation import Equation, comparable
 
 AS_IS = frozenset("copy copy_p pvary pcast convert_element_type".split())  # noqa: SIM905
@@ -84,11 +85,15 @@ class Aligned(NamedTuple):
     """Two jaxprs by pairs of equations.
 
     Attributes:
+        ours: the jaxpr here, with one turn in place of each ring.
+        theirs: that on one device, with what it left out of a choice by the number of devices.
         pairs: the equations, in the order on one device.
         here: entries of each result of the per-device program.
         there: entries that it has, by the program on one device.
     """
 
+    ours: Any
+    theirs: Any
     pairs: list[Pair]
     here: list[Layout | None]
     there: list[Layout | None]
@@ -99,9 +104,11 @@ class Alignment:
 
     Args:
         sizes: number of devices along each axis of the mesh.
+        twin_sizes: those of the mesh of one device: 1, but for axes that both have.
     """
 
-    def __init__(self, sizes: Mapping[str, int]):
+    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
+        self._sizes, self._twin_sizes = sizes, twin_sizes
         counts = (itertools.combinations(sizes.values(), k) for k in range(len(sizes) + 1))
         self._devices = {math.prod(n) for n in itertools.chain.from_iterable(counts)}
         self._known: dict[tuple, Aligned] = {}
@@ -122,7 +129,14 @@ class Alignment:
         shapes = tuple(map(_shape, ours.invars)) if shapes is None else tuple(shapes)
         key = id(ours), id(theirs), shapes  # of objects that the two programs keep
         if key not in self._known:
-            self._known[key] = self._made(ours, theirs, shapes)
+            ours, theirs = rings.closed(ours, theirs, self._sizes, self._twin_sizes)
+            try:
+                self._known[key] = self._made(ours, theirs, shapes)
+            except Different:
+                complete = choices.completed(ours, theirs, self._twin_sizes)
+                if complete is theirs:
+                    raise
+                self._known[key] = self._made(ours, complete, shapes)
         return self._known[key]
 
     def _made(self, ours: Any, theirs: Any, shapes: tuple) -> Aligned:
@@ -161,16 +175,18 @@ class Alignment:
         if rest or len(ours.outvars) != len(theirs.outvars):
             raise Different(rest[-1] if rest else None, None)
         layouts = (_layouts(jaxpr.outvars, known) for jaxpr, known in ((ours, here), (theirs, there)))
-        return Aligned(pairs, *layouts)
+        return Aligned(ours, theirs, pairs, *layouts)
 
     def _view_of(self, views: list, eqn: Any, x: Layout, here: Mapping) -> Any:
         """The equation among `views` that gives what `eqn` on one device gives; None if there is none."""
-        for own in views:
+        alike = [own for own in views if own.primitive is eqn.primitive]
+        for own in alike:
             shape = _shape(own.outvars[0])
-            is_same = own.primitive is eqn.primitive and self._fits(shape, _shape(eqn.outvars[0]))
-            if is_same and _view(eqn, x, shape) == here[own.outvars[0]]:
+            if self._fits(shape, _shape(eqn.outvars[0])) and _view(eqn, x, shape) == here[own.outvars[0]]:
                 return own
-        return None
+        # Entries that stand for devices are as many as those, and one on one device.
+        reshaped = (own for own in alike if eqn.primitive.name == "reshape" and here[own.invars[0]] == x)
+        return next((own for own in reshaped if len(_shape(own.outvars[0])) == len(_shape(eqn.outvars[0]))), None)
 
     def _fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
         """Whether blocks of a shape may make a whole, by the numbers of devices that may cut a dim."""
@@ -192,9 +208,9 @@ class Alignment:
                 ]
                 for side in (found.here, found.there)
             ]
-            return Pair(own, eqn, others(xs, ys, entries), inner=found), ours, theirs
+            return Pair(own, eqn, others(xs, ys, same_entries), inner=found), ours, theirs
         pair = Pair(own, eqn, others(xs, ys))
-        if own.primitive.name in FORMS and None not in (*xs, *ys) and not others(xs, ys, entries):
+        if own.primitive.name in FORMS and None not in (*xs, *ys) and not others(xs, ys, same_entries):
             pair = _in_form(own, eqn, xs, ys) or pair
         ours, theirs = (
             [laid_out(b, _shape(a)) for a, b in zip(e.outvars, eqn.outvars, strict=True)] for e in (own, pair.eqn)
@@ -261,7 +277,7 @@ def _same_but_form(own: Any, eqn: Any) -> bool:
     return all(a == b or (a != a and b != b) or callable(a) for a, b in pairs)  # NaN is a value to fill in
 
 
-def entries(x: Layout) -> tuple:
+def same_entries(x: Layout) -> tuple:
     """Entries of a value whatever its shape: its root, and the dims of more than one entry."""
     return x.root, *((n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1)
 

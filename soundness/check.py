@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from shardlib.parsing import ShardError
 from shardlib.values import noting_arguments, planned_for
 from soundness.alignment import Different
-from soundness.domain import UNIFORM, Value, describe, devices
+from soundness.domain import UNIFORM, Sizes, Value, describe, devices
 from soundness.equation import WHOLE_SIZE, Equation, Refused
 from soundness.interpreter import Interpreter, block_of, read_array
 from soundness.rules import jaxprs_of
@@ -141,7 +141,7 @@ def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
 
 def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list[Finding]:
     manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
-    sizes = {axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual}
+    sizes = Sizes({axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual})
     twin_sizes = dict(twin.params["mesh"].shape) if twin is not None else dict.fromkeys(sizes, 1)
     interpreter = Interpreter(sizes, twin_sizes, is_unchecked=not eqn.params.get("check_vma", True))
     inner, other = eqn.params["jaxpr"], twin.params["jaxpr"] if twin is not None else None
@@ -154,7 +154,7 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
         for spec, var, name in zip(eqn.params["in_specs"], body.invars, names, strict=True)
     ]
     if twin is None:
-        interpreter.twin_sizes = sizes  # numbers are as they are on this mesh
+        interpreter.twin_sizes = interpreter.sizes  # numbers are as they are on this mesh
     outs = interpreter.run(inner, other, args)
     facts |= interpreter.noted
     found = [str(wild) for wild in interpreter.problems]
@@ -184,16 +184,27 @@ def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> str
     if value.is_finished and fits and value.ratio == 1.0:
         if there is None or here == there:
             return None
-        return f"is of shape {here} here and {there} on one device: compute the shape from whole sizes"
+        return (
+            f"is of shape {here} here and {there} on one device\n  remedy: compute the shape from whole sizes, "
+            "shardops.size(name); what does not grow with the mesh is declared without axes"
+        )
     text = f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
     text += describe(declared, aval.shape, aval.dtype, sizes)
-    return text if value.ratio == 1.0 else f"{text}\n  remedy: {WHOLE_SIZE}"
+    return f"{text}\n  remedy: {DECLARED if value.ratio == 1.0 else WHOLE_SIZE}"
 
 
+DECLARED = (
+    "declare it as it is, or make it what is declared: psum or psum_scatter for a partial sum, all_gather for blocks, "
+    "this device's block, at axis_index times its size, for what is whole"
+)
 UNTRACED = "on one device the program does not trace"
 BOUND = (
     "the program is bound to a mesh, so that it cannot be traced on one device: give what each device computes, with "
     "its specs, as in check(body, *args, mesh=mesh, in_specs=..., out_specs=...)"
+)
+ONE_PROGRAM = (
+    "let no choice in the code depend on the size of a block or the number of devices: jnp.where and lax.cond choose "
+    "by values; code that is right on every mesh though it differs says so: shardops.per_device(...) with the reason"
 )
 Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
@@ -250,7 +261,7 @@ def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None)
         try:
             found += findings_and_facts(program, twin, types, arrays)[0]
         except Different as different:
-            found.append(Finding(f"{different.place}: {different}"))
+            found.append(Finding(f"{different.place}: {different}\n  remedy: {ONE_PROGRAM}"))
     return list({str(finding): finding for finding in found}.values())
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from soundness import entries
 from soundness.domain import UNIFORM, Dim, Value, constant, cut, devices, near
 from soundness.equation import Equation, Refused
 from soundness.rules import Rules
@@ -53,13 +54,10 @@ def _all_gather(eq: Equation) -> Value:
     (x,), axes, k = eq.ins, axes_of(eq), eq.params["all_gather_dimension"]
     if not axes and eq.params["tiled"]:
         return x
-    if set(axes) & x.partial or (x.extreme and set(axes) & x.extreme[1]):
+    if eq.params["tiled"] and (set(axes) & x.partial or (x.extreme and set(axes) & x.extreme[1])):
         eq.finished(x)
     if not eq.params["tiled"]:
-        raise Refused(
-            "all_gather(tiled=False) makes a dim whose size depends on the mesh",
-            "gather with tiled=True into a dim that is sharded over the axis: shardops.all_gather",
-        )
+        return entries.gathered(eq, x, axes, k)
     dims = list(x.dims)
     dims[k] = _last(eq, x, k, axes, "it gathers")
     return dataclasses.replace(x, dims=tuple(dims))
@@ -82,13 +80,12 @@ def _reduce_scatter(eq: Equation) -> Value:
         return x
     eq.unfolded(dataclasses.replace(x, folded=x.sharded & set(axes)))
     ratio = _summed(eq, x, axes)
-    dims = list(x.dims)
-    if eq.params["tiled"]:
-        dims[k] = _add_axes(dims[k], eq.result_shape[k], axes)
-    else:
-        raise Refused("psum_scatter(tiled=False) needs a dim of the size of the mesh", "scatter with tiled=True")
     if x.is_zero:
         return constant(len(eq.result_shape), 0, 0)
+    if entries.are_along(x, k) or not eq.params["tiled"]:
+        return entries.scattered(eq, _sum_of(x, axes, ratio), axes, k)
+    dims = list(x.dims)
+    dims[k] = _add_axes(dims[k], eq.result_shape[k], axes)
     return dataclasses.replace(_sum_of(x, axes, ratio), dims=tuple(dims))
 
 
@@ -151,8 +148,8 @@ def _all_to_all(eq: Equation) -> Value:
     if x.partial & set(axes) or (x.extreme and x.extreme[1] & set(axes)):
         eq.finished(x)
     split, joined = eq.params["split_axis"], eq.params["concat_axis"]
-    if not eq.params.get("tiled", True):
-        raise Refused("all_to_all(tiled=False) needs a dim of the size of the mesh", "use tiled=True")
+    if axes and (entries.are_along(x, split) or not eq.params.get("tiled", True)):
+        return entries.exchanged(eq, x, axes, split, joined)
     if not axes:
         return x
     dims = list(x.dims)

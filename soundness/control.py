@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardlib.equations import scan_counts
-from soundness.domain import UNIFORM, Dim, Value, Wild, constant, whole
+from soundness.domain import UNIFORM, Dim, Value, Wild, constant, real, whole
 from soundness.equation import Equation, Refused
 from soundness.rules import COLLECTIVES, jaxprs_of
 
@@ -89,7 +89,11 @@ def _own_rows(eq: Equation, xs: list[Value], carries: list[tuple[Any, Any]]) -> 
         if uses[0].invars[0] is uses[0].invars[1] or sum(var in (before, after) for var in body.outvars) > 1:
             return None
     dims = {x.dims[0] for x in xs if not x.wild and x.dims[0] is not UNIFORM}
-    if len(dims) != 1 or not (axes := frozenset((rows := dims.pop()).axes)) or _collectives(eq.params["jaxpr"], axes):
+    if (
+        len(dims) != 1
+        or not (axes := frozenset(map(real, (rows := dims.pop()).axes)))
+        or _collectives(eq.params["jaxpr"], axes)
+    ):
         return None
     return rows
 
@@ -98,7 +102,7 @@ def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) 
     """The sum of what a loop adds to `start` for each of a device's own rows."""
     if start.wild or row.wild:
         return start if start.wild else row
-    axes = frozenset(rows.axes)
+    axes = frozenset(map(real, rows.axes))
     try:
         eq.block(start)
         if axes & (row.partial | row.sharded) or row.extreme:

@@ -18,6 +18,14 @@ _JAX = str(Path(jax.__file__).parent)
 WHOLE_SIZE = "divide by the whole size: shardops.size(name), or jax.lax.psum of the count"
 
 
+MASKED = (
+    "to write a part of a dim that is sharded, each device masks its block by positions: "
+    "jnp.where(shardops.positions('L/t') == i, new, old)"
+)
+WHOLE_NUMBER = f"shardops.size(name) is the whole size of a dim, which an index counts into; {MASKED}"
+ONE_SEED = "a key is the same on every mesh; for other bits in each row fold its position in: shardops.positions('B/d')"
+
+
 FOLDING = frozenset("psum psum2 psum_invariant psum_invariant_p pvary pcast".split())  # noqa: SIM905
 FOLDING |= frozenset("reduce_sum add add_any sub neg convert_element_type".split())  # noqa: SIM905
 """Linear primitives whose rules take sums of different blocks, of which the sum along the dim is still to come."""
@@ -157,7 +165,15 @@ class Equation:
         if not math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
             how, remedy = "such as the size of this device's block in place of the whole size", WHOLE_SIZE
             if value.scaled is not None and value.scaled.name.startswith("psum"):
-                how, remedy = "as each device adds a value that is whole already", "leave out the sum over devices"
+                how = "as each device adds a value that is whole already"
+                remedy = (
+                    "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed "
+                    "again in the gradient: differentiate each device's term, and take psum of the gradient"
+                )
+            elif value.known is not None and not any(isinstance(number, float) for number in value.known):
+                here, there = value.known
+                problem = f"a number that depends on the mesh, {here} here and {there} on one device"
+                raise Refused(problem, ONE_SEED if self.name.startswith("random") else WHOLE_NUMBER)
             problem = f"a number that depends on the mesh was multiplied into a value, {how}"
             raise Refused(problem, remedy, value.scaled)
         return value
@@ -168,10 +184,9 @@ class Equation:
         if dim is not UNIFORM and dim.axes:
             axes = ", ".join(dim.axes)
             name = f"dim {dim.name}" if dim.name else f"dim {i}"
-            raise Refused(
-                f"{verb} along {name}, which is sharded over {axes}: each device sees its own block alone",
-                f"gather it over {axes} first, or reduce over {axes} what each device computes",
-            )
+            remedy = f"gather it over {axes} first, or reduce over {axes} what each device computes"
+            problem = f"{verb} along {name}, which is sharded over {axes}: each device sees its own block alone"
+            raise Refused(problem, MASKED if verb.endswith("written") else remedy)
 
     def joined(self, i: int, dims: Iterable[Dim | None]) -> Dim | None:
         """The one way in which dim i of several operands is cut."""

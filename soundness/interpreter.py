@@ -12,14 +12,14 @@ from jax.extend import core
 from shardlib.equations import CALLS
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
-from soundness import collectives, elementwise, kernels, lookups, rules, shapes, sums
-from soundness.alignment import Aligned, Alignment, Pair, entries, others
+from soundness import collectives, elementwise, entries, kernels, lookups, rings, rules, shapes, sums
+from soundness.alignment import Aligned, Alignment, Pair, others, same_entries
 from soundness.control import CONTROL, ndim, varying
-from soundness.domain import UNIFORM, Value, Wild, constant, cut, whole
+from soundness.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
 from soundness.equation import Equation, Refused
 from soundness.rules import KEEPING, OF_SIZES
 
-RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES
+RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES | rings.RULES
 PLACING = (
     KEEPING
     | elementwise.ELEMENTWISE
@@ -46,13 +46,13 @@ class Interpreter:
     """
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
-        self.sizes, self.twin_sizes, self.is_unchecked = dict(sizes), dict(twin_sizes), is_unchecked
+        self.sizes, self.twin_sizes, self.is_unchecked = Sizes(sizes), SizesOnOne(twin_sizes), is_unchecked
         self.problems: list[Wild] = []
         self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
         self.seen: set[int] = set()
         self._entered: dict[str, Value] = {}
         self._in_stages = False
-        self._alignment = Alignment(sizes)
+        self._alignment = Alignment(self.sizes, self.twin_sizes)
         self._callers: list[Equation | None] = [None]
 
     def run(self, jaxpr: Any, twin: Any, args: list[Value], known: Aligned | None = None) -> list[Value]:
@@ -67,7 +67,8 @@ class Interpreter:
         wrong: frozenset[int] = frozenset()
         if twin is not None:
             found = known or self._alignment.of(jaxpr, twin)
-            pairs, wrong = found.pairs, others(found.here, found.there, entries if known else None)
+            pairs, jaxpr, twin = found.pairs, found.ours, found.theirs
+            wrong = others(found.here, found.there, same_entries if known else None)
         constants = [
             read_array(c, None if twin_consts is None else t)
             for c, t in zip(consts, twin_consts or consts, strict=True)
@@ -122,7 +123,7 @@ class Interpreter:
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
             if inner := CALLS.get(eq.name):
                 return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins, eq.inner)
-            if wild := next((v.wild for v in eq.ins if v.wild), None):
+            if eq.name != "ring_index" and (wild := next((v.wild for v in eq.ins if v.wild), None)):
                 return self.wild(eq, wild)
             eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
             if eq.name not in PLACING:
@@ -159,7 +160,8 @@ class Interpreter:
             eq.block(value)
         if eq.twin is not None and aval.dtype != eq.twin.outvars[i].aval.dtype:
             raise Refused(f"the result is {aval.dtype} here and {eq.twin.outvars[i].aval.dtype} on one device", "")
-        axes = [axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
+        value = entries.combined(eq, value)
+        axes = [real(axis) for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
         if len(set(axes)) < len(axes):
             again = next(axis for axis in axes if axes.count(axis) > 1)
             raise Refused(
@@ -187,7 +189,9 @@ class Interpreter:
             dims = tuple(UNIFORM if d is not UNIFORM and d.parts == ((1, ()),) else d for d in value.dims)
             value = dataclasses.replace(value, dims=dims)
         if value.is_constant and not value.partial and not value.extreme:
-            return constant(len(shape), *value.known)
+            found = constant(len(shape), *value.known)
+            made = next((v.scaled for v in eq.ins if v.scaled), eq)
+            return dataclasses.replace(found, scaled=made) if found.ratio != 1 else found
         if value.ratio != 1:
             scaled = value.scaled or next((v.scaled for v in eq.ins if v.scaled), eq)
             value = dataclasses.replace(value, scaled=scaled)

@@ -51,6 +51,10 @@ def _gather(eq: Equation) -> Value:
     looked_up, origin, own = None, None, frozenset()
     for i, index in zip(numbers.start_index_map, _indices(eq, ids, len(numbers.start_index_map)), strict=True):
         dim = x.dims[i]
+        if index.places is not None and dim is not UNIFORM:
+            if dim != index.places or (sizes[i], twin_sizes[i]) != (1, 1):
+                eq.block(index)
+            continue
         if (sizes[i], twin_sizes[i]) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
             continue  # the whole dim is taken, whatever the index
         if dim is not UNIFORM and dim.axes:
@@ -107,7 +111,10 @@ def _gather(eq: Equation) -> Value:
 @rule("scatter-add", "scatter", "scatter-max", "scatter-min", "scatter-mul")
 def _scatter(eq: Equation) -> Value:
     x, ids, updates = eq.ins
-    eq.block(x), eq.block(updates)
+    eq.block(x)
+    if ids.places is not None and updates.count and len(eq.shape()) == 1 and eq.name == "scatter":
+        return _inverse(eq, ids, updates)
+    eq.block(updates)
     numbers, shape, adds = eq.params["dimension_numbers"], eq.shape(), eq.name == "scatter-add"
     inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window = [i for i in range(len(shape)) if i not in inserted]
@@ -136,6 +143,13 @@ def _scatter(eq: Equation) -> Value:
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
         if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
             continue  # the whole dim is written, whatever the index
+        if index.places is not None:
+            ways = [k for k, d in enumerate(batch) if d == index.dims[k] and places[k] is not None]
+            if len(ways) != 1 or sizes.get(i, (1, 1)) != (1, 1) or index.dims[ways[0]].axes == ():
+                eq.block(index)
+            dims[i] = eq.joined(i, [x.dims[i], index.places])
+            batch[ways[0]], places[ways[0]] = UNIFORM, None
+            continue
         if index.count and not index.offset and index.is_local and index.known == (0, 0) and len(index.count) == 1:
             (k,) = index.count
             dim = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
@@ -180,6 +194,14 @@ def _scatter(eq: Equation) -> Value:
     eq.joined_partial([into, Value((), partial)])
     ratio = eq.joined_ratio([into, Value((), ratio=updates.ratio)])
     return Value(tuple(dims), frozenset(partial), (kind, pending) if pending else None, ratio)
+
+
+def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
+    """The inverse of the order of a block: 0, 1, … written where it says."""
+    sizes = [part.size for dim in (order.dims[0], order.places) if dim for part in dim.parts]
+    if sizes != [eq.shape()[0]] * 2 or counted.known != (0, 0) or counted.offset or not counted.is_local:
+        eq.block(order)
+    return Value((order.places,), is_local=True, places=order.dims[0])
 
 
 def _is_masked(updates: Value, index: Value, places: list[int | None]) -> bool:

@@ -45,7 +45,7 @@ OF_SIZES = frozenset(
 KEEPING = frozenset(
     """
     iota axis_index argmax argmin broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather
-    scan while cond
+    scan while cond sort dot_general scatter ring_index
     """.split()  # noqa: SIM905
 )
 """Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from soundness.domain import UNIFORM, Dim, Part, Value, constant, devices, moved, whole
+from soundness import entries
+from soundness.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
 from soundness.equation import Equation, Refused
 from soundness.rules import Rules
 
@@ -136,6 +137,19 @@ def _reshape(eq: Equation) -> Value:
     twins = eq.twin.outvars[0].aval.shape if eq.twin is not None else [None] * len(new)
     dims, count, mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
+        if (
+            there == 1 < size
+            and pieces
+            and (first := pieces[0]).size % size == 0
+            and not first.is_uniform
+            and not any(axis.startswith(ENTRIES) for axis in first.axes)
+        ):
+            # On one device all of the dim is one block: the entries stand for devices.
+            axes = (*first.axes, f"{BLOCKS}{size}")
+            pieces[0] = dataclasses.replace(first, size=first.size // size, axes=axes)
+            dims.append(cut(size, (f"{ENTRIES}{size}",)))
+            count += [j] if first.is_counted else []
+            continue
         taken = _take(pieces, size, there, last=all(n == 1 for n in new[j + 1 :]))
         if any(p.is_counted for p in taken):
             count.append(j)
@@ -217,6 +231,7 @@ def _merged(taken: list[_Piece]) -> Dim:
             parts.append(Part(piece.size, piece.axes))
     if len(parts) > 1 and parts[0] == Part(1, ()):
         parts = parts[1:]
+    parts = entries.joined(parts)
     return Dim(tuple(parts), taken[0].name if len(taken) == 1 else "")
 
 

@@ -139,7 +139,7 @@ def product_keys_of_a_memory(x: f32["B/d M"], a: f32["8 D"], b: f32["8 D"], memo
     return jnp.einsum("bk,bkm->bm", jax.nn.softmax(scores), memory[ids])
 
 
-@experts(escape=True, reason="the tokens of a device are put back where they were before the sort")
+@experts
 def tokens_sorted_by_expert_and_back(x: f32["T/d M"], router: f32["M E"], scale: f32["E"]) -> f32["T/d M"]:
     chosen = jnp.argmax(x @ router, axis=-1)
     order = jnp.argsort(chosen)

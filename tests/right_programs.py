@@ -540,8 +540,6 @@ def ulysses_attention(q: f32["B/d L/t K D"], k: f32["B/d L/t K D"], v: f32["B/d 
 @parallel(
     whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v,
     axes=("d", "c"),
-    escape=True,
-    reason="after all steps of the ring each device has met every block of keys",
 )
 def ring_attention(q: f32["B/d L/c D"], k: f32["B/d S/c D"], v: f32["B/d S/c D"]) -> f32["B/d L/c D"]:
     total, weight = 0.0, 0.0
@@ -652,8 +650,6 @@ def pipeline_of_stages(w: f32["stages/stage M M"], x: f32["B M"]) -> f32["B M"]:
 @parallel(
     whole=lambda x, w: x @ w,
     axes=("t",),
-    escape=True,
-    reason="each step multiplies by the block that is there, and places it where it belongs",
 )
 def product_that_overlaps_its_gather(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
     n, here, rows = lax.axis_size("t"), lax.axis_index("t"), x.shape[0]

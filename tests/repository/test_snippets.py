@@ -28,6 +28,7 @@ RUN_BY = {
     "models.md": "train/test_models_doc.py",
     "pipeline.md": "tools/test_schedule_tool.py",
     "pytree-zarr-checkpoint.md": "training_io/test_checkpoint.py",
+    "refused.md": "soundness/test_refused_page.py",
     "seqax.md": "repository/test_snippets.py",
     "sharding-types.md": "shardlib/test_sharding_types_doc.py",
     "shardlib.md": "repository/test_installed.py",

@@ -165,3 +165,18 @@ def test_a_cache_is_of_one_call(calls):
     with pytest.raises(ShardError, match=f"a layer calls attend {calls} times"):
         run_layers(other, w, x, None, attend, caches)
     run_layers(other, w, x, None, lambda cache, q, k, v, drop: (q, cache))  # without a cache any number will do
+
+
+def test_a_layer_that_changes_what_x_varies_over_is_named_by_its_own_line():
+    """Not by the line that calls run_layers, where JAX finds the loop's carry changed."""
+
+    def layer(w, x, index, turn, attend):
+        return x + jnp.zeros_like(x) * jax.lax.axis_index("d")
+
+    mesh = jax.sharding.AbstractMesh((2,), ("d",))
+    run = lambda w, x: run_layers(layer, w, x, None, lambda cache, q: (q, cache))[0]
+    spec = jax.sharding.PartitionSpec()
+    body = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    with pytest.raises(ShardError, match="varying over d") as raised:
+        jax.eval_shape(body, jax.ShapeDtypeStruct((2, 6), jnp.float32), jax.ShapeDtypeStruct((4, 6), jnp.float32))
+    assert raised.value.place.endswith(f"test_layers.py:{layer.__code__.co_firstlineno}")

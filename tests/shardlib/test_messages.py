@@ -63,7 +63,8 @@ GATHER_X = (
 )
 GATHERED = (
     "give the gathered array to einsum_unreduced, index_unreduced or broadcast: its gradient is a partial sum over d, "
-    "which jax.numpy does not know"
+    "which jax.numpy does not know; or compute on the blocks before the gather, shard another dim in place of this one "
+    "with all_to_all, or have a plain array that is the same on all devices: all_gather(..., replicated=True)"
 )
 CONSTANT = (
     "if it is to be the same on every device of t, d, reduce or gather it over t, d (psum, all_gather); if it differs, "

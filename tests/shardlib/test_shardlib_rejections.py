@@ -110,6 +110,13 @@ class Case(NamedTuple):
     result: object = f32[""]
 
 
+WAYS = (
+    "or compute on the blocks before the gather, shard another dim in place of this one with all_to_all, or have a "
+    "plain array that is the same on all devices: all_gather(..., replicated=True)"
+)
+"""What can be done with blocks besides gathering them for an op."""
+
+
 CASES = {
     # -- a reduction forgotten
     "partial sum as the result": Case(
@@ -568,14 +575,14 @@ CASES = {
     "copy into jax.numpy": Case(
         lambda bias: jnp.exp(copies(bias)),
         "a jax.numpy or jax.lax function was given f32[8], a copy on each device of d, made by replicate(M -> M *d)",
-        "use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over d",
+        f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over d; {WAYS}",
         lambda x, bias: scaled(x, replicate("... -> ... *d *t", bias)),
         f32["B/d L/t M"],
     ),
     "copy in arithmetic": Case(
         lambda x, bias: x + copies(bias),
         "a jax.numpy or jax.lax function was given f32[8], a copy on each device of d, made by replicate(M -> M *d)",
-        "use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over d",
+        f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over d; {WAYS}",
         lambda x, bias: scaled(x, replicate("... -> ... *d *t", bias)),
         f32["B/d L/t M"],
     ),
@@ -647,7 +654,7 @@ CASES = {
     "maximum of a copy": Case(
         lambda bias: pmax("M ->", copies(bias)),
         "pmax('M ->'): operand 1 is a copy over d",
-        "use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over d",
+        f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over d; {WAYS}",
         lambda bias: pmax("M ->", bias),
     ),
     # -- gradients that would communicate unseen
@@ -685,7 +692,7 @@ CASES = {
         "einsum_unreduced('F U, F ->'): operand 1 was gathered over t, but the result is neither "
         "sharded nor partial over t: each of its devices would compute the whole gradient, and the "
         "gather's backward pass would add them up",
-        "shard another operand over t, so that its devices share the work; without a gradient this is right",
+        f"shard another operand over t, so that its devices share the work; {WAYS}; without a gradient this is right",
         lambda small: drop(product_with_gathered(small)),
     ),
 }
@@ -751,7 +758,11 @@ def unchecked(h):
         (lambda w_square: w_square.T, f32["M/d N/t"], "is f32[N/t M/d], and is declared"),
         (lambda losses: lax.psum(lax.psum(jnp.sum(losses, axis=0), "d"), "d"), f32["L"], "depends on the mesh"),
         (lambda h: psum("B/d L +t -> B/d L", jax.tree.map(jnp.sort, total(h))), f32["B/d L"], "sort of a partial sum"),
-        (lambda losses: jnp.argsort(losses, axis=0)[0] * 1.0, f32["L"], "sort: positions count from the start"),
+        (
+            lambda losses: jnp.argsort(losses, axis=0)[0] * 1.0,
+            f32["L"],
+            "sort runs along dim B, which is sharded over d",
+        ),
         (lambda losses: callback(losses), f32["B/d L"], "along dim B, which is sharded over d"),
         (unchecked, f32["B/d L F/t"], "shard_map: its jaxpr depends on the mesh"),
     ],

@@ -3,15 +3,17 @@
 import collections
 
 import pytest
+import right_functions
 import right_methods
 import right_programs
+import wrong_neighbours
 import wrong_programs
 import wrong_recipes
 import wrong_subtly
 from running import cases, distance, intended, run, traced
 
-RIGHT, METHODS = right_programs.PROGRAMS, right_methods.PROGRAMS
-WRONG = wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS
+RIGHT, METHODS = right_programs.PROGRAMS, right_methods.PROGRAMS + right_functions.PROGRAMS
+WRONG = wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS + wrong_neighbours.PROGRAMS
 EQUAL, DIFFERENT = 1e-4, 1e-2
 """A right program differs by rounding only. A wrong one differs by far more, so that nothing lies between."""
 

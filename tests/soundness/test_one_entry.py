@@ -2,9 +2,11 @@
 
 import jax
 import pytest
+import right_functions
 import right_methods
 import right_programs
 import running
+import wrong_neighbours
 import wrong_programs
 import wrong_recipes
 import wrong_subtly
@@ -12,8 +14,9 @@ from running import Program, abstract_mesh, distance, intended, run, traced
 
 from soundness.check import prove
 
-RIGHT = [p for p in right_programs.PROGRAMS + right_methods.PROGRAMS if not p.escape]
-WRONG = wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS
+RIGHT = right_programs.PROGRAMS + right_methods.PROGRAMS + right_functions.PROGRAMS
+RIGHT = [program for program in RIGHT if not program.escape]
+WRONG = wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS + wrong_neighbours.PROGRAMS
 EQUAL, DIFFERENT = 1e-4, 1e-2
 SHARE = 12
 """One in so many programs is also in `make test`."""
