@@ -176,7 +176,7 @@ def test_a_layer_that_changes_what_x_varies_over_is_named_by_its_own_line():
     mesh = jax.sharding.AbstractMesh((2,), ("d",))
     run = lambda w, x: run_layers(layer, w, x, None, lambda cache, q: (q, cache))[0]
     spec = jax.sharding.PartitionSpec()
+    body = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
     with pytest.raises(ShardError, match="varying over d") as raised:
-        body = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
         jax.eval_shape(body, jax.ShapeDtypeStruct((2, 6), jnp.float32), jax.ShapeDtypeStruct((4, 6), jnp.float32))
     assert raised.value.place.endswith(f"test_layers.py:{layer.__code__.co_firstlineno}")
