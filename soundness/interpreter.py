@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -166,6 +167,11 @@ class Interpreter:
             raise Refused(
                 f"axis {again} would shard two dims of the result: each device sees only the matching pairs of blocks",
                 f"gather one of the two over {again} first",
+            )
+        if value.partial and jnp.issubdtype(aval.dtype, jnp.floating) and jnp.finfo(aval.dtype).bits < 16:
+            raise Refused(
+                f"each device rounds its term of a sum to {aval.dtype}, so that the sum depends on the mesh",
+                "sum in 16 bits or more, as with preferred_element_type, and cast the sum",
             )
         if both := value.partial & set(axes):
             raise Refused(

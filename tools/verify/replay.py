@@ -20,10 +20,14 @@ from microscope.replay import Path, Replay, executed
 from modeling.model import load_model
 from shardlib.equations import CALLS
 from shardlib.marks import is_region
+from shardlib.parsing import PIPELINE_AXIS
 from shardlib.values import planned_for
 from soundness.check import findings_and_facts
 from soundness.domain import UNIFORM, Value, devices
-from tools.verify.measure import Inputs, mesh_of, placed, placed_state
+from soundness.interpreter import Different
+from tools.verify.inputs import Inputs, make_inputs, random_batch
+from tools.verify.measure import AXES, fresh_state, mesh_name, mesh_of, placed, placed_state
+from tools.verify.names import line_at
 from training_io.config import Config
 
 
@@ -182,3 +186,43 @@ def _perturbed(arguments: list) -> list:
         (1 + PERTURBATION * rng.standard_normal(np.shape(x))) if jnp.issubdtype(x.dtype, jnp.floating) else 1
     )
     return [jax.device_put((np.asarray(x) * noise(x)).astype(x.dtype), x.sharding) for x in arguments]
+
+
+def causes(c: Config, inputs: Inputs, sizes: Mapping[str, int], tolerance: float) -> list[str]:
+    """The first value that differs on a mesh from one device, or from one device of each stage, with its line.
+
+    Before it, what soundness/ finds in the step. JAX traces another program where a device has one entry of a dim: then
+    the step is compared at twice the sizes, on random tokens.
+    """
+    try:
+        found = _causes(c, inputs, sizes, tolerance)
+    except Different as different:
+        c, found = twice(c), []
+        with contextlib.suppress(Different, ValueError):  # of a step that fixes its sizes
+            with mesh_of(dict.fromkeys(AXES, 1)):
+                inputs = make_inputs(c, fresh_state(c), random_batch(c))
+            found = _causes(c, inputs, sizes, tolerance)
+        found = found or [f"{different.place}: {different}"]
+    return [f"on {mesh_name(sizes)}, {text}" for text in found]
+
+
+def twice(c: Config) -> Config:
+    """`c` with twice the entries of each dim that devices share."""
+    names = {*c.model.sharded, "d_head", "batch_size", "seq_len", "positions"}
+    double = lambda of: dataclasses.replace(of, **{n: 2 * v for n, v in vars(of).items() if n in names})
+    return dataclasses.replace(c, model=double(c.model), training=double(c.training))
+
+
+def _causes(c: Config, inputs: Inputs, sizes: Mapping[str, int], tolerance: float) -> list[str]:
+    alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
+    here, there = (traced_step(c, inputs, each, sizes) for each in (sizes, alone))
+    found, first = first_difference(here, there, tolerance)
+    if first is not None:
+        turns = "".join(f", turn {i}" for i in first.turns)
+        text = (
+            f"the first value that differs is made by {first.operation} at {first.place}{turns}, by {first.error:.1e}"
+        )
+        found.append(f"{text}\n    {line_at(first.place)}")
+    elif not found and sizes["p"] > 1:
+        found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
+    return found
