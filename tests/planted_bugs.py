@@ -39,10 +39,12 @@ class Bug(NamedTuple):
     text: str
     instead: str
 
-    def lines(self, source: str) -> range:
-        """The lines of the edit in the edited source, from 1."""
-        first = source[: source.index(self.text)].count("\n") + 1
-        return range(first, first + 1 + self.instead.count("\n"))
+    def planted(self, source: str) -> tuple[str, set[int]]:
+        """The edited source, and the numbers of its lines that `source` has not."""
+        assert source.count(self.text) == 1, self.name
+        lines = source.replace(self.text, self.instead).splitlines()
+        old = source.splitlines()
+        return "\n".join(lines) + "\n", {i for i, line in enumerate(lines, 1) if line not in old}
 
 
 BUGS = [
@@ -164,8 +166,7 @@ def main(devices: int) -> None:
         inputs = make_inputs(c, fresh_state(c), random_batch(c))
     source = (ROOT / "train.py").read_text()
     for bug in BUGS:
-        assert source.count(bug.text) == 1, bug.name
-        Path(train.__file__).write_text(rewritten(source.replace(bug.text, bug.instead), double=True))
+        Path(train.__file__).write_text(rewritten(bug.planted(source)[0], double=True))
         linecache.checkcache()
         importlib.reload(train)
         inputs.state = jax.tree.unflatten(structure(c), jax.tree.leaves(inputs.state))  # of the classes read last
