@@ -108,7 +108,7 @@ BUGS = [
         "sequences in the reverse order",
         "d",
         'v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_v))',
-        'v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", jnp.flip(nx, 0), w_v))',
+        'v = save_for_backward(jnp.flip(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_v), 0))',
     ),
     Bug(
         "gradients times the size of an axis",

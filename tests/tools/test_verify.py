@@ -21,7 +21,8 @@ from shardlib.values import unwrap
 from tools.checkpoint_to_huggingface.facts import read_verified
 from tools.verify import record as verify_record
 from tools.verify.__main__ import VerifyConfig, check, small
-from tools.verify.measure import NotTheSame, at_rest, in_order, mesh_of, on_host, whole_array
+from tools.verify.inputs import Inputs, with_planted
+from tools.verify.measure import NotTheSame, at_rest, in_order, mesh_of, of_train, on_host, whole_array
 from tools.verify.names import line_of_field, name_of_site
 from tools.verify.program import find_sources, rewritten
 from tools.verify.record import Recorder, Site, summed_in_blocks
@@ -299,6 +300,35 @@ def test_meshes_that_do_not_divide_are_listed_with_the_reason():
 def test_settings_out_of_range_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         check(VerifyConfig(**changes))
+
+
+def without_seeds(w, batch, c, forward):
+    """In place of train.loss_and_gradients."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (None, "train.py has no loss_and_gradients: tools.verify calls it to look into the step. Keep its name, "),
+        (without_seeds, "train.loss_and_gradients: too many positional arguments: tools.verify calls it to look into "),
+    ],
+)
+def test_a_function_of_train_py_that_the_tool_calls_and_cannot_is_named(monkeypatch, changed, message):
+    monkeypatch.setattr(train, "loss_and_gradients", changed)
+    with pytest.raises(ValueError, match=message):
+        of_train("loss_and_gradients", "weights", "batch", "c", "forward", "seeds")
+
+
+def test_a_number_that_is_not_finite_is_planted_in_the_first_and_the_last_weight():
+    state = train.State({"a": np.ones((2, 3)), "b": np.ones(4)}, {}, {}, {})
+    planted = dict(with_planted(Inputs(state, None, None, 1)))
+    assert list(planted) == [
+        f"metrics with {number} in {name}" for name in ["['a']", "['b']"] for number in ("nan", "inf")
+    ]
+    for name, inputs in planted.items():
+        bad = {key: np.flatnonzero(~np.isfinite(x)).tolist() for key, x in inputs.state.weights.items()}
+        assert bad == ({"a": [5], "b": []} if "'a'" in name else {"a": [], "b": [3]})
+    assert np.all(np.isfinite(state.weights["a"]))
 
 
 # ---- the program --------------------------------------------------------------------------------------------------

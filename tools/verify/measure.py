@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import re
@@ -170,6 +171,23 @@ def _map_stacks(fn: Any, tree: Any, weights: Any) -> Any:
 # ---- forward pass and gradients -----------------------------------------------------------------------------------
 
 
+KEEP = (
+    "tools.verify calls it to look into the step. Keep its name, arguments and results, or adapt Probe in " + __name__
+)
+
+
+def of_train(name: str, *args: Any, **options: Any) -> Any:
+    """`train.<name>(*args, **options)`. Raises ValueError if train.py has none, or one of other arguments."""
+    function = getattr(train, name, None)
+    if function is None:
+        raise ValueError(f"train.py has no {name}: {KEEP}")
+    try:
+        inspect.signature(function).bind(*args, **options)
+    except TypeError as error:
+        raise ValueError(f"train.{name}: {error}: {KEEP}") from None
+    return function(*args, **options)
+
+
 class Probe:
     """The forward pass and the gradients on the current mesh, with the values that are saved for the backward pass."""
 
@@ -191,15 +209,15 @@ class Probe:
         c = self._config
         # Only marked values, and a plain loop, can be recorded.
         training = dataclasses.replace(c.training, save="marked", unroll=1)
-        forward = train.Forward(self.model, training)
+        forward = of_train("Forward", self.model, training)
         # A value that is recorded inside jax.checkpoint could not leave it.
-        plain = train.Forward(self.model, dataclasses.replace(training, save=None, loss_chunk=None), scan)
+        plain = of_train("Forward", self.model, dataclasses.replace(training, save=None, loss_chunk=None), scan)
 
         def per_device(weights, whole, of_step):
             recorder = Recorder()
             with recording(recorder):
                 copies = plain.copies(weights, gathers.once(c.training.gather_weights))
-                parts = train.staged_loss(plain, functools.partial(train.training_loss, c=c.optimizer))
+                parts = of_train("staged_loss", plain, functools.partial(of_train, "training_loss", c=c.optimizer))
                 if has_stages():
                     placement = placement_of(c, self.model)
                     total, self.holders = stage_by_stage(placement, parts, recorder, copies, *whole)
@@ -209,7 +227,9 @@ class Probe:
             self.sites = recorder.sites
             self.varying = [jax.typeof(x).manual_axis_type.varying for x in recorder.values]
             batch, seeds = of_step
-            loss, gradients, *_ = train.loss_and_gradients(weights, batch, c, forward, seeds)
+            loss, gradients, *_ = of_train("loss_and_gradients", weights, batch, c, forward, seeds)
+            if jax.tree.structure(gradients) != jax.tree.structure(weights):
+                raise ValueError(f"train.loss_and_gradients must give (loss, gradients, …): {KEEP}")
             return [_own_block(x) for x in recorder.values], total, loss, gradients
 
         specs = make_partition_specs(type(weights), like=weights)
@@ -229,7 +249,7 @@ def stage_by_stage(
     Returns the loss, and for each saved value the device whose value counts.
     """
     me, holders = lax.axis_index(PIPELINE_AXIS), []
-    batch = jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), batch)
+    batch = varying(batch, (PIPELINE_AXIS,))
 
     def run(fn, device, *args, alone=True):
         with pipeline_stage(alone):
@@ -244,8 +264,7 @@ def stage_by_stage(
         begin, seen = chunk * placement.chunk_rows, len(recorder.sites)
         own = jax.tree.map(lambda x, chunk=slice(begin, begin + count): x[chunk], w.layers)
         numbers = varying(jnp.arange(first, first + count, dtype=jnp.int32), (PIPELINE_AXIS,))
-        x = varying(x, (PIPELINE_AXIS,))
-        x, extras = run(parts.layers, device, own, x, LayerNumbers(numbers))
+        x, extras = run(parts.layers, device, own, varying(x, (PIPELINE_AXIS,)), LayerNumbers(numbers))
         added += added_loss(extras)
         for i, site in enumerate(recorder.sites[seen:], seen):
             turn, *inner = site.layers
