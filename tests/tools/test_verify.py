@@ -15,6 +15,7 @@ from verifying import ROOT, verify
 
 import train
 from cluster.config import MeshConfig
+from input_loader import TokenBatch
 from shardlib import shardops
 from shardlib.shardtypes import Scope, dtype_name, typed_shard_map
 from shardlib.values import unwrap
@@ -319,16 +320,17 @@ def test_a_function_of_train_py_that_the_tool_calls_and_cannot_is_named(monkeypa
         of_train("loss_and_gradients", "weights", "batch", "c", "forward", "seeds")
 
 
-def test_a_number_that_is_not_finite_is_planted_in_the_first_and_the_last_weight():
-    state = train.State({"a": np.ones((2, 3)), "b": np.ones(4)}, {}, {}, {})
-    planted = dict(with_planted(Inputs(state, None, None, 1)))
-    assert list(planted) == [
-        f"metrics with {number} in {name}" for name in ["['a']", "['b']"] for number in ("nan", "inf")
-    ]
-    for name, inputs in planted.items():
-        bad = {key: np.flatnonzero(~np.isfinite(x)).tolist() for key, x in inputs.state.weights.items()}
-        assert bad == ({"a": [5], "b": []} if "'a'" in name else {"a": [], "b": [3]})
-    assert np.all(np.isfinite(state.weights["a"]))
+def test_numbers_that_are_not_finite_are_planted_in_weights():
+    """In the last entry of the first and of the last one, and in a row of a table that no token of the batch reads."""
+    state = train.State({"a": np.ones((2, 3)), "b": np.ones((4, 3)), "c": np.ones(3)}, {}, {}, {})
+    batch = TokenBatch(np.arange(4, dtype=np.uint32)[None], np.zeros((1, 4), bool), np.ones((1, 4), bool))
+    planted = list(with_planted(Inputs(state, batch, None, 1), vocab=4))
+    bad = [{k: np.flatnonzero(~np.isfinite(x)).tolist() for k, x in x.state.weights.items()} for _, x in planted]
+    first, last, lookup = {"a": [5], "b": [], "c": []}, {"a": [], "b": [], "c": [2]}, {"a": [], "b": [8], "c": []}
+    assert bad == [first, first, last, last, lookup, lookup]
+    assert [x.batch.targets.tolist() for _, x in planted] == 4 * [[[0, 1, 2, 3]]] + 2 * [[[0, 1, 1, 3]]]
+    assert len(dict(planted)) == 6
+    assert all(np.all(np.isfinite(x)) for x in state.weights.values())
 
 
 # ---- the program --------------------------------------------------------------------------------------------------

@@ -58,16 +58,24 @@ def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
     return Inputs(jax.tree_util.tree_map_with_path(noisy, state), batch, seeds, max(1, c.optimizer.warmup_steps))
 
 
-def with_planted(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """`inputs` with a NaN, and with an infinity, as the last entry of the first and of the last weight.
+def with_planted(inputs: Inputs, vocab: int) -> Iterator[tuple[str, Inputs]]:
+    """`inputs` with a NaN, and with an infinity, in a weight, with a name for each.
+
+    It is the last entry of the first and of the last weight; and of the first table of `vocab` ids, an entry of an id
+    that the batch lacks. On a mesh, lookups of other ids come near it, where devices hold blocks of the table.
 
     The proof of soundness/ takes numbers for finite. What a step says of others, its metrics show: whether each is
     finite, and whether the step was skipped.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(inputs.state.weights)
-    for i, number in itertools.product((0, -1), (np.nan, np.inf)):
-        changed = [np.array(x) for _, x in leaves]
-        changed[i].flat[-1] = number
+    lacking, targets = vocab // 2, inputs.batch.targets  # on an even number of devices, the first id of a block
+    other = dataclasses.replace(inputs.batch, targets=np.where(targets == lacking, targets - 1, targets))
+    tables = [i for i, (_, x) in enumerate(leaves) if x.shape[0] == vocab]
+    places = [(0, -1, inputs.batch), (-1, -1, inputs.batch), *((i, lacking, other) for i in tables[:1])]
+    for (i, row, batch), number in itertools.product(places, (np.nan, np.inf)):
+        changed = [np.array(x, order="C") for _, x in leaves]
+        changed[i].reshape(len(changed[i]), -1)[row, -1] = number
         state = dataclasses.replace(inputs.state, weights=jax.tree.unflatten(tree, changed))
         name = jax.tree_util.keystr(leaves[i][0]).removeprefix(".")
-        yield f"metrics with {number} in {name}", dataclasses.replace(inputs, state=state)
+        name += f"[{row}], which the batch lacks" * (row != -1)
+        yield f"metrics with {number} in {name}", dataclasses.replace(inputs, state=state, batch=batch)

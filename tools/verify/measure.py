@@ -399,7 +399,8 @@ def measure(
     for name, value in {**vars(metrics), **of_layers}.items():
         if isinstance(value, jax.Array):
             found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = on_host(value)
-    for name, planted in with_planted(inputs):
+    for name, planted in with_planted(inputs, c.model.vocab):
+        batch = placed(planted.batch, train.Batch)
         _, seen = compiled(placed_state(c, planted), batch, np.int32(inputs.step))
         values = [np.asarray(value) for value in vars(seen).values() if isinstance(value, jax.Array)]
         flags = np.array([x if x.dtype == np.bool_ else np.isfinite(x) for x in values], np.float32)
