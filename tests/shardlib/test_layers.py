@@ -155,7 +155,8 @@ def test_a_layer_that_gives_something_else(wrong, message):
 
 def test_the_residual_stream_is_one_array():
     w, x, _ = inputs()
-    with pytest.raises(ShardError, match=r"the residual stream is tuple(?s:.*)give one array from embed and from layer"):
+    message = r"the residual stream is tuple(?s:.*)give one array from embed and from layer"
+    with pytest.raises(ShardError, match=message):
         run_layers(lambda w, x, index, turn, attend: x, w, (x, x), None, attend)
 
 
