@@ -219,7 +219,7 @@ def _comparison(attend_of: Callable, reference_of: Callable, call: Call, length:
         is_start = varying(jnp.isin(jnp.arange(length), starts)[None], ("r", "d"))
         tokens = Tokens.before(varying(jnp.zeros((1, length), jnp.uint32), ("r", "d")), is_start, bos_id=0)
         operands = random_operands(call, length), random_operands(call, length, seed=1)[0]
-        tokens, (given, g) = jax.tree.map(lambda x: varying(x, axes), (tokens, operands))
+        tokens, (given, g) = varying((tokens, operands), axes)
 
         def run(attend: Callable) -> list[jax.Array]:
             of = lambda q, k, v, learned, sinks: attend(None, q, k, v, call.rule, *learned, sinks=sinks)[0]

@@ -66,7 +66,7 @@ def blockwise(
     """
     # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
     axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
-    alike = lambda tree: jax.tree.map(lambda x: varying(x, axes | set(stage_axes())), tree)
+    alike = lambda tree: varying(tree, axes | set(stage_axes()))
     length = q.shape[1]
     block = block or _SMALL_BLOCKS.get() or BLOCKS.get(target_device().platform, BLOCK)
     blocks = -(-length // block)

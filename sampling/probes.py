@@ -186,7 +186,7 @@ def _check_cached_attention(forward: Any, call: Call, context: int) -> None:
 
     @typed_shard_map
     def per_device() -> f32[""]:
-        operands = jax.tree.map(lambda x: varying(x, axes), random_operands(call, length))
+        operands = varying(random_operands(call, length), axes)
         q, k, v, learned, sinks = operands
         place = varying(jnp.arange(length, dtype=jnp.int32)[None], ("r", "d"))
         tokens, rule = Tokens(place.astype(jnp.uint32), place, jnp.zeros_like(place)), forward.rule(call.rule)

@@ -112,8 +112,14 @@ def run_layers(
         scan: `lax.scan`, or a replacement for it in a tool that looks into the loop.
 
     Raises:
-        ShardError: a layer that does not return x and Extras as described, or does not call `attend` once.
+        ShardError: x is no array; a layer that does not return x and Extras as described, or does not call `attend`
+            once.
     """
+    if not hasattr(x, "shape"):
+        raise ShardError(
+            f"the residual stream is {describe(x)}",
+            "give one array from embed and from layer, with its parts side by side in M or in a dim of their own",
+        )
     if numbers is None:
         numbers = LayerNumbers(jnp.arange(len(jax.tree.leaves(w)[0])))
     periods = len(numbers.index) // period

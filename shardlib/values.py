@@ -154,21 +154,27 @@ def planned_devices(axes: Iterable[str]) -> int:
 # ---- opaque values ----------------------------------------------------------------------------------------------
 
 
-def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """`x`, marked in JAX's types as varying over `axes`. No operation forward; the gradient stays correct.
+def varying(x: Any, axes: Iterable[str]) -> Any:
+    """`x`, an array or a pytree of arrays, marked in JAX's types as varying over `axes`. No operation forward.
 
-    The gradient of a gathered value becomes a partial sum, as it should. If JAX knows that the value is the same on
-    every device, its gradient is all-reduced here. `op_checks.cast` refuses that, as no spec shows it.
+    The gradient stays correct: that of a gathered value becomes a partial sum, as it should. If JAX knows that the
+    value is the same on every device, its gradient is all-reduced here. `op_checks.cast` refuses that, as no spec shows
+    it.
     """
-    kind = jax.typeof(x).manual_axis_type
-    missing = sort_axes(set(axes) - kind.varying)
-    gathered = tuple(axis for axis in missing if axis in kind.reduced)
-    constant = tuple(axis for axis in missing if axis not in kind.reduced)
-    if gathered:
-        x = lax.pcast(x, gathered, to="varying")
-    if constant:
-        x = lax.pcast(x, constant, to="varying")
-    return x
+
+    def marked(x: jax.Array) -> jax.Array:
+        kind = jax.typeof(x).manual_axis_type
+        missing = sort_axes(axes - kind.varying)
+        gathered = tuple(axis for axis in missing if axis in kind.reduced)
+        constant = tuple(axis for axis in missing if axis not in kind.reduced)
+        if gathered:
+            x = lax.pcast(x, gathered, to="varying")
+        if constant:
+            x = lax.pcast(x, constant, to="varying")
+        return x
+
+    axes = set(axes)
+    return jax.tree.map(marked, x)
 
 
 class Origin(str):

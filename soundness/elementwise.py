@@ -191,7 +191,7 @@ def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | Non
     (kind, axes) = next(iter(found))
     if eq.name in ("max", "min") and len(found) == 1 and kind == eq.name:
         return kind, axes  # of this and another value: still to be taken
-    if eq.name == "neg":
+    if eq.name == "neg" and not jnp.issubdtype(eq.result_type(), jnp.unsignedinteger):  # there 0 stays the least
         return ("min" if kind == "max" else "max"), axes
     if eq.name == "copy" or (eq.name == "convert_element_type" and _is_rising(*_dtypes(eq))):
         return kind, axes

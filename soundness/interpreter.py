@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -65,8 +66,10 @@ class Interpreter:
         jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
         pairs = [Pair(eqn, None) for eqn in jaxpr.eqns]
         wrong: frozenset[int] = frozenset()
+        is_as_traced = True
         if twin is not None:
             found = known or self._alignment.of(jaxpr, twin)
+            is_as_traced = found.ours is jaxpr and found.theirs is twin
             pairs, jaxpr, twin = found.pairs, found.ours, found.theirs
             wrong = others(found.here, found.there, same_entries if known else None)
         constants = [
@@ -83,7 +86,7 @@ class Interpreter:
                 continue
             operands = enumerate(zip(pair.eqn.invars, of_eqn.invars, strict=True))
             eq.ins = [self._read(env, a, b, i in pair.others, eq) for i, (a, b) in operands]
-            env.update(zip(of_eqn.outvars, self.apply(eq, pair.is_own), strict=True))
+            env.update(zip(of_eqn.outvars, self.apply(eq, pair.is_own and is_as_traced), strict=True))
         results, last = enumerate(zip(jaxpr.outvars, of.outvars, strict=True)), self._callers[-1]
         return [self._read(env, a, b, i in wrong, last) for i, (a, b) in results]
 
@@ -167,6 +170,11 @@ class Interpreter:
             raise Refused(
                 f"axis {again} would shard two dims of the result: each device sees only the matching pairs of blocks",
                 f"gather one of the two over {again} first",
+            )
+        if value.partial and jnp.issubdtype(aval.dtype, jnp.floating) and jnp.finfo(aval.dtype).bits < 16:
+            raise Refused(
+                f"each device rounds its term of a sum to {aval.dtype}, so that the sum depends on the mesh",
+                "sum in 16 bits or more, as with preferred_element_type, and cast the sum",
             )
         if both := value.partial & set(axes):
             raise Refused(

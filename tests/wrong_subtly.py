@@ -1033,4 +1033,19 @@ def array_added_to_on_each_device(x: f32["M"]) -> f32["M"]:
     return r[...]
 
 
+# ---- dtypes -------------------------------------------------------------------------------------------------------
+
+dtypes = functools.partial(program, "dtypes with an arithmetic of their own")
+
+
+@dtypes(whole=lambda x: jnp.min(x, 0))
+def least_by_the_largest_negative_of_unsigned(x: i32["B/d L"]) -> i32["L"]:
+    return jnp.int32(-lax.pmax(-jnp.min(jnp.uint32(x), 0), "d"))  # -0 is 0, and the least of all
+
+
+@dtypes(whole=lambda x, w: jnp.float32((x @ w).astype(jnp.float8_e4m3fn)))
+def product_summed_over_devices_in_eight_bits(x: f32["B L/t"], w: f32["L/t M"]) -> f32["B M"]:
+    return jnp.float32(lax.psum((x @ w).astype(jnp.float8_e4m3fn), "t"))
+
+
 PROGRAMS = programs_of(globals())

@@ -153,6 +153,13 @@ def test_a_layer_that_gives_something_else(wrong, message):
         run_layers(lambda w, x, index, turn, attend: wrong(x), w, x, None, attend)
 
 
+def test_the_residual_stream_is_one_array():
+    w, x, _ = inputs()
+    message = r"the residual stream is tuple(?s:.*)give one array from embed and from layer"
+    with pytest.raises(ShardError, match=message):
+        run_layers(lambda w, x, index, turn, attend: x, w, (x, x), None, attend)
+
+
 @pytest.mark.parametrize("calls", [0, 2])
 def test_a_cache_is_of_one_call(calls):
     w, x, caches = inputs()

@@ -84,6 +84,10 @@ TEXTS = {
     "replicated value returned as sharded": "result 0 is f32[8 16], and is declared f32[8 32/t]",
     "psum over the batch axis too": "psum_invariant: a sum over d adds different blocks of a sharded dim, entry by "
     "entry",
+    "least by the largest negative of unsigned": "neg: a minimum over this device's block is used before it is taken "
+    "over d",
+    "product summed over devices in eight bits": "convert_element_type: each device rounds its term of a sum to "
+    "float8_e4m3fn, so that the sum depends on the mesh",
     "masked by other ids": "select_n: entries are masked by another index than the one they were looked up by",
 }
 """The first line of what is said of a program, after file and line."""

@@ -15,13 +15,15 @@ from verifying import ROOT, verify
 
 import train
 from cluster.config import MeshConfig
+from input_loader import TokenBatch
 from shardlib import shardops
 from shardlib.shardtypes import Scope, dtype_name, typed_shard_map
 from shardlib.values import unwrap
 from tools.checkpoint_to_huggingface.facts import read_verified
 from tools.verify import record as verify_record
 from tools.verify.__main__ import VerifyConfig, check, small
-from tools.verify.measure import NotTheSame, at_rest, in_order, mesh_of, on_host, whole_array
+from tools.verify.inputs import Inputs, with_planted
+from tools.verify.measure import NotTheSame, at_rest, in_order, mesh_of, of_train, on_host, whole_array
 from tools.verify.names import line_of_field, name_of_site
 from tools.verify.program import find_sources, rewritten
 from tools.verify.record import Recorder, Site, summed_in_blocks
@@ -301,6 +303,36 @@ def test_settings_out_of_range_are_named(changes, message):
         check(VerifyConfig(**changes))
 
 
+def without_seeds(w, batch, c, forward):
+    """In place of train.loss_and_gradients."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (None, "train.py has no loss_and_gradients: tools.verify calls it to look into the step. Keep its name, "),
+        (without_seeds, "train.loss_and_gradients: too many positional arguments: tools.verify calls it to look into "),
+    ],
+)
+def test_a_function_of_train_py_that_the_tool_calls_and_cannot_is_named(monkeypatch, changed, message):
+    monkeypatch.setattr(train, "loss_and_gradients", changed)
+    with pytest.raises(ValueError, match=message):
+        of_train("loss_and_gradients", "weights", "batch", "c", "forward", "seeds")
+
+
+def test_numbers_that_are_not_finite_are_planted_in_weights():
+    """In the last entry of the first and of the last one, and in a row of a table that no token of the batch reads."""
+    state = train.State({"a": np.ones((2, 3)), "b": np.ones((4, 3)), "c": np.ones(3)}, {}, {}, {})
+    batch = TokenBatch(np.arange(4, dtype=np.uint32)[None], np.zeros((1, 4), bool), np.ones((1, 4), bool))
+    planted = list(with_planted(Inputs(state, batch, None, 1), vocab=4))
+    bad = [{k: np.flatnonzero(~np.isfinite(x)).tolist() for k, x in x.state.weights.items()} for _, x in planted]
+    first, last, lookup = {"a": [5], "b": [], "c": []}, {"a": [], "b": [], "c": [2]}, {"a": [], "b": [8], "c": []}
+    assert bad == [first, first, last, last, lookup, lookup]
+    assert [x.batch.targets.tolist() for _, x in planted] == 4 * [[[0, 1, 2, 3]]] + 2 * [[[0, 1, 1, 3]]]
+    assert len(dict(planted)) == 6
+    assert all(np.all(np.isfinite(x)) for x in state.weights.values())
+
+
 # ---- the program --------------------------------------------------------------------------------------------------
 
 
@@ -401,7 +433,11 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
             "the activation layer.v, layer 0 at train.py:",
         ),
     ],
-    ids=["a microbatch's gradient is dropped", "the backward takes another chunk", "the stages are placed wrongly"],
+    ids=[
+        "a microbatch's gradient is dropped",
+        "the backward takes another chunk",
+        "the stages are placed wrongly",
+    ],
 )
 def test_a_bug_in_the_executor_is_found_and_named(tmp_path, file, text, instead, chunks, tensor):
     edited = tmp_path / "shardlib" / file

@@ -23,7 +23,8 @@ from modeling.model import Tokens, load_model
 from sampling.drawing import Settings
 from sampling.sampler import Sampler
 from shardlib.shardtypes import bool_, make_shardings, u32
-from tools.verify.measure import random_batch, type_check
+from tools.verify.inputs import random_batch
+from tools.verify.measure import type_check
 
 check_modules(flat_tokens)
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import re
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import train
 from cluster.devices import make_mesh
-from input_loader import TokenBatch, batch_shapes, in_microbatches, make_loader
+from input_loader import TokenBatch, batch_shapes, make_loader
 from modeling import gathers
 from modeling.model import compute_scope, inputs_of, load_model
 from modeling.weights import are_stacks
@@ -30,6 +31,7 @@ from shardlib.pipeline import Parts
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_partition_specs, make_shardings, u32
 from shardlib.values import pipeline_stage
+from tools.verify.inputs import Inputs, random_batch, with_planted
 from tools.verify.names import line_of_field, line_of_function, name_of_site
 from tools.verify.record import Recorder, Site, recording, scan, summed_in_blocks
 from training_io.config import Config
@@ -50,22 +52,12 @@ class Tensor:
     """Key of a tensor that is compared: a saved activation, a loss, or a weight's gradient, update or moment."""
 
     kind: str
-    """activation, loss, gradient, step (a metric), update, or the name of one of the optimizer's moments."""
+    """activation, loss, gradient, step (a metric), planted (which metrics are finite once a weight is not), update, or
+    the name of one of the optimizer's moments."""
     name: str
     layers: tuple[int, ...] = ()
     file: str = ""
     line: int = 0
-
-
-@dataclasses.dataclass
-class Inputs:
-    """Inputs of the step on every mesh, as host arrays."""
-
-    state: Any
-    batch: TokenBatch
-    """The batch of a step, [m, B, …]."""
-    seeds: np.ndarray | None
-    step: int
 
 
 class NotTheSame(ValueError):
@@ -80,6 +72,11 @@ def on_host(x: jax.Array) -> np.ndarray | NotTheSame:
         if blocks.setdefault(str(shard.index), block).tobytes() != block.tobytes():
             return NotTheSame("its copies on several devices are not the same")
     return np.asarray(x)
+
+
+def mesh_name(mesh: Mapping[str, int]) -> str:
+    """Returns `r=1 d=4 t=2`, with p if it is not 1."""
+    return " ".join(f"{axis}={size}" for axis, size in mesh.items() if axis != "p" or size > 1)
 
 
 @contextlib.contextmanager
@@ -119,42 +116,9 @@ def loaded_batch(c: Config, step: int) -> TokenBatch:
     return jax.tree.map(on_host, loader.load(step))
 
 
-def random_batch(c: Config) -> TokenBatch:
-    """Random tokens, about four documents a sequence, a tenth of the targets masked."""
-    rng, shape = np.random.default_rng(0), (c.training.batch_size, c.training.seq_len)
-    batch = TokenBatch(
-        targets=rng.integers(0, c.model.vocab, shape).astype(np.uint32),
-        is_seq_start=rng.random(shape) < 4 / c.training.seq_len,
-        loss_mask=rng.random(shape) < 0.9,
-    )
-    if count := len(inputs_of(load_model(c.model))):  # 0 and 1 are in the range of any input
-        batch.inputs = rng.integers(0, 2, (*shape, count)).astype(np.uint32)
-    return in_microbatches(batch, c.training.microbatches)
-
-
 def whole(batch: Any) -> Any:
     """Host arrays [m, B, …], each as [m·B, …]."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-
-
-def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
-    """Adds noise to the fresh `state`, as if after some training: biases and gains differ, moments are not zero.
-
-    The learning rate of the step is the highest.
-    """
-    rng, count = np.random.default_rng(1), sum(x.size for x in jax.tree.leaves(state.weights))
-
-    def noisy(path, x):
-        name, noise = jax.tree_util.keystr(path), rng.standard_normal(x.shape)
-        if name.startswith(".weights"):
-            x = x + 0.1 * (math.sqrt(np.mean(np.square(x))) or 1.0) * noise
-        else:  # the size that gradients of norm 1 have
-            x = (np.square(noise) + 0.1) / count if "nu" in name else noise / math.sqrt(count)
-        return x.astype(jax.dtypes.canonicalize_dtype(np.float64))
-
-    shape = batch.targets.shape[:2]
-    seeds = rng.integers(0, 2**32, shape, dtype=np.uint32) if getattr(c.model, "dropout", 0) else None
-    return Inputs(jax.tree_util.tree_map_with_path(noisy, state), batch, seeds, max(1, c.optimizer.warmup_steps))
 
 
 def type_check(c: Config, sizes: Mapping[str, int]) -> None:
@@ -207,6 +171,23 @@ def _map_stacks(fn: Any, tree: Any, weights: Any) -> Any:
 # ---- forward pass and gradients -----------------------------------------------------------------------------------
 
 
+KEEP = (
+    "tools.verify calls it to look into the step. Keep its name, arguments and results, or adapt Probe in " + __name__
+)
+
+
+def of_train(name: str, *args: Any, **options: Any) -> Any:
+    """`train.<name>(*args, **options)`. Raises ValueError if train.py has none, or one of other arguments."""
+    function = getattr(train, name, None)
+    if function is None:
+        raise ValueError(f"train.py has no {name}: {KEEP}")
+    try:
+        inspect.signature(function).bind(*args, **options)
+    except TypeError as error:
+        raise ValueError(f"train.{name}: {error}: {KEEP}") from None
+    return function(*args, **options)
+
+
 class Probe:
     """The forward pass and the gradients on the current mesh, with the values that are saved for the backward pass."""
 
@@ -228,15 +209,15 @@ class Probe:
         c = self._config
         # Only marked values, and a plain loop, can be recorded.
         training = dataclasses.replace(c.training, save="marked", unroll=1)
-        forward = train.Forward(self.model, training)
+        forward = of_train("Forward", self.model, training)
         # A value that is recorded inside jax.checkpoint could not leave it.
-        plain = train.Forward(self.model, dataclasses.replace(training, save=None, loss_chunk=None), scan)
+        plain = of_train("Forward", self.model, dataclasses.replace(training, save=None, loss_chunk=None), scan)
 
         def per_device(weights, whole, of_step):
             recorder = Recorder()
             with recording(recorder):
                 copies = plain.copies(weights, gathers.once(c.training.gather_weights))
-                parts = train.staged_loss(plain, functools.partial(train.training_loss, c=c.optimizer))
+                parts = of_train("staged_loss", plain, functools.partial(of_train, "training_loss", c=c.optimizer))
                 if has_stages():
                     placement = placement_of(c, self.model)
                     total, self.holders = stage_by_stage(placement, parts, recorder, copies, *whole)
@@ -246,7 +227,9 @@ class Probe:
             self.sites = recorder.sites
             self.varying = [jax.typeof(x).manual_axis_type.varying for x in recorder.values]
             batch, seeds = of_step
-            loss, gradients, *_ = train.loss_and_gradients(weights, batch, c, forward, seeds)
+            loss, gradients, *_ = of_train("loss_and_gradients", weights, batch, c, forward, seeds)
+            if jax.tree.structure(gradients) != jax.tree.structure(weights):
+                raise ValueError(f"train.loss_and_gradients must give (loss, gradients, …): {KEEP}")
             return [_own_block(x) for x in recorder.values], total, loss, gradients
 
         specs = make_partition_specs(type(weights), like=weights)
@@ -266,7 +249,7 @@ def stage_by_stage(
     Returns the loss, and for each saved value the device whose value counts.
     """
     me, holders = lax.axis_index(PIPELINE_AXIS), []
-    batch = jax.tree.map(lambda x: varying(x, (PIPELINE_AXIS,)), batch)
+    batch = varying(batch, (PIPELINE_AXIS,))
 
     def run(fn, device, *args, alone=True):
         with pipeline_stage(alone):
@@ -281,8 +264,7 @@ def stage_by_stage(
         begin, seen = chunk * placement.chunk_rows, len(recorder.sites)
         own = jax.tree.map(lambda x, chunk=slice(begin, begin + count): x[chunk], w.layers)
         numbers = varying(jnp.arange(first, first + count, dtype=jnp.int32), (PIPELINE_AXIS,))
-        x = varying(x, (PIPELINE_AXIS,))
-        x, extras = run(parts.layers, device, own, x, LayerNumbers(numbers))
+        x, extras = run(parts.layers, device, own, varying(x, (PIPELINE_AXIS,)), LayerNumbers(numbers))
         added += added_loss(extras)
         for i, site in enumerate(recorder.sites[seen:], seen):
             turn, *inner = site.layers
@@ -392,7 +374,8 @@ def measure(
         forward = jax.jit(probe.forward_and_gradients).trace(*arguments)
         saved, total, loss, gradients = forward.lower().compile()(*arguments)
         step = train.make_training_step(c, probe.model).trace(state, batch, np.int32(inputs.step))
-        new, metrics = step.lower().compile()(state, batch, np.int32(inputs.step))
+        compiled = step.lower().compile()
+        new, metrics = compiled(state, batch, np.int32(inputs.step))
 
     found: dict[Tensor, np.ndarray | NotTheSame] = {}
     for i, (site, value) in enumerate(zip(probe.sites, saved, strict=True)):
@@ -416,6 +399,12 @@ def measure(
     for name, value in {**vars(metrics), **of_layers}.items():
         if isinstance(value, jax.Array):
             found[Tensor("step", name, (), *line_of_function(train.make_training_step))] = on_host(value)
+    for name, planted in with_planted(inputs, c.model.vocab):
+        batch = placed(planted.batch, train.Batch)
+        _, seen = compiled(placed_state(c, planted), batch, np.int32(inputs.step))
+        values = [np.asarray(value) for value in vars(seen).values() if isinstance(value, jax.Array)]
+        flags = np.array([x if x.dtype == np.bool_ else np.isfinite(x) for x in values], np.float32)
+        found[Tensor("planted", name, (), *line_of_function(train.make_training_step))] = flags
     new = in_order(c, jax.tree.map(on_host, new), new.weights)
     minus = lambda after, before: after if isinstance(after, NotTheSame) else after - before
     change = jax.tree.map(minus, new.weights, old)

@@ -3,10 +3,13 @@
 import ast
 import functools
 import inspect
+import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 from microscope.names import function_and_target
+from tools.verify.program import RECORD
 from tools.verify.record import Site
 
 
@@ -35,3 +38,11 @@ def line_of_function(fn) -> tuple[str, int]:
     """File and line of the `def` of `fn`."""
     fn = inspect.unwrap(fn)
     return fn.__code__.co_filename, fn.__code__.co_firstlineno
+
+
+def line_at(place: str) -> str:
+    """The line of the source at `file.py:line`, as it is in the original of the copy."""
+    file, _, line = place.rpartition(":")
+    lines = Path(file).read_text().splitlines() if Path(file).is_file() else []
+    text = lines[int(line) - 1].strip() if 0 < int(line) <= len(lines) else ""
+    return re.sub(rf"{RECORD}\.", "", text)

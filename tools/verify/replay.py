@@ -20,10 +20,14 @@ from microscope.replay import Path, Replay, executed
 from modeling.model import load_model
 from shardlib.equations import CALLS
 from shardlib.marks import is_region
+from shardlib.parsing import PIPELINE_AXIS
 from shardlib.values import planned_for
+from soundness.alignment import Different
 from soundness.check import findings_and_facts
 from soundness.domain import UNIFORM, Value, devices
-from tools.verify.measure import Inputs, mesh_of, placed, placed_state
+from tools.verify.inputs import Inputs
+from tools.verify.measure import mesh_name, mesh_of, placed, placed_state
+from tools.verify.names import line_at
 from training_io.config import Config
 
 
@@ -182,3 +186,30 @@ def _perturbed(arguments: list) -> list:
         (1 + PERTURBATION * rng.standard_normal(np.shape(x))) if jnp.issubdtype(x.dtype, jnp.floating) else 1
     )
     return [jax.device_put((np.asarray(x) * noise(x)).astype(x.dtype), x.sharding) for x in arguments]
+
+
+def causes(c: Config, inputs: Inputs, sizes: Mapping[str, int], tolerance: float) -> list[str]:
+    """The first value that differs on a mesh from one device, or from one device of each stage, with its line.
+
+    Before it, what soundness/ finds in the step.
+    """
+    try:
+        found = _causes(c, inputs, sizes, tolerance)
+    except Different as different:
+        found = [f"{different.place}: {different}"]
+    return [f"on {mesh_name(sizes)}, {text}" for text in found]
+
+
+def _causes(c: Config, inputs: Inputs, sizes: Mapping[str, int], tolerance: float) -> list[str]:
+    alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
+    here, there = (traced_step(c, inputs, each, sizes) for each in (sizes, alone))
+    found, first = first_difference(here, there, tolerance)
+    if first is not None:
+        turns = "".join(f", turn {i}" for i in first.turns)
+        text = (
+            f"the first value that differs is made by {first.operation} at {first.place}{turns}, by {first.error:.1e}"
+        )
+        found.append(f"{text}\n    {line_at(first.place)}")
+    elif not found and sizes["p"] > 1:
+        found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
+    return found

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 import sys
 import time
 import traceback
@@ -27,11 +26,9 @@ from configuration.program import refusal
 from configuration.words import for_console
 from modeling.blockwise import small_blocks
 from modeling.model import COMPUTE_DTYPES, load_model
-from shardlib.parsing import PIPELINE_AXIS
-from soundness.alignment import Different
+from tools.verify.inputs import make_inputs, random_batch
 from tools.verify.measure import (
     AXES,
-    Inputs,
     NotTheSame,
     Tensor,
     abstract_mesh_of,
@@ -39,31 +36,25 @@ from tools.verify.measure import (
     fresh_state,
     layouts,
     loaded_batch,
-    make_inputs,
     measure,
+    mesh_name,
     mesh_of,
-    random_batch,
     type_check,
 )
-from tools.verify.program import RECORD
-from tools.verify.replay import first_difference, traced_step
+from tools.verify.names import line_at
+from tools.verify.replay import causes
 from tools.verify.result import keep_result
 from training_io.config import Config, check_divides
 from training_io.resuming import config_of
 from training_io.stages import training_plan
 
-NOT_OF_WEIGHTS = ("activation", "loss", "step")
+NOT_OF_WEIGHTS = ("activation", "loss", "step", "planted")
 """Kinds of tensors that are not part of a weight."""
 
 # ---- meshes -------------------------------------------------------------------------------------------------------
 
 Mesh = dict[str, int]
 """Number of devices along each of AXES."""
-
-
-def mesh_name(mesh: Mapping[str, int]) -> str:
-    """Returns `r=1 d=4 t=2`, with p if it is not 1."""
-    return " ".join(f"{axis}={size}" for axis, size in mesh.items() if axis != "p" or size > 1)
 
 
 def all_meshes(c: Config, devices: int) -> tuple[list[Mesh], list[tuple[Mesh, str]]]:
@@ -254,28 +245,6 @@ def run(c: Config, meshes: list[Mesh], tolerance: float, band: float, log: Calla
     return outcome
 
 
-def causes(c: Config, inputs: Inputs, sizes: Mesh, tolerance: float) -> list[str]:
-    """The first value that differs on a mesh from one device, or from one device of each stage, with its line.
-
-    Before it, what soundness/ finds in the step.
-    """
-    alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
-    here, there = (traced_step(c, inputs, each, sizes) for each in (sizes, alone))
-    try:
-        found, first = first_difference(here, there, tolerance)
-    except Different as different:
-        return [f"{different.place}: {different}"]
-    if first is not None:
-        turns = "".join(f", turn {i}" for i in first.turns)
-        text = (
-            f"the first value that differs is made by {first.operation} at {first.place}{turns}, by {first.error:.1e}"
-        )
-        found.append(f"{text}\n    {line_at(first.place)}")
-    elif not found and sizes["p"] > 1:
-        found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
-    return [f"on {mesh_name(sizes)}, {text}" for text in found]
-
-
 # ---- the report ---------------------------------------------------------------------------------------------------
 
 
@@ -290,14 +259,6 @@ def worst_of(outcome: Outcome, tensors: list[Tensor]) -> tuple[str, str]:
 def place_of(tensor: Tensor) -> str:
     """File and line of a tensor: `train.py:142`."""
     return f"{Path(tensor.file).name}:{tensor.line}"
-
-
-def line_at(place: str) -> str:
-    """The line of the source at `file.py:line`, as it is in the original of the copy."""
-    file, _, line = place.rpartition(":")
-    lines = Path(file).read_text().splitlines() if Path(file).is_file() else []
-    text = lines[int(line) - 1].strip() if 0 < int(line) <= len(lines) else ""
-    return re.sub(rf"{RECORD}\.", "", text)
 
 
 def show(outcome: Outcome, console: Console) -> bool:

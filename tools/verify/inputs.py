@@ -1,0 +1,81 @@
+"""What a training step is given on every mesh: a state, a batch, and the same with a number that is not finite."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from input_loader import TokenBatch, in_microbatches
+from modeling.model import inputs_of, load_model
+from training_io.config import Config
+
+
+@dataclasses.dataclass
+class Inputs:
+    """Inputs of the step on every mesh, as host arrays."""
+
+    state: Any
+    batch: TokenBatch
+    """The batch of a step, [m, B, …]."""
+    seeds: np.ndarray | None
+    step: int
+
+
+def random_batch(c: Config) -> TokenBatch:
+    """Random tokens, about four documents a sequence, a tenth of the targets masked."""
+    rng, shape = np.random.default_rng(0), (c.training.batch_size, c.training.seq_len)
+    batch = TokenBatch(
+        targets=rng.integers(0, c.model.vocab, shape).astype(np.uint32),
+        is_seq_start=rng.random(shape) < 4 / c.training.seq_len,
+        loss_mask=rng.random(shape) < 0.9,
+    )
+    if count := len(inputs_of(load_model(c.model))):  # 0 and 1 are in the range of any input
+        batch.inputs = rng.integers(0, 2, (*shape, count)).astype(np.uint32)
+    return in_microbatches(batch, c.training.microbatches)
+
+
+def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
+    """Adds noise to the fresh `state`, as if after some training: biases and gains differ, moments are not zero.
+
+    The learning rate of the step is the highest.
+    """
+    rng, count = np.random.default_rng(1), sum(x.size for x in jax.tree.leaves(state.weights))
+
+    def noisy(path, x):
+        name, noise = jax.tree_util.keystr(path), rng.standard_normal(x.shape)
+        if name.startswith(".weights"):
+            x = x + 0.1 * (math.sqrt(np.mean(np.square(x))) or 1.0) * noise
+        else:  # the size that gradients of norm 1 have
+            x = (np.square(noise) + 0.1) / count if "nu" in name else noise / math.sqrt(count)
+        return x.astype(jax.dtypes.canonicalize_dtype(np.float64))
+
+    shape = batch.targets.shape[:2]
+    seeds = rng.integers(0, 2**32, shape, dtype=np.uint32) if getattr(c.model, "dropout", 0) else None
+    return Inputs(jax.tree_util.tree_map_with_path(noisy, state), batch, seeds, max(1, c.optimizer.warmup_steps))
+
+
+def with_planted(inputs: Inputs, vocab: int) -> Iterator[tuple[str, Inputs]]:
+    """`inputs` with a NaN, and with an infinity, in a weight, with a name for each.
+
+    It is the last entry of the first and of the last weight; and of the first table of `vocab` ids, an entry of an id
+    that the batch lacks. On a mesh, lookups of other ids come near it, where devices hold blocks of the table.
+
+    The proof of soundness/ takes numbers for finite. What a step says of others, its metrics show: whether each is
+    finite, and whether the step was skipped.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(inputs.state.weights)
+    lacking, targets = vocab // 2, inputs.batch.targets  # on an even number of devices, the first id of a block
+    other = dataclasses.replace(inputs.batch, targets=np.where(targets == lacking, targets - 1, targets))
+    tables = [i for i, (_, x) in enumerate(leaves) if x.shape[0] == vocab]
+    places = [(0, -1, inputs.batch), (-1, -1, inputs.batch), *((i, lacking, other) for i in tables[:1])]
+    for (i, row, batch), number in itertools.product(places, (np.nan, np.inf)):
+        changed = [np.array(x, order="C") for _, x in leaves]
+        changed[i].reshape(len(changed[i]), -1)[row, -1] = number
+        state = dataclasses.replace(inputs.state, weights=jax.tree.unflatten(tree, changed))
+        name = jax.tree_util.keystr(leaves[i][0]).removeprefix(".")
+        name += f"[{row}], which the batch lacks" * (row != -1)
+        yield f"metrics with {number} in {name}", dataclasses.replace(inputs, state=state, batch=batch)
