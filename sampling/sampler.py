@@ -36,6 +36,7 @@ from sampling.drawing import ROUNDING, Settings, check_ids, choose, compare, gat
 from sampling.probes import verdict
 from shardlib import shardops
 from shardlib.shardtypes import Array, bool_, f32, i32, typed_shard_map, u32
+from training_io.causality import check_causal
 from training_io.soundness import check_program
 
 CHUNK = 32
@@ -223,7 +224,13 @@ class Sampler:
         """Decides once whether texts are drawn with a cache."""
         if self.why_no_cache is None:
             start = time.perf_counter()
-            self.why_no_cache, self.sees_later = verdict(self.forward, weights, self.context)
+            unproved = check_causal(
+                self.forward, self.context, self._source, kept_programs("soundness"), sampled=True
+            )
+            if unproved:
+                self.why_no_cache = f"it is not proved that no token sees later ones: {unproved}"
+            else:
+                self.why_no_cache, self.sees_later = verdict(self.forward, weights, self.context)
             self.speed.compile_seconds += time.perf_counter() - start
 
     def batch_for(self, texts: int) -> int:

@@ -14,7 +14,7 @@ from jax.extend import core
 from shardlib.equations import CALLS, body_of, scan_counts
 from soundness.equation import Equation
 from soundness.reach import FIRST, LAST, Reach, alike, constant, dtype_of, full, joined, made, of_all, unknown
-from soundness.reach_rules import apply, cut
+from soundness.reach_rules import FORM, apply, cut
 from soundness.rules import jaxprs_of
 
 TURNS = 2**16
@@ -246,9 +246,10 @@ def _digest(values: list[Reach]) -> bytes:
     return found.digest()
 
 
-def names_of(program: Any) -> Iterator[str]:
-    """The primitives of a program, in their order, also of what it calls."""
+def operations(program: Any) -> Iterator[str]:
+    """The primitives of a program that compute, in their order, also of what it calls."""
     for eqn in body_of(program)[0].eqns:
-        yield eqn.primitive.name
+        if eqn.primitive.name not in FORM:
+            yield eqn.primitive.name
         for inner in jaxprs_of(eqn):
-            yield from names_of(inner)
+            yield from operations(inner)

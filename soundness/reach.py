@@ -66,8 +66,9 @@ def dtype_of(aval: Any) -> np.dtype:
     return dtype if dtype.kind in "biu" else np.dtype(complex if dtype.kind == "c" else float)
 
 
-def highest(dtype: np.dtype) -> Any:
+def highest(dtype: Any) -> Any:
     """What an unknown number does not exceed."""
+    dtype = np.dtype(dtype)
     return dtype.type(np.inf) if dtype.kind == "f" else dtype.type(0)
 
 

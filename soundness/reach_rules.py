@@ -29,6 +29,8 @@ from soundness.reach import (
     unknown,
 )
 
+FORM = frozenset("broadcast_in_dim convert_element_type copy expand_dims pad reshape slice squeeze".split())  # noqa: SIM905
+"""Primitives that JAX adds or leaves out by the sizes of dims."""
 RULES: dict[str, Callable[..., Any]] = {}
 
 
@@ -106,7 +108,7 @@ KNOWN: dict[str, Callable] = {
     "abs": np.abs, "floor": np.floor, "ceil": np.ceil, "exp": np.exp, "square": np.square, "not": np.invert,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "eq": np.equal, "ne": np.not_equal,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "clamp": lambda a, x, b: np.clip(x, a, b),
+    "clamp": lambda a, x, b: np.clip(x, a, b), "exp2": np.exp2, "logistic": lambda a: 1 / (1 + np.exp(-a)),
 }  # fmt: skip
 """What primitives do with known numbers; those of others are not followed."""
 
@@ -125,10 +127,9 @@ def _elementwise(eqn: Any, ins: list[Reach]) -> list[Reach]:
     known, first, last = True, FIRST, LAST
     for x in ins:
         known, first, last = known & x.known, np.minimum(first, x.first), np.maximum(last, x.last)
-    if len(eqn.outvars) > 1 or (name not in KNOWN and not (name == "integer_pow" and eqn.params["y"] > 0)):
+    if name not in KNOWN:
         return [unknown(_shape(eqn, i), dtype_of(v.aval), first, last) for i, v in enumerate(eqn.outvars)]
-    fold = KNOWN[name] if name in KNOWN else lambda x: x ** eqn.params["y"]
-    number = np.where(known, fold(*(x.number for x in ins)), highest(dtype)) if np.any(known) else highest(dtype)
+    number = np.where(known, KNOWN[name](*(x.number for x in ins)), highest(dtype)) if np.any(known) else highest(dtype)
     sure, exact = _sure(name, dtype, ins)
     if sure is not None:
         number, known = np.where(sure & ~known, exact, number), known | sure
@@ -186,17 +187,15 @@ def _select(shape: Any, dtype: np.dtype, which: Reach, *cases: Reach) -> Reach:
     return made(shape, *(np.where(which.known, exact, x) for exact, x in pairs), dtype=dtype)
 
 
-@rule("max", "min")
-def _extreme(eqn: Any, ins: list[Reach]) -> Reach:
-    """Beside -inf, or inf, the other operand stays."""
-    end = -np.inf if eqn.primitive.name == "max" else np.inf
-    x, y = ins
+@rule("max")
+def _larger(eqn: Any, ins: list[Reach]) -> Reach:
+    """A LOW number gives way to one that is not."""
     (result,) = _elementwise(eqn, ins)
     if result.number.dtype.kind != "f" or result.is_known:
         return result
     parts = result.arrays()
-    for end_of, other in ((x, y), (y, x)):
-        at = end_of.known & (end_of.number == end)
+    for x, other in (ins, ins[::-1]):
+        at = (x.number < LOW) & ~(other.number < LOW)
         if at.any():
             parts = [np.where(at, a, b) for a, b in zip(other.arrays(), parts, strict=True)]
     return made(result.shape, *parts)
@@ -281,6 +280,20 @@ def _concatenate(eqn: Any, ins: list[Reach]) -> Reach:
     return alike(made(shape, *map(together, zip(*(x.arrays() for x in ins), strict=True))))
 
 
+@rule("stack")
+def _stack(eqn: Any, ins: list[Reach]) -> Reach:
+    axis, shape = eqn.params["axis"], _shape(eqn)
+    together = lambda arrays: np.stack(np.broadcast_arrays(*arrays), axis)
+    return alike(Reach(shape, *map(together, zip(*(x.arrays() for x in ins), strict=True))))
+
+
+@rule("unstack")
+def _unstack(eqn: Any, ins: list[Reach]) -> list[Reach]:
+    axis, (x,) = eqn.params["axis"], ins
+    at = lambda a, i: a.take(i if a.shape[axis] > 1 else 0, axis)
+    return [x.moved(lambda a, i=i: at(a, i), _shape(eqn, i)) for i in range(len(eqn.outvars))]
+
+
 @rule("iota")
 def _iota(eqn: Any, ins: list[Reach]) -> Reach:
     shape, dim = _shape(eqn), eqn.params["dimension"]
@@ -295,6 +308,9 @@ def _iota(eqn: Any, ins: list[Reach]) -> Reach:
 def _reduce(eqn: Any, ins: list[Reach]) -> Reach:
     name, (x,), shape = eqn.primitive.name, ins, _shape(eqn)
     axes, dtype = tuple(eqn.params["axes"]), dtype_of(eqn.outvars[0].aval)
+    if name == "reduce_max" and dtype.kind == "f" and (low := x.number < LOW).any() and not x.is_known:
+        low = low & ~low.all(axes, keepdims=True)  # they give way to others
+        x = Reach(x.shape, x.number, x.known, np.where(low, FIRST, x.first), np.where(low, LAST, x.last))
     first, last = (a.reshape([n for i, n in enumerate(a.shape) if i not in axes]) for a in over(x, axes))
     together = {"reduce_and": np.logical_and, "reduce_or": np.logical_or, "reduce_max": np.maximum}
     together |= {"reduce_min": np.minimum}
@@ -316,12 +332,11 @@ def _reduce(eqn: Any, ins: list[Reach]) -> Reach:
     return made(shape, {"argmax": np.argmax, "argmin": np.argmin}[name](numbers, axes[0]).astype(dtype), True)
 
 
-@rule("reduce_precision_sum", "reduce", "reduce_window", "fft", "cholesky", "lu", "qr", "eigh", "svd", "schur")
-@rule("eig", "householder_product")
+@rule("fft", "cholesky", "lu", "qr", "eigh", "svd", "schur", "eig", "householder_product")
 def _along(eqn: Any, ins: list[Reach]) -> list[Reach]:
     """Entries of the last dims are taken together, those of the dims before them are each by themselves."""
     rank = len(ins[0].shape)
-    if any(len(x.shape) not in (0, rank) for x in ins) or eqn.primitive.name in ("reduce", "reduce_window"):
+    if any(len(x.shape) != rank for x in ins):
         return _anything(eqn, ins)
     dims = range(rank - (len(eqn.params["fft_lengths"]) if eqn.primitive.name == "fft" else 2), rank)
     spans = [over(x, dims) for x in ins]
@@ -401,6 +416,12 @@ def _product(eqn: Any, ins: list[Reach]) -> Reach:
     )
 
 
+def _places(size: int, tap: int, low: int, stride: int, dilation: int, inner: int) -> np.ndarray:
+    """Place of the entry that each of `size` windows has at `tap`; -1 between entries."""
+    place = np.arange(size) * stride + tap * dilation - low
+    return np.where(place % inner == 0, place // inner, -1)
+
+
 @rule("conv_general_dilated")
 def _convolution(eqn: Any, ins: list[Reach]) -> Reach:
     """Each place of the kernel moves the entries; features are taken together."""
@@ -417,8 +438,8 @@ def _convolution(eqn: Any, ins: list[Reach]) -> Reach:
             continue
         span = list(over(x, dims))
         for n, (k, dim) in enumerate(zip(tap, xs, strict=True)):
-            place = np.arange(shape[os[n]]) * p["window_strides"][n] + k * p["rhs_dilation"][n] - p["padding"][n][0]
-            place = np.where(place % p["lhs_dilation"][n] == 0, place // p["lhs_dilation"][n], -1)
+            strides = p["window_strides"][n], p["rhs_dilation"][n], p["lhs_dilation"][n]
+            place = _places(shape[os[n]], k, p["padding"][n][0], *strides)
             span = [taken(a, dim, place, x.shape[dim], none) for a, none in zip(span, (FIRST, LAST), strict=True)]
         first, last = np.minimum(first, span[0]), np.maximum(last, span[1])
     order = [0] * len(shape)
@@ -427,6 +448,31 @@ def _convolution(eqn: Any, ins: list[Reach]) -> Reach:
     a, b = of_all([w])
     place = lambda a: np.broadcast_to(a, np.broadcast_shapes(np.shape(a), (1,) * len(shape))).transpose(order)
     return unknown(shape, dtype_of(eqn.outvars[0].aval), np.minimum(place(first), a), np.maximum(place(last), b))
+
+
+@rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
+def _windows(eqn: Any, ins: list[Reach]) -> Reach:
+    p, (x,), shape = eqn.params, ins, _shape(eqn)
+    first, last = FIRST, LAST
+    for tap in itertools.product(*map(range, p["window_dimensions"])):
+        span = [x.first, x.last]
+        for dim, k in enumerate(tap):
+            strides = p["window_strides"][dim], p["window_dilation"][dim], p["base_dilation"][dim]
+            place = _places(shape[dim], k, p["padding"][dim][0], *strides)
+            span = [taken(a, dim, place, x.shape[dim], none) for a, none in zip(span, (FIRST, LAST), strict=True)]
+        first, last = np.minimum(first, span[0]), np.maximum(last, span[1])
+    return unknown(shape, dtype_of(eqn.outvars[0].aval), first, last)
+
+
+@rule("ragged_dot", "ragged_dot_general")
+def _ragged(eqn: Any, ins: list[Reach]) -> Reach:
+    """Each row of the first operand meets a matrix that the sizes of the groups choose."""
+    x, *others = ins
+    a, b = of_all(others)
+    if len(x.shape) != 2 or len(_shape(eqn)) != 2:
+        return _anything(eqn, ins)[0]
+    first, last = over(x, [1])
+    return unknown(_shape(eqn), dtype_of(eqn.outvars[0].aval), np.minimum(first, a), np.maximum(last, b))
 
 
 @rule("triangular_solve")

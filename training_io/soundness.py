@@ -45,7 +45,7 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: P
     """
     mesh = jax.sharding.get_abstract_mesh()
     settings = {k: v for k, v in dataclasses.asdict(c).items() if k in ("model", "optimizer", "training", "pipeline")}
-    _refuse(lambda: find_unsound(programs, c, model, mesh), known, source, settings)
+    refuse(lambda: find_unsound(programs, c, model, mesh), known, source, settings)
 
 
 def check_program(program: Any, args: Any, larger: Any, source: Any, known: Path | None, *settings: Any) -> None:
@@ -65,10 +65,10 @@ def check_program(program: Any, args: Any, larger: Any, source: Any, known: Path
     shapes, larger = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (args, larger))
     trace = lambda of: {program.__name__: program.trace(*of).jaxpr}
     find = lambda: prove(lambda: trace(shapes), larger=[lambda: trace(larger)])
-    _refuse(find, known if source else None, source, program.__name__, settings, repr(shapes))
+    refuse(find, known if source else None, source, program.__name__, settings, repr(shapes))
 
 
-def _refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) -> None:
+def refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) -> None:
     """Raises ShardError for what `find` finds, but for `parts` in which nothing was found before."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = *parts, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()
