@@ -495,18 +495,18 @@ def _solve(eqn: Any, ins: list[Reach]) -> Reach:
 
 # ---- entries at indices
 
-def _indices(starts: Reach, of: Any, operand: Any, windows: Any, sizes: Any, grid: Any, rank: int, batch: Any) -> list:
+def _indices(starts: Reach, of: Any, operand: Any, windows: Any, grid: Any, rank: int, batch: Any) -> list:
     """For each dim of the operand, its index at each entry that is read or written; None where it is not known."""
     into, batching, places = of
     result = []
     for dim in range(len(operand)):
         index = np.zeros((1,) * rank, np.int64)
         if dim in into:
-            if not starts.is_known:
+            of_dim = lambda x, at=into.index(dim): x[..., at if x.shape[-1] > 1 else 0]
+            if not of_dim(starts.known).all():
                 result.append(None)
                 continue
-            at = into.index(dim)
-            column = starts.number[..., at if starts.number.shape[-1] > 1 else 0].astype(np.int64)
+            column = of_dim(starts.number).astype(np.int64)
             shape = [1] * rank
             for i, n in zip(batch, column.shape, strict=True):
                 shape[i] = n
@@ -533,13 +533,13 @@ def _of_starts(starts: Reach, batch: Any, rank: int) -> list[np.ndarray]:
 @rule("gather")
 def _gather(eqn: Any, ins: list[Reach]) -> Reach:
     x, starts = ins
-    shape, p, d = _shape(eqn), eqn.params, eqn.params["dimension_numbers"]
+    shape, d = _shape(eqn), eqn.params["dimension_numbers"]
     batch = [i for i in range(len(shape)) if i not in d.offset_dims]
     cut_dims = [i for i in range(len(x.shape)) if i not in (*d.collapsed_slice_dims, *d.operand_batching_dims)]
     windows = dict(zip(cut_dims, d.offset_dims, strict=True))
     grid = lambda i: np.arange(shape[i]).reshape([-1 if j == i else 1 for j in range(len(shape))])
     of = d.start_index_map, d.operand_batching_dims, d.start_indices_batching_dims
-    found = _indices(starts, of, x.shape, windows, p["slice_sizes"], grid, len(shape), batch)
+    found = _indices(starts, of, x.shape, windows, grid, len(shape), batch)
     outside, arrays = np.zeros((1,) * len(shape), bool), x.arrays()
     unknown_dims = [dim for dim, index in enumerate(found) if index is None]
     if unknown_dims:
@@ -557,47 +557,45 @@ def _gather(eqn: Any, ins: list[Reach]) -> Reach:
     return alike(made(shape, number, known & ~outside, np.minimum(first, a), np.maximum(last, b), x.number.dtype))
 
 
-@rule("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter_add")
+@rule("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(eqn: Any, ins: list[Reach]) -> Reach:
+    """Along a dim whose indices are not known, an update may be anywhere."""
     x, starts, new = ins
-    d = eqn.params["dimension_numbers"]
-    rank = len(new.shape)
+    d, rank = eqn.params["dimension_numbers"], len(new.shape)
     batch = [i for i in range(rank) if i not in d.update_window_dims]
     kept = [i for i in range(len(x.shape)) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)]
     windows = dict(zip(kept, d.update_window_dims, strict=True))
-    grid = lambda i: np.arange(new.shape[i]).reshape([-1 if j == i else 1 for j in range(rank)])
+    # Dims that are written whole, along which all entries are alike, need one entry.
+    flat = [dim for dim, i in windows.items() if x.shape[dim] == new.shape[i] and dim not in d.scatter_dims_to_operand_dims]
+    flat = [dim for dim in flat if all(a.shape[dim] == b.shape[windows[dim]] == 1 for a, b in zip(x.arrays(), new.arrays(), strict=True))]
+    shape = [1 if i in [windows[dim] for dim in flat] else n for i, n in enumerate(new.shape)]
+    target = [1 if dim in flat else n for dim, n in enumerate(x.shape)]
+    if math.prod(target) > MOST or math.prod(shape) > MOST:
+        return _anything(eqn, ins)[0]
+    grid = lambda i: np.arange(shape[i]).reshape([-1 if j == i else 1 for j in range(rank)])
     of = d.scatter_dims_to_operand_dims, d.operand_batching_dims, d.scatter_indices_batching_dims
-    found = _indices(starts, of, x.shape, windows, None, grid, rank, batch)
-    if any(i is None for i in found) or math.prod(x.shape) > MOST or math.prod(new.shape) > MOST:
-        return _written_anywhere(x, starts, new, windows, d)
-    inside = np.logical_and.reduce(
-        np.broadcast_arrays(*((i >= 0) & (i < n) for i, n in zip(found, x.shape, strict=True)))
-    )
-    inside = np.broadcast_to(inside, new.shape)
-    at = tuple(np.broadcast_to(i, new.shape)[inside] for i in found)
-    number, known, first, last = (np.array(np.broadcast_to(a, x.shape)) for a in x.arrays())
-    n, k, a, b = (np.broadcast_to(a, new.shape)[inside] for a in new.arrays())
-    times = np.zeros(x.shape, np.int32)
+    found = _indices(starts, of, x.shape, windows, grid, rank, batch)
+    anywhere = [dim for dim, index in enumerate(found) if index is None]
+    sizes = [1 if dim in anywhere else n for dim, n in enumerate(target)]
+    found = [np.zeros((1,) * rank, int) if index is None else index for index in found]
+    inside = [(index >= 0) & (index < n) for index, n in zip(found, sizes, strict=True)]
+    inside = np.broadcast_to(np.logical_and.reduce(np.broadcast_arrays(*inside)), shape)
+    at = tuple(np.broadcast_to(index, shape)[inside] for index in found)
+    first, last = _of_starts(starts, batch, rank)
+    update = new.number, new.known, np.minimum(new.first, first), np.maximum(new.last, last)
+    update = [np.broadcast_to(a, shape)[inside] for a in update]
+    times = np.zeros(sizes, np.int32)
     np.add.at(times, at, 1)
-    if eqn.primitive.name == "scatter" and times.max(initial=0) <= 1:
-        number[at], known[at], first[at], last[at] = n, k, a, b
-    else:
-        np.minimum.at(first, at, a)
-        np.maximum.at(last, at, b)
-        known, number = known & (times == 0), np.where(times == 0, number, highest(number.dtype))
-    return alike(made(x.shape, number, known, first, last, x.number.dtype))
-
-
-def _written_anywhere(x: Reach, starts: Reach, new: Reach, windows: Any, d: Any) -> Reach:
-    """The operand, with all updates at each index; those of a dim that is whole in both stay at their own."""
-    first, last = of_all([starts])
-    own = {dim: i for dim, i in windows.items() if new.shape[i] == x.shape[dim]}
-    others = [i for i in range(len(new.shape)) if i not in own.values()]
-    spans = [a.transpose([*own.values(), *others]).reshape(tuple(a.shape[i] for i in own.values())) for a in over(new, others)]
-    shape = lambda a: [a.shape[list(own).index(dim)] if dim in own else 1 for dim in range(len(x.shape))]
-    a, b = (span.reshape(shape(span)) for span in spans)
-    first, last = np.minimum(np.minimum(x.first, a), first), np.maximum(np.maximum(x.last, b), last)
-    return unknown(x.shape, x.number.dtype, first, last)
+    old = [np.array(np.broadcast_to(a, target)) for a in x.arrays()]
+    if eqn.primitive.name == "scatter" and not anywhere and times.max(initial=0) <= 1:
+        for a, b in zip(old, update, strict=True):
+            a[at] = b
+        return alike(made(x.shape, *old))
+    first, last = np.full(sizes, FIRST), np.full(sizes, LAST)
+    np.minimum.at(first, at, update[2])
+    np.maximum.at(last, at, update[3])
+    number, known = np.where(times == 0, old[0], highest(x.number.dtype)), old[1] & (times == 0)
+    return alike(made(x.shape, number, known, np.minimum(old[2], first), np.maximum(old[3], last), x.number.dtype))
 
 
 @rule("dynamic_slice")
