@@ -190,16 +190,13 @@ def check_rules(forward: Any, length: int) -> None:
 
 def sees_later(rule: Rule, length: int) -> bool:
     """Whether by a rule some position of a text of `length` tokens sees one after it."""
-    queries = min(length, max(1, 4 * PAIRS // length))
-
-    @jax.jit
-    def sees(first: jax.Array) -> jax.Array:
-        index = lambda count: jnp.arange(count, dtype=jnp.int32)[None]
-        q = Places.in_one_document(index(queries) + first).as_queries()
-        k = Places.in_one_document(index(length)).as_keys()
-        return jnp.any(rule.sees(q, k) & (k.index > q.index))
-
-    return any(bool(sees(np.int32(first))) for first in range(0, length, queries))
+    # Places are arguments: XLA would compute what follows from constants while it compiles.
+    sees = jax.jit(
+        lambda q, k: jnp.any(rule.sees(q.as_queries(), k.as_keys()) & (k.as_keys().index > q.as_queries().index))
+    )
+    queries, index = min(length, max(1, 4 * PAIRS // length)), np.arange(length, dtype=np.int32)[None]
+    places = lambda index: Places(index, index, np.zeros_like(index))
+    return any(bool(sees(places(index[:, i : i + queries]), places(index))) for i in range(0, length, queries))
 
 
 def random_operands(call: Call, length: int, seed: int = 0) -> tuple[Any, ...]:

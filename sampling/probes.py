@@ -14,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from modeling.attention_calls import TOLERANCE, Call, calls_of, distance, distinct, random_operands, sees_later, with_path
+from modeling.attention_calls import (
+    TOLERANCE,
+    Call,
+    calls_of,
+    distance,
+    distinct,
+    random_operands,
+    sees_later,
+    with_path,
+)
 from modeling.model import Tokens, compute_scope, period_of
 from modeling.rules import Places, Rule
 from sampling.cache import cached_attention

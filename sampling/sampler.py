@@ -210,7 +210,8 @@ class Sampler:
             prompts: token ids. After an empty prompt, the text begins after bos.
 
         Raises:
-            ValueError: token ids outside the model's vocabulary.
+            ValueError: token ids outside the model's vocabulary, or a model in which positions learn from later ones
+                outside of `attend`: its texts cannot be continued.
         """
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.c.vocab)
@@ -224,11 +225,9 @@ class Sampler:
         """Decides once whether texts are drawn with a cache."""
         if self.why_no_cache is None:
             start = time.perf_counter()
-            unproved = check_causal(
-                self.forward, self.context, self._source, kept_programs("soundness"), sampled=True
-            )
+            unproved = check_causal(self.forward, self.context, self._source, kept_programs("soundness"), sampled=True)
             if unproved:
-                self.why_no_cache = f"it is not proved that no token sees later ones: {unproved}"
+                self.why_no_cache = f"it is not proved that a position sees no later token: {unproved}"
             else:
                 self.why_no_cache, self.sees_later = verdict(self.forward, weights, self.context)
             self.speed.compile_seconds += time.perf_counter() - start

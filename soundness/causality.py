@@ -13,8 +13,9 @@ from jax.extend import core
 
 from shardlib.equations import CALLS, body_of, scan_counts
 from soundness.equation import Equation
-from soundness.reach import FIRST, LAST, Reach, alike, constant, dtype_of, full, joined, made, of_all, unknown
-from soundness.reach_rules import FORM, apply, cut
+from soundness.reach import Reach, alike, constant, dtype_of, joined, made, of_all, unknown
+from soundness.reach_moves import cut
+from soundness.reach_rules import FORM, apply
 from soundness.rules import jaxprs_of
 
 TURNS = 2**16
@@ -169,9 +170,7 @@ class Interpreter:
             if eqn.effects or any(v in needed for v in eqn.outvars):
                 inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
                 uses = self._uses(body_of(inner)[0]) if inner is not None else [True] * len(eqn.invars)
-                needed |= {
-                    v for v, u in zip(eqn.invars, uses, strict=True) if u and not isinstance(v, core.Literal)
-                }
+                needed |= {v for v, u in zip(eqn.invars, uses, strict=True) if u and not isinstance(v, core.Literal)}
         self._used[id(body)] = body, [v in needed for v in body.invars]
         return self._used[id(body)][1]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 FIRST, LAST = np.int32(2**30), np.int32(-1)
 """The first and the last token of an entry that depends on none."""
-MOST = 2**26
+MOST = 2**24
 """Largest number of entries that are computed one by one. Beyond it, all that a dim holds is taken together."""
 LOW = -1e3
 """Numbers so low are 0 once exp was taken of them."""
@@ -175,3 +175,28 @@ def taken(x: np.ndarray, dim: int, at: np.ndarray, size: int, fill: Any) -> np.n
     shape[dim] = len(at)
     found = x.take(np.clip(at, 0, x.shape[dim] - 1) if x.shape[dim] > 1 else np.zeros(len(at), int), dim)
     return np.where(inside.reshape(shape), found, fill)
+
+
+# ---- rules of primitives
+
+RULES: dict[str, Callable[..., Any]] = {}
+
+
+def rule(*names: str) -> Callable:
+    """Decorator of the rule (eqn, ins) -> Reach, or a list of them, of the primitives `names`."""
+
+    def register(function: Callable) -> Callable:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def shape_of(eqn: Any, i: int = 0) -> tuple[int, ...]:
+    """Shape of result i of an equation."""
+    return tuple(getattr(eqn.outvars[i].aval, "shape", ()))
+
+
+def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
+    """Each entry of each result may depend on all entries of all operands."""
+    return [unknown(shape_of(eqn, i), dtype_of(var.aval), *of_all(ins)) for i, var in enumerate(eqn.outvars)]

@@ -91,14 +91,17 @@ def _rule_of(model: Any) -> Rule:
 def _findings(forward: Any, length: int, calls: list[Call], declared: bool, sampled: bool) -> Iterator[Finding]:
     for call in distinct(calls):
         if not declared and sees_later(forward.rule(call.rule), length):  # at all distances
-            yield Finding(f"the rule `{call.rule}` of layer {call.turn} lets a position see later ones\n  remedy: {REMEDY}")
+            yield Finding(
+                f"the rule `{call.rule}` of layer {call.turn} lets a position see later ones\n  remedy: {REMEDY}"
+            )
             return
     random = bool(getattr(forward.model.c, "dropout", 0)) and not sampled
     for seeds in (False, True) if random else (False,):
         paths = {path_of(forward, call._replace(dropout=call.dropout and seeds))[0] for call in calls} or {"einsum"}
         # Kernels are compared with einsum before the first step: modeling.attention_calls.check_paths.
         for path in sorted({"einsum" if path in KERNELS else path for path in paths}):
-            of_path = lambda path: list(_of_program(with_path(forward, path), length, declared, sampled, seeds))
+            more = length, declared, sampled, seeds
+            of_path = lambda path, more=more: list(_of_program(with_path(forward, path), *more))
             if found := of_path(path):
                 yield from of_path("einsum") or found  # whose lines are those of the formulas
 
@@ -114,7 +117,9 @@ def _of_program(forward: Any, length: int, declared: bool, sampled: bool, seeds:
     except Exception as error:  # whatever the program does there
         if short == length or length > AT_MOST:
             lines = str(error).splitlines() or [""]
-            raise Unproved(f"on one device its forward pass does not trace: {type(error).__name__}: {lines[0]}") from None
+            raise Unproved(
+                f"on one device its forward pass does not trace: {type(error).__name__}: {lines[0]}"
+            ) from None
         short = length
     if short > AT_MOST:
         raise Unproved(f"its operations at {length} positions are others than at {LENGTH}")
@@ -162,6 +167,7 @@ def _traced(forward: Any, length: int, declared: bool, seeds: bool) -> Any:
     one = AbstractMesh((1, 1, 1), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     # Through no mesh at all: JAX does not change from one mesh to another of a different size.
     none = AbstractMesh((), ())
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
-        with small_blocks(-(-length // BLOCKS)), compute_scope(forward.training.compute_dtype):
-            return jax.jit(logits).trace(*args).jaxpr
+    on_one = jax.sharding.use_abstract_mesh(one)
+    blocks, dtype = small_blocks(-(-length // BLOCKS)), compute_scope(forward.training.compute_dtype)
+    with jax.sharding.use_abstract_mesh(none), on_one, blocks, dtype:
+        return jax.jit(logits).trace(*args).jaxpr

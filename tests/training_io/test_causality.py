@@ -11,14 +11,12 @@ import pytest
 import rule_models
 import tiny
 from jax import lax
-from token_shift import TokenShift, shifted
+from token_shift import TokenShift
 
 import train
 from input_loader import TokenBatch
-from modeling.rules import Places, Rule, same_document
+from modeling.rules import Rule, same_document
 from models import gpt2
-from shardlib import shardops
-from shardlib.shardtypes import make_shardings
 from training_io import causality
 from training_io.causality import check_causal
 
@@ -208,7 +206,8 @@ def test_a_model_whose_logits_change_is_refused_with_its_line(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "mixture of depths" else pytest.mark.long) for name in (*RIGHT, *WRONG)]
+    "name",
+    [pytest.param(name, marks=[] if name == "mixture of depths" else pytest.mark.long) for name in (*RIGHT, *WRONG)],
 )
 def test_the_logits_of_what_is_refused_change_and_of_what_passes_do_not(name):
     found = changes(RIGHT[name] if name in RIGHT else WRONG[name][0])
