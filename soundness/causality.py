@@ -13,7 +13,7 @@ from jax.extend import core
 
 from shardlib.equations import CALLS, body_of, scan_counts
 from soundness.equation import Equation
-from soundness.reach import Reach, alike, constant, dtype_of, joined, made, of_all, unknown
+from soundness.reach import Reach, alike, constant, dtype_of, highest, joined, made, of_all, unknown
 from soundness.reach_moves import cut
 from soundness.reach_rules import FORM, apply
 from soundness.rules import jaxprs_of
@@ -190,7 +190,7 @@ class Interpreter:
             (go,) = self.run(p["cond_jaxpr"], [*of_test, *carry])
             outs = self.run(p["body_jaxpr"], [*of_body, *carry])
             pairs = zip(carry, outs, types, strict=True)
-            new = [_decided(go, joined([a, b], dtype), dtype) for a, b, dtype in pairs]
+            new = [_settled(_decided(go, joined([a, b], dtype), dtype), dtype) for a, b, dtype in pairs]
             if _digest(new) == _digest(carry):
                 return carry
             carry = new
@@ -213,6 +213,13 @@ def _decided(by: Reach, x: Reach, dtype: np.dtype) -> Reach:
     known = x.known & (last < 0)
     result = made(x.shape, x.number, known, np.minimum(x.first, first), np.maximum(x.last, last), dtype)
     result.why = x.why or by.why
+    return result
+
+
+def _settled(x: Reach, dtype: np.dtype) -> Reach:
+    """`x` without what its unknown numbers do not exceed, which may grow with each pass of a loop."""
+    result = made(x.shape, np.where(x.known, x.number, highest(dtype)), x.known, x.first, x.last, dtype)
+    result.why = x.why
     return result
 
 

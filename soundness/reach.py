@@ -90,6 +90,15 @@ def made(
     return Reach(tuple(shape), number, known, np.asarray(first, np.int32), np.asarray(last, np.int32))
 
 
+def exact(number: Any, aval: Any) -> np.ndarray:
+    """Where a number is one that the dtype of a value holds: others are rounded, nobody knows how."""
+    dtype = getattr(aval, "dtype", None)
+    if not isinstance(dtype, np.dtype) or dtype.kind in "biu":
+        return np.ones(np.shape(number), bool)
+    number = np.asarray(number)
+    return (number.astype(dtype).astype(number.dtype) == number) | (number != number)
+
+
 def unknown(shape: Sequence[int], dtype: Any, first: Any = FIRST, last: Any = LAST) -> Reach:
     """A value of which no number is known."""
     return made(shape, highest(dtype), False, first, last, dtype)

@@ -16,6 +16,7 @@ from soundness.reach import (
     anything,
     constant,
     dtype_of,
+    exact,
     full,
     highest,
     made,
@@ -158,16 +159,17 @@ def _unstack(eqn: Any, ins: list[Reach]) -> list[Reach]:
 def _iota(eqn: Any, ins: list[Reach]) -> Reach:
     shape, dim = shape_of(eqn), eqn.params["dimension"]
     sizes = [n if i == dim else 1 for i, n in enumerate(shape)]
-    return made(shape, np.arange(shape[dim]).reshape(sizes).astype(dtype_of(eqn.outvars[0].aval)), True)
+    number = np.arange(shape[dim]).reshape(sizes).astype(dtype_of(eqn.outvars[0].aval))
+    return made(shape, number, exact(number, eqn.outvars[0].aval))
 
 
 # ---- entries at indices
 
 
-def _indices(starts: Reach, of: Any, operand: Any, windows: Any, grid: Any, rank: int, batch: Any) -> list:
+def _indices(starts: Reach, of: Any, operand: Any, windows: Any, grid: Any, batch: Any, sizes: Any = None) -> list:
     """For each dim of the operand, its index at each entry that is read or written; None where it is not known."""
     into, batching, places = of
-    result = []
+    result, rank = [], len(batch) + len(windows)
     for dim in range(len(operand)):
         index = np.zeros((1,) * rank, np.int64)
         if dim in into:
@@ -180,6 +182,7 @@ def _indices(starts: Reach, of: Any, operand: Any, windows: Any, grid: Any, rank
             shape = [1] * rank
             for i, n in zip(batch, column.shape, strict=True):
                 shape[i] = n
+            column = np.clip(column, 0, operand[dim] - sizes[dim]) if sizes else column
             index = column.reshape(shape)
         if dim in windows:
             index = index + grid(windows[dim])
@@ -209,22 +212,19 @@ def _gather(eqn: Any, ins: list[Reach]) -> Reach:
     windows = dict(zip(cut_dims, d.offset_dims, strict=True))
     grid = lambda i: np.arange(shape[i]).reshape([-1 if j == i else 1 for j in range(len(shape))])
     of = d.start_index_map, d.operand_batching_dims, d.start_indices_batching_dims
-    found = _indices(starts, of, x.shape, windows, grid, len(shape), batch)
-    outside, arrays = np.zeros((1,) * len(shape), bool), x.arrays()
+    found = _indices(starts, of, x.shape, windows, grid, batch, sizes=eqn.params["slice_sizes"])
+    asked = _indices(starts, of, x.shape, windows, grid, batch)
+    is_inside = all(a is None or np.array_equal(a, b) for a, b in zip(found, asked, strict=True))
+    arrays = x.arrays()
     unknown_dims = [dim for dim, index in enumerate(found) if index is None]
     if unknown_dims:
         number, known = highest(x.number.dtype), np.zeros((1,) * len(x.shape), bool)
         arrays = (np.full_like(known, number, x.number.dtype), known, *over(x, unknown_dims))
-    for dim in d.start_index_map:
-        if found[dim] is not None:
-            most = x.shape[dim] - 1
-            outside = outside | (found[dim] < 0) | (found[dim] > most)
-            found[dim] = np.clip(found[dim], 0, most)
     zero = np.zeros((1,) * len(shape), np.int64)
     read = lambda a: a[tuple(zero if i is None or n == 1 else i for i, n in zip(found, a.shape, strict=True))]
     number, known, first, last = map(read, arrays)
     a, b = _of_starts(starts, batch, len(shape))
-    return alike(made(shape, number, known & ~outside, np.minimum(first, a), np.maximum(last, b), x.number.dtype))
+    return alike(made(shape, number, known & is_inside, np.minimum(first, a), np.maximum(last, b), x.number.dtype))
 
 
 @rule("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
@@ -250,11 +250,15 @@ def _scatter(eqn: Any, ins: list[Reach]) -> Reach:
         return anything(eqn, ins)[0]
     grid = lambda i: np.arange(shape[i]).reshape([-1 if j == i else 1 for j in range(rank)])
     of = d.scatter_dims_to_operand_dims, d.operand_batching_dims, d.scatter_indices_batching_dims
-    found = _indices(starts, of, x.shape, windows, grid, rank, batch)
+    found = _indices(starts, of, x.shape, windows, grid, batch)
     anywhere = [dim for dim, index in enumerate(found) if index is None]
     sizes = [1 if dim in anywhere else n for dim, n in enumerate(target)]
     found = [np.zeros((1,) * rank, int) if index is None else index for index in found]
     inside = [(index >= 0) & (index < n) for index, n in zip(found, sizes, strict=True)]
+    if not all(
+        i.all() or (dim not in windows and "CLIP" not in str(eqn.params["mode"])) for dim, i in enumerate(inside)
+    ):
+        return anything(eqn, ins)[0]  # an update is left out as a whole, or moved
     inside = np.broadcast_to(np.logical_and.reduce(np.broadcast_arrays(*inside)), shape)
     at = tuple(np.broadcast_to(index, shape)[inside] for index in found)
     first, last = _of_starts(starts, batch, rank)

@@ -18,6 +18,7 @@ from soundness.reach import (
     alike,
     anything,
     dtype_of,
+    exact,
     full,
     highest,
     joined,
@@ -55,10 +56,10 @@ def _truncated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 KNOWN: dict[str, Callable] = {
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _truncated, "neg": np.negative,
     "rem": lambda a, b: np.fmod(a, np.where(b == 0, 1, b)), "max": np.maximum, "min": np.minimum, "sign": np.sign,
-    "abs": np.abs, "floor": np.floor, "ceil": np.ceil, "exp": np.exp, "square": np.square, "not": np.invert,
+    "abs": np.abs, "floor": np.floor, "ceil": np.ceil, "square": np.square, "not": np.invert,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "eq": np.equal, "ne": np.not_equal,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "clamp": lambda a, x, b: np.clip(x, a, b), "exp2": np.exp2, "logistic": lambda a: 1 / (1 + np.exp(-a)),
+    "clamp": lambda a, x, b: np.clip(x, a, b),
 }  # fmt: skip
 """What primitives do with known numbers; those of others are not followed."""
 
@@ -69,20 +70,29 @@ def _elementwise(eqn: Any, ins: list[Reach]) -> list[Reach]:
         return [_select(shape, dtype, *ins)]
     if name == "convert_element_type":
         (x,) = ins
-        number = x.number if x.is_known or {x.number.dtype.kind, dtype.kind} == {"f"} else None
-        if number is None:
-            number = np.where(x.known, x.number, 0).astype(dtype)
-            number = np.where(x.known, number, highest(dtype))
-        return [made(shape, number, x.known, x.first, x.last, dtype)]
+        number, known = x.number, x.known
+        if {number.dtype.kind, dtype.kind} != {"f"}:
+            whole = np.where(known, number, 0)
+            number = whole.astype(dtype)
+            if whole.dtype.kind == "f" and dtype.kind in "iu":
+                known = known & (number == np.trunc(whole))
+            number = np.where(known, number, highest(dtype))
+        known = known & exact(number, eqn.outvars[0].aval)
+        return [made(shape, number, known, x.first, x.last, dtype)]
     known, first, last = True, FIRST, LAST
     for x in ins:
         known, first, last = known & x.known, np.minimum(first, x.first), np.maximum(last, x.last)
-    if name not in KNOWN:
+    if len(eqn.outvars) > 1:
         return [unknown(shape_of(eqn, i), dtype_of(v.aval), first, last) for i, v in enumerate(eqn.outvars)]
-    number = np.where(known, KNOWN[name](*(x.number for x in ins)), highest(dtype)) if np.any(known) else highest(dtype)
-    sure, exact = _sure(name, dtype, ins)
+    known, number = np.asarray(known) & (name in KNOWN), highest(dtype)
+    if known.any():
+        number = np.where(known, KNOWN[name](*(x.number for x in ins)), number)
+        known = known & exact(number, eqn.outvars[0].aval)
+        if name in ("div", "rem") and dtype.kind in "iu":
+            known = known & (ins[1].number != 0)
+    sure, surely = _sure(name, dtype, ins)
     if sure is not None:
-        number, known = np.where(sure & ~known, exact, number), known | sure
+        number, known = np.where(sure & ~known, surely, number), known | sure
     if dtype.kind == "f" and not np.all(known):
         number = np.where(known, number, _bound(name, ins))
     return [made(shape, number, known, first, last, dtype)]
@@ -90,7 +100,7 @@ def _elementwise(eqn: Any, ins: list[Reach]) -> list[Reach]:
 
 def _sure(name: str, dtype: np.dtype, ins: list[Reach]) -> tuple[Any, Any]:
     """Where a result is known though not all operands are, and its number. Unknown numbers are finite, and not 0/0."""
-    if name in ("mul", "div"):
+    if name == "mul" or (name == "div" and dtype.kind == "f"):
         zeros = [x.known & (x.number == 0) for x in (ins if name == "mul" else ins[:1])]
         return np.logical_or.reduce(np.broadcast_arrays(*zeros)), 0
     if name in ("and", "or") and dtype.kind == "b":
@@ -102,7 +112,7 @@ def _sure(name: str, dtype: np.dtype, ins: list[Reach]) -> tuple[Any, Any]:
         exact = sum(np.where(a, s * x.number, 0) for a, s, x in zip(at, signs, ins, strict=True))
         return np.logical_or.reduce(np.broadcast_arrays(*at)), exact
     if name in ("exp", "exp2", "logistic"):
-        return ~ins[0].known & (ins[0].number < LOW), 0
+        return ins[0].number < LOW, 0
     return None, None
 
 
@@ -173,7 +183,7 @@ def _reduce(eqn: Any, ins: list[Reach]) -> Reach:
         return made(shape, number, known | decided, first, last, dtype)
     if name in ("reduce_max", "reduce_min"):  # also of what entries do not exceed
         return made(shape, together[name].reduce(x.number, axes), known, first, last, dtype)
-    if not x.is_known or name in ("reduce_prod", "reduce_xor"):
+    if not x.is_known or name in ("reduce_prod", "reduce_xor", "reduce_and", "reduce_or") or dtype.kind not in "biu":
         zeros = np.logical_and.reduce(x.known & (x.number == 0), axes) if name == "reduce_sum" else False
         return made(shape, np.where(zeros, 0, highest(dtype)), zeros, first, last, dtype)
     if name == "reduce_sum":
@@ -206,7 +216,7 @@ def _cumulative(eqn: Any, ins: list[Reach]) -> Reach:
     turned = lambda a: np.flip(a, axis) if back else a
     run = lambda op, a: turned(op.accumulate(turned(a), axis))
     ops = {"cumsum": np.add, "cumprod": np.multiply, "cummax": np.maximum, "cummin": np.minimum}
-    if x.is_known and name in ops:
+    if x.is_known and name in ops and (x.number.dtype.kind in "biu" or name in ("cummax", "cummin")):
         number = run(ops[name], full(x.number, x.shape, [axis]))
         return made(x.shape, number.astype(x.number.dtype), True)
     first, last = run(np.minimum, x.first), run(np.maximum, x.last)
@@ -264,7 +274,7 @@ def _product(eqn: Any, ins: list[Reach]) -> Reach:
         np.where(is_live, most, LAST).max(axes, initial=LAST),
     )
     return (
-        made(shape, 0, ~is_live.any(axes), first, last, float)
+        made(shape, 0, ~is_live.any(axes), first, last, dtype_of(eqn.outvars[0].aval))
         if not is_live.any(axes).all()
         else unknown(shape, dtype_of(eqn.outvars[0].aval), first, last)
     )

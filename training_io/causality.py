@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from training_io.soundness import refuse
 
 ROWS, LENGTH = 2, 256
 """Sequences, and most positions of each, for which a model is checked."""
-AT_MOST = 1024
-"""Most positions, where a sequence of LENGTH would be another program."""
+AT_MOST = 2048
+"""Most tokens, where ROWS of LENGTH would be another program."""
 BLOCKS = 4
 """Blocks of attention at LENGTH positions."""
 PROVED = "logits of a position depend on no later token, and on no other document"
@@ -43,7 +44,12 @@ class Unproved(Exception):
 
 
 def check_causal(
-    forward: Any, length: int, source: Any = None, known: Path | None = None, sampled: bool = False
+    forward: Any,
+    length: int,
+    source: Any = None,
+    known: Path | None = None,
+    sampled: bool = False,
+    rows: int = 2,
 ) -> str:
     """Refuses a model whose logits depend on a later token of the document, or on another document or sequence.
 
@@ -56,6 +62,7 @@ def check_causal(
         known: directory that records what was found right, so that each model is checked once; None: no record.
         sampled: whether each sequence is one document, as in sampling. Of a model that says causal=False, it is then
             checked that nothing but its rules lets a position see later ones.
+        rows: sequences of a microbatch.
 
     Returns:
         Why nothing is proved; empty where it is.
@@ -70,10 +77,10 @@ def check_causal(
     # In FP8 the scale of a product is that of its largest entry, whichever position has it.
     alone = {"document_mask": True, "fp8": False} if sampled else {"fp8": False}
     forward = dataclasses.replace(forward, training=dataclasses.replace(forward.training, **alone))
-    settings = forward.model.c, forward.training, length, sampled
+    settings = forward.model.c, forward.training, rows, length, sampled
 
     def find() -> list[Finding]:
-        return list(dict.fromkeys(_findings(forward, length, calls, declared, sampled)))
+        return list(dict.fromkeys(_findings(forward, (rows, length), calls, declared, sampled)))
 
     try:
         refuse(find, known if source else None, source, "causality", settings)
@@ -88,9 +95,11 @@ def _rule_of(model: Any) -> Rule:
     return rule if isinstance(rule, Rule) else Rule()
 
 
-def _findings(forward: Any, length: int, calls: list[Call], declared: bool, sampled: bool) -> Iterator[Finding]:
+def _findings(
+    forward: Any, sizes: tuple[int, int], calls: list[Call], declared: bool, sampled: bool
+) -> Iterator[Finding]:
     for call in distinct(calls):
-        if not declared and sees_later(forward.rule(call.rule), length):  # at all distances
+        if not declared and sees_later(forward.rule(call.rule), sizes[1]):  # at all distances
             yield Finding(
                 f"the rule `{call.rule}` of layer {call.turn} lets a position see later ones\n  remedy: {REMEDY}"
             )
@@ -100,46 +109,44 @@ def _findings(forward: Any, length: int, calls: list[Call], declared: bool, samp
         paths = {path_of(forward, call._replace(dropout=call.dropout and seeds))[0] for call in calls} or {"einsum"}
         # Kernels are compared with einsum before the first step: modeling.attention_calls.check_paths.
         for path in sorted({"einsum" if path in KERNELS else path for path in paths}):
-            more = length, declared, sampled, seeds
+            more = sizes, declared, sampled, seeds
             of_path = lambda path, more=more: list(_of_program(with_path(forward, path), *more))
             if found := of_path(path):
                 yield from of_path("einsum") or found  # whose lines are those of the formulas
 
 
-def _of_program(forward: Any, length: int, declared: bool, sampled: bool, seeds: bool) -> Iterator[Finding]:
-    trace = functools.cache(lambda length: _traced(forward, length, declared, seeds))
-    short = min(length, LENGTH)
+def _of_program(forward: Any, sizes: tuple[int, int], declared: bool, sampled: bool, seeds: bool) -> Iterator[Finding]:
+    trace = functools.cache(lambda sizes: _traced(forward, sizes, declared, seeds))
+    small = ROWS, min(sizes[1], LENGTH)
+    is_large = sizes[0] < ROWS or math.prod(sizes) > AT_MOST
     try:
-        program = trace(length)
-        if short < length:
-            same = list(operations(trace(short))) == list(operations(program))
-            short = short if same else length
+        own = list(operations(trace(sizes)))
     except Exception as error:  # whatever the program does there
-        if short == length or length > AT_MOST:
-            lines = str(error).splitlines() or [""]
-            raise Unproved(
-                f"on one device its forward pass does not trace: {type(error).__name__}: {lines[0]}"
-            ) from None
-        short = length
-    if short > AT_MOST:
-        raise Unproved(f"its operations at {length} positions are others than at {LENGTH}")
-    starts = np.zeros((ROWS, short), bool)
+        lines = str(error).splitlines() or [""]
+        raise Unproved(f"on one device its forward pass does not trace: {type(error).__name__}: {lines[0]}") from None
+    try:
+        others = own != list(operations(trace(small)))
+    except Exception:
+        others = True
+    if others and is_large:
+        raise Unproved(f"its operations on {sizes[0]} × {sizes[1]} tokens are others than on {small[0]} × {small[1]}")
+    rows, length = sizes if others else small
+    starts = np.zeros((rows, length), bool)
     starts[:, 0] = True
     if not sampled:
-        places = [short // 5, short // 5 + 1, short // 2], [2 * short // 3]
-        for row, at in zip(starts, places, strict=True):
-            row[at] = True
-    targets = tokens(ROWS, short)
-    inputs = targets.moved(lambda x: x[..., None], (ROWS, short, len(inputs_of(forward.model))))
+        starts[::2, [length // 5, length // 5 + 1, length // 2]] = True
+        starts[1::2, 2 * length // 3] = True
+    targets = tokens(rows, length)
+    inputs = targets.moved(lambda x: x[..., None], (rows, length, len(inputs_of(forward.model))))
     weights = [unknown(x.shape, dtype_of(x)) for x in jax.tree.leaves(shapes_of(forward.model.table))]
     batch = [targets, constant(starts), unknown(starts.shape, bool), *([inputs] if inputs.shape[-1] else [])]
-    args = [*weights, *batch, *([unknown((ROWS,), np.dtype(np.uint32))] if seeds else [])]
-    documents = starts if forward.training.document_mask else np.arange(short)[None] * np.ones((ROWS, 1)) == 0
-    if problem := find_later(trace(short), args, documents):
+    args = [*weights, *batch, *([unknown((rows,), np.dtype(np.uint32))] if seeds else [])]
+    documents = starts if forward.training.document_mask else np.arange(length)[None] * np.ones((rows, 1)) == 0
+    if problem := find_later(trace((rows, length)), args, documents):
         yield Finding(f"{problem}\n  remedy: {REMEDY}")
 
 
-def _traced(forward: Any, length: int, declared: bool, seeds: bool) -> Any:
+def _traced(forward: Any, sizes: tuple[int, int], declared: bool, seeds: bool) -> Any:
     """The forward pass of a batch on one device; with rules that are `declared` not to be causal made so."""
     model = forward.model
 
@@ -155,7 +162,7 @@ def _traced(forward: Any, length: int, declared: bool, seeds: bool) -> Any:
             )
         return forward(forward.copies(w), read, model.logits, attend)[0]
 
-    shape = lambda dtype, *more: jax.ShapeDtypeStruct((ROWS, length, *more), dtype)
+    shape = lambda dtype, *more: jax.ShapeDtypeStruct((*sizes, *more), dtype)
     count = len(inputs_of(model))
     batch = TokenBatch(
         targets=shape(jnp.uint32),
@@ -163,11 +170,11 @@ def _traced(forward: Any, length: int, declared: bool, seeds: bool) -> Any:
         loss_mask=shape(bool),
         **({"inputs": shape(jnp.uint32, count)} if count else {}),
     )
-    args = shapes_of(model.table), batch, jax.ShapeDtypeStruct((ROWS,), jnp.uint32) if seeds else None
+    args = shapes_of(model.table), batch, jax.ShapeDtypeStruct(sizes[:1], jnp.uint32) if seeds else None
     one = AbstractMesh((1, 1, 1), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     # Through no mesh at all: JAX does not change from one mesh to another of a different size.
     none = AbstractMesh((), ())
     on_one = jax.sharding.use_abstract_mesh(one)
-    blocks, dtype = small_blocks(-(-length // BLOCKS)), compute_scope(forward.training.compute_dtype)
+    blocks, dtype = small_blocks(-(-sizes[1] // BLOCKS)), compute_scope(forward.training.compute_dtype)
     with jax.sharding.use_abstract_mesh(none), on_one, blocks, dtype:
         return jax.jit(logits).trace(*args).jaxpr

@@ -268,7 +268,8 @@ class Run:
             proof = {"programs": ["training", "evaluation"], "mesh": dict(jax.sharding.get_mesh().shape)}
             add_facts(self.directory, self.start, {"proof": proof})
             self.print("proof      training and evaluation compute on this mesh what they compute on one device")
-        unproved = check_causal(self.forward, t.seq_len, source, kept_programs("soundness"))
+        of_microbatch = t.batch_size // t.microbatches
+        unproved = check_causal(self.forward, t.seq_len, source, kept_programs("soundness"), rows=of_microbatch)
         add_facts(self.directory, self.start, {"causality": unproved or "proved"})
         self.print(f"causality  {f'not proved: {unproved}' if unproved else PROVED}")
         check_paths(self.forward, t.seq_len, kept_programs("attention"))

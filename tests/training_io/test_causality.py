@@ -142,6 +142,7 @@ WRONG = {  # name: the model, what the line says
     "cumsum of all documents": (mixed(lambda x, _: jnp.cumsum(x, 1)), "cumsum: .*in an earlier document"),
     "centred convolution": (mixed(centred), "conv_general_dilated"),
     "shift": (TokenShift, r"token_shift.py:\d+: slice: .*in an earlier document"),
+    "rounded places": (attends(lambda q, k: jnp.bfloat16(q.index + 400) >= jnp.bfloat16(k.index + 400)), "reduce_max"),
     "logits": (AtTheEnd, "reduce_sum"),
 }  # fmt: skip
 
@@ -242,17 +243,16 @@ def test_a_model_that_says_so_is_not_proved():
         verdict(forward(Declared), sampled=True)
 
 
-def far(x, tokens):
-    """Reads 600 positions ahead."""
-    return jnp.pad(x[:, 600:], ((0, 0), (0, min(600, x.shape[1])), (0, 0)))
-
-
 def test_what_depends_on_the_length_is_checked_at_it_or_not_proved(monkeypatch):
     by_length = mixed(lambda x, _: x if x.shape[1] <= causality.LENGTH else jnp.flip(jnp.sin(x), 1))
     with pytest.raises(ValueError, match="rev: "):
         verdict(forward(by_length), causality.LENGTH + 8)
     monkeypatch.setattr(causality, "AT_MOST", causality.LENGTH)
-    assert re.match("its operations at 264 positions", verdict(forward(by_length), causality.LENGTH + 8))
+    assert re.match("its operations on 2 × 264 tokens are others", verdict(forward(by_length), causality.LENGTH + 8))
+    by_rows = mixed(lambda x, _: x if len(x) == 2 else jnp.flip(jnp.sin(x), 1))
+    with pytest.raises(ValueError, match="rev: "):
+        verdict(forward(by_rows), rows=3)
+    assert re.match("its operations on 1 × 16 tokens are others", verdict(forward(by_rows), rows=1))
 
 
 def test_a_rule_is_checked_at_all_distances():
