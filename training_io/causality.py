@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from cluster.devices import kept_programs
 from input_loader import TokenBatch
 from modeling.attention import KERNELS
 from modeling.attention_calls import Call, calls_of, distinct, path_of, sees_later, with_path
@@ -31,7 +32,6 @@ AT_MOST = 2048
 """Most tokens, where ROWS of LENGTH would be another program."""
 BLOCKS = 4
 """Blocks of attention at LENGTH positions."""
-PROVED = "logits of a position depend on no later token, and on no other document"
 REMEDY = (
     "a position may learn from those before it in its document: through attend, by rules.causal and "
     "rules.same_document, or masked by tokens.document. A model that is not causal on purpose says so: "
@@ -87,6 +87,15 @@ def check_causal(
     except Unproved as why:
         return str(why)
     return ""
+
+
+def describe_causality(forward: Any, source: Any) -> str:
+    """The line of a run's log: the model is causal, or why that is not proved. Raises ShardError as check_causal."""
+    t = forward.training
+    rows = t.batch_size // t.microbatches
+    if unproved := check_causal(forward, t.seq_len, source, kept_programs("soundness"), rows=rows):
+        return f"causality  not proved: {unproved}"
+    return "causality  the logits of a position depend on no later token, and on no other document"
 
 
 def _rule_of(model: Any) -> Rule:

@@ -19,7 +19,7 @@ from configuration.foreign import shown
 from input_loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
-from training_io.causality import PROVED, check_causal
+from training_io.causality import describe_causality
 from training_io.checkpoint import ANOTHER, Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
 from training_io.compiling import compile_step, start_drawing
@@ -262,16 +262,12 @@ class Run:
         Tracing checks all types of the step, and refuses a step that communicates wrongly.
         """
         t = self.c.training
-        source = self.provenance["source"]
         if jax.sharding.get_mesh().size > 1:
-            check_steps(self.programs, self.c, self.model, source, kept_programs("soundness"))
+            check_steps(self.programs, self.c, self.model, self.provenance["source"], kept_programs("soundness"))
             proof = {"programs": ["training", "evaluation"], "mesh": dict(jax.sharding.get_mesh().shape)}
             add_facts(self.directory, self.start, {"proof": proof})
             self.print("proof      training and evaluation compute on this mesh what they compute on one device")
-        of_microbatch = t.batch_size // t.microbatches
-        unproved = check_causal(self.forward, t.seq_len, source, kept_programs("soundness"), rows=of_microbatch)
-        add_facts(self.directory, self.start, {"causality": unproved or "proved"})
-        self.print(f"causality  {f'not proved: {unproved}' if unproved else PROVED}")
+        self.print(describe_causality(self.forward, self.provenance["source"]))
         check_paths(self.forward, t.seq_len, kept_programs("attention"))
         shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))
         lowered = training_step.lower(state, shapes, np.int32(self.start), self.norm_limit(self.start))

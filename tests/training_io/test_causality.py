@@ -193,12 +193,21 @@ def changes(kind: type) -> float:
     return found
 
 
-@pytest.mark.parametrize("name", RIGHT)
+QUICK = {"Llama", "own attention", "recurrence", "mixture of depths", "other documents", "rule", "leak", "shift"}
+QUICK |= {"norm of the batch", "rounded places"}
+
+
+def some(names):
+    """The names as parameters; all but a few are marked as long."""
+    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("name", some(RIGHT))
 def test_a_causal_model_passes(name):
     assert verdict(forward(RIGHT[name])) == ""
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", some(WRONG))
 def test_a_model_whose_logits_change_is_refused_with_its_line(name):
     kind, message = WRONG[name]
     with pytest.raises(ValueError, match=message) as refused:
@@ -206,10 +215,8 @@ def test_a_model_whose_logits_change_is_refused_with_its_line(name):
     assert "Rule(causal=False)" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "mixture of depths" else pytest.mark.long) for name in (*RIGHT, *WRONG)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*RIGHT, *WRONG])
 def test_the_logits_of_what_is_refused_change_and_of_what_passes_do_not(name):
     found = changes(RIGHT[name] if name in RIGHT else WRONG[name][0])
     assert (found < 1e-5) if name in RIGHT else (found > 1e-3)
