@@ -227,10 +227,8 @@ class Run:
         print_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
         if self._source_differs:
             self.print(f"source     {self._source_differs}")
-        for line in attention:
-            self.print(f"attention  {line}")
-        for line in described:
-            self.print(f"pipeline   {line}")
+        for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
+            self.print(line)
         trackers = tracked(c.trackers, self.directory, c.paths.model_name, self.start, dataclasses.asdict(c))
         self._cleanup.push(self._end_by_error)
         speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)

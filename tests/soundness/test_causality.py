@@ -220,3 +220,13 @@ def test_tokens_are_those_that_change_an_entry(name):
     if name in EXACT:
         np.testing.assert_array_equal(first, least)
         np.testing.assert_array_equal(last, most)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_what_changes_an_entry_of_functions_of_functions_is_among_its_tokens(seed):
+    functions = list((EXACT | WIDER).values())
+    f, g, h = (functions[i] for i in np.random.default_rng(seed).integers(len(functions), size=3))
+    both = lambda x: h(jnp.tanh(f(x)) + jnp.tanh(g(x)))
+    (first, last), (least, most) = reach(both), measured(both)
+    assert ((first <= least) & (last >= most)).all(), (first, least, last, most)
