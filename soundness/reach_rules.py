@@ -56,7 +56,7 @@ def _truncated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 KNOWN: dict[str, Callable] = {
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _truncated, "neg": np.negative,
     "rem": lambda a, b: np.fmod(a, np.where(b == 0, 1, b)), "max": np.maximum, "min": np.minimum, "sign": np.sign,
-    "abs": np.abs, "floor": np.floor, "ceil": np.ceil, "square": np.square, "not": np.invert,
+    "abs": np.abs, "floor": np.floor, "ceil": np.ceil, "square": np.square, "log": np.log, "not": np.invert,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "eq": np.equal, "ne": np.not_equal,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "clamp": lambda a, x, b: np.clip(x, a, b),

@@ -133,6 +133,8 @@ EXACT = {
     "by an added number": added(-1e9),
     "by GPT-2's number": added(-1e4),
     "by an added -inf": added(-jnp.inf),
+    "by log 0": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2) + jnp.log(jnp.tri(LENGTH))) @ x,
+    "by products": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2) * OWN - 1e10 * (1 - OWN)) @ x,
     "sigmoids": attention(OWN, -1e9, jax.nn.sigmoid),
     "weights set to 0": attention(True, 0, lambda s: s * OWN),
     "of jax.nn": lambda x: jax.nn.dot_product_attention(*[x[:, :, None]] * 3, is_causal=True)[:, :, 0],
