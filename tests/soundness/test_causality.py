@@ -133,6 +133,7 @@ EXACT = {
     "by an added number": added(-1e9),
     "by GPT-2's number": added(-1e4),
     "by an added -inf": added(-jnp.inf),
+    "largest score": lambda x: jnp.max(x @ x.swapaxes(1, 2) + jnp.where(OWN, 0, -1e9), 2, keepdims=True) * jnp.ones(WIDTH),
     "by log 0": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2) + jnp.log(jnp.tri(LENGTH))) @ x,
     "by products": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2) * OWN - 1e10 * (1 - OWN)) @ x,
     "sigmoids": attention(OWN, -1e9, jax.nn.sigmoid),
