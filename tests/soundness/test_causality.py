@@ -133,7 +133,6 @@ EXACT = {
     "by an added number": added(-1e9),
     "by GPT-2's number": added(-1e4),
     "by an added -inf": added(-jnp.inf),
-    "largest score": lambda x: jnp.max(x @ x.swapaxes(1, 2) + jnp.where(OWN, 0, -1e9), 2, keepdims=True) * jnp.ones(WIDTH),
     "by log 0": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2) + jnp.log(jnp.tri(LENGTH))) @ x,
     "by products": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2) * OWN - 1e10 * (1 - OWN)) @ x,
     "sigmoids": attention(OWN, -1e9, jax.nn.sigmoid),
@@ -175,6 +174,7 @@ EXACT = {
     "mapped": jax.vmap(lambda x: jnp.cumsum(x, 0)),
 }  # fmt: skip
 WIDER = {  # whose entries may depend on more than they do: on values that tokens choose
+    "largest score": lambda x: jnp.max(x @ x.swapaxes(1, 2) + jnp.where(OWN, 0, -1e9), 2, keepdims=True) + 0 * x,
     "sort": lambda x: jnp.sort(x, 1),
     "argsort": lambda x: jnp.take_along_axis(x, jnp.argsort(x[..., :1], 1), 1),
     "mixture of depths": depths,
