@@ -103,13 +103,14 @@ def describe_attention(forward: Any, length: int) -> list[str]:
     """The path of each layer of a period, and its reason. Raises ValueError if training.attention cannot compute it."""
     period, lines = period_of(forward.model), []
     for call in calls_of(forward, length):
-        path, why = _path_of(forward, call)
+        path, why = path_of(forward, call)
         layer = f"layer {call.turn} of {period}: " if period > 1 else ""
         lines.append(f"{path}{f' (auto: {why})' if why else ''}; {layer}{call.rule}")
     return lines
 
 
-def _path_of(forward: Any, call: Call) -> tuple[str, str]:
+def path_of(forward: Any, call: Call) -> tuple[str, str]:
+    """Path of a call of attention, and the reason where `auto` chose it. Raises ValueError if it cannot compute it."""
     rule, sinks = forward.rule(call.rule), call.sinks is not None
     return choose(forward.training.attention, rule, call.q, call.dropout, sinks)
 
@@ -136,7 +137,7 @@ def check_paths(forward: Any, length: int, cache: Path | None = None) -> None:
     """
     check_rules(forward, length)
     for call in distinct(calls_of(forward, length)):
-        path, _ = _path_of(forward, call)
+        path, _ = path_of(forward, call)
         if path == "einsum":
             continue
         heads = math.prod(call.q.shape[2:4])
@@ -185,6 +186,17 @@ def check_rules(forward: Any, length: int) -> None:
                 f"by the rule `{call.rule}` of layer {call.turn} position {at[~seen][0]} of a document sees no key, so "
                 "that its attention is NaN; let each position see itself at least."
             )
+
+
+def sees_later(rule: Rule, length: int) -> bool:
+    """Whether by a rule some position of a text of `length` tokens sees one after it."""
+    # Places are arguments: XLA would compute what follows from constants while it compiles.
+    sees = jax.jit(
+        lambda q, k: jnp.any(rule.sees(q.as_queries(), k.as_keys()) & (k.as_keys().index > q.as_queries().index))
+    )
+    queries, index = min(length, max(1, 4 * PAIRS // length)), np.arange(length, dtype=np.int32)[None]
+    places = lambda index: Places(index, index, np.zeros_like(index))
+    return any(bool(sees(places(index[:, i : i + queries]), places(index))) for i in range(0, length, queries))
 
 
 def random_operands(call: Call, length: int, seed: int = 0) -> tuple[Any, ...]:

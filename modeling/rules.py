@@ -96,6 +96,9 @@ class Rule:
     [B, …]. None: the scores stay as they are."""
     scale: float | None = None
     """Factor on the products of queries and keys. None: 1/√(entries of a head)."""
+    causal: bool = True
+    """Whether the model is to be proved causal: its logits depend on no later token and no other document. False says
+    that it is not, on purpose."""
 
     def __post_init__(self):
         visible, score, scale = self.visible, self.score, self.scale
@@ -153,6 +156,7 @@ class Rule:
         parts = [_name(condition) for condition in self.visible] or ["all"]
         parts += [f"score {_name(self.score)}"] if self.score else []
         parts += [f"scale {self.scale:g}"] if self.scale is not None else []
+        parts += [] if self.causal else ["causal=False"]
         return ", ".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 With the cache, each position of a forward pass belongs to another text. This is right if a position learns from others
 through `attend` alone, if no rule lets it see later ones, and if cached attention computes what train.attention does.
+That positions learn from no later ones outside of `attend` is proved before: training_io/causality.py.
 """
 
 import functools
@@ -13,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from modeling.attention_calls import TOLERANCE, Call, calls_of, distance, distinct, random_operands, with_path
+from modeling.attention_calls import (
+    TOLERANCE,
+    Call,
+    calls_of,
+    distance,
+    distinct,
+    random_operands,
+    sees_later,
+    with_path,
+)
 from modeling.model import Tokens, compute_scope, period_of
 from modeling.rules import Places, Rule
 from sampling.cache import cached_attention
@@ -27,7 +37,7 @@ from shardlib.values import mesh_axes
 QUERIES = 16
 """Number of positions at which cached attention is compared."""
 PAIRS = 2**24
-"""Largest number of pairs of positions that are checked at a time."""
+"""Largest number of pairs of positions at which it is compared."""
 
 
 class Verdict(NamedTuple):
@@ -51,21 +61,10 @@ def verdict(forward: Any, weights: Any, context: int) -> Verdict:
         context: number of tokens that the next one can see.
 
     Raises:
-        ValueError: a layer lets positions learn from later ones outside of `attend`, or from other texts, so that no
-            text can be continued; a rule depends on the length; or cached attention differs from train.attention.
+        ValueError: a rule depends on the length; or cached attention differs from train.attention.
     """
-    t, module = jax.sharding.get_mesh().shape["t"], f"of model.module {forward.model.c.module!r}"
-    by_earlier, by_later, by_others = _mixing_parts(forward, weights, 4 * t)
-    if by_others:
-        raise ValueError(
-            f"{by_others} {module} lets a text learn from the others of its batch, so that a text would depend on "
-            "those that are drawn beside it. Let it compute each sequence by itself."
-        )
-    if by_later:
-        raise ValueError(
-            f"{by_later} {module} lets a position learn from later ones outside of attend, so that its texts cannot be "
-            "continued. Let it go through attend, or from earlier positions alone."
-        )
+    t = jax.sharding.get_mesh().shape["t"]
+    by_earlier = _mixing_parts(forward, weights, 4 * t)
     calls = calls_of(forward, -(-context // t) * t)
     for call, shorter in zip(calls, calls_of(forward, 4 * t), strict=True):
         if _program_of(call.rule, call) != _program_of(shorter.rule, call):
@@ -74,7 +73,7 @@ def verdict(forward: Any, weights: Any, context: int) -> Verdict:
                 "decoding are others. Compute what it needs from the places of query and key."
             )
     for call in distinct(calls):
-        if _sees_later(forward.rule(call.rule), context):
+        if sees_later(forward.rule(call.rule), context):
             return Verdict(f"a position sees later ones: {call.rule}", sees_later=True)
     turns = [call.turn for call in calls]
     for turn in range(period_of(forward.model)):
@@ -96,29 +95,12 @@ def _program_of(rule: Rule, call: Call) -> str:
     return hash_of(jax.jit(run).trace(scores, places, places, heads, call.learned))
 
 
-def _sees_later(rule: Rule, context: int) -> bool:
-    """Whether some position of a text sees one after it."""
-    queries = min(context, max(1, PAIRS // context))
+def _mixing_parts(forward: Any, weights: Any, length: int) -> str:
+    """Names of the parts of the model in which, outside of `attend`, positions learn from earlier ones.
 
-    @jax.jit
-    def sees(first: jax.Array) -> jax.Array:
-        index = lambda count: jnp.arange(count, dtype=jnp.int32)[None]
-        q = Places.in_one_document(index(queries) + first).as_queries()
-        k = Places.in_one_document(index(context)).as_keys()
-        return jnp.any(rule.sees(q, k) & (k.index > q.index))
-
-    return any(bool(sees(np.int32(first))) for first in range(0, context, queries))
-
-
-def _mixing_parts(forward: Any, weights: Any, length: int) -> list[str]:
-    """Names of the parts of the model in which, outside of `attend`, positions learn from others.
-
-    Returns the parts in which they learn from earlier positions, those in which they learn from later ones, and those
-    in which they learn from another text.
-
-    Each part runs on two texts of `length` positions, and again after a change of one position of the first text, its
-    first or its last. The change is of the token and of the residual stream, also to NaN, which weights of 0 do not
-    hide. A part that reads only from positions farther away than `length` is not found.
+    Each part runs on a text of `length` positions, and again after a change of its first position. The change is of the
+    token and of the residual stream, also to NaN, which weights of 0 do not hide. A part that reads only from positions
+    farther away than `length` is not found.
     """
     model, names = forward.model, ["embed", *["layer"] * period_of(forward.model), "logits"]
     place = np.arange(length, dtype=np.int32)[None]
@@ -133,9 +115,8 @@ def _mixing_parts(forward: Any, weights: Any, length: int) -> list[str]:
     def per_device(w: model.Weights) -> f32["N"]:
         w, axes, t = forward.copies(w), tuple(mesh_axes()), shardops.axis_size("t")
         own_place = shardops.axis_index("t") * (length // t) + jnp.arange(length // t)[None]
-        in_first = jnp.array([True, False])[:, None]
-        of_both = lambda x: varying(jnp.broadcast_to(x, (2, length)), ("r", "d"))
-        tokens_of = lambda ids: Tokens(of_both(ids), of_both(place), of_both(0 * place)).prepared(model)
+        own = lambda x: varying(jnp.asarray(x), ("r", "d"))
+        tokens_of = lambda ids: Tokens(own(ids), own(place), own(0 * place)).prepared(model)
 
         def layer(turn: int, x: jax.Array, ids: jax.Array) -> jax.Array:
             w_layer, tokens = jax.tree.map(lambda stack: stack[turn], w.layers), tokens_of(ids)
@@ -146,16 +127,11 @@ def _mixing_parts(forward: Any, weights: Any, length: int) -> list[str]:
         layers = [functools.partial(layer, turn) for turn in range(period_of(model))]
         logits = lambda x, ids: model.logits(w, x)
 
-        ids = jax.random.randint(jax.random.key(0), (2, length), 0, model.c.vocab).astype(jnp.uint32)
+        ids = jax.random.randint(jax.random.key(0), (1, length), 0, model.c.vocab).astype(jnp.uint32)
         x = embed(None, ids)
-        given = [(x, ids)]
-        for end in (0, length - 1):
-            other_ids = jnp.where(in_first & (place == end), (ids + 1) % jnp.uint32(model.c.vocab), ids)
-            given += [
-                (jnp.where((in_first & (own_place == end))[..., None], y, x), other_ids) for y in (jnp.nan, -3 * x)
-            ]
+        other_ids = jnp.where(place == 0, (ids + 1) % jnp.uint32(model.c.vocab), ids)
+        given = [(x, ids), *((jnp.where((own_place == 0)[..., None], y, x), other_ids) for y in (jnp.nan, -3 * x))]
         given = jax.tree.map(lambda *alternatives: jnp.stack(alternatives), *given)
-        changed = jnp.array([0, 0, length - 1, length - 1])[:, None, None]
 
         found = []
         for part in (embed, *layers, logits):
@@ -164,14 +140,12 @@ def _mixing_parts(forward: Any, weights: Any, length: int) -> list[str]:
             after = jnp.stack(after)
             moved = ~((plain == after) | (jnp.isnan(plain) & jnp.isnan(after)))
             moved = jnp.any(moved, axis=tuple(range(3, moved.ndim)))
-            at = place if plain.shape[1] == length else own_place
-            first, second = moved[:, :1], moved[:, 1:]
-            found += [jnp.any(first & (at > changed)), jnp.any(first & (at < changed)), jnp.any(second)]
+            found.append(jnp.any(moved & ((place if plain.shape[1] == length else own_place) > 0)))
         return lax.pmax(varying(jnp.float32(jnp.stack(found)), axes), axes)
 
     with compute_scope(forward.training.compute_dtype):
-        moved = np.asarray(jax.jit(per_device)(weights)).reshape(len(names), 3) > 0
-    return [", ".join(dict.fromkeys(np.array(names)[column])) for column in moved.T]
+        moved = np.asarray(jax.jit(per_device)(weights)) > 0
+    return ", ".join(dict.fromkeys(np.array(names)[moved]))
 
 
 def _check_cached_attention(forward: Any, call: Call, context: int) -> None:

@@ -35,6 +35,7 @@ from sampling.drawing import ROUNDING, Settings, check_ids, choose, compare, gat
 from sampling.probes import verdict
 from shardlib import shardops
 from shardlib.shardtypes import Array, bool_, f32, i32, typed_shard_map, u32
+from training_io.causality import check_causal
 from training_io.soundness import check_program
 
 CHUNK = 32
@@ -208,7 +209,8 @@ class Sampler:
             prompts: token ids. After an empty prompt, the text begins after bos.
 
         Raises:
-            ValueError: token ids outside the model's vocabulary.
+            ValueError: token ids outside the model's vocabulary, or a model in which positions learn from later ones
+                outside of `attend`: its texts cannot be continued.
         """
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.c.vocab)
@@ -222,7 +224,11 @@ class Sampler:
         """Decides once whether texts are drawn with a cache."""
         if self.why_no_cache is None:
             start = time.perf_counter()
-            self.why_no_cache, self.sees_later = verdict(self.forward, weights, self.context)
+            unproved = check_causal(self.forward, self.context, self._source, kept_programs("soundness"), sampled=True)
+            if unproved:
+                self.why_no_cache = f"it is not proved that a position sees no later token: {unproved}"
+            else:
+                self.why_no_cache, self.sees_later = verdict(self.forward, weights, self.context)
             self.speed.compile_seconds += time.perf_counter() - start
 
     def batch_for(self, texts: int) -> int:

@@ -105,7 +105,7 @@ KINDS = {
     "soft-cap": of("OfSoftCap", rule=Rule(score=capped)),
     "alternating": of("Alternating", period=2, rules=(Rule((*MASKS, Window(WINDOW))), Rule(scale=0.3))),
     "sinks": Sinks,
-    "prefix": of("OfPrefix", rule=Rule((prefix, same_document))),
+    "prefix": of("OfPrefix", rule=Rule((prefix, same_document), causal=False)),
     "no positions": NoPositions,
 }
 

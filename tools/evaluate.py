@@ -29,7 +29,7 @@ from omegaconf import MISSING
 from rich.console import Console
 
 import train
-from cluster.devices import known_options
+from cluster.devices import kept_programs, known_options
 from configuration.checks import at_least_0, at_least_1, check_choice, check_ranges, within
 from configuration.program import run_program
 from configuration.words import for_console
@@ -47,6 +47,7 @@ from text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
 from text.local_files import KINDS, match
 from training_io import config as run_config
 from training_io import opening
+from training_io.causality import check_causal
 from training_io.evaluation import evaluate as evaluate_batches
 from training_io.opening import MeshChoice
 from training_io.saved import check_addresses
@@ -177,6 +178,9 @@ def open_run(config: Config, write_line: Callable[[str], None] = print) -> OpenR
             c.training.attention = "auto"
         with jax.set_mesh(mesh):
             weights, source = saved.read_weights(model, which, train.programs, config.other_source, write_line)
+            forward = train.Forward(model, c.training)
+            if why := check_causal(forward, c.training.seq_len, source, kept_programs("soundness")):
+                write_line(f"not proved that a position sees no later token: {why}")
     return OpenRun(c, saved.step, which, model, weights, mesh, source, config)
 
 

@@ -19,6 +19,7 @@ from configuration.words import say
 from input_loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
+from training_io.causality import describe_causality
 from training_io.checkpoint import ANOTHER, Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
 from training_io.compiling import compile_step, start_drawing
@@ -226,10 +227,8 @@ class Run:
         print_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
         if self._source_differs:
             self.print(f"source     {self._source_differs}")
-        for line in attention:
-            self.print(f"attention  {line}")
-        for line in described:
-            self.print(f"pipeline   {line}")
+        for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
+            self.print(line)
         trackers = tracked(c.trackers, self.directory, c.paths.model_name, self.start, dataclasses.asdict(c))
         self._cleanup.push(self._end_by_error)
         speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)
@@ -261,12 +260,12 @@ class Run:
         Tracing checks all types of the step, and refuses a step that communicates wrongly.
         """
         t = self.c.training
-        source = self.provenance["source"]
         if jax.sharding.get_mesh().size > 1:
-            check_steps(self.programs, self.c, self.model, source, kept_programs("soundness"))
+            check_steps(self.programs, self.c, self.model, self.provenance["source"], kept_programs("soundness"))
             proof = {"programs": ["training", "evaluation"], "mesh": dict(jax.sharding.get_mesh().shape)}
             add_facts(self.directory, self.start, {"proof": proof})
             self.print("proof      training and evaluation compute on this mesh what they compute on one device")
+        self.print(describe_causality(self.forward, self.provenance["source"]))
         check_paths(self.forward, t.seq_len, kept_programs("attention"))
         shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))
         lowered = training_step.lower(state, shapes, np.int32(self.start), self.norm_limit(self.start))

@@ -44,7 +44,7 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: P
     """
     mesh = jax.sharding.get_abstract_mesh()
     settings = {k: v for k, v in dataclasses.asdict(c).items() if k in ("model", "optimizer", "training", "pipeline")}
-    _refuse(lambda: find_unsound(programs, c, model, mesh), known, source, settings)
+    refuse(lambda: find_unsound(programs, c, model, mesh), known, source, settings)
 
 
 def check_program(program: Any, args: Any, source: Any, known: Path | None, *settings: Any) -> None:
@@ -62,10 +62,10 @@ def check_program(program: Any, args: Any, source: Any, known: Path | None, *set
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     find = lambda: prove(lambda: {program.__name__: program.trace(*shapes).jaxpr})
-    _refuse(find, known if source else None, source, program.__name__, settings, repr(shapes))
+    refuse(find, known if source else None, source, program.__name__, settings, repr(shapes))
 
 
-def _refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) -> None:
+def refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) -> None:
     """Raises ShardError for what `find` finds, but for `parts` in which nothing was found before."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = *parts, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()

@@ -1,0 +1,211 @@
+"""Which tokens the entries of a value may depend on, and which of them are known numbers.
+
+Tokens are numbered through the batch: token i of sequence b is b·L + i. Of each entry the first and the last token that
+it may depend on are kept, and where it is the same for all tokens and weights, its number.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+FIRST, LAST = np.int32(2**30), np.int32(-1)
+"""The first and the last token of an entry that depends on none."""
+MOST = 2**24
+"""Largest number of entries that are computed one by one. Beyond it, all that a dim holds is taken together."""
+LOW = -1e3
+"""Numbers so low are 0 once exp was taken of them."""
+
+
+@dataclasses.dataclass(eq=False)
+class Reach:
+    """What is known of a value. Each array has the dims of the value, of size 1 where all entries along one are alike.
+
+    Attributes:
+        shape: of the value.
+        number: of known entries, their numbers; of others, what they do not exceed.
+        known: whether an entry is the same number for all tokens and weights.
+        first: first token that an entry may depend on; FIRST: none.
+        last: last such token; LAST: none.
+        why: where tokens first came in that a position must not see; None: nowhere.
+    """
+
+    shape: tuple[int, ...]
+    number: np.ndarray
+    known: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    why: Any = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all entries are known."""
+        return bool(self.known.all())
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no entry depends on a token."""
+        return bool((self.last < 0).all())
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The four arrays."""
+        return self.number, self.known, self.first, self.last
+
+    def moved(self, move: Callable[[np.ndarray], np.ndarray], shape: Sequence[int]) -> "Reach":
+        """The value with entries moved, each array by itself."""
+        return Reach(tuple(shape), *map(move, self.arrays()))
+
+
+def dtype_of(aval: Any) -> np.dtype:
+    """Dtype in which numbers of a value are kept."""
+    dtype = getattr(aval, "dtype", None)
+    if not isinstance(dtype, np.dtype):
+        return np.dtype(np.int32)  # keys
+    return dtype if dtype.kind in "biu" else np.dtype(complex if dtype.kind == "c" else float)
+
+
+def highest(dtype: Any) -> Any:
+    """What an unknown number does not exceed."""
+    dtype = np.dtype(dtype)
+    return dtype.type(np.inf) if dtype.kind == "f" else dtype.type(0)
+
+
+def made(
+    shape: Sequence[int], number: Any, known: Any, first: Any = FIRST, last: Any = LAST, dtype: Any = None
+) -> Reach:
+    """A Reach of these arrays, which broadcast to `shape`. Dims along which all are alike have size 1."""
+    dtype, rank = np.dtype(dtype or np.asarray(number).dtype), len(shape)
+    pad = lambda x: np.reshape(x, (1,) * (rank - np.ndim(x)) + np.shape(x))
+    number, known, first, last = map(pad, (np.asarray(number, dtype), np.asarray(known), first, last))
+    if known.all():
+        known, first, last = np.ones((1,) * rank, bool), pad(FIRST), pad(LAST)
+    elif not known.any():
+        known = np.zeros((1,) * rank, bool)
+        if dtype.kind != "f" or not (number < np.inf).any():
+            number = pad(highest(dtype))
+    elif last.max(initial=-1) >= 0:
+        first, last = np.where(known, FIRST, first), np.where(known, LAST, last)
+    return Reach(tuple(shape), number, known, np.asarray(first, np.int32), np.asarray(last, np.int32))
+
+
+def exact(number: Any, aval: Any) -> np.ndarray:
+    """Where a number is one that the dtype of a value holds: others are rounded, nobody knows how."""
+    dtype = getattr(aval, "dtype", None)
+    if not isinstance(dtype, np.dtype) or dtype.kind in "biu":
+        return np.ones(np.shape(number), bool)
+    number = np.asarray(number)
+    return (number.astype(dtype).astype(number.dtype) == number) | (number != number)
+
+
+def unknown(shape: Sequence[int], dtype: Any, first: Any = FIRST, last: Any = LAST) -> Reach:
+    """A value of which no number is known."""
+    return made(shape, highest(dtype), False, first, last, dtype)
+
+
+def constant(array: Any) -> Reach:
+    """A known array. One that is large, or of no numbers, is one of unknown numbers."""
+    shape = tuple(np.shape(array))
+    if math.prod(shape) > MOST or not isinstance(getattr(array, "dtype", np.dtype(float)), np.dtype):
+        return unknown(shape, np.dtype(np.float64))
+    array = np.asarray(array)
+    if array.dtype.kind not in "biu":
+        array = array.astype(complex if array.dtype.kind == "c" else float)
+    return made(shape, array, True)
+
+
+def alike(value: Reach) -> Reach:
+    """The value, with dims of size 1 where all entries turn out to be alike."""
+
+    def settled(x: np.ndarray) -> np.ndarray:
+        for i, size in enumerate(x.shape):
+            if size > 1:
+                one = x.take([0], i)
+                x = one if ((x == one) | ((x != x) & (one != one))).all() else x
+        return x
+
+    return Reach(value.shape, *map(settled, value.arrays()), value.why)
+
+
+def full(x: np.ndarray, shape: Sequence[int], dims: Iterable[int]) -> np.ndarray:
+    """An array with all entries along `dims`."""
+    dims = set(dims)
+    return np.broadcast_to(x, tuple(n if i in dims else m for i, (m, n) in enumerate(zip(x.shape, shape, strict=True))))
+
+
+def over(value: Reach, dims: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+    """First and last token of all entries along `dims` together, which stay as dims of size 1."""
+    dims = tuple(dims)
+    return value.first.min(dims, keepdims=True, initial=FIRST), value.last.max(dims, keepdims=True, initial=LAST)
+
+
+def of_all(values: Iterable[Reach]) -> tuple[np.int32, np.int32]:
+    """First and last token of all entries of all values."""
+    spans = [(value.first.min(initial=FIRST), value.last.max(initial=LAST)) for value in values]
+    return min((a for a, _ in spans), default=FIRST), max((b for _, b in spans), default=LAST)
+
+
+def joined(values: Sequence[Reach], dtype: np.dtype) -> Reach:
+    """What holds of a value that is one of these, nobody knows which."""
+    first, *rest = values
+    number, known, a, b = first.arrays()
+    for other in rest:
+        same = known & other.known & ((number == other.number) | ((number != number) & (other.number != other.number)))
+        number, known = np.maximum(number, other.number) if dtype.kind == "f" else number, same
+        a, b = np.minimum(a, other.first), np.maximum(b, other.last)
+    result = made(first.shape, number, known, a, b, dtype)
+    result.why = next((value.why for value in values if value.why), None)
+    return result
+
+
+def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
+    """An array of a value of shape `old`, for the shape `new`: dims are made whole only where they are cut."""
+    sizes, result, i, j = [], [], 0, 0
+    while i < len(old) or j < len(new):
+        a, b, m, n = i, j, 1, 1
+        while m != n or (i == a and j == b):
+            if (m <= n or j == len(new)) and i < len(old):
+                m, i = m * old[i], i + 1
+            else:
+                n, j = n * new[j], j + 1
+        is_alike = all(size == 1 for size in x.shape[a:i])
+        sizes += x.shape[a:i] if is_alike else old[a:i]
+        result += [1] * (j - b) if is_alike else new[b:j]
+    return np.broadcast_to(x, sizes).reshape(result)
+
+
+def taken(x: np.ndarray, dim: int, at: np.ndarray, size: int, fill: Any) -> np.ndarray:
+    """Entries `at` of dim `dim`, which has `size` of them; `fill` for those outside of it."""
+    inside = (at >= 0) & (at < size)
+    if x.shape[dim] == 1 and inside.all():
+        return x
+    shape = [1] * x.ndim
+    shape[dim] = len(at)
+    found = x.take(np.clip(at, 0, x.shape[dim] - 1) if x.shape[dim] > 1 else np.zeros(len(at), int), dim)
+    return np.where(inside.reshape(shape), found, fill)
+
+
+# ---- rules of primitives
+
+RULES: dict[str, Callable[..., Any]] = {}
+
+
+def rule(*names: str) -> Callable:
+    """Decorator of the rule (eqn, ins) -> Reach, or a list of them, of the primitives `names`."""
+
+    def register(function: Callable) -> Callable:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def shape_of(eqn: Any, i: int = 0) -> tuple[int, ...]:
+    """Shape of result i of an equation."""
+    return tuple(getattr(eqn.outvars[i].aval, "shape", ()))
+
+
+def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
+    """Each entry of each result may depend on all entries of all operands."""
+    return [unknown(shape_of(eqn, i), dtype_of(var.aval), *of_all(ins)) for i, var in enumerate(eqn.outvars)]
