@@ -24,7 +24,7 @@ from soundness.equation import Equation, comparable
 AS_IS = frozenset("copy copy_p pvary pcast convert_element_type".split())  # noqa: SIM905
 """Primitives that keep all entries and the shape, if they keep the dtype."""
 REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())  # noqa: SIM905
-SHAPING = REDUCTIONS | frozenset("transpose broadcast_in_dim squeeze expand_dims reshape".split())  # noqa: SIM905
+SHAPING = REDUCTIONS | frozenset("transpose broadcast_in_dim squeeze expand_dims reshape slice".split())  # noqa: SIM905
 
 
 class Layout(NamedTuple):
@@ -337,6 +337,8 @@ def _view(eqn: Any, x: Layout, shape: tuple[int, ...]) -> Layout | None:
     elif name == "expand_dims":
         old = iter(x.strides)
         strides = [0 if j in params["dimensions"] else next(old) for j in range(len(shape))]
+    elif name == "slice" and shape == x.shape:
+        strides = x.strides
     elif name == "reshape" and params.get("dimensions") is None:
         if [n for n in shape if n > 1] == [n for n in x.shape if n > 1]:
             old = iter(s for n, s in zip(x.shape, x.strides, strict=True) if n > 1)
@@ -351,6 +353,9 @@ def _shape_here(eqn: Any, x: Layout) -> tuple[int, ...] | None:
     name, params, there = eqn.primitive.name, eqn.params, _shape(eqn.outvars[0])
     if name in AS_IS:
         return x.shape
+    if name == "slice":  # a part of a dim may be the one entry that there is here
+        sizes = zip(x.shape, _shape(eqn.invars[0]), there, strict=True)
+        return x.shape if all(b == a or (n == 1 < a and b > 0) for n, a, b in sizes) else None
     if name == "transpose":
         return tuple(x.shape[i] for i in params["permutation"])
     if name == "broadcast_in_dim":
@@ -373,7 +378,8 @@ def _shape_here(eqn: Any, x: Layout) -> tuple[int, ...] | None:
 def _cut(eqn: Any, xs: list[Layout], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
     """An equation on one device, as it is here for the operands `xs` and a result of this shape."""
     of = lambda var, shape: SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, var.aval.dtype))
-    sizes = {name: tuple(shape) for name in ("shape", "new_sizes") if name in eqn.params}
+    sizes = {name: tuple(shape) for name in ("shape", "new_sizes", "limit_indices") if name in eqn.params}
+    sizes |= {"start_indices": (0,) * len(shape)} if eqn.primitive.name == "slice" else {}
     return SimpleNamespace(
         primitive=eqn.primitive,
         params={**(params or eqn.params), **sizes},

@@ -181,7 +181,7 @@ class Interpreter:
                 f"the result is sharded over {', '.join(sorted(both))}, over which it is also a partial sum",
                 "reduce the partial sum first, with psum or psum_scatter",
             )
-        if math.isnan(value.ratio):
+        if math.isnan(value.ratio) and not value.is_constant:
             raise Refused("a number is zero, or of another sign, on some meshes alone", "compute it from whole sizes")
         if eq.twin is not None:
             for k, (dim, here, there) in enumerate(zip(value.dims, shape, eq.twin.outvars[i].aval.shape, strict=True)):

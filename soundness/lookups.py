@@ -248,7 +248,7 @@ def _dynamic_update_slice(eq: Equation) -> Value:
     eq.block(x), eq.block(y)
     assembled: frozenset[str] = frozenset()
     for i, (a, b, start) in enumerate(zip(eq.shape(), eq.shape(1), starts, strict=True)):
-        if a == b and not start.offset:
+        if a == b and eq.twin_shape()[i] == eq.twin_shape(1)[i] and not start.offset:
             dims.append(eq.joined(i, [x.dims[i], y.dims[i]]))
             continue
         if start.offset:

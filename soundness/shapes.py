@@ -194,7 +194,7 @@ def _take(pieces: list[_Piece], size: int, there: int | None, last: bool) -> lis
         if need % piece.size == 0 and (there is None or piece.is_uniform or rest % piece.whole == 0):
             taken.append(pieces.pop(0))
             product, product_there = product * piece.size, product_there * piece.whole
-        elif need > 0 and piece.size % need == 0 and size % product == 0:
+        elif need and piece.size % need == 0 and size % product == 0 and (need > 1 or piece.whole > piece.size):
             uncut = piece.size // need
             taken.append(dataclasses.replace(piece, size=need, whole=piece.whole // uncut, name=""))
             pieces[0] = dataclasses.replace(piece, size=uncut, whole=uncut, axes=(), name="")
