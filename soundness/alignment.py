@@ -20,6 +20,7 @@ from shardlib.equations import CALLS, body_of
 from shardlib.marks import is_region
 from soundness import choices, rings
 from soundness.equation import Equation, comparable
+from soundness.rules import OF_SIZES
 
 AS_IS = frozenset("copy copy_p pvary pcast convert_element_type".split())  # noqa: SIM905
 """Primitives that keep all entries and the shape, if they keep the dtype."""
@@ -272,7 +273,7 @@ FORMS = REDUCTIONS | SCATTERS | {"dot_general", "gather"}
 
 def _same_but_form(own: Any, eqn: Any) -> bool:
     """Whether two equations have the same parameters, but for those that say which dim is which."""
-    names = own.params.keys() - {"axes", "dimension_numbers", "slice_sizes"}
+    names = own.params.keys() - OF_SIZES - {"axes", "dimension_numbers"}
     pairs = (map(comparable, (own.params[name], eqn.params[name])) for name in names)
     return all(a == b or (a != a and b != b) or callable(a) for a, b in pairs)  # NaN is a value to fill in
 

@@ -124,6 +124,28 @@ def test_shipped_steps_are_proved(name):
         assert [str(f) for f in find_unsound(train.programs, c, load_model(c.model), mesh)] == []
 
 
+AT_ONE_ENTRY = {  # of a shipped configuration on a mesh with t devices: what is set for a device to have one entry
+    "one head": lambda c, t: {"n_kv": t, "heads": t},
+    "one sequence": lambda c, t: {"batch_size": c.mesh.r * 2 * c.training.microbatches},
+    "one position": lambda c, t: {"seq_len": t},
+    "one column of d_ff": lambda c, t: {"d_ff": t},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in RUNS])
+@pytest.mark.parametrize("what", ["all", *(pytest.param(what, marks=pytest.mark.slow) for what in AT_ONE_ENTRY)])
+def test_shipped_steps_are_proved_at_one_entry(name, what):
+    c, t = load(name), 8
+    chosen = AT_ONE_ENTRY.values() if what == "all" else [AT_ONE_ENTRY[what]]
+    new = {key: value for setting in chosen for key, value in setting(c, t).items()}
+    change = lambda of: dataclasses.replace(of, **{k: v for k, v in new.items() if k in of.__dataclass_fields__})
+    c = dataclasses.replace(c, model=change(c.model), training=change(c.training))
+    c.training = dataclasses.replace(c.training, loss_chunk=None)  # which a sequence of t positions has not
+    sizes = {"r": c.mesh.r, "d": 2, "t": t} | ({"p": c.mesh.p} if c.mesh.p > 1 else {})
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    assert [str(f) for f in find_unsound(train.programs, c, load_model(c.model), mesh)] == []
+
+
 WRONG = {  # an edit of train.py that the types accept, and what the check says of it
     "norm of positions": (
         "jnp.mean(jnp.square(x32), axis=-1, keepdims=True)",
