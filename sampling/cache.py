@@ -31,21 +31,24 @@ def window_start(length: int, context: int) -> int:
 
 @pytree_dataclass
 class KeyValues:
-    """Keys and values of the tokens of N texts in one layer, with S places for each text."""
+    """Keys and values of the tokens of _N texts in one layer, with _S places for each text.
 
-    k: act["N/r/d S K/t D"]
-    v: act["N/r/d S K/t D"]
+    Names of dims that begin with _ are the sampler's own, so that those of a model's weights cannot be the same.
+    """
+
+    k: act["_N/r/d _S K/t D"]
+    v: act["_N/r/d _S K/t D"]
 
 
 @pytree_dataclass
 class Texts:
-    """The progress of N texts."""
+    """The progress of _N texts."""
 
-    number: i32["N/r/d"]  # of the text, which selects its noise
-    length: i32["N/r/d"]  # tokens so far, with those of the prompt
-    token: u32["N/r/d"]  # the last token (bos in an empty text), which the model has not read yet
-    place: i32["N/r/d"]  # of that token in its window; equal to the context if the window is full
-    left: i32["N/r/d"]  # tokens still to be drawn
+    number: i32["_N/r/d"]  # of the text, which selects its noise
+    length: i32["_N/r/d"]  # tokens so far, with those of the prompt
+    token: u32["_N/r/d"]  # the last token (bos in an empty text), which the model has not read yet
+    place: i32["_N/r/d"]  # of that token in its window; equal to the context if the window is full
+    left: i32["_N/r/d"]  # tokens still to be drawn
 
 
 @typed
@@ -90,7 +93,7 @@ def next_logits(
 
     Here and below, `forward` is the train.Forward of the model.
     """
-    # On each device the same array: N/r/d texts are the L positions of its one sequence.
+    # On each device the same array: _N/r/d texts are the L positions of its one sequence.
     ids: u32["B/r/d L"] = texts.token[None]
     place: i32["B/r/d L"] = texts.place[None]
 
@@ -106,8 +109,8 @@ def next_logits(
 
 @typed
 def next_logits_without_cache(
-    w: W, ids: u32["N/r/d S"], texts: Texts, forward: Any
-) -> tuple[act["B/r/d L V/t"], u32["N/r/d S"]]:
+    w: W, ids: u32["_N/r/d _S"], texts: Texts, forward: Any
+) -> tuple[act["B/r/d L V/t"], u32["_N/r/d _S"]]:
     """Logits like `next_logits`, from the tokens `ids` of whole windows, and `ids` with `texts.token` added."""
     index = jnp.arange(len(ids))
     ids = ids.at[index, texts.place].set(texts.token, mode="drop")
@@ -121,16 +124,16 @@ def next_logits_without_cache(
         return attend_in_window(None, q, k, v, rule.within_documents(), *options, **more)
 
     last = jnp.minimum(texts.place, ids.shape[1] - 1)
-    with Scope():  # in which N texts are the batch, and L is the length of their windows
+    with Scope():  # in which _N texts are the batch, and L is the length of their windows
         logits, *_ = forward(w, tokens, forward.model.logits, attend)
     return logits[index, last][None], ids
 
 
 @typed
-def window_cache(w: W, ids: u32["N/r/d L"], forward: Any, size: int) -> Array["layers", KeyValues]:
+def window_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array["layers", KeyValues]:
     """The cache after windows of tokens, with `size` places. Padding at the end of a window is never read."""
-    positions: i32["N/r/d L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    one_document: i32["N/r/d L"] = jnp.zeros(ids.shape, jnp.int32)
+    positions: i32["_N/r/d _L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    one_document: i32["_N/r/d _L"] = jnp.zeros(ids.shape, jnp.int32)
     tokens = Tokens(ids, positions, one_document)
     attend_in_window = forward.attend(tokens)
 

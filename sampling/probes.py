@@ -112,7 +112,7 @@ def _mixing_parts(forward: Any, weights: Any, length: int) -> str:
         return (q + k[..., None, :] + v[..., None, :] + shared).astype(q.dtype)
 
     @typed_shard_map
-    def per_device(w: model.Weights) -> f32["N"]:
+    def per_device(w: model.Weights) -> f32["_N"]:
         w, axes, t = forward.copies(w), tuple(mesh_axes()), shardops.axis_size("t")
         own_place = shardops.axis_index("t") * (length // t) + jnp.arange(length // t)[None]
         own = lambda x: varying(jnp.asarray(x), ("r", "d"))
@@ -130,7 +130,8 @@ def _mixing_parts(forward: Any, weights: Any, length: int) -> str:
         ids = jax.random.randint(jax.random.key(0), (1, length), 0, model.c.vocab).astype(jnp.uint32)
         x = embed(None, ids)
         other_ids = jnp.where(place == 0, (ids + 1) % jnp.uint32(model.c.vocab), ids)
-        given = [(x, ids), *((jnp.where((own_place == 0)[..., None], y, x), other_ids) for y in (jnp.nan, -3 * x))]
+        is_first = lambda x: jnp.expand_dims(own_place == 0, range(2, x.ndim))
+        given = [(x, ids), *((jnp.where(is_first(x), y, x), other_ids) for y in (jnp.nan, -3 * x))]
         given = jax.tree.map(lambda *alternatives: jnp.stack(alternatives), *given)
 
         found = []

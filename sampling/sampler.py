@@ -113,7 +113,7 @@ class Sampler:
         gather = gathers.once(training.gather_weights)
 
         @typed_shard_map
-        def prefill(w: Weights, ids: u32["N/r/d L"], fresh: bool_["N/r/d"], cache: Cache | None) -> Cache:
+        def prefill(w: Weights, ids: u32["_N/r/d _L"], fresh: bool_["_N/r/d"], cache: Cache | None) -> Cache:
             new = window_cache(forward.copies(w, gather), ids, forward, cache_size)
             choose = lambda old, x: jnp.where(fresh[None, :, None, None, None], x, old)
             return new if cache is None else jax.tree.map(choose, cache, new)
@@ -125,7 +125,7 @@ class Sampler:
                 cache, texts = carry
                 logits, cache = next_logits(w, cache, texts, forward)
                 own = choose(logits, texts.number[None], texts.length[None], s)
-                drawn = shardops.per_device("N/r/d", lambda own: gathered(own)[0], own, reason=TEXTS_ARE_POSITIONS)
+                drawn = shardops.per_device("_N/r/d", lambda own: gathered(own)[0], own, reason=TEXTS_ARE_POSITIONS)
                 continues = (texts.left > 0) & (texts.place < self.context)
                 ended = jnp.isin(drawn, jnp.array(s.stop, jnp.uint32))
                 texts = dataclasses.replace(
@@ -141,13 +141,13 @@ class Sampler:
             return cache, texts, drawn
 
         @typed_shard_map
-        def decode(w: Weights, cache: Cache, texts: Texts) -> tuple[Cache, Texts, u32["T N/r/d"]]:
+        def decode(w: Weights, cache: Cache, texts: Texts) -> tuple[Cache, Texts, u32["_T _N/r/d"]]:
             return drawn_after(next_logits, w, cache, texts)
 
         @typed_shard_map
         def decode_windows(
-            w: Weights, ids: u32["N/r/d L"], texts: Texts
-        ) -> tuple[u32["N/r/d L"], Texts, u32["T N/r/d"]]:
+            w: Weights, ids: u32["_N/r/d _L"], texts: Texts
+        ) -> tuple[u32["_N/r/d _L"], Texts, u32["_T _N/r/d"]]:
             return drawn_after(next_logits_without_cache, w, ids, texts)
 
         @typed_shard_map

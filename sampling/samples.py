@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from cluster.watch import pause
+from configuration.words import say
 from input_loader.codec import codec_of_data
 from sampling.drawing import Settings, check_ids
 from sampling.sampler import Sampler
@@ -52,15 +53,25 @@ class TrainingSamples:
         self._mesh, self._placement = folded_mesh(c), run.placement
         with jax.set_mesh(self._mesh):
             self._sampler = Sampler(forward, settings, context=t.seq_len, source=run.provenance["source"])
-        self._path, self._wrote = run.directory / "samples.jsonl", False
+        self._path, self._wrote, self._failed = run.directory / "samples.jsonl", False, False
 
     def write(self, weights: Any) -> None:
-        """Samples with these weights, after the steps that are done."""
+        """Samples with these weights, after the steps that are done.
+
+        If that fails, a warning says why, and there are no more samples: a run can do without them.
+        """
         done = self._run.done
         weights = without_stages(weights, self._placement, self._mesh)
-        with pause("sampling texts"), jax.set_mesh(self._mesh):
-            first = self._sampler.why_no_cache is None
-            drawn = self._sampler.generate(weights, self._prompts)
+        if self._failed:
+            return
+        first = self._sampler.why_no_cache is None
+        try:
+            with pause("sampling texts"), jax.set_mesh(self._mesh):
+                drawn = self._sampler.generate(weights, self._prompts)
+        except Exception as error:  # of the user's model, on every process alike
+            self._failed = True
+            say(f"WARNING: no samples: {type(error).__name__}: {error}\nThe run goes on without samples.")
+            return
         if first and self._sampler.why_no_cache:
             self._run.print(f"sampling   without a cache, which is slower: {self._sampler.why_no_cache}")
         lines = []

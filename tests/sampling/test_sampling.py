@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import tiny
 from jax import lax
 from jax.sharding import AxisType
+from recipes import module_of
 
 import train
 from input_loader import TokenBatch
@@ -33,7 +35,7 @@ def forced_logits(w, c, rows, lengths, window, steps):
     """Logits[steps, rows, V] after `rows`: their first `lengths` tokens at once, then one after the other."""
     forward = tiny.forward(tiny.config(c))
 
-    def run(w: train.Transformer, ids: u32["N/r/d P"], texts: Texts, forced: u32["T N/r/d"]) -> f32["T B/r/d L V/t"]:
+    def run(w: train.Transformer, ids: u32["_N/r/d P"], texts: Texts, forced: u32["T _N/r/d"]) -> f32["T B/r/d L V/t"]:
         w = forward.copies(w)
         past = window_cache(w, ids, forward, rows.shape[1])
 
@@ -119,6 +121,16 @@ def weights(mesh):
 def generate(mesh, settings=NUCLEUS, prompts=PROMPTS, context=CONTEXT, batch=64, **changes):
     with jax.set_mesh(tiny.mesh(mesh)):
         return Sampler(tiny.forward(tiny.config(**changes)), settings, context, batch).generate(weights(mesh), prompts)
+
+
+def test_names_of_a_models_dims_are_its_own():
+    """With N for d_ff: texts are no multiple of it."""
+    source = Path(train.__file__).read_text().replace("F/t", "N/t")
+    with module_of(source) as module, jax.set_mesh(tiny.mesh("one device")):
+        c = tiny.config(tiny.model(module=module.__name__, d_ff=24))
+        w = tiny.place(jax.tree.map(lambda x: np.asarray(x), tiny.state(c).weights), module.Transformer)
+        texts = Sampler(tiny.forward(c), NUCLEUS, CONTEXT).generate(w, PROMPTS)
+    assert [len(text) for text in texts] == [NUCLEUS.max_tokens] * len(PROMPTS)
 
 
 @pytest.fixture(scope="module")

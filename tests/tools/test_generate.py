@@ -158,6 +158,15 @@ def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_pat
             samples_of(c, tmp_path)
 
 
+def test_a_sample_that_fails_is_one_warning(tmp_path, capsys):
+    with jax.set_mesh(tiny.mesh("d=8")):
+        samples = samples_of(settings(tmp_path), tmp_path)
+        for _ in range(2):
+            samples.write(None)  # no weights: as a model may fail that trains
+    assert capsys.readouterr().out.count("WARNING: no samples: ") == 1
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
 # ---- the tool -----------------------------------------------------------------------------------------------------
 
 
