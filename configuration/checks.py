@@ -19,6 +19,7 @@ def within(low: float, end: float, default: Any = dataclasses.MISSING, **options
 
 
 at_least_0 = functools.partial(within, 0, math.inf)
+above_0 = functools.partial(within, math.ulp(0), math.inf)
 at_least_1 = functools.partial(within, 1, 2**31)
 
 
@@ -35,7 +36,8 @@ def check_ranges(section: str, settings: Any) -> None:
 def check_range(name: str, value: float | None, low: float = 1, end: float = 2**31) -> None:
     """Checks that a number is in [low, end). None is in every range."""
     if value is not None and not low <= value < end:  # NaN is in no range
-        raise ValueError(f"{name} is {value}; it must be at least {low} and {_UPPER.get(end, f'below {end}')}.")
+        least = "above 0" if low == math.ulp(0) else f"at least {low}"
+        raise ValueError(f"{name} is {value}; it must be {least} and {_UPPER.get(end, f'below {end}')}.")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:

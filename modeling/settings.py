@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from configuration.checks import at_least_0, at_least_1, check_choice, within
+from configuration.checks import above_0, at_least_0, at_least_1, check_choice, within
 
 
 @dataclasses.dataclass
@@ -42,7 +42,7 @@ class ModelConfig:
     """Entries of one head; even, since RoPE turns pairs."""
     d_ff: int = within(1, 2**24, kw_only=True)
     """Hidden width of the MLP (SwiGLU). Sharded over t."""
-    rope_base: float = at_least_0(10_000.0)
+    rope_base: float = above_0(10_000.0)
     """Base of the rotary wavelengths (arXiv 2104.09864)."""
     rope_scaling: RopeScaling | None = None
     """Null: no scaling."""
@@ -57,7 +57,7 @@ class ModelConfig:
     qk_norm: bool = False
     """RMSNorm over each head of the queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388). Its weights are
     sharded over t and d, so that d_head must be a multiple of t·d devices."""
-    logit_softcap: float | None = at_least_0(None)
+    logit_softcap: float | None = above_0(None)
     """Logits x become softcap·tanh(x/softcap) (arXiv 2408.00118, section 2). Null: no cap."""
     bos_id: int = 0
     """Token id before the first token of each document, in [0, vocab)."""
@@ -74,7 +74,5 @@ class ModelConfig:
         """Raises ValueError for settings that contradict each other, or do not suit sequences of `seq_len` tokens."""
         if self.d_head % 2:
             raise ValueError(f"model.d_head is {self.d_head}; RoPE turns pairs of entries, so it must be even.")
-        if self.logit_softcap == 0:
-            raise ValueError("model.logit_softcap is 0, which would make all logits 0; null turns it off.")
         if self.rope_scaling is not None:
             check_choice("model.rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from configuration.checks import check_ranges
 from modeling.settings import ModelConfig, RopeScaling
 from models.huggingface_tensors import check_names, check_tensors, tied, whole_number
 from train import Transformer, TransformerLayer, weight_table
@@ -198,6 +199,8 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[M
         qk_norm=kind == "qwen3",
         bos_id=given["bos_token_id"],
     )
+    check_ranges("model", c)
+    c.check(seq_len=1)
     _check_weights(weight_table(c), c)
     whole, layers = _tensor_names(c)
     # Tied models may have the table a second time. Old files of Llama hold RoPE's frequencies.

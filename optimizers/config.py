@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from configuration.checks import at_least_0, at_least_1, check_choice, check_ranges, within
+from configuration.checks import above_0, at_least_0, at_least_1, check_choice, check_ranges, within
 from modeling.model import COMPUTE_DTYPES
 from modeling.weights import KINDS
 
@@ -57,13 +57,13 @@ class OptimizerConfig:
     """Nesterov momentum of the gradients of matrices, in [0, 1)."""
     muon_iterations: int = within(1, 101, 5)
     """Number of Newton-Schulz iterations that orthogonalize an update, in [1, 100]."""
-    muon_rms: float = at_least_0(0.2)
+    muon_rms: float = above_0(0.2)
     """Root mean square of the entries of a matrix's update, before the learning rate. 0.2 is about that of AdamW, so
     that AdamW's learning rates fit (arXiv 2502.16982, section 2.2)."""
     state_dtype: str = "f32"
     """Dtype of adam_mu and adam_nu between steps; a step computes in f32. bf16: rounded at random, so that they are
     right on average. It takes half the memory: 4 bytes less for each weight under AdamW, 2 under Muon."""
-    clip_norm: float = at_least_0(1.0)
+    clip_norm: float = above_0(1.0)
     """Gradients of a larger global norm are scaled down to it."""
     z_loss: float = at_least_0(0.0)
     """Factor on the squared log of the softmax normalizer (arXiv 2204.02311, section 5); 0 turns it off."""
