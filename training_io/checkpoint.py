@@ -79,6 +79,8 @@ class Checkpointer:
         self._saving: concurrent.futures.Future | None = None
         self._clean = False
         self._told: set[str] = set()
+        self.rotates = True
+        """Whether a complete checkpoint removes older ones than the latest `keep`."""
         self.check_owner: Callable[[], None] = lambda: None
         """Called by process 0 before anything is written, and before a checkpoint is complete. It may raise OSError."""
 
@@ -313,7 +315,7 @@ class Checkpointer:
         self.store.remove(name)
 
     def _remove_oldest(self) -> None:
-        for step in self.steps()[: -self._keep] if self._keep else []:
+        for step in self.steps()[: -self._keep] if self._keep and self.rotates else []:
             try:
                 self.remove(step)
             except OSError as error:

@@ -237,6 +237,13 @@ class RunLog:
                 except OSError as error:
                     raise OSError(f"{self._problem(error)}; lines of its last steps are lost.") from error
 
+    def sync(self) -> None:
+        """Writes the metrics of the last step, and waits until the disk has all lines."""
+        self.flush()
+        if self._file is not None:
+            with optional(str(self._path)):
+                os.fsync(self._file.fileno())
+
     def _write_line(self, record: dict[str, Any]) -> None:
         if self._file is None:
             return

@@ -361,13 +361,13 @@ class Run:
         """
         finite = are_finite(state)
         self._finish_last_save()
-        following = self._batch_of(self.done - 1) + 1
-        metadata = {"config": dataclasses.asdict(self.c), "loader": self.loader.state(following)}
-        metadata["provenance"] = self.provenance
+        loader = self.loader.state(self._batch_of(self.done - 1) + 1)
+        metadata = {"config": dataclasses.asdict(self.c), "loader": loader, "provenance": self.provenance}
 
         def check() -> None:
-            self._log.flush()  # a complete checkpoint has the lines of all its steps
+            self._log.sync()  # a complete checkpoint has the lines of all its steps
             metadata["skips"] = self._skips.state()
+            self.checkpoints.rotates = not self._skips.in_a_row  # what made steps fail may be in the newest already
             check_finite(finite, self.done, self.checkpoints.latest_step, self._replay_of(self.done - 1))
 
         orders = stack_orders(self.placement, type(state), state)
@@ -424,6 +424,7 @@ class Run:
         self._log.close()
         self.checkpoints.wait()
         trace = self._profiler.close()
+        self._skips.check_any_taken(self.done - self.start)
         if self._skips.count:
             self.print(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if jax.process_index() == 0 and (why := doubt(self._peak, self._log.highest_mfu)):

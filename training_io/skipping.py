@@ -43,7 +43,9 @@ class SkippedSteps:
         self._above, self._most, self._tell = training.skip_above, training.max_skipped, tell
         self.count: int = state.get("count", 0)
         """Number of skipped steps of the run."""
-        self._in_a_row: int = state.get("in_a_row", 0)
+        self.in_a_row: int = state.get("in_a_row", 0)
+        """Number of the last steps that were skipped, one after the other."""
+        self._before = self.count
         norms = [(int(step), float(norm)) for step, norm in state.get("norms", [])]
         self._norms = collections.deque(norms, maxlen=WINDOW + DELAY)
 
@@ -62,24 +64,32 @@ class SkippedSteps:
         if self._above is not None and not isinstance(grad_norm, str):
             self._norms.append((step, grad_norm))
         if not skipped:
-            self._in_a_row = 0
+            self.in_a_row = 0
             return
-        self.count, self._in_a_row = self.count + 1, self._in_a_row + 1
+        self.count, self.in_a_row = self.count + 1, self.in_a_row + 1
         numbers = [x if isinstance(x, str) else f"{x:.4g}" for x in (loss, grad_norm)]
         why = "loss {}, gradient norm {}".format(*numbers)
         if not isinstance(loss, str) and not isinstance(grad_norm, str):
             why += f", above the limit {self.limit(step):.4g} of training.skip_above" * bool(self._above)
         self._tell(step, why)
-        if self._most is not None and self._in_a_row >= self._most:
+        if self._most is not None and self.in_a_row >= self._most:
             raise FloatingPointError(
-                f"{self._in_a_row} steps in a row were skipped, the last of them step {step} ({why}); "
+                f"{self.in_a_row} steps in a row were skipped, the last of them step {step} ({why}); "
                 f"training.max_skipped is {self._most}. Leave these batches out (data.skip_steps), from an earlier "
                 f"checkpoint (training.resume_step); or {SMALLER_RATE}."
             )
 
+    def check_any_taken(self, steps: int) -> None:
+        """Raises FloatingPointError if all of the `steps` of this start were skipped."""
+        if 0 < steps <= self.count - self._before:
+            raise FloatingPointError(
+                f"all {steps} steps of this start were skipped, so that nothing was learned: the events `skipped` of "
+                f"metrics.jsonl say why. Start from an earlier checkpoint (training.resume_step); or {SMALLER_RATE}."
+            )
+
     def state(self) -> dict[str, Any]:
         """JSON values from which a resumed run goes on."""
-        return {"count": self.count, "in_a_row": self._in_a_row, "norms": [list(pair) for pair in self._norms]}
+        return {"count": self.count, "in_a_row": self.in_a_row, "norms": [list(pair) for pair in self._norms]}
 
 
 def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list]]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +242,32 @@ def test_a_checkpoint_is_written_after_the_lines_of_its_steps(tmp_path, dataset,
     monkeypatch.setattr(Checkpointer, "_write", counted)
     run(tmp_path / "run", dataset)
     assert lines == {4: [0, 1, 2, 3], 8: [*range(8)]}
+
+
+class Broken(train.Llama):
+    """A model whose loss is never finite."""
+
+    def embed(self, w, tokens):
+        return super().embed(w, tokens) * jnp.nan
+
+
+@pytest.mark.long
+def test_a_run_whose_steps_are_all_skipped_fails_and_keeps_all_checkpoints(tmp_path, dataset):
+    with pytest.raises(FloatingPointError, match="all 3 steps of this start were skipped, so that nothing was learned"):
+        run(tmp_path / "run", dataset, 3, model=Broken, checkpoint_interval=1, keep_checkpoints=1)
+    assert Checkpointer(tmp_path / "run" / "checkpoints").steps() == [1, 2, 3]
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_is_complete(tmp_path, dataset, monkeypatch):
+    fsync, order = os.fsync, []
+
+    def noted(descriptor):
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    run(tmp_path / "run", dataset, 1)
+    assert order.index("metrics.jsonl") < order.index("zarr.json.part")
 
 
 @pytest.mark.slow
