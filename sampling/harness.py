@@ -6,7 +6,7 @@ import jax
 
 from sampling.drawing import Settings
 from sampling.sampler import Sampler
-from sampling.scoring import Scorer, log_likelihoods, windows
+from sampling.scoring import Scorer, log_likelihoods, products_in, windows
 from text.codec import TextCodec
 
 MAX_TOKENS = 256
@@ -74,7 +74,7 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
             found = [""] * len(requests)
             for settings, of in by_settings.items():
                 prompts = [codec.encode(requests[i].args[0]) for i, _ in of]
-                with jax.set_mesh(scorer.mesh):
+                with jax.set_mesh(scorer.mesh), products_in(scorer.forward.training.compute_dtype):
                     sampler = Sampler(scorer.forward, settings, scorer.length, source=scorer.source)
                     drawn = sampler.generate(weights, prompts)
                 for (i, until), prompt, ids in zip(of, prompts, drawn, strict=True):

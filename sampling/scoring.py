@@ -8,6 +8,7 @@ A sequence begins with a token that is only read. Each sequence stands alone in 
 losses do not depend on the others, but for rounding.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,11 @@ POSITIONS = 2**14
 """Largest number of positions on a device, but for those of a single sequence."""
 READ_AHEAD = 64
 """Number of batches whose sequences are sorted by length before they are computed."""
+
+
+def products_in(dtype: str) -> Any:
+    """Context in which products of a compute dtype are as exact as it is: by default GPUs round f32 to TF32."""
+    return jax.default_matmul_precision("highest") if dtype == "f32" else contextlib.nullcontext()
 
 
 class Scored(NamedTuple):
@@ -104,7 +110,8 @@ class Scorer:
         @jax.jit
         @functools.wraps(per_device)
         def losses(w: Any, batch: TokenBatch, ids: jax.Array):
-            with compute_scope(forward.training.compute_dtype):
+            dtype = forward.training.compute_dtype
+            with compute_scope(dtype), products_in(dtype):
                 found = per_device(w, batch, ids)
             return jax.tree.map(lambda x: jax.reshard(x, PartitionSpec()), found)
 

@@ -38,11 +38,11 @@ from input_loader import make_loader
 from input_loader.codec import codec_of_data
 from input_loader.padded import PaddedLoader
 from modeling.attention import KERNELS
-from modeling.model import inputs_of, load_model
+from modeling.model import COMPUTE_DTYPES, inputs_of, load_model
 from sampling.choices import answers, read_questions, shares
 from sampling.documents import Given, documents_of_dataset, documents_of_files, losses_of
 from sampling.harness import language_model
-from sampling.scoring import Scorer
+from sampling.scoring import Scorer, products_in
 from text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
 from text.local_files import KINDS, match
 from training_io import config as run_config
@@ -75,6 +75,8 @@ class Config:
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d.
     Stages of the run are left out: d takes their devices."""
+    compute_dtype: str | None = None
+    """bf16 or f32. Null: that of the run (training.compute_dtype), and f32 for an import."""
     batch: int | None = at_least_1(None)
     """Number of sequences at once, at least 1; rounded up to a multiple of r·d. Null: as many as 512 MiB of logits on
     each device allow. The run's own validation has batches of its own."""
@@ -170,17 +172,20 @@ def open_run(config: Config, write_line: Callable[[str], None] = print) -> OpenR
     """Reads the weights. Raises ValueError if there is no such run or checkpoint, or it does not fit the devices."""
     with opening.open_run(config.run, config.step, config.trust) as saved:
         c = saved.c
+        of_run = saved.metadata["config"].get("training", {}).get("compute_dtype")  # an import has none
+        dtype = config.compute_dtype or of_run or "f32"
         which = config.weights or c.training.eval_weights
         run_config.check_weights("weights", which, c.training.ema_decay)
         mesh, model = opening.mesh_for(config.mesh, c), load_model(c.model)
         platform = mesh.devices.flat[0].platform
-        if KERNELS.get(c.training.attention, platform) != platform:
+        if KERNELS.get(c.training.attention, platform) != platform or dtype != of_run:
             c.training.attention = "auto"
         with jax.set_mesh(mesh):
             weights, source = saved.read_weights(model, which, train.programs, config.other_source, write_line)
             forward = train.Forward(model, c.training)
             if why := check_causal(forward, c.training.seq_len, source, kept_programs("soundness")):
                 write_line(f"not proved that a position sees no later token: {why}")
+    c.training.compute_dtype = dtype  # after the source, of which it is a part, was compared
     return OpenRun(c, saved.step, which, model, weights, mesh, source, config)
 
 
@@ -201,7 +206,10 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
         trusted = opening.trusted_options(c, run.config.trust, write_line)
         options = known_options(trusted, write_line)
         evaluation_step = train.make_evaluation_step(c, run.model, options)
-        found = evaluate_batches(evaluation_step, run.weights, loader, batches)
+        # The products of a run in f32 stay as they were in it.
+        of_run = contextlib.nullcontext() if run.config.compute_dtype is None else products_in(t.compute_dtype)
+        with of_run:
+            found = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}
     return about | result_of(found["loss"] * found["targets"], found["targets"], found.get("utf8_bytes"))
 
@@ -302,6 +310,8 @@ def check_settings(config: Config) -> str:
     check_ranges("", config)
     if config.weights is not None:
         check_choice("weights", config.weights, run_config.WEIGHTS)
+    if config.compute_dtype is not None:
+        check_choice("compute_dtype", config.compute_dtype, tuple(COMPUTE_DTYPES))
     given = [name for name in ("data", "choices", "tasks") if getattr(config, name)]
     if len(given) > 1:
         raise ValueError(f"give one of data, choices and tasks; {' and '.join(given)} is given.")
@@ -354,6 +364,7 @@ def evaluate(config: Config, console: Console | None = None) -> dict[str, Any]:
         else:
             result = of_tasks(run, write_line) if what == "tasks" else own_validation(run, write_line)
         about = {"run": config.run, "step": run.step, "weights": run.which, "mesh": dict(run.mesh.shape)}
+        about["compute_dtype"] = run.c.training.compute_dtype
         write(about | result)
     for name, value in (about | ({} if what == "tasks" else result)).items():
         shown = f"{value:.6f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -24,6 +24,7 @@ from input_loader import DataConfig
 from modeling.model import load_model
 from text import definitions
 from text.tokenizers import ByteTokenizer
+from tools import huggingface_to_checkpoint
 from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
 from tools.evaluate import Config, MeshChoice, evaluate, open_run
 from training_io.opening import trusted_options
@@ -115,6 +116,20 @@ def test_the_bytes_are_those_of_the_tokens_evaluated(run):
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
 
 
+@pytest.mark.slow
+def test_a_run_in_bf16_is_evaluated_in_bf16_unless_told(tmp_path):
+    c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=1, compute_dtype="bf16")
+    c.data = DataConfig(filespec=write_dataset(tmp_path / "data.zarr", TEXTS))
+    c.training = dataclasses.replace(c.training, steps=1)
+    with jax.set_mesh(tiny.mesh("d=8")):
+        train.train(c, load_model(c.model), tmp_path / "run")
+    (event,) = logged(tmp_path / "run")
+    own, exact = evaluated(tmp_path / "run"), evaluated(tmp_path / "run", compute_dtype="f32")
+    assert (own["loss"], own["compute_dtype"]) == (event["loss"], "bf16")
+    assert (exact["loss"] == pytest.approx(event["loss"], rel=0.01), exact["compute_dtype"]) == (True, "f32")
+    assert exact["loss"] != event["loss"]
+
+
 def test_the_average_of_the_weights_and_fewer_batches(run):
     found, average = evaluated(run, batches=1), evaluated(run, batches=1, weights="ema")
     assert found["tokens"] == average["tokens"] == tiny.BATCH * SEQ_LEN
@@ -200,6 +215,24 @@ def test_texts_of_a_file_have_the_losses_of_the_dataset(run, tmp_path):
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     for name in ("documents", "tokens", "bytes"):
         assert found[name] == expected[name]
+
+
+def test_an_import_is_computed_in_f32_and_each_result_names_its_dtype(run, theirs, tmp_path):
+    """As transformers computes it; in bf16 it would differ by far more."""
+    exported, losses = theirs
+    imported = huggingface_to_checkpoint.Config(str(exported), str(tmp_path / "imported"))
+    huggingface_to_checkpoint.run(imported, lambda _: None)
+    expected = sum(losses(piece).sum(dtype=np.float64) for text in TEXTS[:9] for piece in cut(encoded(text)))
+    of = {}
+    for dtype in (None, "f32", "bf16"):
+        settings = {"data": f"{run.parent}/data.zarr", "max_documents": 9, "compute_dtype": dtype}
+        console = Console(file=io.StringIO())
+        of[dtype] = evaluate(Config(run=str(tmp_path / "imported"), **settings), console)
+        assert of[dtype]["compute_dtype"] == (dtype or "f32")
+        assert f"compute_dtype {dtype or 'f32'}\n" in console.file.getvalue()
+    difference = {dtype: abs(found["loss"] * found["tokens"] / expected - 1) for dtype, found in of.items()}
+    assert difference[None] == difference["f32"] < 1e-6
+    assert difference["bf16"] > 10 * difference["f32"]
 
 
 # ---- multiple choice ------------------------------------------------------------------------------------------------
@@ -334,6 +367,7 @@ def test_the_command(run, tmp_path):
     [
         ({"run": "nowhere"}, r"there is no run nowhere: `run` is a run's directory"),
         ({"step": 3}, r"no complete checkpoint of step 3"),
+        ({"compute_dtype": "fp32"}, r"compute_dtype is 'fp32'; choose one of bf16, f32"),
         ({"weights": "adam_mu"}, r"weights is 'adam_mu'; choose one of weights, ema"),
         ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
         ({"data": "a", "choices": "b"}, r"give one of data, choices and tasks; data and choices is given"),
