@@ -103,7 +103,7 @@ class Reader:
             attributes, driver = group.get("attributes") or {}, "zarr3"
         elif self._read_json(f"{split}/.zgroup"):
             attributes, driver = self._read_json(f"{split}/.zattrs"), "zarr"
-        elif self._read_json(f"{split}/encoded_tokens/zarr.json"):
+        elif any(self._read_json(f"{split}/encoded_tokens/{name}") for name in ("zarr.json", ".zarray")):
             raise ValueError(
                 f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
             )
