@@ -36,6 +36,9 @@ TOKENS_SHARD = 2**24
 STARTS_SHARD = 2**22
 """Entries of seq_starts in one file, 32 MiB uncompressed."""
 
+V2_CHUNK = 2**20
+"""Elements in one file of zarr v2, which is read and unpacked whole."""
+
 CHUNK_BYTES = 2**30
 """Largest size of a chunk that is read, unpacked: a reader holds a few of them."""
 FILE_BYTES = 2**32

@@ -1,4 +1,4 @@
-"""A one-dimensional zarr v3 array that grows by whole shards, each written once, and that resumes after a kill."""
+"""A one-dimensional zarr array that grows by whole shards, each written once, and that resumes after a kill."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import tensorstore as ts
 
 LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 CRC = {"name": "crc32c"}
+BLOSC = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 2, "blocksize": 0}
 
 
 class GrowingArray:
@@ -16,8 +17,8 @@ class GrowingArray:
         kvstore: the array's directory.
         dtype: of its elements.
         shard: elements in one file, a multiple of `inner_chunk`. An array with fewer has one smaller file.
-        inner_chunk: elements compressed together.
-        codecs: zarr v3's, as JSON.
+        inner_chunk: elements compressed together in zarr v3.
+        codecs: zarr v3's, as JSON; None for zarr v2, whose files are compressed whole, by BLOSC.
         resume: what `state` gave, to resume the array; None to begin it.
     """
 
@@ -27,7 +28,7 @@ class GrowingArray:
         dtype: np.dtype,
         shard: int,
         inner_chunk: int,
-        codecs: list[dict[str, Any]],
+        codecs: list[dict[str, Any]] | None,
         resume: tuple[int, np.ndarray] | None = None,
     ):
         self._kvstore, self._dtype, self._shard = kvstore, dtype, shard
@@ -95,17 +96,21 @@ class GrowingArray:
             "codecs": self._codecs,
             "index_codecs": [LITTLE_ENDIAN, CRC],
         }
+        metadata = {
+            "data_type": self._dtype.name,
+            "fill_value": 0,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard]}},
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        }
+        if self._codecs is None:
+            dtype = self._dtype.newbyteorder("<").str
+            metadata = {"dtype": dtype, "fill_value": 0, "chunks": [shard], "compressor": BLOSC, "filters": None}
         spec = {
-            "driver": "zarr3",
+            "driver": "zarr" if self._codecs is None else "zarr3",
             "kvstore": self._kvstore.spec().to_json(),
             # Readers take a missing chunk for damage, so chunks of zeros are stored too.
             "store_data_equal_to_fill_value": True,
-            "metadata": {
-                "data_type": self._dtype.name,
-                "fill_value": 0,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard]}},
-                "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-            },
+            "metadata": metadata,
         }
         try:
             return ts.open(spec, **how).result()

@@ -109,7 +109,7 @@ class Reader:
             check_types(f"{self.path}: zarr.json", {"attributes": attributes}, {"attributes": dict}, _AGAIN)
         elif self._read_json(f"{split}/.zgroup"):
             attributes, driver = self._read_json(f"{split}/.zattrs"), "zarr"
-        elif self._read_json(f"{split}/encoded_tokens/zarr.json"):
+        elif any(self._read_json(f"{split}/encoded_tokens/{name}") for name in ("zarr.json", ".zarray")):
             raise ValueError(
                 f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
             )

@@ -15,6 +15,7 @@ from flat_tokens.format import (
     STARTS_SHARD,
     TOKENS_CODECS,
     TOKENS_SHARD,
+    V2_CHUNK,
     Encoded,
     Ids,
     Lengths,
@@ -22,12 +23,13 @@ from flat_tokens.format import (
     delete_split,
     mark_starts,
     open_kvstore,
+    read_file,
 )
 from flat_tokens.growing_array import GrowingArray
 
 
 class Writer:
-    """Writes one split of a dataset, in zarr v3.
+    """Writes one split of a dataset.
 
     Readers see the split only after `close`: the group's metadata is written last, when each write before it has been
     checked. As a context manager it closes on a clean exit, and leaves the split incomplete on an exception.
@@ -38,9 +40,10 @@ class Writer:
         overwrite: replace a complete split. An incomplete one is always replaced, unless `resume` is given.
         with_bytes: also keep the UTF-8 bytes of each document, in an array `seq_bytes` that readers ignore.
         resume: what `state` gave, to resume the split: its files become what they would have been. None to begin it.
+        zarr_format: 3, or 2 for seqax and other readers of zarr v2.
 
     Raises:
-        ValueError: the split is already there.
+        ValueError: the split is already there, or the dataset is in another version of zarr.
     """
 
     def __init__(
@@ -51,16 +54,27 @@ class Writer:
         overwrite: bool = False,
         with_bytes: bool = False,
         resume: Mapping[str, np.ndarray] | None = None,
+        zarr_format: int = 3,
     ):
         self.path = f"{filespec.rstrip('/')}/{split}"
         self._root = open_kvstore(filespec)
         self._split = split
+        if zarr_format not in (2, 3):
+            raise ValueError(f"zarr_format is {zarr_format!r}; write 3, or 2 for seqax and other readers of zarr v2.")
+        self._v2 = zarr_format == 2
         if not overwrite:
             check_absent(filespec, split)
+            if read_file(self._root, "zarr.json" if self._v2 else ".zgroup") is not None:
+                raise ValueError(
+                    f"{filespec} is in zarr v{5 - zarr_format}, not v{zarr_format}, and all splits of a dataset are in "
+                    "the same. Choose another path, or replace the dataset with overwrite=true."
+                )
         else:
             delete_split(filespec, split)
 
-        def array(name: str, dtype: type, shard: int, codecs: list[Any]) -> GrowingArray:
+        def array(name: str, dtype: type, shard: int, codecs: list[Any] | None) -> GrowingArray:
+            if self._v2:
+                shard, codecs = V2_CHUNK, None
             state = None if resume is None else (int(resume[f"{name}.written"]), resume[f"{name}.pending"])
             where = self._root / f"{split}/{name}/"
             return GrowingArray(where, np.dtype(dtype), shard, INNER_CHUNK, codecs, state)
@@ -143,7 +157,13 @@ class Writer:
 
     def _write_group(self, prefix: str, attributes: Mapping[str, Any]) -> None:
         group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-        self._root.write(f"{prefix}zarr.json", json.dumps(group, indent=1).encode() + b"\n").result()
+        if self._v2:  # the group last: it shows the split
+            files = {"zarr.json": None, ".zattrs": attributes, ".zgroup": {"zarr_format": 2}}
+        else:
+            files = {".zgroup": None, "zarr.json": group}
+        for name, content in files.items():
+            text = None if content is None else json.dumps(content, indent=1).encode() + b"\n"
+            self._root.write(prefix + name, text).result()
 
     def __enter__(self) -> "Writer":
         return self

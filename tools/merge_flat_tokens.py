@@ -2,7 +2,9 @@
 
 The shards are those that tools.huggingface_to_flat_tokens wrote with `shard=i/n` and the same `out`. Nothing is
 tokenized again, and the dataset has the same bytes as if one process had written it all. After a kill, the program
-begins again.
+begins again. With `source=` it copies a dataset instead, from one version of zarr to the other:
+
+    python -m tools.merge_flat_tokens source=data/c4_en.zarr out=data/c4_en_v2.zarr zarr_format=2
 """
 
 import os
@@ -16,6 +18,7 @@ import tensorstore as ts
 from omegaconf import MISSING
 
 import flat_tokens
+from configuration.checks import within
 from configuration.foreign import check_types
 from configuration.program import run_program
 from flat_tokens import Reader, shards
@@ -33,6 +36,10 @@ class Config:
 
     out: str = MISSING
     """Directory of the dataset, a local path; its shards are in `<out>.shards/`."""
+    source: str | None = None
+    """A dataset to copy, a local path or a URL, in place of shards to join."""
+    zarr_format: int | None = within(2, 4, None)
+    """Version of the zarr format: 3, or 2 for seqax and other readers of zarr v2. Null: that of the source."""
     overwrite: bool = False
     """Replace splits that are there."""
     delete_shards: bool = False
@@ -63,7 +70,7 @@ class ShardReader:
             raise ValueError(f"{self.path} has fewer tokens than its pieces_{split}.npy states. Write it again.")
         self._bytes = ts.open(
             {
-                "driver": "zarr3",
+                "driver": "zarr3" if self.reader.zarr_format == 3 else "zarr",
                 "kvstore": (flat_tokens.open_kvstore(directory) / f"{split}/seq_bytes/").spec().to_json(),
                 "fill_missing_data_reads": False,
             },
@@ -112,7 +119,9 @@ def run(config: Config) -> None:
     Raises:
         ValueError: a shard is missing, incomplete, damaged or made with other settings; or a split is already there.
     """
-    directories = find_shards(config.out)
+    if config.source is not None and os.path.realpath(config.source) == os.path.realpath(config.out):
+        raise ValueError(f"source and out are both {config.out}. Copy to another path.")
+    directories = find_shards(config.out) if config.source is None else [config.source]
     splits = [split for split in ("train", "validation") if _has_split(directories[0], split)]
     if not splits:
         raise ValueError(f"{directories[0]} has no finished split: let its writer finish, then merge.")
@@ -126,16 +135,20 @@ def run(config: Config) -> None:
         if not config.overwrite:
             for split in splits:
                 flat_tokens.check_absent(config.out, split)
-        readers = {split: [ShardReader(directory, split) for directory in directories] for split in splits}
         definition = _common_definition(directories)
-        for split in splits:
-            _check(readers[split])
+        if config.source is None:
+            readers = {split: [ShardReader(directory, split) for directory in directories] for split in splits}
+            for split in splits:
+                _check(readers[split])
+            write = lambda split: _merge(config, split, readers[split], definition)
+        else:
+            write = lambda split: _copy(config, split)
         flat_tokens.open_kvstore(config.out).write("tokenizer.json", definition).result()
         for split in splits:
-            print(_merge(config, split, readers[split], definition), flush=True)
+            print(write(split), flush=True)
     finally:
         unfinished.release()
-    if config.delete_shards:
+    if config.delete_shards and config.source is None:
         shutil.rmtree(f"{config.out.rstrip('/')}.shards")
 
 
@@ -184,6 +197,23 @@ def _check(readers: list[ShardReader]) -> None:
             raise ValueError(f"{reader.path} was made of another source than {readers[0].path}. Write it again.")
 
 
+def _writer(config: Config, split: str, like: Reader) -> flat_tokens.Writer:
+    version = config.zarr_format or like.zarr_format
+    return flat_tokens.Writer(config.out, split, overwrite=config.overwrite, zarr_format=version)
+
+
+def _copy(config: Config, split: str) -> str:
+    reader = Reader(config.source, split, cache_bytes=2**24)
+    with _writer(config, split, reader) as writer, Progress(split, 0, 0.0) as progress:
+        for encoded in reader.blocks():
+            writer.append_encoded(encoded)
+            progress.update(writer.num_tokens, writer.num_tokens / reader.num_tokens)
+        writer.attributes.update(reader.attributes)
+    line = f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} documents of {reader.path}"
+    empty = reader.num_documents - writer.num_documents
+    return line + (f"; {empty:,} documents without a token are left out" if empty else "")
+
+
 def _merge(config: Config, split: str, readers: list[ShardReader], definition: bytes | None) -> str:
     about, attributes = readers[0].about, readers[0].reader.attributes
     max_tokens = about["max_tokens"]
@@ -191,10 +221,7 @@ def _merge(config: Config, split: str, readers: list[ShardReader], definition: b
     total = total if max_tokens is None else min(total, max_tokens)
     tokenizer = tokenizers.open_for_decoding(definition and definition.decode(), attributes["tokenizer"])
     num_bytes = 0
-    with (
-        flat_tokens.Writer(config.out, split, overwrite=config.overwrite) as writer,
-        Progress(split, 0, 0.0) as progress,
-    ):
+    with _writer(config, split, readers[0].reader) as writer, Progress(split, 0, 0.0) as progress:
         for piece in range(about["num_pieces"]):
             reader = readers[piece % len(readers)]
             left = reader.next_piece()

@@ -152,7 +152,7 @@ def test_shares_and_their_errors():
     [
         ("{", r":2 is not JSON"),
         ("[" * 10**5, r":2 is not JSON"),
-        ("3", r":2: no context"),
+        ("3", r":2 is not a JSON object"),
         ('{"context": "a", "choices": ["b", ""], "answer": 0}', r":2: choices must be a list of texts, none .* empty"),
         ('{"context": "a", "choices": ["b"], "answer": 1}', r":2: answer is 1; .* index of a choice, 0 to 0"),
         ('{"context": "a", "choices": ["b"], "answer": true}', r":2: answer is True"),

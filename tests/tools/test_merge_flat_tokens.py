@@ -220,3 +220,22 @@ def test_shards_train_no_tokenizer(tmp_path, small):
 def test_bad_shards(tmp_path, shard):
     with pytest.raises(ValueError, match="it must be i/n with 0 ≤ i < n"):
         shards.Shard.parse(shard)
+
+
+def test_a_dataset_is_copied_to_zarr_v2_and_back(tmp_path, small, bpe, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", random_texts(40))
+    tool.run(config(tmp_path / "v3", [source], tokenizer=bpe))
+    tool.run(config(tmp_path / "v2", [source], tokenizer=bpe, zarr_format=2))
+    merge(tmp_path / "copy", source=str(tmp_path / "v3"), zarr_format=2)
+    assert tree(tmp_path / "copy") == tree(tmp_path / "v2")
+    assert {name.rpartition("/")[2] for name in tree(tmp_path / "copy")} >= {".zgroup", ".zattrs", "tokenizer.json"}
+    merge(tmp_path / "back", source=str(tmp_path / "copy"), zarr_format=3, delete_shards=True)
+    assert tree(tmp_path / "back") == tree(tmp_path / "v3")
+    merge(tmp_path / "same", source=str(tmp_path / "copy"))
+    assert tree(tmp_path / "same") == tree(tmp_path / "v2")
+    write_shards(tmp_path / "shards", [source], 2, tokenizer=bpe, zarr_format=2)
+    merge(tmp_path / "shards")
+    assert tree(tmp_path / "shards") == tree(tmp_path / "v2")
+    with pytest.raises(ValueError, match=r"source and out are both .*v2\. Copy to another path"):
+        merge(tmp_path / "v2", source=str(tmp_path / "v2"), overwrite=True)
+    assert tree(tmp_path / "copy") == tree(tmp_path / "v2")

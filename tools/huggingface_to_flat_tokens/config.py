@@ -78,6 +78,8 @@ class Config:
     """Directory of the dataset: a local path, or a URL that tensorstore knows."""
     overwrite: bool = False
     """Replace splits that are there, and what was begun with other settings."""
+    zarr_format: int = within(2, 4, 3)
+    """Version of the zarr format: 3, or 2 for seqax and other readers of zarr v2."""
     dataset: str | None = None
     """Name of a Hugging Face dataset; null to read local files."""
     dataset_config: str | None = None

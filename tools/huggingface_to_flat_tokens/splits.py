@@ -83,7 +83,11 @@ class SplitWork:
             ValueError: what the source, the tokenizer and flat_tokens.Writer raise, or a split without a token.
         """
         with flat_tokens.Writer(
-            self._out, self._name, with_bytes=self._shard is not None, resume=self._resume
+            self._out,
+            self._name,
+            with_bytes=self._shard is not None,
+            resume=self._resume,
+            zarr_format=self._config.zarr_format,
         ) as writer:
             self._tokenize(tokenizer, workers, writer)
             if writer.num_tokens == 0 and self._shard is None:
