@@ -135,9 +135,10 @@ def place_layers(layers: int, stages: Stages, counts: Sequence[int] | None = Non
         )
     if counts is None:
         if layers % (p * v):
+            remedy = "pipeline.layers_per_stage, a list with the layers of each stage, or balanced"
+            remedy = f"at least {p * v} layers, or fewer stages" if layers < p * v else remedy
             raise ValueError(
-                f"{layers} layers do not divide into {p * v} stages (p={p}, virtual_stages={v}). Give "
-                "pipeline.layers_per_stage, a list with the layers of each stage, or balanced."
+                f"{layers} layers do not divide into {p * v} stages (p={p}, virtual_stages={v}). Give {remedy}."
             )
         counts = [layers // (p * v)] * (p * v)
     if len(counts) != p * v or sum(counts) != layers or min(counts) < 1:

@@ -177,6 +177,15 @@ def test_bubbles_are_the_formulas(name, m):
             assert timeline.bubble == pytest.approx(idle(name, p, v) / (3 * m + idle(name, p, v)))
 
 
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize(("name", "fewest"), [("zb_h1", lambda p: p), ("zb_v", lambda p: 2 * p - 1)])
+def test_halves_fill_waits_from_so_many_microbatches_on(name, fewest, p):
+    v = CHUNKS[name]
+    waits = lambda m: simulate(SCHEDULES[name](p, m, v), p, m, v, even_costs(p, v)).total - 3 * m
+    assert [waits(m) for m in range(fewest(p), 4 * p)] == pytest.approx([idle(name, p, v)] * (4 * p - fewest(p)))
+    assert waits(p // 2) > idle(name, p, v)
+
+
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
 def test_memory_of_schedules_with_halves(p):
     """Activations until their weight gradients are done: p of a device's layers (arXiv 2401.10241), or a chunk more."""
