@@ -202,6 +202,11 @@ def check_config(c: Config) -> None:
     check_pipeline(c.pipeline)
     check_distributed(c.distributed)
     check_trackers(c.trackers)
+    if c.trackers.num_hosts > 1 and not c.distributed.is_single:
+        raise ValueError(
+            f"trackers.num_hosts is {c.trackers.num_hosts}, whose places ClearML gives, but distributed.auto "
+            "or distributed.count is set too. Set one of the two."
+        )
     fraction = c.hardware.memory_fraction
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"hardware.memory_fraction is {fraction}; it must be above 0 and at most 1.")

@@ -25,7 +25,7 @@ from training_io.directory import check_place, run_directory
 from training_io.memory import check_memory
 from training_io.optional import Forgiving
 from training_io.sweeps import PickledByName
-from training_io.trackers import check_or_enqueue
+from training_io.trackers import check_or_enqueue, with_edits
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -49,6 +49,7 @@ def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
         doc = inspect.getmodule(run).__doc__ or ""
         sections = lambda: {"model": module_of("train").ModelConfig}
         about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, doc)
+        sys.argv[1:] = with_edits(sys.argv[1:])
         return start(about, PickledByName(job), sections, "1.3")
 
     return main
@@ -63,7 +64,9 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     c = to_config(composed)
     check_place(c.paths.root_working_dir, c.paths.model_name)
     check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
-    check_or_enqueue(c.trackers, c.paths.model_name or HydraConfig.get().job.config_name)
+    name = c.paths.model_name or HydraConfig.get().job.config_name
+    hosts = check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
+    c.distributed = dataclasses.replace(c.distributed, **hosts)
     start_devices(c.distributed, c.hardware)
     sizes = c.mesh.r, c.mesh.d, c.mesh.t
     output = contextlib.redirect_stdout(Forgiving(sys.stdout))

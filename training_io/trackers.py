@@ -7,12 +7,15 @@ a run uses it, and where it is kept is its own default: its environment variable
 import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import math
 import os
 import queue
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from hydra.core.hydra_config import HydraConfig
 
-from configuration.checks import check_choice
+from configuration.checks import check_choice, within
 from configuration.differences import flat
 from configuration.foreign import read_object, shown
 from configuration.words import say
@@ -33,6 +37,8 @@ CLOSE_TIMEOUT_S = 60.0
 """Time that a run waits at its end for its trackers."""
 _WAITING = 100_000
 """Number of lines that may wait for a tracker, which is left when there are more."""
+_SETTINGS = "settings"
+"""Section of a task of ClearML with the settings of the run, and the name of what they were before edits."""
 
 
 @dataclasses.dataclass
@@ -46,6 +52,8 @@ class TrackersConfig:
     queue: str | None = None
     """Queue of ClearML, in which the run is put in place of running here; an agent of ClearML runs it. Needs clearml
     among the names."""
+    num_hosts: int = within(1, 2**16, 1)
+    """Agents of the queue that run it together, one process each."""
 
 
 def check_trackers(c: TrackersConfig) -> None:
@@ -58,6 +66,8 @@ def check_trackers(c: TrackersConfig) -> None:
         raise ValueError(
             f"trackers.queue is {c.queue!r}, a queue of ClearML, but trackers.names is {c.names}. Add clearml to it."
         )
+    if c.queue is None and c.num_hosts > 1:
+        raise ValueError(f"trackers.num_hosts is {c.num_hosts} without trackers.queue: give the queue of their agents.")
 
 
 class Facts(NamedTuple):
@@ -173,9 +183,8 @@ def _aim(aim: Any, run: Facts) -> Opened:
 
 
 def _clearml(clearml: Any, run: Facts) -> Opened:
-    task = _clearml_task(clearml, run.project, run.name, run.known)
+    task = _clearml_task(clearml, run.project, run.name, run.known, run.settings)
     task.set_initial_iteration(0)  # or the steps of a resumed run would be counted behind its last one
-    task.connect(run.settings, name="settings")
     logger = task.get_logger()
 
     def log(values: dict[str, float], step: int) -> None:
@@ -191,19 +200,60 @@ def _clearml(clearml: Any, run: Facts) -> Opened:
     return Opened(task.id, log, close)
 
 
-def _clearml_task(clearml: Any, project: str, name: str, known: str | None) -> Any:
+def _clearml_task(clearml: Any, project: str, name: str, known: str | None, settings: Mapping[str, Any]) -> Any:
     # Or ClearML forks this process, in which JAX has threads, and hangs.
     overrides = {"sdk": {"development": {"report_use_subprocess": False}}}
     importlib.import_module("clearml.config").config_obj.set_overrides(overrides)
-    return clearml.Task.current_task() or clearml.Task.init(
+    if task := clearml.Task.current_task():
+        return task
+    clearml.Task.force_requirements_env_freeze()  # or ClearML would read all source, and name packages of the tests
+    task = clearml.Task.init(
         project_name=project,
         task_name=name,
         continue_last_task=known or False,
         reuse_last_task_id=False,
+        auto_connect_arg_parser=False,
         auto_connect_frameworks=False,
         auto_connect_streams=False,
         auto_resource_monitoring=False,
     )
+    if clearml.Task.running_locally():  # what an agent runs has them, as its user left them
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+        task.connect(texts, name=_SETTINGS)
+        task.set_configuration_object(_SETTINGS, config_text=json.dumps(texts, indent=1))
+        task.set_packages(_packages())  # which waits for what ClearML finds of the source by itself
+        if HydraConfig.initialized():  # of `-m train` it finds train.py, without arguments
+            task.set_script(entry_point=shlex.join(_command()))
+    return task
+
+
+def _packages() -> list[str]:
+    """The installed packages with their versions, but those that came from a directory, as this project does."""
+    found = importlib.metadata.distributions()
+    return sorted({f"{x.name}=={x.version}" for x in found if x.read_text("direct_url.json") is None})
+
+
+def _command() -> list[str]:
+    """Arguments of Python that start this run, or this job of a sweep."""
+    hydra = HydraConfig.get()
+    flags = [text for text in sys.argv[1:] if text.startswith(("--config-dir=", "--config-path="))]
+    return ["-m", "train", *flags, f"--config-name={hydra.job.config_name}", *hydra.overrides.task]
+
+
+def with_edits(arguments: list[str]) -> list[str]:
+    """A command line, with the settings that were edited in the task of ClearML that this process runs, if it does."""
+    if not os.environ.get("CLEARML_TASK_ID"):
+        return arguments
+    task = importlib.import_module("clearml").Task.get_task(task_id=os.environ["CLEARML_TASK_ID"])
+    before = json.loads(task.get_configuration_object(_SETTINGS) or "null")
+    if before is None:  # a task of something else
+        return arguments
+    section = f"{_SETTINGS}/"
+    found = {key[len(section) :]: x for key, x in task.get_parameters().items() if key.startswith(section)}
+    edits = {key: value for key, value in found.items() if before.get(key) != value}
+    kept = [text for text in arguments if text.partition("=")[0].lstrip("+") not in edits]
+    # A setting may be one that the command line had added, with a plus.
+    return kept + [f"{'++' if key in before else ''}{key}={value}" for key, value in edits.items()]
 
 
 TRACKERS = {
@@ -217,18 +267,39 @@ TRACKERS = {
 """Trackers by name, as in trackers.names."""
 
 
-def check_or_enqueue(c: TrackersConfig, name: str) -> None:
-    """Raises ValueError for a tracker that is not installed. Puts the program into trackers.queue, and ends it.
+def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts the program into trackers.queue, and ends it. An agent's run of the program goes on here.
 
-    An agent's run of the program goes on here.
+    Args:
+        c: which trackers and queue.
+        name: of the run.
+        settings: all settings of the run, as nested dicts.
+
+    Returns:
+        The settings of `distributed` with which the hosts of an agent's run find one another; none for one host.
+
+    Raises:
+        ValueError: a tracker is not installed, or the task states another number of hosts.
     """
     for which in c.names:
         package = TRACKERS[which].package
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"trackers.names has {which}, whose package is not installed: pip install {package}")
-    if c.queue is not None:
-        clearml = importlib.import_module("clearml")
-        _clearml_task(clearml, c.project, name, None).execute_remotely(queue_name=c.queue)
+    if c.queue is None:
+        return {}
+    clearml = importlib.import_module("clearml")
+    task = _clearml_task(clearml, c.project, name, None, flat(dict(settings)))
+    task.execute_remotely(queue_name=c.queue)
+    if c.num_hosts == 1:
+        return {}
+    nodes = task.launch_multi_node(c.num_hosts, wait=True, hide_children=True)
+    if (count := int(nodes["total_num_nodes"])) != c.num_hosts:
+        raise ValueError(
+            f"trackers.num_hosts is {c.num_hosts}, but launch_multi_node/total_num_nodes of the task is {count}. "
+            "Edit both."
+        )
+    coordinator = f"{nodes['master_addr']}:{nodes['master_port']}"
+    return {"coordinator": coordinator, "count": count, "id": int(nodes["node_rank"])}
 
 
 # ---- sending ----------------------------------------------------------------------------------------------------

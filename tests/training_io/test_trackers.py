@@ -263,38 +263,10 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
     c = TrackersConfig(["absent"])
     check_trackers(c)  # a run made elsewhere can be read here
     with pytest.raises(ValueError, match=r"trackers.names has absent, .* not installed: pip install no_such_package"):
-        check_or_enqueue(c, "x")
+        check_or_enqueue(c, "x", {})
 
 
 # ---- in a run ---------------------------------------------------------------------------------------------------
-
-CLEARML = """
-class Task:
-    @classmethod
-    def current_task(cls):
-        return None
-
-    @classmethod
-    def init(cls, project_name, task_name, **options):
-        print("init", project_name, task_name, flush=True)
-        return cls()
-
-    def execute_remotely(self, queue_name):
-        print("execute_remotely", queue_name, flush=True)
-        raise SystemExit(0)  # as ClearML ends the program that it has put into the queue
-"""
-
-
-@pytest.mark.long
-def test_a_queued_run_ends_before_anything_is_computed(tmp_path):
-    fake = tmp_path / "hook0" / "clearml"
-    fake.mkdir(parents=True)
-    (fake / "__init__.py").write_text(CLEARML)
-    (fake / "config.py").write_text("class config_obj:\n    set_overrides = print\n")
-    settings = "trackers.names=[clearml]", "trackers.queue=gpu", "trackers.project=ours"
-    run = Run(tmp_path, 1, 1, *settings).succeed()
-    assert run.stdout(0).splitlines()[1:] == ["init ours run", "execute_remotely gpu"]
-    assert not run.directory.exists()
 
 
 @pytest.mark.slow
