@@ -141,6 +141,7 @@ def _reshape(eq: Equation) -> Value:
             there == 1 < size
             and pieces
             and (first := pieces[0]).size % size == 0
+            and first.whole > 1  # or the twin has more devices along an axis that both have
             and not first.is_uniform
             and not any(axis.startswith(ENTRIES) for axis in first.axes)
         ):

@@ -229,8 +229,9 @@ def _clearml_task(clearml: Any, project: str, name: str, known: str | None, sett
 
 def _packages() -> list[str]:
     """The installed packages with their versions, but those that came from a directory, as this project does."""
-    found = importlib.metadata.distributions()
-    return sorted({f"{x.name}=={x.version}" for x in found if x.read_text("direct_url.json") is None})
+    found = list(importlib.metadata.distributions())  # such a package has an egg-info in its directory, too
+    local = {x.name for x in found if x.read_text("direct_url.json") is not None}
+    return sorted({f"{x.name}=={x.version}" for x in found if x.name not in local})
 
 
 def _command() -> list[str]:

@@ -91,7 +91,7 @@ def test_an_agent_runs_what_was_queued_and_what_was_edited(server, env, tmp_path
         assert [found[i] for i in sorted(found)] == pytest.approx(expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_agents_are_the_hosts_of_one_run(server, env, tmp_path):
     enqueue(tmp_path, env, "trackers.num_hosts=2", "mesh.d=2", "paths.model_name=run")
     env |= {"CLEARML_MULTI_NODE_MASTER_DEF_ADDR": "127.0.0.1", "CLEARML_MULTI_NODE_MASTER_DEF_PORT": str(free_port())}
