@@ -20,9 +20,11 @@ from soundness.rules import jaxprs_of
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is wrong with a program: where, what the value is, what to do."""
+    """What is wrong with a program, or not proved: where, what the value is, what to do."""
 
     text: str
+    is_wrong: bool = False
+    """Whether the value contradicts its type; else nothing proves that the program is right."""
 
     def __str__(self) -> str:
         return self.text
@@ -157,23 +159,23 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
         interpreter.twin_sizes = interpreter.sizes  # numbers are as they are on this mesh
     outs = interpreter.run(inner, other, args)
     facts |= interpreter.noted
-    found = [str(wild) for wild in interpreter.problems]
+    found = [Finding(str(wild)) for wild in interpreter.problems]
     for i, (spec, value, var) in enumerate(zip(eqn.params["out_specs"], outs, body.outvars, strict=True)):
         axes = _axes(spec, len(var.aval.shape))
         there = (
             None if other is None else _whole_shape(getattr(other, "jaxpr", other).outvars[i].aval, axes, twin_sizes)
         )
         if value.wild:
-            found.append(str(value.wild))
+            found.append(Finding(str(value.wild)))
         elif value.folded or (value.ratio != 1.0 and value.scaled is not None):
             origin = value.folding if value.folded else value.scaled
             try:
                 origin.unscaled(origin.unfolded(value))
             except Refused as refusal:
-                found.append(str(interpreter.explain(origin, refusal)))
+                found.append(Finding(str(interpreter.explain(origin, refusal))))
         elif problem := _leaving(value, axes, var.aval, sizes, there):
-            found.append(f"{_place_of(var, body)}result {i} {problem}")
-    return [Finding(text) for text in dict.fromkeys(found)]
+            found.append(Finding(f"{_place_of(var, body)}result {i} {problem}", is_wrong=True))
+    return list(dict.fromkeys(found))
 
 
 def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> str | None:
@@ -197,6 +199,8 @@ DECLARED = (
     "declare it as it is, or make it what is declared: psum or psum_scatter for a partial sum, all_gather for blocks, "
     "this device's block, at axis_index times its size, for what is whole"
 )
+WRONG = "wrong: it does not compute what is declared"
+NOT_PROVED = "not proved, though it may be right: docs/refused.md has right programs of this kind, and how they pass"
 UNTRACED = "on one device the program does not trace"
 BOUND = (
     "the program is bound to a mesh, so that it cannot be traced on one device: give what each device computes, with "
@@ -276,7 +280,8 @@ def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> Non
         **specs: in_specs, out_specs and other options of jax.shard_map.
 
     Raises:
-        ShardError: with file and line of the first value that is not a block of what one device computes.
+        ShardError: with file and line of the first value that is not a block of what one device computes, and whether
+            the function is wrong, or not proved.
         ValueError: no mesh, or a function that is bound to one.
     """
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
@@ -289,8 +294,15 @@ def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> Non
         kinds = (AxisType.Auto,) * len(mesh.axis_names)  # arguments need not be sharded
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
 
-    if found := prove(lambda: {"": jax.make_jaxpr(run)(*jax.tree.map(_placed, args))}, mesh):
-        raise ShardError("\n".join(map(str, found)), place="")
+    raise_for(prove(lambda: {"": jax.make_jaxpr(run)(*jax.tree.map(_placed, args))}, mesh))
+
+
+def raise_for(found: list[Finding], shown: int | None = None) -> None:
+    """Raises ShardError if anything was found, with the first `shown` findings, or all, and what they amount to."""
+    if found:
+        more = [f"… and {len(found) - shown} more"] if shown is not None and len(found) > shown else []
+        verdict = WRONG if any(finding.is_wrong for finding in found) else NOT_PROVED
+        raise ShardError("\n".join([*map(str, found[:shown]), *more]), context=verdict, place="")
 
 
 def _placed(x: Any) -> Any:

@@ -110,7 +110,8 @@ def _findings(
     for call in distinct(calls):
         if not declared and sees_later(forward.rule(call.rule), sizes[1]):  # at all distances
             yield Finding(
-                f"the rule `{call.rule}` of layer {call.turn} lets a position see later ones\n  remedy: {REMEDY}"
+                f"the rule `{call.rule}` of layer {call.turn} lets a position see later ones\n  remedy: {REMEDY}",
+                is_wrong=True,
             )
             return
     random = bool(getattr(forward.model.c, "dropout", 0)) and not sampled

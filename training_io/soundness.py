@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh
 
 from input_loader import batch_shapes
 from modeling.model import inputs_of, period_of
-from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS, ShardError
+from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
 from shardlib.places import place
-from soundness.check import UNTRACED, Finding, prove
+from soundness.check import UNTRACED, Finding, prove, raise_for
 from training_io.config import Config
 
 OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
@@ -40,7 +40,7 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: P
         known: directory that records what was found right, so that each program is checked once; None: no record.
 
     Raises:
-        ShardError: with the lines of the source that are wrong, what the values there are, and what to do.
+        ShardError: with the lines of the source that are wrong or not proved, the values there, and what to do.
     """
     mesh = jax.sharding.get_abstract_mesh()
     settings = {k: v for k, v in dataclasses.asdict(c).items() if k in ("model", "optimizer", "training", "pipeline")}
@@ -66,16 +66,13 @@ def check_program(program: Any, args: Any, source: Any, known: Path | None, *set
 
 
 def refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) -> None:
-    """Raises ShardError for what `find` finds, but for `parts` in which nothing was found before."""
+    """Raises ShardError for what `find` finds, but for `parts` of which all was proved before."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = *parts, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()
     record = known and known / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     if record and record.exists():
         return
-    found = find()
-    if found:
-        more = f"\n… and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise ShardError("\n".join(map(str, found[:SHOWN])) + more, place="")
+    raise_for(find(), SHOWN)
     if record:
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         record.touch()

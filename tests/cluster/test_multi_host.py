@@ -327,7 +327,7 @@ def test_the_time_at_one_place_is_limited(monkeypatch):
     monkeypatch.setattr(watch, "_place", watch._Place())
     monkeypatch.setattr(watch, "_end_stalled", lambda place, *about: (ended.append((place, *about)), over.set()))
     c = DistributedConfig(stall_timeout=0.1, pause_timeout=0.5)
-    watching = threading.Thread(target=watch._watch, args=(c, "process 1", over))
+    watching = threading.Thread(target=watch._watch, args=(c, "process 1", over, lambda: None))
     watching.start()
     batches = watch.watched_batches(iter(range(100)), 12)
     for _ in range(20):
@@ -351,6 +351,11 @@ def check_they_ended(run: Run, lost: int, within_s: float) -> float:
             assert code in (-signal.SIGABRT, 1), run.stderr(i)
             by_jax = "Terminating process because the JAX distributed service detected fatal errors"
             assert (by_jax if code != 1 else "JaxRuntimeError") in run.stderr(i)
+            said = f"process {i} on {HOST} was aborted: by JAX"  # once it is gone
+            deadline = time.monotonic() + 5
+            while code != 1 and said not in run.stderr(i) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert (said in run.stderr(i)) == (code != 1)
     assert f"{lost} on {HOST}" in run.stdout(0)
     assert seconds < within_s
     return seconds

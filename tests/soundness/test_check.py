@@ -208,3 +208,11 @@ def test_the_example_of_the_page():
     names = {"jax": jax, "jnp": jnp, "P": P, "AbstractMesh": AbstractMesh, "check": check}
     with pytest.raises(ShardError, match="a maximum over this device's block"):
         exec(code, names)
+
+
+@pytest.mark.parametrize("verdict", ["wrong: it does not compute", "not proved, though it may be right"])
+def test_wrong_and_not_proved_are_different_words(verdict):
+    body = {"wrong": lambda x: x.sum(1), "not proved": wrong}[re.match("wrong|not proved", verdict)[0]]
+    specs = {**SPECS, "out_specs": P("d") if verdict.startswith("wrong") else P("d", "t")}
+    with pytest.raises(ShardError, match=rf"\n{verdict}[^\n]*$"):
+        check(body, X, mesh=MESHES["abstract"](AxisType.Auto), check_vma=False, **specs)
