@@ -107,6 +107,42 @@ def test_texts_are_dense_on_every_mesh(name, place, document_mask):
     check_texts(name, place, document_mask)
 
 
+# ---- sizes at the edges -------------------------------------------------------------------------------------------
+
+
+class TwoStreams(train.Llama):
+    """A residual stream f32["B L 2 M"]: layers write to one half, and the logits are of both."""
+
+    def embed(self, w, tokens):
+        return jnp.stack([super().embed(w, tokens)] * 2, axis=2)
+
+    def layer(self, x, w, tokens, attend, einsum):
+        return jnp.stack([super().layer(x[:, :, 0], w, tokens, attend, einsum), x[:, :, 0]], axis=2)
+
+    def logits(self, w, x):
+        return super().logits(w, x[:, :, 0] + x[:, :, 1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "sizes", "place"),
+    [
+        (train.Llama, {"n_kv": 4, "n_q_per_kv": 1}, (1, 4)),  # a device has one head, of one query
+        (train.Llama, {"n_kv": 2, "n_q_per_kv": 1, "d_ff": 2, "vocab": 32}, (4, 2)),
+        (TwoStreams, {}, (2, 2)),
+    ],
+)
+def test_texts_are_those_of_one_device_and_of_training(kind, sizes, place):
+    c, texts = tiny.model(layers=2, **sizes), []
+    for d, t in ((1, 1), place):
+        with jax.set_mesh(make_mesh(1, d, t, jax.devices()[: d * t])):
+            w, drawing = tiny.weights(c), Sampler(train.Forward(kind(c), tiny.config(c).training), DRAWN, CONTEXT)
+            texts.append(drawing.generate(w, PROMPTS[:4]))
+            assert drawing.check(w, PROMPTS[:4], texts[-1]).tokens == 80
+            assert not drawing.why_no_cache
+    assert texts[0] == texts[1]
+
+
 # ---- what a position learns outside of attention ------------------------------------------------------------------
 
 
