@@ -519,7 +519,10 @@ def test_a_refused_file_leaves_nothing(exported, tmp_path):
     change_config(directory, rope_theta="x", bos_token_id=3)
     with pytest.raises(ValueError, match=r"config.json: rope_theta is 'x'; it must be a number"):
         run(directory, tmp_path / "o")
-    change_config(directory, rope_theta=100.0)
+    change_config(directory, rope_theta=100.0, head_dim=7)
+    with pytest.raises(ValueError, match=r"d_head is 7.*even"):
+        run(directory, tmp_path / "o")
+    change_config(directory, head_dim=8)
     (directory / "tokenizer.json").write_text('{"model": {}, "added_tokens": [1]}')
     with pytest.raises(ValueError, match=r"tokenizer.json: added_tokens is 1; it must be an object"):
         run(directory, tmp_path / "o")
