@@ -42,8 +42,7 @@ from optimizers.config import OptimizerConfig
 from optimizers.muon import muon
 from sampling.samples import TrainingSamples
 from shardlib import shardops
-from shardlib.layers import Extras, LayerMetrics, run_layers
-from shardlib.pipeline import Parts
+from shardlib.layers import Extras, LayerMetrics, LayerNumbers, run_layers
 from shardlib.shardtypes import Array, Subset, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from training_io import stages
 from training_io.config import Config, TrainingConfig
@@ -333,38 +332,71 @@ def summed_loss(
     return shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)
 
 
-def staged_loss(forward: Forward, loss: Callable = cross_entropy, targets: Any = 1.0) -> Parts:
-    """Loss of a (TokenBatch, seeds), as a whole and split for pipeline stages: summed_loss divided by `targets`."""
-    tokens, summed = forward.tokens, functools.partial(summed_loss, forward=forward, loss=loss)
+@dataclasses.dataclass(frozen=True)
+class MicrobatchLoss:
+    """Loss of a microbatch, and its three parts for pipeline stages. A microbatch is a TokenBatch and seeds or None.
 
-    def last(w, x, batch, _):
-        loss = sum_in_chunks(summed, forward.training.loss_chunk, w, x, batch.targets, batch.loss_mask)
-        return shardops.psum("+r +d ->", loss) / targets
+    It is the sum of loss(logits, targets), divided by `targets`, the number of targets in the whole batch.
+    """
 
-    return Parts(
-        whole=lambda w, *part: forward(w, tokens(*part), lambda w, x: last(w, x, *part))[::2],
-        first=lambda w, *part: forward.model.embed(w, tokens(*part)),
-        layers=lambda w, x, numbers, *part: forward.layers(w, x, tokens(*part), numbers)[::2],
-        last=last,
-    )
+    forward: Forward
+    loss: Callable = cross_entropy
+    targets: Any = 1.0
+
+    def __call__(self, w: W, *microbatch: Any) -> tuple[Any, Extras]:
+        """The loss, and the Extras of the layers."""
+        loss, _, extras = self.forward(w, self.forward.tokens(*microbatch), lambda w, x: self.last(w, x, *microbatch))
+        return loss, extras
+
+    def first(self, w: W, *microbatch: Any) -> Any:
+        """The input of the first layer."""
+        return self.forward.model.embed(w, self.forward.tokens(*microbatch))
+
+    def layers(self, w: Any, x: Any, numbers: LayerNumbers, *microbatch: Any) -> tuple[Any, Extras]:
+        """`x` after the layers of a stage, and their Extras."""
+        x, _, extras = self.forward.layers(w, x, self.forward.tokens(*microbatch), numbers)
+        return x, extras
+
+    def last(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
+        """The loss, from the output of the last layer."""
+        summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
+        loss = sum_in_chunks(summed, self.forward.training.loss_chunk, w, x, batch.targets, batch.loss_mask)
+        return shardops.psum("+r +d ->", loss) / self.targets
+
+
+def accumulate(loss: Callable, w: W, batch: Any) -> tuple[Any, W, LayerMetrics | None]:
+    """Loss and gradients, summed over microbatches one after the other, and the mean of the layers' metrics."""
+    count, layers = (len(jax.tree.leaves(x)[0]) for x in (batch, w.layers))
+
+    def microbatch_loss(w, microbatch):
+        total, extras = loss(w, *microbatch)
+        return total if extras.loss is None else total + jnp.sum(extras.loss) / count, extras.metrics
+
+    def add(sums, microbatch):
+        (loss, metrics), g = jax.value_and_grad(microbatch_loss, has_aux=True)(w, microbatch)
+        return jax.tree.map(jnp.add, sums, (loss, g)), metrics
+
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
+    (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), batch)
+    metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+    return total, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers)
 
 
 @typed
 def loss_and_gradients(
-    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d"] | None = None, see: Callable | None = None
-) -> tuple[f32[""], W, LayerMetrics | None, Any]:
-    """Mean loss in nats a token, its gradients, and the metrics of the layers, by the schedule of c.pipeline.
-
-    The last result stacks see(g) over microbatches, where g is the part of each in the gradients. None without `see`.
-    """
+    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d"] | None = None
+) -> tuple[f32[""], W, LayerMetrics | None]:
+    """Mean loss in nats a token, its gradients, and the metrics of the layers."""
     gather = gathers.once(c.training.gather_weights)
     once = gather or c.training.microbatches > 1 or stages.has_stages()  # or each layer reduces its gradients over r
     copies, vjp = jax.vjp(lambda w: forward.copies(w, gather) if once else w, w)
-    reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
-    loss = staged_loss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
-    see = see and (lambda g, see=see: see(reduced(g)))
-    loss, g, layers, seen = stages.run_training(c, forward.model, loss, copies, (batch, seeds), see)
-    return shardops.psum("+p ->", loss), reduced(g), layers, seen
+    loss = MicrobatchLoss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
+    if stages.has_stages():
+        total, g, layers = stages.run_training(c, forward.model, loss, copies, (batch, seeds))
+    else:
+        total, g, layers = accumulate(loss, copies, (batch, seeds))
+    (g,) = vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))
+    return shardops.psum("+p ->", total), g, layers
 
 
 # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -474,7 +506,7 @@ def make_training_step(c: Config, model: LanguageModel):
     def per_device(
         state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d"] | None, limit: f32[""]
     ) -> tuple[State[Weights], Metrics]:
-        loss, g, layers, _ = loss_and_gradients(state.weights, batch, c, forward, seeds)
+        loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds)
         new, grad_norm, rate = update_state(state, checkpoint_name(g, "gradient"), step, c, updates)
         skipped = ~jnp.isfinite(loss + grad_norm) | (grad_norm > limit)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
@@ -497,7 +529,11 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 
     @typed_shard_map
     def per_device(w: Weights, batch: Batch) -> tuple[f32[""], f32[""]]:
-        total = stages.run_evaluation(c, model, staged_loss(forward), forward.copies(w), (batch, None))
+        loss, w = MicrobatchLoss(forward), forward.copies(w)
+        if stages.has_stages():
+            total = stages.run_evaluation(c, model, loss, w, (batch, None))
+        else:
+            total, _ = lax.scan(lambda sum, part: (sum + loss(w, *part)[0], None), jnp.zeros(()), (batch, None))
         return shardops.psum("+p ->", total), count_targets(batch)
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -512,7 +548,7 @@ def programs(c: Config, model: LanguageModel, batch: Batch, together: bool = Fal
     """The training and evaluation steps, traced, whose hashes a checkpoint keeps; or what all stages do `together`."""
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
     if together:
-        return stages.together(c, model, staged_loss(Forward(model, c.training)), state.weights, batch)
+        return stages.together(c, model, MicrobatchLoss(Forward(model, c.training)), state.weights, batch)
     training, evaluation = make_training_step(c, model), make_evaluation_step(c, model)
     return {"training": training.trace(state, batch, np.int32(0)), "evaluation": evaluation.trace(state.weights, batch)}
 

@@ -34,7 +34,7 @@ def program(c: train.ModelConfig, length: int, dtype, chunk: int | None):
     def last(
         w: train.Transformer, x: act["B/r/d L/t M"], batch: TokenBatch
     ) -> tuple[f32[""], train.Transformer, act["B/r/d L/t M"]]:
-        parts = train.staged_loss(forward)
+        parts = train.MicrobatchLoss(forward)
         gathered = lambda w: gather_ahead(model, forward.copies(w), forward.einsum, length, layers=False)
         loss = lambda w, x: parts.last(gathered(w), x, batch, None)
         value, (g_w, g_x) = jax.value_and_grad(loss, argnums=(0, 1))(w, x)

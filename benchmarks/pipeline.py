@@ -35,7 +35,7 @@ from modeling.model import load_model
 from shardlib import shardops
 from shardlib.layers import LayerNumbers
 from shardlib.op_checks import varying, wrap
-from shardlib.pipeline import Parts
+from shardlib.pipeline import StagedLoss
 from shardlib.schedule_simulator import Costs, simulate_ticks
 from shardlib.shardtypes import Scope, f32, make_shardings, typed_shard_map
 from shardlib.values import pipeline_stage
@@ -63,7 +63,7 @@ def settings(
     return c
 
 
-def autodiff_gpipe(parts: Parts, w, microbatches, p: int, layers: int):
+def autodiff_gpipe(parts: StagedLoss, w, microbatches, p: int, layers: int):
     """The loss, a partial sum over p, and gradients, by jax.grad through a scan over stages and ppermutes."""
     m = jax.tree.leaves(microbatches)[0].shape[0]
     me = lax.axis_index("p")
@@ -102,7 +102,7 @@ def program(c: Config, mesh, peer: bool = False):
         if not peer:
             return train.loss_and_gradients(w, batch, c, forward)[:2]
         copies, reduce_gradients = jax.vjp(lambda w: forward.copies(w, gather=True), w)
-        parts = train.staged_loss(forward, targets=train.count_targets(batch))
+        parts = train.MicrobatchLoss(forward, targets=train.count_targets(batch))
         p = mesh.shape["p"]
         total, g = autodiff_gpipe(parts, copies, (batch, None), p, c.model.layers // p)
         (g,) = reduce_gradients(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))

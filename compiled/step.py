@@ -10,7 +10,7 @@ from compiled.operations import NO_WORK, Collective, Matmul, collective, matmul
 from compiled.places import Origin, Place, Places, phase_of
 
 _LAYERS = "run_layers"
-_LOOPS = {_LAYERS: "layers", "run_training": "microbatches", "run_evaluation": "microbatches", "_run": "ticks"}
+_LOOPS = {_LAYERS: "layers", "accumulate": "microbatches", "_run": "ticks"}
 """What the loop of a function goes over."""
 
 

@@ -5,8 +5,7 @@ column of the table names, if any; the backward or the input half of one, if any
 Then it sends results to the devices beside it on p. Before the forwards of the first stage all devices of p embed its
 microbatch together, and before the backwards of the last stage they compute the loss together, each for its part of the
 vocabulary. Values that wait for their task are in buffers with as many slots as the schedule needs, so memory grows
-with the number of microbatches only if the schedule's does. A mesh without p has one stage: a scan over microbatches,
-each forward and backward at once, which is gradient accumulation.
+with the number of microbatches only if the schedule's does.
 
 Within a task every value may differ over p (`pipeline_stage`), and in that of a stage a collective over p would wait
 forever. shardops refuse such collectives, and those of jax.lax are refused once a tick is traced. docs/pipeline.md
@@ -16,11 +15,10 @@ explains more.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from shardlib import marks
@@ -32,27 +30,26 @@ from shardlib.placement import Placement
 from shardlib.schedules import forward_only, schedule_of
 from shardlib.stage_backward import StageBackward
 from shardlib.tick_tables import TickTable, tick_table
-from shardlib.values import mesh_axes, pipeline_stage
+from shardlib.values import pipeline_stage
 
 # ---- what runs where --------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """The loss of a microbatch as one function and as three: per-device functions that return f32 scalars.
+class StagedLoss(Protocol):
+    """The loss of a microbatch in three parts: per-device functions.
 
-    `w` is the model's weights, a dataclass whose field `layers` stacks the layers. `*part` is the arrays of a
+    `w` is the model's weights, a dataclass whose field `layers` stacks the layers. `*microbatch` is the arrays of a
     microbatch. The losses in the Extras of layers are added in training, averaged over microbatches.
     """
 
-    whole: Callable
-    """(w, *part) -> loss, Extras."""
-    first: Callable
-    """(w, *part) -> x, the input of the first layer. All devices of p run it together."""
-    layers: Callable
-    """(w.layers, x, LayerNumbers, *part) -> x of the same type, Extras. Each stage runs it on its own layers."""
-    last: Callable
-    """(w, x, *part) -> loss, from the output of the last layer. All devices of p run it together."""
+    def first(self, w: Any, *microbatch: Any) -> Any:
+        """The input of the first layer. All devices of p run it together."""
+
+    def layers(self, w: Any, x: Any, numbers: LayerNumbers, *microbatch: Any) -> tuple[Any, Extras]:
+        """`x` after layers, of the same type, and their Extras. Each stage runs it on its own layers, `w`."""
+
+    def last(self, w: Any, x: Any, *microbatch: Any) -> Any:
+        """The loss, an f32 scalar, from the output of the last layer. All devices of p run it together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,51 +89,26 @@ def plan_evaluation(placement: Placement, microbatches: int) -> Plan:
 # ---- the executor -----------------------------------------------------------------------------------------------
 
 
-def run_training(
-    parts: Parts, plan: Plan, w: Any, microbatches: Any, see: Callable | None = None
-) -> tuple[Any, Any, Any, Any]:
-    """The loss, summed over microbatches, and its gradients. Per-device code.
+def run_training(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any) -> tuple[Any, Any, Any]:
+    """The loss, summed over microbatches, and its gradients, on a mesh with p. Per-device code.
 
     Args:
-        parts: the loss of a microbatch.
+        loss: the loss of a microbatch.
         plan: from `plan_training`.
         w: copies of the weights, made by replicate and all_gather, so that gradients are summed over microbatches
             before they are reduced over devices. `w.layers` has this device's rows.
         microbatches: a tuple of pytrees of arrays, each with one leading dim of microbatches.
-        see: called with the gradients of each microbatch; None on a mesh with p, where no device has all of them.
 
     Returns:
-        The loss. The gradients, like `w`, in f32, or f64 for f64 weights. The metrics of the layers, averaged over
-        microbatches, or None. The results of `see`, with one leading dim of microbatches in the order of the batch,
-        or None. On a mesh with p, the loss and the metrics are partial sums over p.
+        The loss, a partial sum over p. The gradients, like `w`, in f32, or f64 for f64 weights. The metrics of the
+        layers, averaged over microbatches, a partial sum over p; or None.
     """
-    if PIPELINE_AXIS in mesh_axes():
-        return *_run(parts, plan, w, microbatches, training=True), None
-    count, layers = len(jax.tree.leaves(microbatches)[0]), len(jax.tree.leaves(w.layers)[0])
-    order = plan.table.columns["backward_microbatch"][plan.table.columns["backward"] == 1]
-    if not np.array_equal(order, np.arange(len(order))):
-        microbatches = jax.tree.map(lambda x: x[order], microbatches)
-
-    def tick(sums, part):
-        def loss_of(w):
-            loss, extras = parts.whole(w, *part)
-            extra = _extra_loss(extras, count)
-            return loss if extra is None else loss + extra, extras.metrics
-
-        (loss, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w)
-        return jax.tree.map(lambda total, x: total + x, sums, (loss, g)), (metrics, see and see(g))
-
-    (loss, g), (metrics, seen) = lax.scan(tick, (jnp.zeros(()), _accumulators(w)), microbatches)
-    metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
-    seen = jax.tree.map(lambda x: x[np.argsort(order)], seen)
-    return loss, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers), seen
+    return _run(loss, plan, w, microbatches, training=True)
 
 
-def run_evaluation(parts: Parts, plan: Plan, w: Any, microbatches: Any) -> Any:
+def run_evaluation(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any) -> Any:
     """The loss of `run_training` without gradients and without the losses of layers. `plan` is of `plan_evaluation`."""
-    if PIPELINE_AXIS in mesh_axes():
-        return _run(parts, plan, w, microbatches, training=False)[0]
-    return lax.scan(lambda total, part: (total + parts.whole(w, *part)[0], None), jnp.zeros(()), microbatches)[0]
+    return _run(loss, plan, w, microbatches, training=False)[0]
 
 
 def _extra_loss(extras: Extras, microbatches: int) -> Any:
@@ -144,7 +116,7 @@ def _extra_loss(extras: Extras, microbatches: int) -> Any:
     return None if extras.loss is None else jnp.sum(extras.loss) / microbatches
 
 
-def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) -> tuple[Any, Any, Any]:
+def _run(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any, training: bool) -> tuple[Any, Any, Any]:
     """The loss, the gradients and the metrics of the layers, by the schedule; the last two None if not `training`."""
     placement, table, p = plan.placement, plan.table, plan.placement.p
     count = len(jax.tree.leaves(microbatches)[0])
@@ -160,9 +132,9 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
     own_batch = lambda k: jax.tree.map(_apart, batch(k))
     chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
     task = lambda fn, alone=True: functools.partial(_task, fn, alone)
-    first = task(lambda outer, k: parts.first(dataclasses.replace(w, **outer), *batch(k)), alone=False)
-    layers = task(lambda stack, x, i, k: parts.layers(stack, x, chunk(numbers, i), *own_batch(k)))
-    last = task(lambda outer, x, k: parts.last(dataclasses.replace(w, **outer), _apart(x), *batch(k)), alone=False)
+    first = task(lambda outer, k: loss.first(dataclasses.replace(w, **outer), *batch(k)), alone=False)
+    layers = task(lambda stack, x, i, k: loss.layers(stack, x, chunk(numbers, i), *own_batch(k)))
+    last = task(lambda outer, x, k: loss.last(dataclasses.replace(w, **outer), _apart(x), *batch(k)), alone=False)
 
     def stage(stack, x, i, k):
         y, extras = layers(stack, x, i, k)
@@ -229,8 +201,8 @@ def _run(parts: Parts, plan: Plan, w: Any, microbatches: Any, training: bool) ->
 
     def head(carry, k, own, entry):
         slot = jnp.where(own, entry["backward_cotangent"], table.arrivals)
-        loss, (g, dy) = jax.value_and_grad(loss_of, argnums=(0, 1))(outer, _get(carry["arrivals"], slot), k, own)
-        return _put(carry["arrivals"], dy, slot), _add(carry["g_outer"], g), carry["loss"] + loss
+        total, (g, dy) = jax.value_and_grad(loss_of, argnums=(0, 1))(outer, _get(carry["arrivals"], slot), k, own)
+        return _put(carry["arrivals"], dy, slot), _add(carry["g_outer"], g), carry["loss"] + total
 
     def together(row, which, fn, names, carry, *args):
         """`carry`, in which `names` are fn(carry, k, own, *args) if a device's task in this tick is `which`."""

@@ -6,7 +6,6 @@ device of p has one chunk and all have the same number of layers.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.op_checks import varying
 from shardlib.parsing import PIPELINE_AXIS
-from shardlib.pipeline import Parts, Plan, plan_evaluation, plan_training
+from shardlib.pipeline import Plan, StagedLoss, plan_evaluation, plan_training
 from shardlib.placement import Placement, StackOrder, place_layers
 from shardlib.schedules import stages_of
 from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
@@ -56,45 +55,36 @@ def training_plan(c: Config, model: LanguageModel) -> Plan:
     return plan_training(placement_of(c, model), schedule, c.training.microbatches, c.pipeline.recompute)
 
 
-def run_training(
-    c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any, see: Callable | None = None
-) -> tuple[Any, Any, Any, Any]:
+def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> tuple[Any, Any, Any]:
     """The loss, its gradients, and the metrics of the layers, by the schedule of c.pipeline. Per-device code.
 
     Args:
         c: the configuration.
         model: the model.
-        parts: the loss of a microbatch.
+        loss: the loss of a microbatch.
         w: copies of the weights.
         batch: a tuple of pytrees of arrays, each with one leading dim of microbatches.
-        see: called with the gradients of each microbatch.
 
     Returns:
         As shardlib.pipeline.run_training: the loss is a partial sum over p. The metrics are reduced.
 
     Raises:
-        ValueError: `see` where there are stages, or a batch of another number of microbatches than the configuration's.
+        ValueError: a batch of another number of microbatches than the configuration's.
     """
-    if see and has_stages():
-        raise ValueError(
-            f"loss_and_gradients has `see` for the gradients of each microbatch, but mesh.p is "
-            f"{mesh_axes()[PIPELINE_AXIS]}: its stages are at different microbatches at a time. Set mesh.p=1, or leave "
-            "`see` out."
-        )
     _check_count(c, batch)
-    loss, g, metrics, seen = pipeline.run_training(parts, training_plan(c, model), w, batch, see)
+    total, g, metrics = pipeline.run_training(loss, training_plan(c, model), w, batch)
     if metrics is not None:
         metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
-    return loss, g, metrics, seen
+    return total, g, metrics
 
 
-def run_evaluation(c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any) -> Any:
+def run_evaluation(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> Any:
     """The loss of `run_training`, without gradients."""
     _check_count(c, batch)
-    return pipeline.run_evaluation(parts, plan_evaluation(placement_of(c, model), c.training.microbatches), w, batch)
+    return pipeline.run_evaluation(loss, plan_evaluation(placement_of(c, model), c.training.microbatches), w, batch)
 
 
-def together(c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:
+def together(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:
     """What all stages compute together for a microbatch, traced: its embedding and its loss, and their gradients.
 
     There p is an axis like any other, so that the check before the first step can read it. It does not look into the
@@ -104,13 +94,13 @@ def together(c: Config, model: LanguageModel, parts: Parts, w: Any, batch: Any) 
 
     @typed_shard_map
     def per_device(w: Weights, batch: Array["m", TokenBatch]) -> tuple[f32[""], Weights]:
-        def loss(w):
+        def total(w):
             w, part = shardops.replicate("... -> ... *r", w), (jax.tree.map(lambda x: x[0], batch), None)
             with pipeline_stage(alone=False):  # as in the schedule
-                x = varying(parts.first(w, *part), (PIPELINE_AXIS,))
-                return parts.last(w, x, *part)
+                x = varying(loss.first(w, *part), (PIPELINE_AXIS,))
+                return loss.last(w, x, *part)
 
-        return jax.value_and_grad(loss)(w)
+        return jax.value_and_grad(total)(w)
 
     with compute_scope(c.training.compute_dtype):
         return {"embedding and loss": jax.jit(per_device).trace(w, batch)}

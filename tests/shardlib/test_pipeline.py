@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from models import gpt2
 from shardlib import shardops
 from shardlib.equations import body_of
 from shardlib.layers import Extras
-from shardlib.pipeline import Parts, plan_training, run_training
+from shardlib.pipeline import plan_training, run_training
 from shardlib.placement import Placement, place_layers
 from shardlib.schedules import CHUNKS
 from shardlib.shardtypes import Array, ShardError, f32, make_shardings, pytree_dataclass, u32
@@ -448,7 +449,7 @@ def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool
     def stage(w, x, numbers, part):
         return save_for_backward(jnp.tanh(x * w[0])), Extras()
 
-    parts = Parts(None, lambda w, part: part, stage, lambda w, x, part: jnp.sum(x))
+    parts = SimpleNamespace(first=lambda w, part: part, layers=stage, last=lambda w, x, part: jnp.sum(x))
 
     @jax.jit
     def program(w, data):

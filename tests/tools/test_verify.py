@@ -399,7 +399,7 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
     assert f"the first tensor that differs is {tensor} at train.py:" in line
     number = int(line.split("train.py:")[1].split(",")[0])
-    sought = {"loss": "def staged_loss(", "update": "embed: f32", "activation": "save_for_backward("}[tensor.split()[1]]
+    sought = {"loss": "def last(", "update": "embed: f32", "activation": "save_for_backward("}[tensor.split()[1]]
     assert any(sought in near for near in edited.splitlines()[number - 1 : number + 1])
     (changed,) = [i for i, text in enumerate(edited.splitlines(), 1) if instead in text]
     assert f"on r=2 d=2 t=2, train.py:{changed}: " in done.stdout  # the check of the step names the line itself

@@ -27,7 +27,7 @@ from shardlib.array_types import ABSENT, arrays_of
 from shardlib.layers import Extras, LayerNumbers
 from shardlib.op_checks import varying
 from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
-from shardlib.pipeline import Parts
+from shardlib.pipeline import StagedLoss
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_partition_specs, make_shardings, u32
 from shardlib.values import pipeline_stage
@@ -217,12 +217,12 @@ class Probe:
             recorder = Recorder()
             with recording(recorder):
                 copies = plain.copies(weights, gathers.once(c.training.gather_weights))
-                parts = of_train("staged_loss", plain, functools.partial(of_train, "training_loss", c=c.optimizer))
+                parts = of_train("MicrobatchLoss", plain, functools.partial(of_train, "training_loss", c=c.optimizer))
                 if has_stages():
                     placement = placement_of(c, self.model)
                     total, self.holders = stage_by_stage(placement, parts, recorder, copies, *whole)
                 else:
-                    total, extras = parts.whole(copies, *whole)
+                    total, extras = parts(copies, *whole)
                     total += added_loss(extras)
             self.sites = recorder.sites
             self.varying = [jax.typeof(x).manual_axis_type.varying for x in recorder.values]
@@ -241,7 +241,7 @@ class Probe:
 
 
 def stage_by_stage(
-    placement: Placement, parts: Parts, recorder: Recorder, w: Any, *batch: Any
+    placement: Placement, parts: StagedLoss, recorder: Recorder, w: Any, *batch: Any
 ) -> tuple[jax.Array, list[int]]:
     """Runs the stages one after the other on the whole batch, without a schedule: nothing in its loop can be recorded.
 
@@ -390,7 +390,7 @@ def measure(
             found[tensor] = whole_array(blocks_of, layout[i] if layout else {}, probe.varying[i])
         except NotTheSame as error:
             found[tensor] = error
-    found[Tensor("loss", "summed loss", (), *line_of_function(train.staged_loss))] = on_host(total)
+    found[Tensor("loss", "summed loss", (), *line_of_function(train.MicrobatchLoss.last))] = on_host(total)
     found[Tensor("loss", "mean loss", (), *line_of_function(train.loss_and_gradients))] = on_host(loss)
     # The backward pass computes the gradients of the last weights first.
     gradients = in_order(c, jax.tree.map(on_host, gradients), state.weights)
