@@ -302,7 +302,8 @@ class Forward:
 def cross_entropy(logits: act["B/r/d L V/t/p"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
     """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². The backward pass keeps the logits only."""
     logits = jnp.float32(logits)
-    peak, terms = shardops.pmax_and_exp_sum("B/r/d L V/t/p -> B/r/d L +t +p", logits)
+    peak = save_for_backward(shardops.pmax("B/r/d L V/t/p -> B/r/d L", lax.stop_gradient(logits)))
+    terms = shardops.einsum_unreduced("B/r/d L V/t/p -> B/r/d L +t +p", jnp.exp(logits - peak[..., None]))
     log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t +p -> B/r/d L", terms))) + peak
     at_target = shardops.index_unreduced("B/r/d L [V/t/p], B/r/d L -> B/r/d L +t +p", logits, targets)
     at_target = shardops.psum("B/r/d L +t +p -> B/r/d L", at_target)
@@ -390,13 +391,13 @@ def loss_and_gradients(
     gather = gathers.once(c.training.gather_weights)
     once = gather or c.training.microbatches > 1 or stages.has_stages()  # or each layer reduces its gradients over r
     copies, vjp = jax.vjp(lambda w: forward.copies(w, gather) if once else w, w)
+    reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
     loss = MicrobatchLoss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
     if stages.has_stages():
         total, g, layers = stages.run_training(c, forward.model, loss, copies, (batch, seeds))
     else:
         total, g, layers = accumulate(loss, copies, (batch, seeds))
-    (g,) = vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))
-    return shardops.psum("+p ->", total), g, layers
+    return shardops.psum("+p ->", total), reduced(g), layers
 
 
 # ---- optimizer --------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ of the same name, and to transpositions if its dim is not the first. This is wha
     psum_scatter       'B L M +t -> B L/t M'                turns +t into /t
     psum               'B L +t -> B L'                      removes +t
     pmax               'B L V/t -> B L'                     maximum over the dropped dims, on all their devices
-    pmax_and_exp_sum   'B L V/t -> B L +t'                  pmax, and Σ exp(x − pmax), a partial sum
     einsum_unreduced   'B L F/t, M F/t -> B L M +t'         a contracted sharded dim becomes a +
     index_unreduced    '[V/t] M, B L -> B L M +t'           a lookup in a sharded dim becomes a +
     broadcast          'M -> B/d L M'                       repeats along new dims
@@ -32,7 +31,6 @@ from jax import lax
 from shardlib import lookups
 from shardlib.checks import current_scope
 from shardlib.escapes import per_device  # noqa: F401 (one of the ops)
-from shardlib.exp_sums import pmax_and_exp_sum  # noqa: F401 (one of the ops)
 from shardlib.op_checks import (
     cast,
     cast_to_result,

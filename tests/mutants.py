@@ -12,7 +12,7 @@ from shardlib.parsing import ShardError, parse_op, parse_shape
 
 AXES = ("r", "t", "d", "p")
 """Of the mesh, in the order in which they stand within a dim."""
-COLLECTIVES = {"all_gather", "psum_scatter", "psum", "pmax", "pmax_and_exp_sum", "replicate", "gather_ahead"}
+COLLECTIVES = {"all_gather", "psum_scatter", "psum", "pmax", "replicate", "gather_ahead"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,10 +114,10 @@ def test_points_have_names_and_lines():
     found, *_ = stepped("d=4 t=2")
     points = named(found, "points")
     layer = [f"Llama.layer {name}" for name in ("v", "q", "k", "attended", "x", "gate", "up")]
-    assert list(points) == [*layer, "cross_entropy (peak, terms)", "cross_entropy log_normalizer"]
+    assert list(points) == [*layer, "cross_entropy peak", "cross_entropy log_normalizer"]
     assert points["Llama.layer up"]["place"] == f"train.py:{line_of('up = save_for_backward')}"
     assert [len(points[name]["rms"]) for name in layer] == [2] * 7
-    assert isinstance(points["cross_entropy (peak, terms)"]["rms"], float)
+    assert isinstance(points["cross_entropy peak"]["rms"], float)
 
 
 def test_points_have_the_statistics_of_a_dense_model():

@@ -176,9 +176,8 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     ),
     # the loss
     "each device takes its own maximum": (
-        'shardops.pmax_and_exp_sum("B/r/d L V/t/p -> B/r/d L +t +p", logits)',
-        "(peak := jnp.max(logits, axis=-1), "
-        'shardops.einsum_unreduced("B/r/d L V/t/p -> B/r/d L +t +p", jnp.exp(logits - peak[..., None])))',
+        'shardops.pmax("B/r/d L V/t/p -> B/r/d L", lax.stop_gradient(logits))',
+        "jnp.max(lax.stop_gradient(logits), axis=-1)",
         "cross_entropy, result: f32['B/r/d L']: the value differs between devices of t",
     ),
     "each device normalizes over its own vocabulary": (
@@ -218,8 +217,8 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     ),
     # the step: weights gathered ahead of the microbatches, gradients
     "the gradients are not reduced": (
-        "loss), reduced(g), layers",
-        "loss), g, layers",
+        "total), reduced(g), layers",
+        "total), g, layers",
         "squared_norm, argument x: f32['N/t/d']: the value differs between devices of r",
     ),
     # the optimizer
@@ -269,8 +268,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
         "size mismatch: dim V is ",
     ),
     "the loss normalizes over the vocabulary of one stage": (
-        'shardops.pmax_and_exp_sum("B/r/d L V/t/p -> B/r/d L +t +p", logits)',
-        'shardops.pmax_and_exp_sum("B/r/d L V/t -> B/r/d L +t", logits)',
+        'shardops.einsum_unreduced("B/r/d L V/t/p -> B/r/d L +t +p", jnp.exp(',
+        'shardops.einsum_unreduced("B/r/d L V/t -> B/r/d L +t", jnp.exp(',
         "size mismatch: dim V is ",
     ),
     "a norm outside of the layers stays sharded over p": (
@@ -301,8 +300,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
     ),
     # behind the stages
     "the loss is that of the last stage alone": (
-        'return shardops.psum("+p ->", loss), reduced(g)',
-        "return loss, reduced(g)",
+        'return shardops.psum("+p ->", total), reduced(g)',
+        "return total, reduced(g)",
         "loss_and_gradients, result: [0]: f32['']: the value is a partial sum over p",
     ),
     "the evaluated loss is that of the last stage alone": (
