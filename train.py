@@ -32,9 +32,9 @@ from jax.ad_checkpoint import checkpoint_name
 from input_loader import TokenBatch
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from modeling import attention as attention_paths
-from modeling import fp8, gathers, rope, rules
+from modeling import fp8, rope, rules
 from modeling.loss_chunks import sum_in_chunks
-from modeling.model import LanguageModel, Tokens, act, compute_scope
+from modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
 from modeling.settings import ModelConfig
 from modeling.weights import Weight, matrix, vector
 from optimizers import rates
@@ -43,7 +43,20 @@ from optimizers.muon import muon
 from sampling.samples import TrainingSamples
 from shardlib import shardops
 from shardlib.layers import Extras, LayerMetrics, LayerNumbers, run_layers
-from shardlib.shardtypes import Array, Subset, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from shardlib.shardtypes import (
+    Array,
+    ArrayType,
+    Subset,
+    bool_,
+    f32,
+    i32,
+    map_arrays,
+    pytree_dataclass,
+    typed,
+    typed_shard_map,
+    u32,
+)
+from shardlib.values import planned_devices
 from training_io import stages
 from training_io.config import Config, TrainingConfig
 from training_io.launch import launched, program
@@ -54,29 +67,29 @@ from training_io.run import Run
 
 @pytree_dataclass
 class TransformerLayer:
-    """Weights of one layer."""
+    """Weights of one layer, each as it is at rest >> as the layer uses it: see `gathered`."""
 
-    attention_norm: f32["M/t/d"]
-    w_q: f32["M/d K/t Q D"]
-    w_k: f32["M/d K/t D"]
-    w_v: f32["M/d K/t D"]
-    q_norm: f32["D/t/d"] | None  # None without qk_norm
-    k_norm: f32["D/t/d"] | None
-    w_o: f32["K/t Q D M/d"]
-    mlp_norm: f32["M/t/d"]
-    w_gate: f32["M/d F/t"]
-    w_up: f32["M/d F/t"]
-    w_down: f32["F/t M/d"]
+    attention_norm: f32["M/t/d"] >> f32["M"]
+    w_q: f32["M/d K/t Q D"] >> act["M K/t Q D"]
+    w_k: f32["M/d K/t D"] >> act["M K/t D"]
+    w_v: f32["M/d K/t D"] >> act["M K/t D"]
+    q_norm: f32["D/t/d"] >> f32["D"] | None  # None without qk_norm
+    k_norm: f32["D/t/d"] >> f32["D"] | None
+    w_o: f32["K/t Q D M/d"] >> act["K/t Q D M"]
+    mlp_norm: f32["M/t/d"] >> f32["M"]
+    w_gate: f32["M/d F/t"] >> act["M F/t"]
+    w_up: f32["M/d F/t"] >> act["M F/t"]
+    w_down: f32["F/t M/d"] >> act["F/t M"]
 
 
 @pytree_dataclass
 class Transformer:
     """Weights of the model."""
 
-    embed: f32["V/t/p M/d"]
+    embed: f32["V/t/p M/d"] >> act["V/t/p M"]
     layers: Array["layers/p", TransformerLayer]
-    final_norm: f32["M/t/d/p"]
-    unembed: f32["V/t/p M/d"] | None  # None with tied_embeddings
+    final_norm: f32["M/t/d/p"] >> f32["M"]
+    unembed: f32["V/t/p M/d"] >> act["V/t/p M"] | None  # None with tied_embeddings
 
 
 def weight_table(c: ModelConfig) -> Transformer:
@@ -123,9 +136,8 @@ class Llama:
     @typed
     def embed(self, w: Transformer, tokens: Tokens) -> act["B/r/d L/t M"]:
         """Residual stream before the first layer."""
-        table = shardops.all_gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
-        x = shardops.index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", table.astype(jnp.float32), tokens.ids)
+        x = shardops.index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", w.embed.astype(jnp.float32), tokens.ids)
         x = shardops.psum_scatter("B/r/d L M +t +p -> B/r/d L/t M +p", x.astype(act.dtype))
         return shardops.psum("B/r/d L/t M +p -> B/r/d L/t M", x)
 
@@ -133,42 +145,34 @@ class Llama:
     def layer(
         self, x: act["B/r/d L/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
     ) -> act["B/r/d L/t M"]:
-        """One transformer layer. Weights arrive sharded; each is cast and gathered over d where it is used."""
-        gather, dtype, epsilon, angles = shardops.all_gather, x.dtype, self.c.norm_epsilon, tokens.shared
+        """One transformer layer. Its weights are `gathered`."""
+        epsilon, angles = self.c.norm_epsilon, tokens.shared
 
-        nx = rms_norm(x, gather("M/t/d -> M", w.attention_norm), epsilon)
-        nx = gather("B/r/d L/t M -> B/r/d L M", nx)
-        w_q = gather("M/d K/t Q D -> M K/t Q D", w.w_q.astype(dtype))
-        w_k = gather("M/d K/t D -> M K/t D", w.w_k.astype(dtype))
-        w_v = gather("M/d K/t D -> M K/t D", w.w_v.astype(dtype))
-        q = einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w_q)
-        k = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_k)
-        v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_v))
+        nx = rms_norm(x, w.attention_norm, epsilon)
+        nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)
+        q = einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w.w_q)
+        k = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w.w_k)
+        v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w.w_v))
         q = save_for_backward(rope.rotate(head_norm("B/r/d L K/t Q D", q, w.q_norm, epsilon), angles))
         k = save_for_backward(rope.rotate(head_norm("B/r/d L K/t D", k, w.k_norm, epsilon), angles))
         attended = save_for_backward(attend(q, k, v, self.rule))
-        w_o = gather("K/t Q D M/d -> K/t Q D M", w.w_o.astype(dtype))
-        out = einsum("B/r/d L K/t Q D, K/t Q D M -> B/r/d L M +t", attended, w_o)
+        out = einsum("B/r/d L K/t Q D, K/t Q D M -> B/r/d L M +t", attended, w.w_o)
         x = save_for_backward(x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out))
 
-        nx = rms_norm(x, gather("M/t/d -> M", w.mlp_norm), epsilon)
-        nx = gather("B/r/d L/t M -> B/r/d L M", nx)
-        w_gate = gather("M/d F/t -> M F/t", w.w_gate.astype(dtype))
-        w_up = gather("M/d F/t -> M F/t", w.w_up.astype(dtype))
-        gate = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_gate))
-        up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_up))
-        hidden: act["B/r/d L F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)
-        w_down = gather("F/t M/d -> F/t M", w.w_down.astype(dtype))
-        out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w_down)
+        nx = rms_norm(x, w.mlp_norm, epsilon)
+        nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)
+        gate = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w.w_gate))
+        up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w.w_up))
+        hidden: act["B/r/d L F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
+        out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w.w_down)
         return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
 
     @typed
     def logits(self, w: Transformer, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t/p"]:
         """Logits of the token after each position; `x` is the residual stream after the last layer."""
-        gather, softcap = shardops.all_gather, self.c.logit_softcap
-        nx = rms_norm(x, gather("M/t/d/p -> M", w.final_norm), self.c.norm_epsilon)
-        nx = gather("B/r/d L/t M -> B/r/d L M", nx)
-        unembed = gather("V/t/p M/d -> V/t/p M", (w.embed if w.unembed is None else w.unembed).astype(act.dtype))
+        softcap, unembed = self.c.logit_softcap, w.embed if w.unembed is None else w.unembed
+        nx = rms_norm(x, w.final_norm, self.c.norm_epsilon)
+        nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)
         logits = shardops.einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, unembed)
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
 
@@ -192,7 +196,6 @@ def head_norm(heads: str, x: jax.Array, weight: Any, epsilon: float) -> jax.Arra
     """RMSNorm of each head of x, which has the type `heads`. Without a weight (no qk_norm), x stays as it is."""
     if weight is None:
         return x
-    weight = shardops.all_gather("D/t/d -> D", weight)
     return shardops.einsum_unreduced(f"{heads}, D -> {heads}", unit_rms(x, epsilon), weight).astype(x.dtype)
 
 
@@ -224,6 +227,20 @@ W = TypeVar("W")  # class of a model's weights, such as Transformer
 Batch = Array["m", TokenBatch]  # the batch of a step
 
 
+def gathered(w: W, which: Callable[[str], bool] = lambda name: True) -> W:
+    """Weights as they are used: each is cast, and gathered over the axes that its type drops, into a copy.
+
+    `which` says by its name, such as `layers.w_q`, whether a weight is to be used next; others stay at rest.
+    """
+
+    def gather(name, t: ArrayType, x):
+        if t.used is None or not which(name):
+            return x
+        return shardops.all_gather(f"{t.spec} -> {t.used.spec}", x.astype(t.used.jax_dtype))
+
+    return map_arrays(gather, w)
+
+
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling.
@@ -234,6 +251,7 @@ class Forward:
     model: LanguageModel
     training: TrainingConfig
     scan: Callable = lax.scan
+    gathered = staticmethod(gathered)
 
     def __call__(
         self, w: W, tokens: Tokens, head: Callable, attend: Callable | None = None, caches: Any = None
@@ -242,8 +260,7 @@ class Forward:
 
         `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to attention and the new cache; None: no caches.
         """
-        w = dataclasses.replace(shardops.replicate("... -> ... *r", w), layers=w.layers)
-        w = gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=False)
+        w = self.outside(w)
         x, caches, extras = self.layers(w.layers, self.model.embed(w, tokens), tokens, attend=attend, caches=caches)
         return head(w, x), caches, extras
 
@@ -257,7 +274,7 @@ class Forward:
         t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
 
         def layer(w, x, index, turn, attend):
-            w = shardops.replicate("... -> ... *r", w)  # does nothing if `copies` did
+            w = w if self.once else gathered(shardops.replicate("... -> ... *r", w))
             return self.model.layer(x, w, tokens.in_layer(index, turn), attend, self.einsum)
 
         options = {"period": getattr(self.model, "period", 1), "save": t.save, "unroll": t.unroll, "scan": self.scan}
@@ -289,10 +306,26 @@ class Forward:
         mask, bos_id = self.training.document_mask, self.model.c.bos_id
         return Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
 
-    def copies(self, w: W, gather: bool = False) -> W:
-        """Copies of the weights: their gradients are reduced over r once for all microbatches; `gather`: over d too."""
+    @property
+    def once(self) -> bool:
+        """Whether weights are gathered once for all microbatches, by training.gather_weights.
+
+        `auto`: where d is 1. Nothing is gathered there, but each weight is cast once, not again in the backward pass.
+        """
+        how = self.training.gather_weights
+        return how == "step" or (how == "auto" and planned_devices(("d",)) == 1)
+
+    def copies(self, w: W) -> W:
+        """Copies of the weights: their gradients are reduced over r, and over d if `once`, for all microbatches."""
         w = shardops.replicate("... -> ... *r", w)
-        return gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=True) if gather else w
+        return gathered(w) if self.once else w
+
+    def outside(self, w: W) -> W:
+        """The weights with those outside of the layers gathered, once for all their uses in a microbatch."""
+        if self.once:
+            return w
+        w = dataclasses.replace(shardops.replicate("... -> ... *r", w), layers=w.layers)
+        return gathered(w, lambda name: not name.startswith("layers."))
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------
@@ -328,7 +361,7 @@ def summed_loss(
 ) -> f32["+r +d"]:
     """Sum of loss(logits, targets) over the targets that `mask` selects; `x` is the output of the last layer."""
     loss = explicit_activation_checkpointing(loss, save=forward.training.save)
-    losses = loss(forward.model.logits(w, x), targets)
+    losses = loss(checked_logits(forward.model, w, x), targets)
     # Each device of t holds the same losses: the sum is over r and d alone.
     return shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)
 
@@ -346,20 +379,24 @@ class MicrobatchLoss:
 
     def __call__(self, w: W, *microbatch: Any) -> tuple[Any, Extras]:
         """The loss, and the Extras of the layers."""
-        loss, _, extras = self.forward(w, self.forward.tokens(*microbatch), lambda w, x: self.last(w, x, *microbatch))
+        loss, _, extras = self.forward(w, self.forward.tokens(*microbatch), lambda w, x: self.head(w, x, *microbatch))
         return loss, extras
 
     def first(self, w: W, *microbatch: Any) -> Any:
         """The input of the first layer."""
-        return self.forward.model.embed(w, self.forward.tokens(*microbatch))
+        return self.forward.model.embed(self.forward.outside(w), self.forward.tokens(*microbatch))
 
     def layers(self, w: Any, x: Any, numbers: LayerNumbers, *microbatch: Any) -> tuple[Any, Extras]:
         """`x` after the layers of a stage, and their Extras."""
         x, _, extras = self.forward.layers(w, x, self.forward.tokens(*microbatch), numbers)
         return x, extras
 
-    def last(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
+    def last(self, w: W, x: Any, *microbatch: Any) -> Any:
         """The loss, from the output of the last layer."""
+        return self.head(self.forward.outside(w), x, *microbatch)
+
+    def head(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
+        """The loss, where the weights outside of the layers are gathered."""
         summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
         loss = sum_in_chunks(summed, self.forward.training.loss_chunk, w, x, batch.targets, batch.loss_mask)
         return shardops.psum("+r +d ->", loss) / self.targets
@@ -388,9 +425,9 @@ def loss_and_gradients(
     w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d"] | None = None
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
-    gather = gathers.once(c.training.gather_weights)
-    once = gather or c.training.microbatches > 1 or stages.has_stages()  # or each layer reduces its gradients over r
-    copies, vjp = jax.vjp(lambda w: forward.copies(w, gather) if once else w, w)
+    # Else each layer reduces its gradients over r, beside the backward pass of the layers before it.
+    ahead = forward.once or c.training.microbatches > 1 or stages.has_stages()
+    copies, vjp = jax.vjp(forward.copies if ahead else lambda w: w, w)
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
     loss = MicrobatchLoss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
     if stages.has_stages():

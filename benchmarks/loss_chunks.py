@@ -16,7 +16,6 @@ import train
 from benchmarks.steps import print_header, print_line, times_in_turn, use_cpu_by_default
 from cluster.devices import make_mesh
 from input_loader import TokenBatch
-from modeling.gathers import gather_ahead
 from modeling.model import load_model
 from modeling.weights import initialize
 from shardlib.shardtypes import Scope, dtype_name, f32, typed_shard_map
@@ -35,8 +34,7 @@ def program(c: train.ModelConfig, length: int, dtype, chunk: int | None):
         w: train.Transformer, x: act["B/r/d L/t M"], batch: TokenBatch
     ) -> tuple[f32[""], train.Transformer, act["B/r/d L/t M"]]:
         parts = train.MicrobatchLoss(forward)
-        gathered = lambda w: gather_ahead(model, forward.copies(w), forward.einsum, length, layers=False)
-        loss = lambda w, x: parts.last(gathered(w), x, batch, None)
+        loss = lambda w, x: parts.last(forward.copies(w), x, batch, None)
         value, (g_w, g_x) = jax.value_and_grad(loss, argnums=(0, 1))(w, x)
         return value, g_w, g_x
 

@@ -101,7 +101,7 @@ def program(c: Config, mesh, peer: bool = False):
     def gradients(w: train.Transformer, batch: train.Batch) -> tuple[f32[""], train.Transformer]:
         if not peer:
             return train.loss_and_gradients(w, batch, c, forward)[:2]
-        copies, reduce_gradients = jax.vjp(lambda w: forward.copies(w, gather=True), w)
+        copies, reduce_gradients = jax.vjp(lambda w: forward.gathered(forward.copies(w)), w)
         parts = train.MicrobatchLoss(forward, targets=train.count_targets(batch))
         p = mesh.shape["p"]
         total, g = autodiff_gpipe(parts, copies, (batch, None), p, c.model.layers // p)

@@ -24,7 +24,7 @@ from modeling.model import Tokens, act, blank_tokens, compute_scope, period_of
 from modeling.rules import Places, Rule
 from modeling.splash import LANES
 from modeling.weights import shapes_of
-from shardlib import gathers, shardops
+from shardlib import shardops
 from shardlib.layers import split_extras
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.program_hash import hash_of
@@ -68,6 +68,12 @@ def calls_of(forward: Any, length: int) -> list[Call]:
         calls.append(Call(turn, rule, shape(q), *jax.tree.map(shape, (learned, sinks)), drop is not None))
         return q
 
+    @typed_shard_map
+    def per_device(w: model.Weights) -> f32[""]:
+        with pipeline_stage(alone=False):
+            layers(forward.gathered(shardops.replicate("... -> ... *r", w)))
+        return jnp.zeros(())
+
     def layers(w: Any) -> None:
         tokens = blank_tokens(model, length)
         x = varying(model.embed(w, tokens), stage_axes())
@@ -75,12 +81,6 @@ def calls_of(forward: Any, length: int) -> list[Call]:
             w_layer = jax.tree.map(lambda stack, turn=turn: stack[turn], w.layers)
             tokens, attend = tokens.in_layer(jnp.int32(turn), turn), functools.partial(note, turn)
             x, _ = split_extras(model.layer(x, w_layer, tokens, attend, forward.einsum))
-
-    @typed_shard_map
-    def per_device(w: model.Weights) -> f32[""]:
-        with pipeline_stage(alone=False):
-            gathers.note_gathers(layers, shardops.replicate("... -> ... *r", w))
-        return jnp.zeros(())
 
     with compute_scope(forward.training.compute_dtype):
         jax.eval_shape(per_device, _of_a_period(model))

@@ -261,11 +261,13 @@ def load_model(c: Any) -> LanguageModel:
     return model
 
 
-def check_logits(model: LanguageModel, logits: Any) -> None:
-    """Raises ValueError for logits of another number of token ids than model.vocab. Per-device code."""
+def checked_logits(model: LanguageModel, w: Any, x: Any) -> Any:
+    """model.logits(w, x). Raises ValueError for another number of token ids than model.vocab. Per-device code."""
+    logits = model.logits(w, x)
     vocab = logits.shape[-1] * devices_along(("t", "p"))
     if vocab != model.c.vocab:
         raise ValueError(
             f"model.module is {model.c.module!r}, whose logits have {vocab} token ids; they must have model.vocab = "
             f"{model.c.vocab}, and be act['B/r/d L V/t/p'], sharded over t and p."
         )
+    return logits

@@ -83,35 +83,35 @@ class ModelConfig:
 
 @pytree_dataclass
 class GPT2Layer:
-    """Weights of one layer."""
+    """Weights of one layer, each as it is at rest >> as the layer uses it."""
 
-    attention_gain: f32["M/t/d"]
-    attention_bias: f32["M/t/d"]
-    w_q: f32["M/d K/t D"]
-    w_k: f32["M/d K/t D"]
-    w_v: f32["M/d K/t D"]
-    b_q: f32["K/t D/d"]
-    b_k: f32["K/t D/d"]
-    b_v: f32["K/t D/d"]
-    w_o: f32["K/t D M/d"]
-    b_o: f32["M/t/d"]
-    mlp_gain: f32["M/t/d"]
-    mlp_bias: f32["M/t/d"]
-    w_up: f32["M/d F/t"]
-    b_up: f32["F/t/d"]
-    w_down: f32["F/t M/d"]
-    b_down: f32["M/t/d"]
+    attention_gain: f32["M/t/d"] >> f32["M"]
+    attention_bias: f32["M/t/d"] >> f32["M"]
+    w_q: f32["M/d K/t D"] >> act["M K/t D"]
+    w_k: f32["M/d K/t D"] >> act["M K/t D"]
+    w_v: f32["M/d K/t D"] >> act["M K/t D"]
+    b_q: f32["K/t D/d"] >> act["K/t D"]
+    b_k: f32["K/t D/d"] >> act["K/t D"]
+    b_v: f32["K/t D/d"] >> act["K/t D"]
+    w_o: f32["K/t D M/d"] >> act["K/t D M"]
+    b_o: f32["M/t/d"] >> act["M"]
+    mlp_gain: f32["M/t/d"] >> f32["M"]
+    mlp_bias: f32["M/t/d"] >> f32["M"]
+    w_up: f32["M/d F/t"] >> act["M F/t"]
+    b_up: f32["F/t/d"] >> act["F/t"]
+    w_down: f32["F/t M/d"] >> act["F/t M"]
+    b_down: f32["M/t/d"] >> act["M"]
 
 
 @pytree_dataclass
 class GPT2:
     """Weights of the model."""
 
-    embed: f32["V/t/p M/d"]
-    positions: f32["P/t/p M/d"]
+    embed: f32["V/t/p M/d"] >> act["V/t/p M"]
+    positions: f32["P/t/p M/d"] >> f32["P/t/p M"]
     layers: Array["layers/p", GPT2Layer]
-    final_gain: f32["M/t/d/p"]
-    final_bias: f32["M/t/d/p"]
+    final_gain: f32["M/t/d/p"] >> f32["M"]
+    final_bias: f32["M/t/d/p"] >> f32["M"]
 
 
 def weight_table(c: ModelConfig) -> GPT2:
@@ -204,11 +204,9 @@ class Model:
     @typed
     def embed(self, w: GPT2, tokens: Tokens) -> act["B/r/d L/t M"]:
         """Residual stream before the first layer."""
-        table = shardops.all_gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
-        x = shardops.index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", table.astype(jnp.float32), tokens.ids)
-        places = shardops.all_gather("P/t/p M/d -> P/t/p M", w.positions)
-        x = x + shardops.index_unreduced("[P/t/p] M, B/r/d L -> B/r/d L M +t +p", places, tokens.positions)
+        x = shardops.index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", w.embed.astype(jnp.float32), tokens.ids)
+        x = x + shardops.index_unreduced("[P/t/p] M, B/r/d L -> B/r/d L M +t +p", w.positions, tokens.positions)
         x = shardops.psum_scatter("B/r/d L M +t +p -> B/r/d L/t M +p", x.astype(act.dtype))
         x = shardops.psum("B/r/d L/t M +p -> B/r/d L/t M", x)
         return dropout(x, self.c.dropout, DropoutKeys(tokens.keys).of_positions(3, tokens.ids.shape[1]))
@@ -217,18 +215,14 @@ class Model:
     def layer(
         self, x: act["B/r/d L/t M"], w: GPT2Layer, tokens: Tokens, attend: Callable, einsum: Callable
     ) -> act["B/r/d L/t M"]:
-        """One transformer layer."""
-        gather, broadcast, dtype = shardops.all_gather, shardops.broadcast, x.dtype
+        """One transformer layer. Its weights are gathered."""
+        gather, broadcast = shardops.all_gather, shardops.broadcast
         rate, epsilon, keys = self.c.dropout, self.c.norm_epsilon, DropoutKeys(tokens.keys)
 
-        gain, bias = gather("M/t/d -> M", w.attention_gain), gather("M/t/d -> M", w.attention_bias)
-        nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, gain, bias, epsilon))
+        nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.attention_gain, w.attention_bias, epsilon))
 
         def heads(weight, bias):
-            product = einsum(
-                "B/r/d L M, M K/t D -> B/r/d L K/t D", nx, gather("M/d K/t D -> M K/t D", weight.astype(dtype))
-            )
-            bias = gather("K/t D/d -> K/t D", bias.astype(dtype))
+            product = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, weight)
             return save_for_backward(product + broadcast("K/t D -> B/r/d L K/t D", bias))
 
         q: act["B/r/d L K/t D"] = heads(w.w_q, w.b_q)
@@ -238,31 +232,26 @@ class Model:
         drop_weights = None if keys.keys is None else drop_weights
         attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
         attended: act["B/r/d L K/t D"] = save_for_backward(attended[..., 0, :])
-        w_o = gather("K/t D M/d -> K/t D M", w.w_o.astype(dtype))
-        out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", attended, w_o)
+        out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", attended, w.w_o)
         out = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
-        out = out + broadcast("M -> B/r/d L/t M", gather("M/t/d -> M", w.b_o.astype(dtype)))
+        out = out + broadcast("M -> B/r/d L/t M", w.b_o)
         x = save_for_backward(x + dropout(out, rate, keys.of_positions(1, nx.shape[1])))
 
-        gain, bias = gather("M/t/d -> M", w.mlp_gain), gather("M/t/d -> M", w.mlp_bias)
-        nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, gain, bias, epsilon))
-        up = einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, gather("M/d F/t -> M F/t", w.w_up.astype(dtype)))
-        up = save_for_backward(up + broadcast("F/t -> B/r/d L F/t", gather("F/t/d -> F/t", w.b_up.astype(dtype))))
+        nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.mlp_gain, w.mlp_bias, epsilon))
+        up = einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w.w_up)
+        up = save_for_backward(up + broadcast("F/t -> B/r/d L F/t", w.b_up))
         hidden: act["B/r/d L F/t"] = jax.nn.gelu(up, approximate=True)
-        w_down = gather("F/t M/d -> F/t M", w.w_down.astype(dtype))
-        out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w_down)
+        out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w.w_down)
         out = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
-        out = out + broadcast("M -> B/r/d L/t M", gather("M/t/d -> M", w.b_down.astype(dtype)))
+        out = out + broadcast("M -> B/r/d L/t M", w.b_down)
         return x + dropout(out, rate, keys.of_positions(2, nx.shape[1]))
 
     @typed
     def logits(self, w: GPT2, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t/p"]:
         """Logits of the token after each position."""
-        gather = shardops.all_gather
-        gain, bias = gather("M/t/d/p -> M", w.final_gain), gather("M/t/d/p -> M", w.final_bias)
-        nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, gain, bias, self.c.norm_epsilon))
-        table = gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))
-        return shardops.einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, table)
+        nx = layer_norm(x, w.final_gain, w.final_bias, self.c.norm_epsilon)
+        nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)
+        return shardops.einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, w.embed)
 
 
 # ---- exchange with transformers: docs/huggingface.md describes the two functions ---------------------------------

@@ -153,7 +153,7 @@ def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> 
 
     @typed_shard_map
     def embed(w: model.Weights, batch: TokenBatch) -> act["B/r/d L/t M"]:
-        return model.embed(forward.copies(w), forward.tokens(batch))
+        return model.embed(forward.outside(forward.copies(w)), forward.tokens(batch))
 
     @typed_shard_map
     def layers(w: model.Weights, batch: TokenBatch, x: act["B/r/d L/t M"], first: i32[""]) -> act["B/r/d L/t M"]:
@@ -162,7 +162,7 @@ def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> 
 
     @typed_shard_map
     def logits(w: model.Weights, x: act["B/r/d L/t M"]) -> f32["B/r/d L V/t"]:
-        return model.logits(forward.copies(w), x)
+        return model.logits(forward.outside(forward.copies(w)), x)
 
     def read(array: Any, index: Any = ...) -> np.ndarray:
         values = array[index]

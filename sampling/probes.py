@@ -113,7 +113,7 @@ def _mixing_parts(forward: Any, weights: Any, length: int) -> str:
 
     @typed_shard_map
     def per_device(w: model.Weights) -> f32["_N"]:
-        w, axes, t = forward.copies(w), tuple(mesh_axes()), shardops.axis_size("t")
+        w, axes, t = forward.gathered(forward.copies(w)), tuple(mesh_axes()), shardops.axis_size("t")
         own_place = shardops.axis_index("t") * (length // t) + jnp.arange(length // t)[None]
         own = lambda x: varying(jnp.asarray(x), ("r", "d"))
         tokens_of = lambda ids: Tokens(own(ids), own(place), own(0 * place)).prepared(model)

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 
 from cluster.devices import kept_programs
 from input_loader import TokenBatch
-from modeling import gathers
 from modeling.model import compute_scope, inputs_of
 from sampling.cache import (
     KeyValues,
@@ -110,16 +109,15 @@ class Sampler:
         forward, s, chunk, cache_size = self.forward, self.settings, self._chunk, self.padded(self.context)
         Weights, training = forward.model.Weights, forward.training
         Cache = Array["layers", KeyValues]
-        gather = gathers.once(training.gather_weights)
 
         @typed_shard_map
         def prefill(w: Weights, ids: u32["_N/r/d _L"], fresh: bool_["_N/r/d"], cache: Cache | None) -> Cache:
-            new = window_cache(forward.copies(w, gather), ids, forward, cache_size)
+            new = window_cache(forward.copies(w), ids, forward, cache_size)
             choose = lambda old, x: jnp.where(fresh[None, :, None, None, None], x, old)
             return new if cache is None else jax.tree.map(choose, cache, new)
 
         def drawn_after(next_logits, w: Weights, cache: Any, texts: Texts) -> tuple:
-            w = forward.copies(w, gather)
+            w = forward.copies(w)
 
             def step(carry, _):
                 cache, texts = carry

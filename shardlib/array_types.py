@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checks import current_scope
-from shardlib.parsing import ShapeSpec, ShardError, parse_shape, spec_text
-from shardlib.values import SHORT_DTYPES, describe, devices_along, on_mesh
+from shardlib.parsing import ShapeSpec, ShardError, parse_shape, sort_axes, spec_text
+from shardlib.values import SHORT_DTYPES, describe, devices_along, is_opaque, on_mesh
 
 # ---- types ------------------------------------------------------------------------------------------------------
 
@@ -30,13 +30,27 @@ class _Type:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ArrayType(_Type):
-    """The type `f32['B/d M']`: the short name of a dtype, and a spec."""
+    """The type `f32['B/d M']`: the short name of a dtype, and a spec.
+
+    `f32['M/d F/t'] >> act['M F/t']` is the type of a weight at rest, and, as `used`, that of the copy that is used. It
+    is cast, and gathered over the axes that `used` lacks.
+    """
 
     dtype: str
     spec: ShapeSpec
+    used: "ArrayType | None" = None
 
     def __repr__(self) -> str:
         return f"{self.dtype}['{self.spec}']"
+
+    @property
+    def jax_dtype(self) -> jnp.dtype:
+        """The dtype of an array of this type, in the current scope."""
+        return DType(self.dtype).dtype
+
+    def __rshift__(self, used: "ArrayType") -> "ArrayType":
+        gathered = sort_axes(self.spec.sharded - used.spec.sharded)
+        return ArrayType(self.dtype, self.spec, ArrayType(used.dtype, dataclasses.replace(used.spec, copies=gathered)))
 
 
 _LONG_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
@@ -252,7 +266,11 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
 
 def _with_dims(dims: str, t: ArrayType) -> ArrayType:
     """The array type with `dims` before its own."""
-    return ArrayType(t.dtype, parse_shape(f"{dims} {t.spec}"))
+    return ArrayType(t.dtype, parse_shape(f"{dims} {t.spec}"), t.used and _with_dims(dims, t.used))
+
+
+def _on_mesh(t: ArrayType) -> ArrayType:
+    return ArrayType(t.dtype, on_mesh(t.spec), t.used and _on_mesh(t.used))
 
 
 def arrays_of(
@@ -270,7 +288,7 @@ def arrays_of(
     options = {"dims": dims, "only_arrays": only_arrays}
     if isinstance(t, ArrayType):
         array = _with_dims(dims, t)
-        yield path, ArrayType(array.dtype, on_mesh(array.spec)), value
+        yield path, _on_mesh(array), value
     elif isinstance(t, StackedType):
         yield from arrays_of(t.inner, value, path, dims=f"{dims} {t.dims}", only_arrays=only_arrays)
     elif isinstance(t, SubsetType):
@@ -288,6 +306,13 @@ def arrays_of(
             f"{path} has no array type",
             "annotate it, e.g. f32['B/d M']; if it is not data, make it a field with metadata={'static': True}",
         )
+
+
+def map_arrays(fn: collections.abc.Callable, x):
+    """`x`, a dataclass of array types, with fn(path, array type, array) in place of each array."""
+    leaves, structure = jax.tree.flatten(x, is_leaf=is_opaque)
+    types = [(path, array) for path, array, part in arrays_of(type(x), x) if part is not ABSENT]
+    return structure.unflatten([fn(*named, leaf) for named, leaf in zip(types, leaves, strict=True)])
 
 
 # ---- shardings --------------------------------------------------------------------------------------------------

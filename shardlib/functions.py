@@ -35,7 +35,7 @@ from shardlib.values import (
 def _check_dtype(t: ArrayType, value) -> None:
     if not hasattr(value, "dtype"):
         raise ShardError(f"a {type(value).__name__} is not an array", "pass an array")
-    found, wanted = (SHORT_DTYPES.get(dtype.name, dtype.name) for dtype in (value.dtype, DType(t.dtype).dtype))
+    found, wanted = (SHORT_DTYPES.get(dtype.name, dtype.name) for dtype in (value.dtype, t.jax_dtype))
     if found != wanted:
         bound_by = f" ({t.dtype} here)" if wanted != t.dtype else ""
         raise ShardError(

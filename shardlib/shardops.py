@@ -54,7 +54,7 @@ from shardlib.op_checks import (
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
 from shardlib.products import einsum_with_gradients
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
-from shardlib.values import Noted, describe, devices_along, is_opaque, planned_devices, unwrap
+from shardlib.values import describe, devices_along, is_opaque, planned_devices, unwrap
 
 
 def axis_size(axes: str) -> int:
@@ -133,11 +133,7 @@ def all_gather(spec, x, *, replicated=False):
             )
         if ahead and ahead == gathered:
             return x
-        if isinstance(x, Noted):
-            x.note(lhs, rhs, x.dtype)
-            new_copies = gathered  # as it will be once it is gathered ahead
-        else:
-            refuse_in_stage(gathered - ahead)
+        refuse_in_stage(gathered - ahead)
         value = cast(1, lhs, value, (), lhs.sharded)
     to = "invarying" if replicated else "varying" if new_copies else "reduced"
     for i, axes in enumerate(removed):

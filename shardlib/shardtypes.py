@@ -32,6 +32,7 @@ from shardlib.array_types import (
     is_fully_sharded,
     make_partition_specs,
     make_shardings,
+    map_arrays,
     pytree_dataclass,
     u8,
     u16,

@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -364,15 +364,6 @@ class Copy(_Opaque):
         return (
             f"use it through einsum_unreduced, index_unreduced or all_gather: it is a copy over {names}; {WITHOUT_COPY}"
         )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Noted(Copy):
-    """A weight whose gathers are noted while a function that uses it is traced (gathers.py); otherwise a copy."""
-
-    note: Callable | None = dataclasses.field(default=None, metadata={"static": True})
-    """Called by all_gather with the spec before and after the gather, and the dtype."""
 
 
 def is_opaque(value) -> bool:

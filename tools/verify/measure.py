@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 import train
 from cluster.devices import make_mesh
 from input_loader import TokenBatch, batch_shapes, make_loader
-from modeling import gathers
 from modeling.model import compute_scope, inputs_of, load_model
 from modeling.weights import are_stacks
 from shardlib.array_types import ABSENT, arrays_of
@@ -216,7 +215,7 @@ class Probe:
         def per_device(weights, whole, of_step):
             recorder = Recorder()
             with recording(recorder):
-                copies = plain.copies(weights, gathers.once(c.training.gather_weights))
+                copies = plain.copies(weights)
                 parts = of_train("MicrobatchLoss", plain, functools.partial(of_train, "training_loss", c=c.optimizer))
                 if has_stages():
                     placement = placement_of(c, self.model)

@@ -15,7 +15,6 @@ RECORD = "verify_record"
 RECORDED = {
     ("lax", "scan"): f"{RECORD}.scan",
     ("shardops", "einsum_unreduced"): f"{RECORD}.einsum",
-    ("gathers", "note_gathers"): f"{RECORD}.note_gathers",
     ("jax_extra", "save_for_backward"): f"{RECORD}.save_for_backward",
     ("jax_extra", "explicit_activation_checkpointing"): f"{RECORD}.explicit_activation_checkpointing",
 }

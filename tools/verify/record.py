@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jax_extra
-from shardlib import gathers, marks, shardops
+from shardlib import marks, shardops
 from shardlib.parsing import PIPELINE_AXIS, parse_op, sort_axes
 from shardlib.shardtypes import Scope
 
@@ -146,12 +146,6 @@ def shared_scale(peak: jax.Array, reason: str, spec: str) -> jax.Array:
     """
     axes = jax.typeof(peak).manual_axis_type.varying - {PIPELINE_AXIS}  # its devices are at different stages
     return marks.leave(lax.pmax(peak, sort_axes(axes)) if axes else peak, reason, spec)
-
-
-def note_gathers(fn: Callable, w: Any) -> Any:
-    """`gathers.note_gathers`: it traces one more sequence, which is neither recorded nor in blocks."""
-    with recording(None), summed_in_blocks():
-        return gathers.note_gathers(fn, w)
 
 
 def _block(x, spec, name: str, index: int, count: int):
