@@ -28,48 +28,48 @@ SOURCE = (Path(__file__).parents[2] / "train.py").read_text()
 MESH = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
 STAGES = AbstractMesh((2, 2, 2, 2), ("p", "r", "d", "t"), axis_types=(AxisType.Explicit,) * 4)
 
-GATHER = 'nx = gather("B/r/d L/t M -> B/r/d L M", nx)\n'
+GATHER = 'nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)\n'
 SCATTER = 'shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", '
 MUTATIONS = {  # name: text of train.py, what stands there instead, part of the message
     # weights
     "w_down is not gathered": (
-        'gather("F/t M/d -> F/t M", w.w_down.astype(dtype))',
-        "w.w_down.astype(dtype)",
+        '>> act["F/t M"]',
+        "",
         "operand 2 `F/t M`: the value differs between devices of d",
     ),
     "w_gate is gathered over t too": (
-        'w_gate = gather("M/d F/t -> M F/t"',
-        'w_gate = gather("M/d F/t -> M F"',
-        "the value was gathered over t, but `M F/t` says it is sharded over it",
+        'w_gate: f32["M/d F/t"] >> act["M F/t"]',
+        'w_gate: f32["M/d F/t"] >> act["M F"]',
+        "the value is a copy over r, t, d, but `M F/t` says it is sharded over one of them",
     ),
     "w_up is gathered over t instead": (
-        'w_up = gather("M/d F/t -> M F/t"',
-        'w_up = gather("M/d F/t -> M/d F"',
-        "operand 2 `M F/t`: the value differs between devices of d",
+        'w_up: f32["M/d F/t"] >> act["M F/t"]',
+        'w_up: f32["M/d F/t"] >> act["M/d F"]',
+        "the value is a copy over r, t, but `M F/t` says it is sharded over one of them",
     ),
     "w_o is gathered with the spec of w_q": (
-        'gather("K/t Q D M/d -> K/t Q D M", w.w_o',
-        'gather("M/d K/t Q D -> M K/t Q D", w.w_o',
-        "size mismatch: dim M is 8",
+        'w_o: f32["K/t Q D M/d"] >> act["K/t Q D M"]',
+        'w_o: f32["K/t Q D M/d"] >> act["M K/t Q D"]',
+        "the dims change from `K/t Q D M/d` to `M K/t Q D *d`",
     ),
     "w_k stays sharded over d": (
-        'w_k = gather("M/d K/t D -> M K/t D", w.w_k.astype(dtype))',
-        "w_k = w.w_k.astype(dtype)",
+        'w_k: f32["M/d K/t D"] >> act["M K/t D"]',
+        'w_k: f32["M/d K/t D"]',
         "operand 2 `M K/t D`: the value differs between devices of d",
     ),
     "a norm weight is not gathered": (
-        'gather("M/t/d -> M", w.mlp_norm)',
-        "w.mlp_norm",
+        'mlp_norm: f32["M/t/d"] >> f32["M"]',
+        'mlp_norm: f32["M/t/d"]',
         "rms_norm, argument weight: f32['M']: the value differs between devices of t, d",
     ),
     "a norm weight is gathered over d alone": (
-        '"M/t/d -> M", w.mlp_norm',
-        '"M/t/d -> M/t", w.mlp_norm',
+        'mlp_norm: f32["M/t/d"] >> f32["M"]',
+        'mlp_norm: f32["M/t/d"] >> f32["M/t"]',
         "rms_norm, argument weight: f32['M']: the value differs between devices of t",
     ),
     "a norm weight is gathered over t first": (
-        '"M/t/d -> M", w.mlp_norm',
-        '"M/t/d -> M/d", w.mlp_norm',
+        'mlp_norm: f32["M/t/d"] >> f32["M"]',
+        'mlp_norm: f32["M/t/d"] >> f32["M/d"]',
         "another order",
     ),
     "a norm weight multiplies without einsum": (
@@ -88,8 +88,8 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "layers.w_down: f32['layers F/t M'] is not sharded over d",
     ),
     "the embedding is not gathered": (
-        'shardops.all_gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))',
-        "w.embed.astype(act.dtype)",
+        '    embed: f32["V/t/p M/d"] >> act["V/t/p M"]',
+        '    embed: f32["V/t/p M/d"]',
         "operand 1 `[V/t] M`: the value differs between devices of d",
     ),
     "replicas are not marked": (
@@ -104,18 +104,18 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     ),
     # activations
     "normed positions are not gathered": (
-        f"{GATHER}        w_q = gather(",
-        "w_q = gather(",
+        f"{GATHER}        q = einsum(",
+        "q = einsum(",
         "operand 1 `B/r/d L M`: the value differs between devices of t",
     ),
     "normed positions are gathered over d": (
-        f"{GATHER}        w_gate = gather(",
-        GATHER.replace("-> B/r/d L M", "-> B/r L/t M") + "        w_gate = gather(",
+        f"{GATHER}        gate = ",
+        GATHER.replace("-> B/r/d L M", "-> B/r L/t M") + "        gate = ",
         "the value differs between devices of t",
     ),
     "each device projects its own positions alone": (
-        'einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_gate)',
-        'einsum("B/r/d L/t M, M F/t -> B/r/d L/t F", x, w_gate)',
+        'einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w.w_gate)',
+        'einsum("B/r/d L/t M, M F/t -> B/r/d L/t F", x, w.w_gate)',
         "axis t shards both L and F",
     ),
     "attention's output is not reduced": (f"x + {SCATTER}out))", "x + out)", "a partial sum over t"),
@@ -155,8 +155,8 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
         "contracting F/t sums only this device's block",
     ),
     "a + is put where nothing is summed": (
-        'M, M F/t -> B/r/d L F/t", nx, w_gate',
-        'M, M F/t -> B/r/d L F +t", nx, w_gate',
+        'M, M F/t -> B/r/d L F/t", nx, w.w_gate',
+        'M, M F/t -> B/r/d L F +t", nx, w.w_gate',
         "F/t in an operand becomes F in the result",
     ),
     "a local is annotated as if it were whole": (
@@ -273,8 +273,8 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
         "size mismatch: dim V is ",
     ),
     "a norm outside of the layers stays sharded over p": (
-        'gather("M/t/d/p -> M", w.final_norm)',
-        "w.final_norm",
+        'final_norm: f32["M/t/d/p"] >> f32["M"]',
+        'final_norm: f32["M/t/d/p"]',
         "rms_norm, argument weight: f32['M']: the value differs between devices of t, d",
     ),
     "the weights are copies over p": (
