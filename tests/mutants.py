@@ -12,7 +12,7 @@ from shardlib.parsing import ShardError, parse_op, parse_shape
 
 AXES = ("r", "t", "d", "p")
 """Of the mesh, in the order in which they stand within a dim."""
-COLLECTIVES = {"all_gather", "psum_scatter", "psum", "pmax", "replicate", "gather_ahead"}
+COLLECTIVES = {"all_gather", "psum_scatter", "psum", "pmax", "replicate"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +198,6 @@ def call_changes(source: Source, node: ast.Call) -> Iterator[tuple[str, str]]:
     name = source.op(node)
     if name not in COLLECTIVES or not node.args:
         return
-    if name == "gather_ahead":  # (model, weights, …)
-        whole, weights = source.of(node), source.of(node.args[1])
-        yield "call removed", weights
-        yield "call done twice", whole.replace(f" {weights},", f" {whole},")
-        return
     fn, operand = source.of(node.func), source.of(node.args[-1])
     before = ", ".join(source.of(arg) for arg in node.args[:-1])
     call = lambda fn, spec, x: f"{fn}({spec}, {x})" if spec else f"{fn}({x})"
@@ -213,7 +208,7 @@ def call_changes(source: Source, node: ast.Call) -> Iterator[tuple[str, str]]:
         return
     left, right = (side.strip() for side in spec.value.split("->"))
     reversed_spec = f'"{right} -> {left}"'
-    for other in sorted(COLLECTIVES - {"gather_ahead", name}):
+    for other in sorted(COLLECTIVES - {name}):
         yield "collective exchanged", call(f"shardops.{other}", before, operand)
     for other in ("all_gather", "psum_scatter"):
         yield "collective exchanged", call(f"shardops.{other}", reversed_spec, operand)

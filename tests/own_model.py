@@ -20,13 +20,13 @@ class ModelConfig(settings.ModelConfig):
 
 @pytree_dataclass
 class Layer:
-    w_in: f32["M/d K/t U D"]
-    w_out: f32["K/t D M/d"]
+    w_in: f32["M/d K/t U D"] >> act["M K/t U D"]
+    w_out: f32["K/t D M/d"] >> act["K/t D M"]
 
 
 @pytree_dataclass
 class Weights:
-    embed: f32["V/t/p M/d"]
+    embed: f32["V/t/p M/d"] >> act["V/t/p M"]
     layers: Array["layers/p", Layer]
 
 
@@ -43,22 +43,18 @@ class Model:
         return dataclasses.replace(tokens, shared=jnp.cos(tokens.positions / 3.0))
 
     def embed(self, w, tokens):
-        table = all_gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))
-        x = index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", table, tokens.ids)
+        x = index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", w.embed, tokens.ids)
         return psum("B/r/d L/t M +p -> B/r/d L/t M", psum_scatter("B/r/d L M +t +p -> B/r/d L/t M +p", x))
 
     def layer(self, x, w, tokens, attend, einsum):
-        w_in = all_gather("M/d K/t U D -> M K/t U D", w.w_in.astype(x.dtype))
         nx = all_gather("B/r/d L/t M -> B/r/d L M", x)
-        y = einsum("B/r/d L M, M K/t U D -> B/r/d L K/t U D", nx, w_in) * 3
+        y = einsum("B/r/d L M, M K/t U D -> B/r/d L K/t U D", nx, w.w_in) * 3
         q = y[..., 0, :] * tokens.shared[..., None, None].astype(x.dtype)
         read = attend(q[..., None, :], y[..., 1, :], y[..., 2, :], CAUSAL)[..., 0, :]
-        w_out = all_gather("K/t D M/d -> K/t D M", w.w_out.astype(x.dtype))
-        out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", jnp.tanh(read), w_out)
+        out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", jnp.tanh(read), w.w_out)
         return x + psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
 
     def logits(self, w, x):
-        table = all_gather("V/t/p M/d -> V/t/p M", w.embed.astype(act.dtype))
         nx = all_gather("B/r/d L/t M -> B/r/d L M", x)
-        return einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, table, preferred_element_type="float32")
+        return einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, w.embed, preferred_element_type="float32")
 """

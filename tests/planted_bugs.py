@@ -57,14 +57,14 @@ BUGS = [
     Bug(
         "a mean over this device's tokens",
         "d",
-        'return shardops.psum("+r +d ->", loss) / targets',
+        'return shardops.psum("+r +d ->", loss) / self.targets',
         'return shardops.psum("+r +d ->", loss) / batch.targets.size',
     ),
     Bug(
         "a product with the size of an axis",
         "d",
-        "(jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)",
-        '(jax.nn.silu(jnp.float32(gate)) * up * shardops.axis_size("d")).astype(dtype)',
+        "(jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)",
+        '(jax.nn.silu(jnp.float32(gate)) * up * shardops.axis_size("d")).astype(x.dtype)',
     ),
     Bug("a mean over a weight's block", "d", "(jnp.sqrt(unbiased_nu)", "(jnp.sqrt(jnp.mean(unbiased_nu))"),
     Bug(
@@ -95,8 +95,8 @@ BUGS = [
     Bug(
         "positions shifted before they are gathered",
         "t",
-        'nx = gather("B/r/d L/t M -> B/r/d L M", nx)\n        w_q',
-        'nx = gather("B/r/d L/t M -> B/r/d L M", jnp.roll(nx, 1, 1))\n        w_q',
+        'nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)\n        q',
+        'nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", jnp.roll(nx, 1, 1))\n        q',
     ),
     Bug(
         "a softmax over a block of hidden entries",
@@ -107,8 +107,8 @@ BUGS = [
     Bug(
         "sequences in the reverse order",
         "d",
-        'v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_v))',
-        'v = save_for_backward(jnp.flip(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w_v), 0))',
+        'v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w.w_v))',
+        'v = save_for_backward(jnp.flip(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w.w_v), 0))',
     ),
     Bug(
         "gradients times the size of an axis",

@@ -26,7 +26,7 @@ def test_what_it_quotes_is_there(number):
 @pytest.mark.quick
 def test_it_begins_with_a_model_of_forty_lines():
     assert len([line for line in MINE.splitlines() if line.strip()]) <= 45
-    for word in ("scan", "checkpoint", "gather_ahead", "unroll", "cache", "padd"):
+    for word in ("scan", "checkpoint", "unroll", "cache", "padd"):
         assert word not in MINE
     assert len(QUOTED) >= 4
 

@@ -136,7 +136,7 @@ def own_program(name: str) -> Program:
     return program(SOURCE, name)
 
 
-RESULTS = ("rejected", "the same program", "gathered at its use", "another program")
+RESULTS = ("rejected", "the same program", "another program")
 
 
 def outcome(mutant: Mutant) -> str:
@@ -152,8 +152,7 @@ def outcome(mutant: Mutant) -> str:
             return "rejected"
     if same:
         return "the same program"
-    ahead = mutant.kind == "call removed" and mutant.before.startswith("gathers.gather_ahead(")
-    return "gathered at its use" if ahead else "another program"
+    return "another program"
 
 
 def axes_of(text: str) -> set[str]:
@@ -235,12 +234,6 @@ def test_the_program_as_it_stands_traces(name):
     assert own_program(name).is_same(program(SOURCE, name))
 
 
-@pytest.mark.slow
-def test_weights_that_are_not_gathered_ahead_are_gathered_at_their_use():
-    ahead = [m for m in mutants(SOURCE) if m.before.startswith("gathers.gather_ahead(") and m.kind == "call removed"]
-    assert [outcome(mutant) for mutant in ahead] == ["gathered at its use"] * 2
-
-
 @pytest.mark.long
 def test_a_sample_of_the_mutants():
     """Every hundredth; all of them is the slow test."""
@@ -303,13 +296,3 @@ def test_verify_rejects_what_the_types_cannot_tell(tmp_path, i):
     done = verify(tmp_path, mutant.source, f"verify.meshes=[2x2x2,{mesh}]")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the first tensor that differs is the loss summed loss at train.py:" in done.stdout
-
-
-@pytest.mark.slow
-def test_what_is_not_gathered_ahead_is_gathered_in_the_layer(tmp_path):
-    """All weights at once: the numbers are the same."""
-    text = "gathers.gather_ahead(self.model, w, self.einsum, self.training.seq_len, layers=True)"
-    assert SOURCE.count(text) == 1
-    overrides = ["training.gather_weights=step", "model.qk_norm=true", "verify.meshes=[2x2x2,2x1x2x2]"]
-    done = verify(tmp_path, SOURCE.replace(text, text.replace("layers=True", "layers=False")), *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -184,14 +184,14 @@ WRONG = {  # an edit of train.py that the types accept, and what the check says 
         r"jax.device_count is the same on all meshes",
     ),
     "one device's noise": (
-        'hidden: act["B/r/d L F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)',
+        'hidden: act["B/r/d L F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)',
         "hidden = jax.nn.silu(gate) * up * jax.random.bernoulli(jax.random.key(0), 0.5, up.shape)",
         r"random_bits: dim 0 of the result has \d+ entries here and",
     ),
     "a sum that is taken twice": (
-        'return shardops.psum("+p ->", loss), reduced(g), layers, seen',
+        'return shardops.psum("+p ->", total), reduced(g), layers',
         "g = jax.tree.map(lambda x: lax.psum(lax.pcast(x, 'r', to='varying'), 'r'), reduced(g))\n"
-        '    return shardops.psum("+p ->", loss), g, layers, seen',
+        '    return shardops.psum("+p ->", total), g, layers',
         r"psum\w*: a number that depends on the mesh was multiplied",
     ),
 }

@@ -41,13 +41,13 @@ def plain() -> dict[str, str]:
 
 
 SAME = {  # text of train.py and what stands there instead
-    "a comment": ("        w_gate = gather(", "        # the gate\n        w_gate = gather("),
+    "a comment": ("        gate = ", "        # the gate\n        gate = "),
     "a name": ("unit_rms", "over_rms"),
     "the order of lines": (
-        '        w_q = gather("M/d K/t Q D -> M K/t Q D", w.w_q.astype(dtype))\n'
-        '        w_k = gather("M/d K/t D -> M K/t D", w.w_k.astype(dtype))\n',
-        '        w_k = gather("M/d K/t D -> M K/t D", w.w_k.astype(dtype))\n'
-        '        w_q = gather("M/d K/t Q D -> M K/t Q D", w.w_q.astype(dtype))\n',
+        '        q = einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w.w_q)\n'
+        '        k = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w.w_k)\n',
+        '        k = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w.w_k)\n'
+        '        q = einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w.w_q)\n',
     ),
 }
 BOTH, TRAINING = {"training", "evaluation"}, {"training"}
@@ -65,20 +65,20 @@ OTHER = {
     ),
     "what only microbatches have": (
         SOURCE.replace(
-            'return shardops.psum("+p ->", loss), reduced(g)',
+            'return shardops.psum("+p ->", total), reduced(g)',
             (
                 "g = jax.tree.map(lambda x: x / 2 if c.training.microbatches > 1 else x, g)\n"
-                '    return shardops.psum("+p ->", loss), reduced(g)'
+                '    return shardops.psum("+p ->", total), reduced(g)'
             ),
         ),
         TRAINING,
     ),
     "a loop within a loop": (
         SOURCE.replace(
-            '        nx = rms_norm(x, gather("M/t/d -> M", w.mlp_norm), epsilon)',
+            "        nx = rms_norm(x, w.mlp_norm, epsilon)",
             (
                 "        x = lax.scan(lambda h, _: (jnp.tanh(h), None), x, None, length=2)[0]\n"
-                '        nx = rms_norm(x, gather("M/t/d -> M", w.mlp_norm), epsilon)'
+                "        nx = rms_norm(x, w.mlp_norm, epsilon)"
             ),
         ),
         BOTH,

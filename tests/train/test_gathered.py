@@ -1,6 +1,4 @@
-"""Weights gathered ahead: by the gathers that the model's own parts write, against what they are by hand."""
-
-import dataclasses
+"""train.gathered: each weight as its uses see it, against what it is by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 import train
 from cluster.devices import make_mesh
-from input_loader import batch_shapes
-from modeling.gathers import gather_ahead, once
 from modeling.model import compute_scope, load_model
 from modeling.weights import initialize
 from models import gpt2
 from shardlib import shardops
 from shardlib.op_checks import varying
-from shardlib.shardtypes import ShardError, make_partition_specs
+from shardlib.shardtypes import make_partition_specs
 from shardlib.values import is_opaque
 
 AXES = ("p", "r", "d", "t")
@@ -73,15 +69,15 @@ def mesh_of(name: str):
     return make_mesh(r, d, t, jax.devices(), p)
 
 
-def gathered(model, mesh, layers: bool) -> tuple[dict, dict]:
-    """Of each weight after `gather_ahead`, in bf16: (blocks[device, …], dtype, axes that it is a copy over).
+def gathered(model, mesh) -> tuple[dict, dict]:
+    """Of each weight that is gathered, in bf16: (blocks[device, …], dtype, axes that it is a copy over).
 
     And the whole weights, on the host.
     """
     noted = {}
 
     def per_device(w):
-        w = gather_ahead(model, shardops.replicate("... -> ... *r", w), shardops.einsum_unreduced, tiny.LENGTH, layers)
+        w = train.gathered(shardops.replicate("... -> ... *r", w))
         found = jax.tree_util.tree_leaves_with_path(w, is_leaf=is_opaque)
         found = {jax.tree_util.keystr(path).strip("."): leaf for path, leaf in found}
         noted.update({name: (leaf.dtype.name, set(leaf.axes)) for name, leaf in found.items()})
@@ -109,7 +105,7 @@ def assert_blocks(blocks: np.ndarray, whole: np.ndarray, dims: list[str], mesh) 
 
 
 def assert_gathered(weight, blocks, dtype, copies, expected, whole, mesh) -> None:
-    """A weight after `gather_ahead` is what `expected` says: its dtype, and each device's block."""
+    """A gathered weight is what `expected` says: its dtype, and each device's block."""
     kind, *dims = expected.split()
     assert dtype == {"act": "bfloat16", "f32": "float32"}[kind], weight
     sharded = {axis for dim in dims for axis in dim.split("/")[1:]}
@@ -123,7 +119,7 @@ def assert_gathered(weight, blocks, dtype, copies, expected, whole, mesh) -> Non
 def test_each_weight_is_as_its_uses_see_it(name, mesh):
     """A matrix in the compute dtype, gathered over d; a gain in f32, over t and, outside of the layers, p too."""
     (c, expected), mesh = MODELS[name], mesh_of(mesh)
-    found, whole = gathered(load_model(c), mesh, layers=True)
+    found, whole = gathered(load_model(c), mesh)
     assert found.keys() == expected.keys()
     for weight, (blocks, dtype, copies) in found.items():
         assert_gathered(weight, blocks, dtype, copies, expected[weight], whole[weight], mesh)
@@ -149,63 +145,11 @@ def test_loss_and_gradients_are_the_same(model, changes):
     assert_same(g, g_expected, 1e-6)
 
 
-# ---- one weight, two ways -----------------------------------------------------------------------------------------
-
-
-class OtherLayer(train.Llama):
-    """A layer that also uses w_gate in f32."""
-
-    def layer(self, x, w, tokens, attend, einsum):
-        wide = shardops.all_gather("M/d F/t -> M F/t", w.w_gate.astype(jnp.float32))
-        nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", x.astype(jnp.float32))
-        more = shardops.einsum_unreduced("B/r/d L M, M F/t -> B/r/d L +t", nx, wide)
-        more = shardops.psum_scatter("B/r/d L +t -> B/r/d L/t", more)[..., None].astype(x.dtype)
-        return super().layer(x + more, w, tokens, attend, einsum)
-
-
-class OtherLogits(train.Llama):
-    """Tied, with the table unembedding in f32."""
-
-    def logits(self, w, x):
-        dtype, x = x.dtype, shardops.all_gather("B/r/d L/t M -> B/r/d L M", x.astype(jnp.float32))
-        table = shardops.all_gather("V/t/p M/d -> V/t/p M", w.embed)
-        return shardops.einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", x, table).astype(dtype)
-
-
-def trace(c, model, mesh="d=4 t=2") -> None:
-    with jax.set_mesh(tiny.mesh(mesh)):
-        state = jax.eval_shape(lambda: tiny.state(c))
-        shapes = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
-        train.make_training_step(c, model).trace(state, shapes, np.int32(0))
-
-
-def test_a_weight_of_a_layer_gathered_in_two_ways_is_named():
-    c = tiny.config(compute_dtype="bf16", gather_weights="step", microbatches=2)
-    message = r"(?s)layers\.w_gate is gathered in more than one way: `M/d F/t -> M F/t` in float32 and .* in bfloat16"
-    with pytest.raises(ShardError, match=message + ".*gather_weights=layer"):
-        trace(c, OtherLayer(c.model))
-    c.training.gather_weights = "layer"
-    trace(c, OtherLayer(c.model))
-    # Where there is nothing to gather, it is cast in two ways.
-    c.training.gather_weights = "auto"
-    trace(c, OtherLayer(c.model), "one device")
-
-
 def test_auto_gathers_once_where_there_is_nothing_to_gather():
     found = {}
     for mesh in ("one device", "t=8", "d=8", "r=2 d=2 t=2"):
         with jax.set_mesh(tiny.mesh(mesh)):
-            found[mesh] = [once(setting) for setting in ("layer", "auto", "step")]
+            settings = [tiny.config(gather_weights=setting) for setting in ("layer", "auto", "step")]
+            found[mesh] = [tiny.forward(c).once for c in settings]
     alone, sharded = [False, True, True], [False, False, True]
     assert found == {"one device": alone, "t=8": alone, "d=8": sharded, "r=2 d=2 t=2": sharded}
-
-
-def test_a_weight_outside_of_the_layers_gathered_in_two_ways_is_named():
-    model = tiny.model(tied_embeddings=True)
-    c = tiny.config(model, compute_dtype="bf16", gather_weights="step")
-    with pytest.raises(ShardError, match=r"embed is gathered in more than one way: .* in bfloat16 and .* float32"):
-        trace(c, OtherLogits(model))
-    # Nothing asks for it to be gathered ahead: each use does.
-    trace(tiny.config(model, compute_dtype="bf16", gather_weights="layer"), OtherLogits(model))
-    # In f32 both are one way.
-    trace(dataclasses.replace(c, training=dataclasses.replace(c.training, compute_dtype="f32")), OtherLogits(model))
