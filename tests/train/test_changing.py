@@ -109,14 +109,6 @@ def test_the_types_of_each_recipe_hold(recipe):
         assert train.programs(c, model, batch).keys() == {"training", "evaluation"}
 
 
-def test_gradients_of_microbatches_are_refused_with_stages():
-    c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=2)
-    mesh = AbstractMesh((2, 1, 2, 1), ("p", "r", "d", "t"), axis_types=(AxisType.Explicit,) * 4)
-    refused = pytest.raises(ValueError, match=r"`see` .*, but mesh\.p is 2: .* Set mesh\.p=1")
-    with module_of(changed("Gradients of each microbatch")) as train, jax.sharding.use_abstract_mesh(mesh), refused:
-        train.programs(c, load_model(c.model), batch_shapes(tiny.BATCH, tiny.LENGTH, 2))
-
-
 QUICK = ("A second input beside tokens",)  # the others' dense tests are slow: rules have quick ones
 
 
@@ -296,27 +288,6 @@ def test_an_average_of_the_weights(mesh):
         average = jax.tree.map(lambda a, w: 0.75 * a + 0.25 * w, average, w)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), found.state.ema, average)
     assert np.abs(average.embed - found.state.weights.embed).max() > 1e-3
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", OTHERS_SLOW[:2])
-@pytest.mark.parametrize("gather", ["step", pytest.param("layer", marks=pytest.mark.slow)])
-def test_the_noise_scale_is_that_of_each_microbatch(mesh, gather):
-    c, n = tiny.model(layers=4), 2
-    batch = dataclasses.replace(BATCH, loss_mask=np.ones_like(BATCH.loss_mask))
-    found = trained("Gradients of each microbatch", mesh, batch=batch, microbatches=n, gather_weights=gather)
-    part = lambda rows: jax.tree.map(lambda x: x[rows], batch)
-    loss = lambda w, rows: dense.cross_entropy(dense.logits(w, dense.tokens_of(part(rows)), c), part(rows))
-    own = np.arange(tiny.BATCH).reshape(n, -1)
-    squared = lambda g: sum(np.sum(np.square(x)) for x in jax.tree.leaves(g))
-    g = lambda rows: jax.jit(jax.grad(functools.partial(loss, rows=rows)))(found.before[0])
-    small = np.mean([squared(g(own[i])) for i in range(n)])
-    big = squared(g(np.arange(tiny.BATCH)))
-    rows = tiny.BATCH / n
-    # Appendix A.1: unbiased estimates from gradients of batches of two sizes.
-    signal = (tiny.BATCH * big - rows * small) / (tiny.BATCH - rows)
-    noise = (small - big) / (1 / rows - 1 / tiny.BATCH)
-    np.testing.assert_allclose(found.metrics[0].noise_scale, noise / signal, rtol=1e-3)
 
 
 @pytest.mark.quick
