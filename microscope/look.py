@@ -82,7 +82,10 @@ class Look:
         """Name, place and `bits` of each value, in the order in which a step computes them."""
         found = jax.tree.map(np.asarray, found)
         values, first = [], next((i for i, point in enumerate(self._points) if any(point.of_layers)), 0)
-        for i, (name, point) in enumerate(zip(unique_names(self._points), self._points, strict=True)):
+        seen: dict[str, int] = {}
+        for i, point in enumerate(self._points):
+            seen[point.name] = seen.get(point.name, 0) + 1
+            name = point.name + f" #{seen[point.name]}" * (seen[point.name] > 1)  # not its line, which may have moved
             found_there = _in_order(point, found["points"][i])[0]
             for layer, x in enumerate(found_there.T):  # one layer after the other
                 of_layer, order = (f" in layer {layer}", (first, layer, i)) if any(point.of_layers) else ("", (i, 0, i))

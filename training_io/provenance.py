@@ -2,8 +2,8 @@
 
     <run>/source/<step>/    for each start of the run, named by the number of steps done before
         train.py, <module>.py   as they ran, and modules that are not of this project
+        source.zip              the project's source, from which tools.replay does the run's steps again
         changes.patch           differences from the commit in files that git tracks
-        untracked/              Python files of this project that git does not track
         provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run,
                                 what the check before the first step proved
 
@@ -23,6 +23,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -151,9 +152,11 @@ def _keep_source(kept: Path, model: Any, about_run: dict[str, Any]) -> None:
     commit = _git("rev-parse", "HEAD")
     if changes := _git("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv"):
         (kept / "changes.patch").write_text(changes)
-    for name in (_git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py") or "").split("\0")[:-1]:
-        (kept / "untracked" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, kept / "untracked" / name)
+    with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in (*PROJECT, "compiled", "tools/__init__.py", "tools/replay", "tools/configs"):
+            paths = [path for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".yaml")]
+            for path in paths or [ROOT / name]:
+                archive.write(path, path.relative_to(ROOT))
     versions = {found.name: found.version for found in importlib.metadata.distributions()}
     about = {
         "commit": commit and commit.strip(),

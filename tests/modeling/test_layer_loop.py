@@ -48,7 +48,14 @@ def test_each_keeps_what_it_says():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("save", "unroll"), [("nothing", 1), ("dots", 1), ("everything", 1), ("marked", 2), ("marked", None)]
+    ("save", "unroll"),
+    [
+        ("nothing", 1),
+        ("dots", 1),
+        ("everything", 1),
+        ("marked", 2),
+        pytest.param("marked", None, marks=pytest.mark.slow),
+    ],
 )
 def test_the_numbers_are_the_same(save, unroll):
     (loss, g), (expected, g_expected) = run(save, unroll)[1], run("marked", 1)[1]

@@ -3,7 +3,11 @@
 import dataclasses
 import io
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -12,7 +16,7 @@ import pytest
 import tiny
 import zarr
 from losses_of_runs import losses
-from recipes import SOURCE, module_of
+from recipes import SOURCE
 from rich.console import Console
 
 import train
@@ -25,8 +29,10 @@ from modeling.model import load_model
 from tools.replay import __main__ as program
 from tools.replay.__main__ import Config, compare, plain, replay
 from tools.replay.session import Done
+from tools.replay.sources import rebuilt
 from training_io.host_checkpoint import open_checkpoint
 from training_io.opening import StagesChoice
+from training_io.provenance import ROOT, keep_source, source_of
 
 GARBAGE = 260
 """The document of the dataset with a spike that has tokens as no other."""
@@ -217,8 +223,8 @@ def of_spike(tmp_path_factory):
     return run(tmp_path_factory.mktemp("runs") / "spike", data, steps=step + 1, **options), step
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("metric", ["loss", pytest.param("grad_norm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
 def test_the_document_of_a_spike_is_found(of_spike, metric):
     directory, step = of_spike
     found, text = replayed(directory, step=step, bisect=metric)
@@ -268,7 +274,7 @@ def test_equal_runs_do_not_differ_in_a_chosen_step_either(of_demo, tmp_path, dat
         replayed(of_demo, against=other, bisect="loss")
     found, text = replayed(of_demo, against=other, step=3)
     assert found["first"] is None
-    assert text.rstrip().endswith("equal to the bit to step 3, by this source and on one mesh")
+    assert text.rstrip().endswith("equal to the bit to step 3, each by its own source, on one mesh")
 
 
 @pytest.mark.slow
@@ -290,14 +296,44 @@ def test_another_rate_is_found_in_the_first_update_that_it_changes(of_demo, tmp_
     of_page(text)
 
 
+def test_the_source_that_a_run_kept_is_written_again(tmp_path):
+    keep = lambda **other: keep_source(tmp_path, 4, load_model(tiny.model()), {"source": source_of() | other})
+    again = lambda trust: rebuilt(str(tmp_path), 7, tmp_path / "again", trust)
+    keep()
+    assert again(trust=False) == ROOT
+    keep(**{"train.py": "another hash"})
+    with pytest.raises(ValueError, match=r"was made by other source, kept in .*0000000004.*give trust=true"):
+        again(trust=False)
+    assert (again(trust=True) / "train.py").read_text() == SOURCE
+    assert (tmp_path / "again/tools/replay/sources.py").exists()
+    (tmp_path / "source/0000000004/source.zip").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"source\.zip cannot be read: File is not a zip file\. Check out"):
+        again(trust=True)
+
+
 @pytest.mark.slow
-def test_a_line_that_differs_is_found(of_demo, tmp_path, dataset):
+def test_each_run_is_replayed_by_its_own_source(of_demo, tmp_path, dataset):
+    """A line that differs is found although only one of both sources is here; and its place in each."""
     line = 'up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w_up))'
     assert SOURCE.count(line) == 1
-    changed = line.replace("nx, w_up)", "nx, w_up) * (1 + 1e-6)")
-    with module_of(SOURCE.replace(line, changed)):
-        other = run(tmp_path / "b", dataset, module="changed_train")
-        found, _ = replayed(of_demo, against=str(other), trust=True)
-    step, where = found["first"]
-    assert step == 0
-    assert where.startswith(f"Llama.layer up in layer 0, train.py:{line_of('up = save')} (<changed_train")
+    changed, here = tmp_path / "changed", Path(__file__).parents[2]
+    tracked = subprocess.run(["git", "ls-files"], cwd=here, capture_output=True, text=True, check=True).stdout
+    for name in filter(lambda name: name.endswith((".py", ".yaml")) and name[:6] != "tests/", tracked.splitlines()):
+        (changed / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(here / name, changed / name)
+    moved = "# A line more.\n" + SOURCE.replace(line, line.replace("nx, w_up)", "nx, w_up) * (1 + 1e-6)"))
+    (changed / "train.py").write_text(moved)
+    code = "import sys, pathlib, test_replay; test_replay.run(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    path = os.pathsep.join(map(str, (changed, here / "tests", here / "tests/tools")))
+    command = [sys.executable, "-P", "-c", code, str(tmp_path / "b"), dataset]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True, cwd=tmp_path)
+    shutil.rmtree(changed)
+    with pytest.raises(ValueError, match=r"/b was made by other source, kept in .*give trust=true"):
+        replayed(of_demo, against=str(tmp_path / "b"))
+    with pytest.raises(ValueError, match=r"train.py: other source .* computes something else in training"):
+        replayed(tmp_path / "b", step=1)
+    found, text = replayed(of_demo, against=str(tmp_path / "b"), trust=True)
+    number = line_of("up = save")
+    where = f"Llama.layer up in layer 0, train.py:{number} (train.py:{number + 1} in the other run)"
+    assert found["first"] == (0, where), text
+    assert text.count("by the source that it kept") == 1

@@ -81,6 +81,24 @@ ONE_ENTRY = {  # a device holds one entry of: heads of keys, sequences, position
 }
 SETTINGS |= ONE_ENTRY
 SHORT = ("the demo", "stages of 1 and 3 layers", "one sequence and one head")
+SLOW = {*ONE_ENTRY} - {*SHORT, "one position", "one of each", "one entry, stages"}
+SLOW |= {
+    "d alone",
+    "loss in chunks",
+    "muon",
+    "moments in bf16",
+    "moments in bf16, t alone",
+    "stages, tied",
+    "four stages",
+}
+LONG_RUNS = ("local_test_synthetic", "local_test_pipeline", "local_gpt2", "flat_tokens_c4_a100x8x4_84m")
+"""Of the shipped configurations, those whose tests are not slow."""
+
+
+def marked(name: str) -> list:
+    if name in SHORT:
+        return []
+    return [pytest.mark.slow if name in SLOW or name in {*RUNS} - {*LONG_RUNS} else pytest.mark.long]
 
 
 def mesh_of(text: str) -> AbstractMesh:
@@ -108,13 +126,12 @@ def found(settings: str, module=train) -> list[str]:
     return [str(finding) for finding in find_unsound(module.programs, c, load_model(c.model), mesh_of(mesh))]
 
 
-@pytest.mark.parametrize("settings", [s if s in SHORT else pytest.param(s, marks=pytest.mark.long) for s in SETTINGS])
+@pytest.mark.parametrize("settings", [pytest.param(s, marks=marked(s)) for s in SETTINGS])
 def test_steps_are_proved(settings):
     assert found(settings) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marked(name)) for name in RUNS])
 def test_shipped_steps_are_proved(name):
     c = load(name)
     r, t = c.mesh.r, c.mesh.t
@@ -132,7 +149,7 @@ AT_ONE_ENTRY = {  # of a shipped configuration on a mesh with t devices: what is
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marked(name)) for name in RUNS])
 @pytest.mark.parametrize("what", ["all", *(pytest.param(what, marks=pytest.mark.slow) for what in AT_ONE_ENTRY)])
 def test_shipped_steps_are_proved_at_one_entry(name, what):
     c, t = load(name), 8

@@ -289,7 +289,7 @@ def test_hosts_without_a_common_file_system_are_told(tmp_path):
     "name",
     [
         *(".lock", "config.yaml", "metrics.jsonl", "metrics.jsonl.tmp", "samples.jsonl", "checkpoints", "source"),
-        *("source/0000000000", "source/0000000000/train.py", "source/0/untracked/a/b.py", "plugins", "plugins/profile"),
+        *("source/0000000000", "source/0000000000/train.py", "source/0/source.zip", "plugins", "plugins/profile"),
         *("trace.tmp", "training_step_optimized_hlo_2030_01_01_00_00_00.dot.tmp"),
     ],
 )

@@ -9,7 +9,12 @@ The run goes on from its last checkpoint at or before the step, with the same ba
 run's own mesh the step is equal to the bit. docs/replay.md has examples.
 """
 
+import dataclasses
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +32,10 @@ from tools.replay import bisect, difference, show
 from tools.replay.documents import Document, codec_of, documents_of, on_host, token_losses, with_losses
 from tools.replay.nonfinite import Explainer, is_finite
 from tools.replay.session import Done, Session, common_checkpoint, logged, metrics_of, opened
+from tools.replay.sources import rebuilt
 from training_io.microscope import Microscope
 from training_io.opening import StagesChoice
+from training_io.provenance import ROOT
 
 
 @dataclass
@@ -58,6 +65,8 @@ class Config:
     on servers. For a run that is not yours, read its config.yaml first."""
     out: str | None = None
     """A file for the result: a JSON object."""
+    since: int | None = within(0, 2**31, None)
+    """Writes fingerprints of what the steps from here to `step` compute to `out`, which against= compares."""
 
 
 def to_step(session: Session, step: int, logs: dict[int, dict], screen: show.Screen) -> None:
@@ -101,6 +110,8 @@ def replay(config: Config, console: Console | None = None) -> dict[str, Any]:
     screen = show.Screen(console or Console())
     if config.step is None and config.against is None:
         raise ValueError("give step=<step>, of which metrics.jsonl has the loss; or against=<another run>.")
+    if config.since is not None:
+        return record(config, screen)
     if config.against is not None:
         return compare_runs(config, screen)
     logs = metrics_of(config.run)
@@ -183,7 +194,10 @@ def bisected(
 
 
 def compare_runs(config: Config, screen: show.Screen) -> dict[str, Any]:
-    """Shows the settings in which two runs differ, and the first step and tensor. Both are replayed on one mesh."""
+    """Shows the settings in which two runs differ, and the first step and tensor.
+
+    Each is replayed by its own source, in a process of its own, both on one mesh.
+    """
     runs = config.run, config.against
     of_a_step = [name for name in ("bisect", "documents", "characters", "microscope") if given(config, name)]
     if of_a_step:
@@ -205,19 +219,56 @@ def compare_runs(config: Config, screen: show.Screen) -> dict[str, Any]:
     # Before the step at which the metrics differ: the update of an earlier one may have made the difference.
     start = common_checkpoint(*runs, max(last - 1, 0))
     found = []
-    for run in runs:
-        with opened(run, start, mesh, config.trust, config.other_source, screen.line) as session:
-            screen.line(f"replaying   {run} from step {session.step} to {last}")
-            found.append(difference.recorded(session, last))
-            sizes = jax.sharding.get_mesh().shape
-            mesh = StagesChoice(p=sizes.get("p", 1), r=sizes["r"], d=sizes["d"], t=sizes["t"])
+    with tempfile.TemporaryDirectory() as directory:
+        for i, run in enumerate(runs):
+            root = rebuilt(run, last, Path(directory) / f"source of {i}", config.trust)
+            by = ", by the source that it kept" * (root != ROOT)
+            screen.line(f"replaying   {run} from step {start} to {last}{by}")
+            steps, mesh = recorded_by(root, run, start, last, mesh, config, Path(directory) / f"{i}.json")
+            found.append(steps)
     first = difference.compared(*found)
     if first is None:
-        why = "" if step is None or step > last else ": the mesh or the source made the difference"
-        screen.line(f"tensors     equal to the bit to step {last}, by this source and on one mesh{why}")
+        why = "" if step is None or step > last else ": the mesh made the difference, or packages, or hardware"
+        screen.line(f"tensors     equal to the bit to step {last}, each by its own source, on one mesh{why}")
     else:
         screen.line(f"tensors     in step {first[0]} the first that differs is {first[1]}")
     return {"settings": settings, "sources": sources, "step": step, "first": first}
+
+
+def recorded_by(
+    root: Path, run: str, start: int, last: int, mesh: StagesChoice, config: Config, out: Path
+) -> tuple[dict[int, list[difference.Value]], StagesChoice]:
+    """The fingerprints of the steps from `start` to `last`, and the mesh, by another process with the source in `root`.
+
+    Raises:
+        ValueError: that process failed, with its last line.
+    """
+    settings = {"run": str(Path(run).absolute()), "step": last, "since": start, "out": str(out)}
+    settings |= {"trust": config.trust, "other_source": config.other_source}
+    settings |= {f"mesh.{axis}": size for axis, size in dataclasses.asdict(mesh).items() if size is not None}
+    # -P: not what is in the working directory, from which the paths of the run's data are meant.
+    command = [sys.executable, "-P", "-m", "tools.replay", *(f"{name}={json.dumps(x)}" for name, x in settings.items())]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise ValueError(f"{run} cannot be replayed by its source: {why}")
+    recorded = json.loads(out.read_text())
+    line = lambda place: place.removeprefix(f"{root}/")
+    values = lambda of: [(name, line(place), np.array(numbers, np.uint32)) for name, place, numbers in of]
+    return {int(step): values(of) for step, of in recorded["steps"].items()}, StagesChoice(**recorded["mesh"])
+
+
+def record(config: Config, screen: show.Screen) -> dict[str, Any]:
+    """The fingerprints of the steps from config.since to config.step, as JSON."""
+    with opened(config.run, config.since, config.mesh, config.trust, config.other_source, screen.line) as session:
+        if session.step != config.since:
+            raise ValueError(f"there is no checkpoint of step {config.since}, only of {session.step}.")
+        steps = difference.recorded(session, config.step)
+        sizes = jax.sharding.get_mesh().shape
+    plain = lambda of: [(name, place, x.reshape(-1).tolist()) for name, place, x in of]
+    mesh = {"p": sizes.get("p", 1), "r": sizes["r"], "d": sizes["d"], "t": sizes["t"]}
+    return {"mesh": mesh, "steps": {step: plain(of) for step, of in steps.items()}}
 
 
 def given(config: Config, name: str) -> bool:

@@ -111,19 +111,22 @@ def recorded(session: Session, last: int) -> dict[int, list[Value]]:
 def compared(a: dict[int, list[Value]], b: dict[int, list[Value]]) -> tuple[int, str] | None:
     """The first step with a value that differs, and words on the value; None if all are equal.
 
-    A point keeps its name where its line moved.
+    A point keeps its name where its line moved. One that only one run has is named if no other value differs.
     """
     for step in sorted(a.keys() & b.keys()):
         theirs = {name: (place, x) for name, place, x in b[step]}
         for name, place, x in a[step]:
             where = f"{name}, {place}" if place else name
             if name not in theirs:
-                return step, f"{where}: only in the first run"
+                continue
             other, y = theirs[name]
             if x.shape != y.shape:
                 return step, f"{where}: of another shape in the other run"
             if (x != y).any():
                 return step, where + f" ({other} in the other run)" * (other != place) + _where(name, x != y)
+        for which, some, others in (("first", a[step], b[step]), ("other", b[step], a[step])):
+            if alone := [f"{name}, {place}" for name, place, _ in some if name not in {n for n, *_ in others}]:
+                return step, f"{alone[0]}: only in the {which} run"
     return None
 
 

@@ -18,6 +18,7 @@ from configuration.foreign import SMALL, check_file, open_no_pipe, parse_json, s
 from input_loader import TokenBatch, batch_of, batch_shapes, make_loader
 from modeling.attention import KERNELS
 from modeling.model import inputs_of, load_model
+from tools.replay.sources import kept_by, provenance_kept
 from training_io.checkpoint import Checkpointer
 from training_io.config import Config as RunConfig
 from training_io.files import read_config
@@ -134,10 +135,18 @@ def checkpoints_of(run: str) -> Iterator[Checkpointer | None]:
 def before(run: str, checkpoints: Checkpointer | None, step: int) -> tuple[int, dict[str, Any]]:
     """Step of the last checkpoint at or before `step`, 0 for the beginning, and metadata with the configuration."""
     if checkpoints is None:
-        return 0, {"config": read_config(Path(run) / "config.yaml")}
+        return 0, {"config": read_config(Path(run) / "config.yaml"), **of_source(run)}
     steps = checkpoints.steps()
     done = max((done for done in steps if done <= step), default=0)
-    return done, checkpoints.metadata(done if done in steps else min(steps))
+    if done in steps:
+        return done, checkpoints.metadata(done)
+    return 0, checkpoints.metadata(min(steps)) | of_source(run)
+
+
+def of_source(run: str) -> dict[str, Any]:
+    """The part of a checkpoint's metadata on the source by which a run began; empty if it kept none."""
+    found = provenance_kept(kept_by(run, 0))
+    return {} if found is None else {"provenance": found}
 
 
 def common_checkpoint(a: str, b: str, step: int) -> int:
