@@ -42,10 +42,9 @@ from optimizers.config import OptimizerConfig
 from optimizers.muon import muon
 from sampling.samples import TrainingSamples
 from shardlib import shardops
-from shardlib.layers import Extras, LayerMetrics, LayerNumbers, run_layers
+from shardlib.layers import Extras, LayerMetrics, run_layers
 from shardlib.shardtypes import (
     Array,
-    ArrayType,
     Subset,
     bool_,
     f32,
@@ -146,7 +145,7 @@ class Llama:
         self, x: act["B/r/d L/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
     ) -> act["B/r/d L/t M"]:
         """One transformer layer. Its weights are `gathered`."""
-        epsilon, angles = self.c.norm_epsilon, tokens.shared
+        dtype, epsilon, angles = x.dtype, self.c.norm_epsilon, tokens.shared
 
         nx = rms_norm(x, w.attention_norm, epsilon)
         nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)
@@ -163,7 +162,7 @@ class Llama:
         nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)
         gate = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w.w_gate))
         up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w.w_up))
-        hidden: act["B/r/d L F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
+        hidden: act["B/r/d L F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)
         out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w.w_down)
         return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
 
@@ -233,7 +232,7 @@ def gathered(w: W, which: Callable[[str], bool] = lambda name: True) -> W:
     `which` says by its name, such as `layers.w_q`, whether a weight is to be used next; others stay at rest.
     """
 
-    def gather(name, t: ArrayType, x):
+    def gather(name, t, x):
         if t.used is None or not which(name):
             return x
         return shardops.all_gather(f"{t.spec} -> {t.used.spec}", x.astype(t.used.jax_dtype))
@@ -386,8 +385,8 @@ class MicrobatchLoss:
         """The input of the first layer."""
         return self.forward.model.embed(self.forward.outside(w), self.forward.tokens(*microbatch))
 
-    def layers(self, w: Any, x: Any, numbers: LayerNumbers, *microbatch: Any) -> tuple[Any, Extras]:
-        """`x` after the layers of a stage, and their Extras."""
+    def layers(self, w: Any, x: Any, numbers: Any, *microbatch: Any) -> tuple[Any, Extras]:
+        """`x` after the layers of a stage, whose LayerNumbers are `numbers`, and their Extras."""
         x, _, extras = self.forward.layers(w, x, self.forward.tokens(*microbatch), numbers)
         return x, extras
 

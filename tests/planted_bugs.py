@@ -63,8 +63,8 @@ BUGS = [
     Bug(
         "a product with the size of an axis",
         "d",
-        "(jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)",
-        '(jax.nn.silu(jnp.float32(gate)) * up * shardops.axis_size("d")).astype(x.dtype)',
+        "(jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)",
+        '(jax.nn.silu(jnp.float32(gate)) * up * shardops.axis_size("d")).astype(dtype)',
     ),
     Bug("a mean over a weight's block", "d", "(jnp.sqrt(unbiased_nu)", "(jnp.sqrt(jnp.mean(unbiased_nu))"),
     Bug(

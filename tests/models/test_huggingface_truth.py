@@ -181,7 +181,7 @@ ALIBI = "score=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 **
 EDITS = {
     "added weight": (
         [
-            ('    mlp_norm: f32["M/t/d"]\n', '    mlp_norm: f32["M/t/d"]\n    mlp_bias: f32["M/t/d"]\n'),
+            ('>> act["F/t M"]\n', '>> act["F/t M"]\n    mlp_bias: f32["M/t/d"] >> f32["M"]\n'),
             ("            mlp_norm=", "            mlp_bias=vector(n, c.d_model, value=0),\n            mlp_norm="),
         ],
         r"^the model has weights/layers/mlp_bias, and Llama and Qwen3 in transformers have no place for it",

@@ -201,7 +201,7 @@ WRONG = {  # an edit of train.py that the types accept, and what the check says 
         r"jax.device_count is the same on all meshes",
     ),
     "one device's noise": (
-        'hidden: act["B/r/d L F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)',
+        'hidden: act["B/r/d L F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)',
         "hidden = jax.nn.silu(gate) * up * jax.random.bernoulli(jax.random.key(0), 0.5, up.shape)",
         r"random_bits: dim 0 of the result has \d+ entries here and",
     ),

@@ -44,10 +44,10 @@ SAME = {  # text of train.py and what stands there instead
     "a comment": ("        gate = ", "        # the gate\n        gate = "),
     "a name": ("unit_rms", "over_rms"),
     "the order of lines": (
-        '        q = einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w.w_q)\n'
-        '        k = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w.w_k)\n',
-        '        k = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w.w_k)\n'
-        '        q = einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w.w_q)\n',
+        '        q = save_for_backward(rope.rotate(head_norm("B/r/d L K/t Q D", q, w.q_norm, epsilon), angles))\n'
+        '        k = save_for_backward(rope.rotate(head_norm("B/r/d L K/t D", k, w.k_norm, epsilon), angles))\n',
+        '        k = save_for_backward(rope.rotate(head_norm("B/r/d L K/t D", k, w.k_norm, epsilon), angles))\n'
+        '        q = save_for_backward(rope.rotate(head_norm("B/r/d L K/t Q D", q, w.q_norm, epsilon), angles))\n',
     ),
 }
 BOTH, TRAINING = {"training", "evaluation"}, {"training"}
