@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -52,6 +53,9 @@ class Replay:
         take: (path, operands, result) -> what is taken of a result, an array of any shape. Per-device code.
         is_same: whether what is taken is the same on all devices: then the arrays have no dims for the axes of the
             mesh.
+        change: (path, number of the result, turns, operands, result, knobs) -> the result with which the replay goes
+            on, of the same type. `turns` has, of each loop around it, how many ran before, and how many there are.
+            Per-device code. With it, copies and the terms of partial sums are values that vary.
     """
 
     def __init__(
@@ -60,22 +64,25 @@ class Replay:
         wanted: Mapping[Path, list[int]],
         take: Callable[[Path, list, jax.Array], jax.Array] = lambda path, operands, x: x,
         is_same: bool = False,
+        change: Callable[..., jax.Array] | None = None,
     ):
         self._program, self._wanted, self._take, self._is_same = program, wanted, take, is_same
+        self._change, self._knobs = change, None
         self.notes: list[Note] = []
 
     def __call__(self, *args: Any) -> list[jax.Array]:
         """The values. Under jit, on the mesh on which the program was traced."""
         return self.with_results(*args)[1]
 
-    def with_results(self, *args: Any) -> tuple[list, list[jax.Array]]:
-        """The results of the program, and the values."""
+    def with_results(self, *args: Any, knobs: Any = ()) -> tuple[list, list[jax.Array]]:
+        """The results of the program, and the values. `knobs` are arrays for `change`, the same on all devices."""
         values: list[tuple[Note, jax.Array]] = []
+        self._knobs = knobs
         results = self._run(self._program, args, (), values)
         self.notes = [note for note, _ in values]
         return results, [value for _, value in values]
 
-    def _run(self, jaxpr: Any, args: Any, path: Path, values: list) -> list:
+    def _run(self, jaxpr: Any, args: Any, path: Path, values: list, turns: tuple = ()) -> list:
         jaxpr, consts = body_of(jaxpr)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         for eqn in jaxpr.eqns:
@@ -83,11 +90,14 @@ class Replay:
             if name == "shard_map":
                 outs = self._on_devices(eqn, ins, values)
             elif name in CALLS:
-                outs = self._run(eqn.params[CALLS[name]], ins, here, values)
+                outs = self._run(eqn.params[CALLS[name]], ins, here, values, turns)
             elif name == "scan":
-                outs = self._loop(eqn, ins, here, values)
-            else:
+                outs = self._loop(eqn, ins, here, values, turns)
+            elif self._change is None:
                 outs = run_again(eqn, jaxpr, ins)
+            else:
+                outs = _varying(eqn, jaxpr, ins)
+                outs = [self._change(here, i, turns, ins, x, self._knobs) for i, x in enumerate(outs)]
             for i in self._wanted.get(here, ()):
                 if not jax.typeof(outs[i]).manual_axis_type.unreduced:  # its terms are what it was made of
                     taken = self._take(here, ins, outs[i])
@@ -99,28 +109,57 @@ class Replay:
         notes: list[Note] = []
         axes = () if self._is_same else jax.sharding.get_abstract_mesh().axis_names
 
-        def per_device(*ins):
+        knobs = self._knobs
+
+        def per_device(inside, *ins):
             inner: list[tuple[Note, jax.Array]] = []
+            self._knobs = inside
             outs = self._run(eqn.params["jaxpr"], ins, (), inner)
             notes[:] = [note for note, _ in inner]
             return outs, [value[(None,) * len(axes)] for _, value in inner]
 
         out_specs = list(eqn.params["out_specs"]), P(*axes)
-        outs, found = jax.shard_map(per_device, in_specs=tuple(eqn.params["in_specs"]), out_specs=out_specs)(*ins)
+        in_specs = P(), *eqn.params["in_specs"]
+        outs, found = jax.shard_map(per_device, in_specs=in_specs, out_specs=out_specs)(knobs, *ins)
+        self._knobs = knobs
         values += zip(notes, found, strict=True)
         return outs
 
-    def _loop(self, eqn: Any, ins: list, here: Path, values: list) -> list:
+    def _loop(self, eqn: Any, ins: list, here: Path, values: list, around: tuple) -> list:
         consts, carried = scan_counts(eqn)
         turns, at, inner = (eqn.params["length"], eqn.params["reverse"]), len(values), []
 
-        def body(carry, xs):
+        def body(carry, of_turn):
             inner.clear()  # JAX may trace it again
-            outs = self._run(eqn.params["jaxpr"], [*ins[:consts], *carry, *xs], here, inner)
+            turn, *xs = of_turn
+            outs = self._run(
+                eqn.params["jaxpr"], [*ins[:consts], *carry, *xs], here, inner, (*around, (turn, turns[0]))
+            )
             return outs[:carried], (outs[carried:], [value for _, value in inner])
 
         carry, xs = ins[consts : consts + carried], ins[consts + carried :]
-        carry, (ys, found) = lax.scan(body, carry, xs, length=turns[0], reverse=turns[1])
+        before = np.arange(turns[0], dtype=np.int32)[:: -1 if turns[1] else 1]
+        carry, (ys, found) = lax.scan(body, carry, (before, *xs), length=turns[0], reverse=turns[1])
         notes = [note._replace(order=(at, *note.order), loops=(turns, *note.loops)) for note, _ in inner]
         values += zip(notes, found, strict=True)
         return [*carry, *ys]
+
+
+def _varying(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
+    """The results of an equation where copies, and the terms of partial sums, are values that vary."""
+    name, params = eqn.primitive.name, eqn.params
+    kinds = [getattr(var.aval, "manual_axis_type", None) for var in (*eqn.invars, *eqn.outvars)]
+    if not (axes := frozenset().union(*(kind.reduced | kind.unreduced for kind in kinds if kind is not None))):
+        return run_again(eqn, jaxpr, ins)
+    if name in ("vary_unreduced_cast_p", "reduced_vary_cast_p", "preduced"):
+        return [varying(ins[0], params["axes"])]
+    if name == "unreduced_psum":
+        return [lax.psum(ins[0], params["axes"])]
+    if name == "unreduced_reduce_scatter":
+        options = {"scatter_dimension": params["scatter_dimension"], "tiled": params["tiled"]}
+        return [lax.psum_scatter(ins[0], params["axis_name"], **options)]
+    if name == "all_gather_reduced":
+        options = {"axis": params["all_gather_dimension"], "tiled": params["tiled"]}
+        return [lax.all_gather(ins[0], params["axis_name"], **options)]
+    outs = eqn.primitive.bind(*(varying(x, axes) for x in ins), **params)
+    return outs if eqn.primitive.multiple_results else [outs]

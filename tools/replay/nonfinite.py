@@ -6,13 +6,15 @@ from typing import Any
 import jax
 import numpy as np
 
-import train
 from input_loader import TokenBatch
 from microscope.origin import Finder, Origin, positions
 from tools.replay.documents import Document
 from tools.replay.session import Session
 from training_io.checkpoint_arrays import named_leaves
 from training_io.skipping import are_finite
+
+METRICS = 2
+"""The loss and the norm of the gradients: the first of train.Metrics."""
 
 
 def is_finite(state: Any) -> bool:
@@ -39,31 +41,25 @@ class Explainer:
     def __init__(self, session: Session):
         self._session, self._step = session, session.without_stages()
         with jax.set_mesh(self._step.mesh):
-            self._finder = Finder(self._step.program, session.c.model.layers)
-        self._is_compared = False
+            state = jax.tree.leaves(jax.eval_shape(session.init, jax.random.key(0)))
+            self._finder = Finder(self._step.program, session.c.model.layers, len(state) + METRICS)
 
     def explain(self, state: Any, batch: TokenBatch, documents: list[Document]) -> list[str]:
-        """Lines on the first value that is not finite in the step from this state; empty if there is none.
+        """Lines on what makes the step from this state not finite, and its new state; empty if it is finite.
 
         Args:
             state: before the step.
             batch: of the step.
             documents: of the batch.
         """
-        session, step = self._session, np.int32(self._session.step)
+        step = np.int32(self._session.step)
         if found := list(in_state(self._step.state(state))):
             return [f"before the step, {line}" for line in found]
         with self._step.arguments(state, batch) as (state, batch):
-            if not self._is_compared:
-                fresh = jax.jit(session.init)(jax.random.key(session.c.training.seed))
-                after, metrics = train.make_training_step(session.c, session.model)(
-                    jax.tree.map(lambda x: x.copy(), fresh), batch, step
-                )
-                if np.isfinite(metrics.loss + metrics.grad_norm) and is_finite(after):
-                    self._finder.leave_out(fresh, batch, step)
-                self._is_compared = True
-            origin = self._finder.find(state, batch, step)
-            return [] if origin is None else self._lines(origin, documents)
+            origin, after = self._finder.find(state, batch, step)
+            lines = [] if origin is None else self._lines(origin, documents)
+            after = jax.tree.unflatten(jax.tree.structure(state), after[:-METRICS])
+            return [*lines, *(f"after the step, {line}" for line in in_state(after))]
 
     def _lines(self, origin: Origin, documents: list[Document]) -> list[str]:
         t = self._session.c.training
