@@ -7,15 +7,21 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+import shipped
 import step_text
 import tiny
 from hlo_texts import HEAD, TEXT
 
+from cluster.devices import make_mesh
 from compiled.hlo import parse, with_mesh
 from compiled.step import Section, describe
 from compiled.table import Table, as_text, in_bytes, in_flops, table_of
+from input_loader import batch_shapes
+from modeling.model import inputs_of, load_model
 
 MESH = {"d": 2, "t": 2}
+SMALL = ["model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=48", "model.vocab=64", "model.layers=4"]
+SMALL += ["training.batch_size=16", "training.seq_len=16", "training.sample_interval=null"]
 
 
 @pytest.mark.quick
@@ -160,6 +166,38 @@ def test_each_written_collective_of_a_layer_is_at_its_line():
         spec = text.split('"')[1]
         assert "t.used.spec" in spec or all(f"/{axis}" in spec or f"+{axis}" in spec for axis in row.axes.split())
     assert {row.turns for row in forward} == {tiny.model().layers}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gather", ["layer", "step", "auto"])
+@pytest.mark.parametrize(
+    ("model", "mesh", "microbatches"),
+    [
+        ("llama", {"r": 2, "d": 2, "t": 2}, 1),
+        ("llama with muon", {"r": 2, "d": 2, "t": 2}, 2),
+        ("gpt2", {"r": 2, "d": 2, "t": 2}, 2),
+        ("llama", {"r": 1, "d": 2, "t": 2, "p": 2}, 2),
+        pytest.param("gpt2", {"r": 1, "d": 2, "t": 2, "p": 2}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatches, gather):
+    """What stages send to each other, and how they share the loss, is said in training_io/stages.py."""
+    name = "local_gpt2" if model == "gpt2" else "local_test_synthetic"
+    c = shipped.load(name, f"training.gather_weights={gather}", f"training.microbatches={microbatches}", *SMALL)
+    if model == "llama with muon":
+        c = dataclasses.replace(c, optimizer=tiny.optimizer(algorithm="muon"))
+    with jax.set_mesh(make_mesh(mesh["r"], mesh["d"], mesh["t"], jax.devices(), mesh.get("p", 1))):
+        own, t = load_model(c.model), c.training
+        batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(own)))
+        compiled = tiny.train.programs(c, own, batch)["training"].lower().compile()
+        rows = table_of(compiled.as_text(), dict(jax.sharding.get_mesh().shape)).collectives
+    files = collections.defaultdict(set)
+    for row in rows:
+        files[row.line.rpartition(":")[0]] |= set(row.axes.split())
+    stages = files.pop("training_io/stages.py", set())
+    assert stages <= ({"p"} if "p" in mesh else set())
+    module = {"gpt2": {"models/gpt2.py"}, "llama with muon": {"optimizers/muon.py"}}.get(model, set())
+    assert set(files) == {"train.py"} | module
 
 
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.long)])
