@@ -235,7 +235,8 @@ def gathered(w: W, which: Callable[[str], bool] = lambda name: True) -> W:
     def gather(name, t, x):
         if t.used is None or not which(name):
             return x
-        return shardops.all_gather(f"{t.spec} -> {t.used.spec}", x.astype(t.used.jax_dtype))
+        x = x.astype(t.used.jax_dtype)
+        return x if t.used.spec == t.spec else shardops.all_gather(f"{t.spec} -> {t.used.spec}", x)
 
     return map_arrays(gather, w)
 
