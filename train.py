@@ -37,7 +37,7 @@ from modeling.loss_chunks import sum_in_chunks
 from modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
 from modeling.settings import ModelConfig
 from modeling.weights import Weight, matrix, vector
-from optimizers import rates
+from optimizers import rates, rounding
 from optimizers.config import OptimizerConfig
 from optimizers.muon import muon
 from sampling.samples import TrainingSamples
@@ -532,7 +532,8 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
     ema = jax.tree.map(lambda w: None if c.training.ema_decay is None else jnp.copy(w), weights)
-    return stages.rounded_moments(c, model, State(weights, mu, nu, ema), key)
+    state = State(weights, mu, nu, ema)
+    return rounding.rounded_moments(state, key, c.optimizer.state_dtype, stages.layers_of_rows(c, model, state))
 
 
 def make_training_step(c: Config, model: LanguageModel):
@@ -556,7 +557,8 @@ def make_training_step(c: Config, model: LanguageModel):
         seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
         with compute_scope(c.training.compute_dtype):
             new, metrics = per_device(jax.tree.map(jnp.float32, state), batch, step, seeds, jnp.float32(limit))
-            return stages.rounded_moments(c, model, new, key), metrics  # in optimizer.state_dtype between steps
+        rows = stages.layers_of_rows(c, model, new)
+        return rounding.rounded_moments(new, key, c.optimizer.state_dtype, rows), metrics
 
     return training_step
 
@@ -605,6 +607,8 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         if run.is_over:  # resumed after its last step
             run.validate(evaluation_step, evaluated(state))
             return run.end()
+        run.prove()  # both steps compute on this mesh what they compute on one device, and no token sees a later one
+        run.compare_attention()  # a path other than `attention` computes what it computes
         training_step = run.compile(make_training_step(c, model), state)
         if samples and run.start == 0:
             samples.write(evaluated(state))

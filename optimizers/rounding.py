@@ -4,10 +4,42 @@ Rounded to the nearest, an average stays as it is when it changes by less than h
 of bf16, 1/512 to 1/256 of its size. Rounded at random, it is right on average (arXiv 1502.02551).
 """
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jax_extra import fold_in_str
+
+
+def rounded_moments(state: Any, key: jax.Array, dtype: str, layers_of_rows: Mapping[str, np.ndarray]) -> Any:
+    """The train.State between steps: adam_mu and adam_nu in optimizer.state_dtype, rounded at random. Under jit.
+
+    The random bits depend on the key, and on the name, layer and place of each entry, not on the mesh.
+
+    Args:
+        state: in f32.
+        key: random key of the step.
+        dtype: f32 or bf16.
+        layers_of_rows: the layer of each row, of the stacks `weights/…` of the state.
+    """
+    if dtype == "f32":
+        return state
+
+    def in_bf16(moments: Any, shift: int) -> Any:
+        def array(path, x: jax.Array) -> jax.Array:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            bits = random_bits(fold_in_str(key, name), x, layers_of_rows.get(f"weights/{name}"))
+            return rounded(x, (bits >> shift) & 0xFFFF)
+
+        return jax.tree_util.tree_map_with_path(array, moments)
+
+    # One draw of 32 bits is for both.
+    return dataclasses.replace(state, adam_mu=in_bf16(state.adam_mu, 0), adam_nu=in_bf16(state.adam_nu, 16))
 
 
 def rounded(x: jax.Array, bits: jax.Array) -> jax.Array:

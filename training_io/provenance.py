@@ -100,6 +100,12 @@ def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
     return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__} for {_device().platform}"}
 
 
+def untraced(provenance: dict[str, Any]) -> str | None:
+    """A sentence on programs that have no hashes; None if they have."""
+    why = provenance.get("untraced")
+    return why and f"a resumed run is not compared with this one: on one device its steps do not trace: {why}"
+
+
 def compare_source(
     saved: dict[str, Any] | None, now: dict[str, Any], which: tuple[str, ...], allow: str | None
 ) -> str | None:

@@ -36,7 +36,7 @@ from training_io.opening import read_state
 from training_io.owning import owned
 from training_io.page import Page
 from training_io.profile import StepProfiler
-from training_io.provenance import add_facts, compare_source, keep_source, provenance_of
+from training_io.provenance import add_facts, compare_source, keep_source, provenance_of, untraced
 from training_io.report import facts_of, print_end, print_page, print_start, save_config
 from training_io.resuming import check_resumes, choose_checkpoint
 from training_io.saved import saved_config
@@ -56,6 +56,8 @@ class Run:
 
         with Run(c, forward, directory, programs) as run:
             state = run.begin(init, State)
+            run.prove()
+            run.compare_attention()
             step_program = run.compile(training_step, state)
             for step, batch in run.steps():
                 state, metrics = step_program(state, batch, step)
@@ -124,9 +126,8 @@ class Run:
         self.start, loader_state, skips = self._last_checkpoint()
         self._skips = SkippedSteps(t, skips, self._tell_skipped)
         self.done = self.start
-        sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "vocab_size": c.model.vocab}
-        sizes["microbatches"] = t.microbatches
-        loader = functools.partial(make_loader, c.data, **sizes, inputs=self._inputs)
+        sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
+        loader = functools.partial(make_loader, c.data, **sizes, vocab_size=c.model.vocab, inputs=self._inputs)
         self.loader = loader("train", state=loader_state)
         self.validation = loader("validation") if t.eval_batches else None
         length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
@@ -225,8 +226,8 @@ class Run:
         fp8 = ", products with weights in fp8" * t.fp8
         model = f"{parameters:,} parameters, {t.compute_dtype} compute{fp8}"
         print_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
-        if self._source_differs:
-            self.print(f"source     {self._source_differs}")
+        if found := self._source_differs or untraced(self.provenance):
+            self.print(f"source     {found}")
         for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
             self.print(line)
         trackers = tracked(c.trackers, self.directory, c.paths.model_name, self.start, dataclasses.asdict(c))
@@ -254,26 +255,25 @@ class Run:
         """Whether all steps are done."""
         return self.done >= self.total
 
-    def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
-        """The compiled training step for `state` and the batches of the run. Keeps its HLO text, for a picture.
-
-        Tracing checks all types of the step, and refuses a step that communicates wrongly.
-        """
-        t = self.c.training
+    def prove(self) -> None:
+        """Refuses steps that do not compute on this mesh what they compute on one device, or that look ahead."""
         if jax.sharding.get_mesh().size > 1:
             check_steps(self.programs, self.c, self.model, self.provenance["source"], kept_programs("soundness"))
             proof = {"programs": ["training", "evaluation"], "mesh": dict(jax.sharding.get_mesh().shape)}
             add_facts(self.directory, self.start, {"proof": proof})
             self.print("proof      training and evaluation compute on this mesh what they compute on one device")
         self.print(describe_causality(self.forward, self.provenance["source"]))
-        check_paths(self.forward, t.seq_len, kept_programs("attention"))
+
+    def compare_attention(self) -> None:
+        """Refuses a path of attention that does not compute what train.attention computes. It runs both."""
+        check_paths(self.forward, self.c.training.seq_len, kept_programs("attention"))
+
+    def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
+        """The compiled training step for `state` and the batches of the run. Keeps its HLO text, for a picture."""
+        t = self.c.training
         shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))
         lowered = training_step.lower(state, shapes, np.int32(self.start), self.norm_limit(self.start))
         check_metrics(lowered.out_info[1])
-        if why := self.provenance.get("untraced"):
-            self.print(
-                f"source     a resumed run is not compared with this one: on one device its steps do not trace: {why}"
-            )
         self._program, self._hlo = compile_step(lowered, self.directory, self.options)
         return self._program
 

@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec
 
 from cluster.devices import make_mesh
 from input_loader import TokenBatch
-from jax_extra import fold_in_str
 from modeling.model import LanguageModel, compute_scope, period_of
 from modeling.weights import are_stacks, initialize, is_stack
-from optimizers import rounding
 from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.op_checks import varying
@@ -140,26 +138,10 @@ def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, StackO
     return {path.replace(".", "/"): placement.order for path, array in found if is_stack(array)}
 
 
-def rounded_moments(c: Config, model: LanguageModel, state: Any, key: jax.Array) -> Any:
-    """The train.State between steps: adam_mu and adam_nu in optimizer.state_dtype, rounded at random. Under jit.
-
-    The random bits depend on the key, and on the name, layer and place of each entry, not on the mesh.
-    """
-    if c.optimizer.state_dtype == "f32":
-        return state
+def layers_of_rows(c: Config, model: LanguageModel, state: Any) -> dict[str, Any]:
+    """Of each stack of layers in a train.State, by its name such as `weights/layers/w_q`, the layer of each row."""
     orders = stack_orders(placement_of(c, model), type(state), state)
-
-    def in_bf16(moments: Any, shift: int) -> Any:
-        def array(path, x: jax.Array) -> jax.Array:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            rows = orders[f"weights/{name}"].layer_of_row if f"weights/{name}" in orders else None
-            bits = rounding.random_bits(fold_in_str(key, name), x, rows)
-            return rounding.rounded(x, (bits >> shift) & 0xFFFF)
-
-        return jax.tree_util.tree_map_with_path(array, moments)
-
-    # One draw of 32 bits is for both.
-    return dataclasses.replace(state, adam_mu=in_bf16(state.adam_mu, 0), adam_nu=in_bf16(state.adam_nu, 16))
+    return {name: order.layer_of_row for name, order in orders.items()}
 
 
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
