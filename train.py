@@ -584,11 +584,11 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     return evaluation_step
 
 
-def programs(c: Config, model: LanguageModel, batch: Batch, together: bool = False) -> dict[str, jax.stages.Traced]:
-    """The training and evaluation steps, traced, whose hashes a checkpoint keeps; or what all stages do `together`."""
+def programs(c: Config, model: LanguageModel, batch: Batch, shared: bool = False) -> dict[str, jax.stages.Traced]:
+    """The two steps, traced, of which a checkpoint keeps hashes; or the `shared` work of all stages."""
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
-    if together:
-        return stages.together(c, model, MicrobatchLoss(Forward(model, c.training)), state.weights, batch)
+    if shared:
+        return stages.shared(c, model, MicrobatchLoss(Forward(model, c.training)), state.weights, batch)
     training, evaluation = make_training_step(c, model), make_evaluation_step(c, model)
     return {"training": training.trace(state, batch, np.int32(0)), "evaluation": evaluation.trace(state.weights, batch)}
 

@@ -32,8 +32,8 @@ from benchmarks.nvidia import GPUS, description, least_ms
 from benchmarks.steps import CONFIGS, load, lowered_step, print_header, print_line
 from cluster.devices import known_options, make_mesh
 from compiled.hlo import Computation, Instruction, Program, parse, with_mesh
+from compiled.lines import Places
 from compiled.operations import collective
-from compiled.places import Places
 from compiled.roofline import kernels
 from compiled.table import name_of
 from training_io.config import check_divides

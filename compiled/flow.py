@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from compiled.hlo import Computation, Instruction, Program, Shape
+from compiled.lines import CallSite, Place, Places, phase_of
 from compiled.operations import NO_WORK
-from compiled.places import Origin, Place, Places, phase_of
 
 _ALIASES = {
     *("get-tuple-element", "bitcast", "copy", "opt-barrier", "optimization-barrier", "reshape", "transpose"),
@@ -127,7 +127,7 @@ class Flow:
     def _result(self, computation: Computation, part: int | None) -> tuple[tuple[Instruction, int | None], ...]:
         return self._makers(computation, computation.root.name, part)
 
-    def _stack(self, computation: Computation, part: int | None) -> Origin | None:
+    def _stack(self, computation: Computation, part: int | None) -> CallSite | None:
         """Where the entries come from of a stack, which is a part of a computation's result; None if it is none."""
         for maker, at in self._result(computation, part):
             inside, callers = computation, ()
@@ -143,10 +143,10 @@ class Flow:
                 return next(filter(None, found), None)
         return None
 
-    def _put(self, computation: Computation, name: str, part: int | None, callers: tuple = ()) -> Origin:
+    def _put(self, computation: Computation, name: str, part: int | None, callers: tuple = ()) -> CallSite:
         """Where that comes from which is put into a stack. `callers`: the fusions around it, outermost first."""
         instruction = computation.instructions[name]
-        origin = Origin(None, "", ())
+        origin = CallSite(None, "", ())
         while instruction.opcode in _ALIASES or instruction.opcode == "convert":
             origin = self._places.of_instruction(instruction)
             # A bitcast of a result of a layer, which is a call, has the name of the call.
@@ -158,7 +158,7 @@ class Flow:
             outer, call = callers[-1]
             return self._put(outer, call.operands[int(instruction.operands[0])], part, callers[:-1])
         if instruction.opcode == "parameter":
-            return Origin(None, "jvp(", ())  # what the loop carries, such as the residual stream
+            return CallSite(None, "jvp(", ())  # what the loop carries, such as the residual stream
         if instruction.opcode == "tuple" and part is not None:
             return self._put(computation, instruction.operands[part], None, callers)
         if instruction.opcode == "conditional":

@@ -4,7 +4,7 @@ import collections
 import html
 from collections.abc import Iterable, Mapping
 
-from compiled.places import Place
+from compiled.lines import Place
 from compiled.step import Line, Section, Step
 from compiled.table import in_bytes, in_flops, name_of, rows
 from configuration.foreign import shown

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from compiled.flow import Flow
 from compiled.hlo import Computation, Instruction, Program
+from compiled.lines import CallSite, Place, Places, phase_of
 from compiled.operations import NO_WORK, Collective, Matmul, collective, matmul
-from compiled.places import Origin, Place, Places, phase_of
 
 _LAYERS = "run_layers"
 _LOOPS = {_LAYERS: "layers", "accumulate": "microbatches", "_run": "ticks"}
@@ -250,7 +250,7 @@ def _function(instruction: Instruction) -> str:
     return next((name for name in reversed(names) if not name.startswith("<")), "")
 
 
-def _is_of_layer(origin: Origin) -> bool:
+def _is_of_layer(origin: CallSite) -> bool:
     """Whether it is in a layer, and not only in the loop over them."""
     return any(frame.function.startswith(f"{_LAYERS}.<locals>") for frame in origin.frames)
 

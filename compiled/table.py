@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled.hlo import parse
-from compiled.places import Place
+from compiled.lines import Place
 from compiled.step import Line, Section, Step, describe, times_of
 from configuration.foreign import open_no_pipe
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from microscope.points import Point, gradient_paths, saved_points, unique_names
-from microscope.replay import Path, Replay
+from microscope.rerun import Path, Rerun
 from microscope.statistics import finished, sums
 
 NOT_FINITE = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}
@@ -37,7 +37,7 @@ class Look:
                 "the name `gradient` with checkpoint_name, as make_training_step in train.py does."
             )
         paths = [*self._gradients, *(path for point in self._points for path in point.paths)]
-        self._replay = Replay(program, {path: [0] for path in paths}, self._take, is_same=True)
+        self._replay = Rerun(program, {path: [0] for path in paths}, self._take, is_same=True)
 
     def _take(self, path: Path, operands: list, x: jax.Array) -> jax.Array:
         if path in self._gradients:

@@ -19,12 +19,12 @@ from jax import lax
 
 from microscope.names import function_and_target
 from microscope.points import callers, equations, is_loop_over_layers, loops_around
-from microscope.replay import Note, Path, Replay, executed, on_all_devices
+from microscope.rerun import Note, Path, Rerun, executed, on_all_devices
 from shardlib.equations import values_of
 from shardlib.parsing import sort_axes
 from soundness.elementwise import ELEMENTWISE, SELECTIONS
 from soundness.equation import Equation
-from soundness.rules import COLLECTIVES
+from soundness.primitives import COLLECTIVES
 
 KINDS = ("finite", "an infinity", "NaN")
 """What the worst entry of a value is, by its level."""
@@ -130,7 +130,7 @@ class Finder:
         }
         self._keys = {(path, i): n for n, (path, i) in enumerate((path, i) for path, ii in wanted.items() for i in ii)}
         levels = lambda path, operands, x: jnp.stack([_worst([y for y in operands if not _is_nan(y)]), _worst([x])])
-        self._replay = Replay(program, wanted, levels, change=self._contained)
+        self._replay = Rerun(program, wanted, levels, change=self._contained)
         self._program = jax.jit(lambda knobs, *args: self._replay.with_results(*args, knobs=knobs))
 
     def _contained(self, path: Path, result: int, turns: tuple, operands: list, x: Any, knobs: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax_extra
 from configuration.frames import is_installed
 from microscope.names import function_and_target
-from microscope.replay import Path
+from microscope.rerun import Path
 from shardlib import layers
 from shardlib.equations import CALLS
 from soundness.equation import Equation, frames_of
@@ -35,7 +35,7 @@ class Point:
 
 
 def equations(jaxpr: Any, path: Path = (), caller: Equation | None = None) -> Iterator[tuple[Path, Equation]]:
-    """Each equation that a Replay runs by itself, in program order, with its path."""
+    """Each equation that a Rerun runs by itself, in program order, with its path."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         equation, name = Equation(eqn, None, [], {}, {}, caller), eqn.primitive.name
         if name == "shard_map":

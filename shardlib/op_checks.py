@@ -14,7 +14,7 @@ from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_
 from shardlib.values import (
     WITHOUT_COPY,
     Copy,
-    Origin,
+    OpName,
     Partial,
     axes_apart,
     inside_shard_map,
@@ -219,8 +219,8 @@ def wrap(value: jax.Array, partial: Iterable[str], copies: Iterable[str], origin
                 "name the mapped dim in the spec instead, or reduce it inside of what jax.lax.map maps",
             ) from None
     if copies:
-        value = Copy(value, sort_axes(copies), Origin(origin))
-    value = Partial(value, sort_axes(partial), Origin(origin)) if partial else value
+        value = Copy(value, sort_axes(copies), OpName(origin))
+    value = Partial(value, sort_axes(partial), OpName(origin)) if partial else value
     result = origin.rpartition("->")[2].strip(" )")
     return value if "..." in result else note_type(value, result)
 

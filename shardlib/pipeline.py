@@ -204,7 +204,7 @@ def _run(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any, training: bool
         total, (g, dy) = jax.value_and_grad(loss_of, argnums=(0, 1))(outer, _get(carry["arrivals"], slot), k, own)
         return _put(carry["arrivals"], dy, slot), _add(carry["g_outer"], g), carry["loss"] + total
 
-    def together(row, which, fn, names, carry, *args):
+    def on_all_stages(row, which, fn, names, carry, *args):
         """`carry`, in which `names` are fn(carry, k, own, *args) if a device's task in this tick is `which`."""
         own, k = row[which], row[which.split("_")[0] + "_microbatch"]
         new = lambda: fn(carry, jnp.sum(own * k), own[me] == 1, *args)
@@ -216,8 +216,10 @@ def _run(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any, training: bool
         arrivals = carry["arrivals"]
         for way, result in carry["sent"].items():
             arrivals = _put(arrivals, result, entry[way])
-        carry = together(row, "forward_first", embed, ["arrivals"], dict(carry, arrivals=arrivals), entry)
-        with_head = lambda carry: together(row, "backward_last", head, ["arrivals", "g_outer", "loss"], carry, entry)
+        carry = on_all_stages(row, "forward_first", embed, ["arrivals"], dict(carry, arrivals=arrivals), entry)
+        with_head = lambda carry: on_all_stages(
+            row, "backward_last", head, ["arrivals", "g_outer", "loss"], carry, entry
+        )
         if training and table.one_message:
             carry = with_head(carry)
         idle = lambda: (_zeros(x_type), carry["saved"])
@@ -225,7 +227,7 @@ def _run(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any, training: bool
         carry, dx = dict(carry, saved=saved), y
         if not training:
             add = lambda carry, k, own: (carry["loss"] + loss_of(outer, y, k, own),)
-            carry = together(row, "forward_last", add, ["loss"], carry)
+            carry = on_all_stages(row, "forward_last", add, ["loss"], carry)
         if training:
             carry["arrivals"] = _put(carry["arrivals"], y, entry["forward_output"])
             if not table.one_message:
@@ -240,7 +242,7 @@ def _run(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any, training: bool
         # What needs all devices is before or after all slots, as far as it can be: between them, a stage without a
         # forward would wait for the forwards of the others.
         if training:
-            carry = together(row, "backward_first", embed_backward, ["g_outer"], carry, dx)
+            carry = on_all_stages(row, "backward_first", embed_backward, ["g_outer"], carry, dx)
         y = dx if table.one_message else y
         sent = {"from_left": lambda: _shift(y, p, +1), "from_right": lambda: _shift(dx, p, -1), "from_self": lambda: y}
         return dict(carry, sent={way: sent[way]() for way in carry["sent"]}), None

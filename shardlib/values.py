@@ -177,11 +177,11 @@ def varying(x: Any, axes: Iterable[str]) -> Any:
     return jax.tree.map(marked, x)
 
 
-class Origin(str):
+class OpName(str):
     """The op that made an opaque value, for messages. All origins are equal, so that types do not depend on them."""
 
     def __eq__(self, other):
-        return isinstance(other, Origin)
+        return isinstance(other, OpName)
 
     def __ne__(self, other):
         return not self == other
@@ -200,7 +200,7 @@ class _Opaque:
 
     _value: jax.Array
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    origin: Origin = dataclasses.field(default=Origin(), metadata={"static": True})
+    origin: OpName = dataclasses.field(default=OpName(), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from shardlib.equations import CALLS, body_of
 from shardlib.marks import is_region
 from soundness import choices, rings
 from soundness.equation import Equation, comparable
-from soundness.rules import OF_SIZES
+from soundness.primitives import OF_SIZES
 
 AS_IS = frozenset("copy copy_p pvary pcast convert_element_type".split())  # noqa: SIM905
 """Primitives that keep all entries and the shape, if they keep the dtype."""

@@ -13,10 +13,10 @@ from jax.extend import core
 
 from shardlib.equations import CALLS, body_of, scan_counts
 from soundness.equation import Equation
+from soundness.primitives import jaxprs_of
 from soundness.reach import Reach, alike, constant, dtype_of, highest, joined, made, of_all, unknown
 from soundness.reach_moves import cut
 from soundness.reach_rules import FORM, apply
-from soundness.rules import jaxprs_of
 
 TURNS = 2**16
 """Largest number of passes of a loop that are followed one by one."""

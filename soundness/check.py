@@ -15,7 +15,7 @@ from soundness.alignment import Different
 from soundness.domain import UNIFORM, Sizes, Value, describe, devices
 from soundness.equation import WHOLE_SIZE, Equation, Refused
 from soundness.interpreter import Interpreter, block_of, read_array
-from soundness.rules import jaxprs_of
+from soundness.primitives import jaxprs_of
 
 
 @dataclasses.dataclass(frozen=True)

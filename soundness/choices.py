@@ -6,7 +6,7 @@ from typing import Any
 from jax.extend.core import Literal, Var
 
 from shardlib.equations import is_variable
-from soundness.rules import COLLECTIVES
+from soundness.primitives import COLLECTIVES
 
 OPERATIONS = COLLECTIVES | {"pvary", "pcast", "div", "mul", "ring_enter", "ring_index", "ring_close"}
 

@@ -7,7 +7,7 @@ from typing import Any
 from shardlib.equations import scan_counts
 from soundness.domain import UNIFORM, Dim, Value, Wild, constant, real, whole
 from soundness.equation import Equation, Refused
-from soundness.rules import COLLECTIVES, jaxprs_of
+from soundness.primitives import COLLECTIVES, jaxprs_of
 
 
 def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:

@@ -94,7 +94,7 @@ def real(axis: str) -> str:
     return axis.partition("~")[0]
 
 
-class Origin(NamedTuple):
+class Subtracted(NamedTuple):
     """Which index an offset was subtracted from, and for each dim of a value the dim of that index."""
 
     token: object
@@ -205,7 +205,7 @@ class Value:
     looked_up: Offset | None = None
     mask: Mask | None = None
     masked: Offset | None = None
-    origin: Origin | None = dataclasses.field(default=None, compare=False)
+    origin: Subtracted | None = dataclasses.field(default=None, compare=False)
     source: Source | None = dataclasses.field(default=None, compare=False)
     is_taken: bool = False
     is_index: bool = False

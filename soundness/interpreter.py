@@ -13,18 +13,18 @@ from jax.extend import core
 from shardlib.equations import CALLS
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
-from soundness import collectives, elementwise, entries, kernels, lookups, rings, rules, shapes, sums
+from soundness import collectives, elementwise, entries, kernels, lookups, primitives, rings, shapes, sums
 from soundness.alignment import Aligned, Alignment, Pair, others, same_entries
 from soundness.control import CONTROL, ndim, varying
 from soundness.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
 from soundness.equation import Equation, Refused
-from soundness.rules import KEEPING, OF_SIZES
+from soundness.primitives import KEEPING, OF_SIZES
 
-RULES = rules.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES | rings.RULES
+RULES = primitives.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES | rings.RULES
 PLACING = (
     KEEPING
     | elementwise.ELEMENTWISE
-    | RULES.keys() & rules.RULES.keys()
+    | RULES.keys() & primitives.RULES.keys()
     | frozenset(
         """
     scatter scatter-add scatter-max scatter-min scatter-mul dynamic_slice dynamic_update_slice random_fold_in
@@ -135,7 +135,7 @@ class Interpreter:
             if eq.name in elementwise.ELEMENTWISE:
                 found = elementwise.elementwise(eq)
             else:
-                found = RULES.get(eq.name, rules.everything_whole)(eq)
+                found = RULES.get(eq.name, primitives.everything_whole)(eq)
             found = found if isinstance(found, list) else [found]
             return [self._checked(eq, i, value) for i, value in enumerate(found)]
         except Refused as refusal:

@@ -2,7 +2,7 @@
 
 from soundness.domain import UNIFORM, Value, whole
 from soundness.equation import Equation, Refused
-from soundness.rules import Rules
+from soundness.primitives import Rules
 
 RULES = Rules()
 rule = RULES.of

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from soundness.domain import UNIFORM, Origin, Value, axes_of_offset, cut, devices, whole
+from soundness.domain import UNIFORM, Subtracted, Value, axes_of_offset, cut, devices, whole
 from soundness.equation import Equation, Refused
-from soundness.rules import Rules
+from soundness.primitives import Rules
 
 RULES = Rules()
 rule = RULES.of
@@ -102,7 +102,7 @@ def _gather(eq: Equation) -> Value:
         else:
             dims.append(next(batches))
             places.append(next(labels, None))
-    origin = origin and Origin(origin.token, tuple(places))
+    origin = origin and Subtracted(origin.token, tuple(places))
     fills = getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP" and eq.params["fill_value"] != 0
     drops = looked_up is not None and fills and not eq.is_integer(eq.result_type())
     return Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops)

@@ -10,8 +10,8 @@ from soundness.domain import (
     UNIFORM,
     Mask,
     Offset,
-    Origin,
     Range,
+    Subtracted,
     Value,
     add_offsets,
     axes_of_offset,
@@ -53,9 +53,9 @@ def _index_into_own_block(eq: Equation, ins: list[Value]) -> Value | None:
     return dataclasses.replace(index, places=None) if eq.name == "add" else None
 
 
-def _labels(value: Value) -> Origin:
+def _labels(value: Value) -> Subtracted:
     """`value` as the index that an offset is subtracted from."""
-    return Origin(value.token, tuple(range(len(value.dims))))
+    return Subtracted(value.token, tuple(range(len(value.dims))))
 
 
 def _position(eq: Equation, ins: list[Value]) -> Value | None:

@@ -129,7 +129,7 @@ def _pad(eqn: Any, ins: list[Reach]) -> Reach:
 def _concatenate(eqn: Any, ins: list[Reach]) -> Reach:
     dim, shape = eqn.params["dimension"], shape_of(eqn)
 
-    def together(arrays: list[np.ndarray]) -> np.ndarray:
+    def joined(arrays: list[np.ndarray]) -> np.ndarray:
         alike = all(x.shape[dim] == 1 for x in arrays)
         if alike and all(x.shape == arrays[0].shape and np.array_equal(x, arrays[0]) for x in arrays):
             return arrays[0]
@@ -138,7 +138,7 @@ def _concatenate(eqn: Any, ins: list[Reach]) -> Reach:
         sized = [np.broadcast_to(x, (*sizes[:dim], x.shape[dim], *sizes[dim + 1 :])) for x in parts]
         return np.concatenate(sized, dim)
 
-    return alike(made(shape, *map(together, zip(*(x.arrays() for x in ins), strict=True))))
+    return alike(made(shape, *map(joined, zip(*(x.arrays() for x in ins), strict=True))))
 
 
 @rule("stack")

@@ -17,7 +17,7 @@ from soundness import entries
 from soundness.domain import BLOCKS, Value, near
 from soundness.elementwise import FOLDS
 from soundness.equation import Equation, Refused
-from soundness.rules import jaxprs_of
+from soundness.primitives import jaxprs_of
 
 ENTER, INDEX, CLOSE = (core.Primitive(f"ring_{name}") for name in ("enter", "index", "close"))
 GATHERING = {"add", "add_any", "max", "min", "dynamic_update_slice"}

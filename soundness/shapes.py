@@ -5,7 +5,7 @@ import dataclasses
 from soundness import entries
 from soundness.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
 from soundness.equation import Equation, Refused
-from soundness.rules import Rules
+from soundness.primitives import Rules
 
 RULES = Rules()
 rule = RULES.of

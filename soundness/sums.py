@@ -10,7 +10,7 @@ import numpy as np
 
 from soundness.domain import UNIFORM, Dim, Part, Source, Value, constant, near, real, whole
 from soundness.equation import Equation, Refused
-from soundness.rules import Rules, everything_whole
+from soundness.primitives import Rules, everything_whole
 
 RULES = Rules()
 rule = RULES.of

@@ -19,10 +19,10 @@ import tiny
 import train
 from modeling.model import load_model
 from tools.verify.__main__ import small
+from tools.verify.first_difference import causes
 from tools.verify.inputs import make_inputs, random_batch
 from tools.verify.measure import abstract_mesh_of, fresh_state, mesh_of
 from tools.verify.program import find_sources, rewritten, write_copy
-from tools.verify.replay import causes
 from training_io.config import Config
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardlib.placement import StackOrder
 from training_io.manifest import CHECKSUM_BYTES, Damaged, SavedArray, is_name
-from training_io.stores import WORKERS, Store, aligned, results, together
+from training_io.stores import WORKERS, Store, aligned, in_parallel, results
 
 READ_AHEAD = 2**30
 """Bytes of arrays that are read while the one before them goes to the devices."""
@@ -185,7 +185,7 @@ def write_arrays(store: Store, directory: str, arrays: list[HostArray]) -> dict[
             raise OSError(f"writing the array {array.name!r} failed: {error}.") from error
         written[array.name][saved.number(index)] = value
 
-    together(
+    in_parallel(
         [
             lambda array=array, index=index, values=values[at]: write(array, index, values)
             for array in arrays

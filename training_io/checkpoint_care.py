@@ -11,7 +11,7 @@ from typing import Any
 from training_io.checkpoint import directory_of
 from training_io.checkpoint_arrays import read_file
 from training_io.manifest import Damaged, SavedArray, read_manifest, read_metadata, saved_array
-from training_io.stores import MANIFEST, Store, together
+from training_io.stores import MANIFEST, Store, in_parallel
 
 SET_ASIDE = "set_aside"
 """Directory, beside the checkpoints, of those that a run went back before."""
@@ -34,14 +34,14 @@ def _in_turn(jobs: Iterable[Callable[[], Any]]) -> Iterator[Any]:
     """The results of jobs, of which there may be more than fit into memory."""
     jobs = iter(jobs)
     while some := list(itertools.islice(jobs, _JOBS)):
-        yield from together(some)
+        yield from in_parallel(some)
 
 
 def _arrays(store: Store, directory: str, manifest: dict) -> tuple[list[SavedArray], list[str]]:
     """Arrays of a checkpoint, and what is wrong with the metadata of the others."""
     arrays: list[SavedArray] = []
     add = lambda name: arrays.append(saved_array(store, directory, name, manifest))
-    problems = together([functools.partial(_found, functools.partial(add, name)) for name in manifest["arrays"]])
+    problems = in_parallel([functools.partial(_found, functools.partial(add, name)) for name in manifest["arrays"]])
     return arrays, [problem for problem in problems if problem]
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configuration.foreign import parse_json
-from training_io.stores import MANIFEST, Damaged, Store, together
+from training_io.stores import MANIFEST, Damaged, Store, in_parallel
 
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 2
@@ -198,7 +198,7 @@ def commit(
             raise OSError(f"the array {array.name!r} has chunks that no process wrote.")
         whole.append(array._replace(checksums=tuple(checksums[array.name][i] for i in numbers)))
     files = metadata_files(whole)
-    together([functools.partial(store.write, f"{temporary}/{key}", text.encode()) for key, text in files.items()])
+    in_parallel([functools.partial(store.write, f"{temporary}/{key}", text.encode()) for key, text in files.items()])
     for process in range(len(parts)):
         store.remove_file(f"{temporary}/.written-{process}")
     check_owner()

@@ -95,7 +95,7 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
     alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
     even = _with_even_stages(c, model, mesh)
-    of_even = lambda: trace(even, type(model)(even.model), together=True)
+    of_even = lambda: trace(even, type(model)(even.model), shared=True)
     return [*prove(trace, alone), *prove(of_even, mesh), *_beside_stages(trace, c, model, mesh)]
 
 

@@ -101,7 +101,7 @@ def open_store(place: str | os.PathLike) -> Store:
 # ---- many requests at a time ---------------------------------------------------------------------------------------
 
 
-def together(jobs: Sequence[Callable[[], Any]]) -> list:
+def in_parallel(jobs: Sequence[Callable[[], Any]]) -> list:
     """The results of all, which ran WORKERS at a time. After an error no other begins, and it is raised at the end."""
     futures: list[concurrent.futures.Future] = []
     with concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="chunk") as pool:
@@ -221,7 +221,7 @@ class Directory:
     def sync(self, directory: str) -> None:
         """See Store."""
         paths = [path for path, _, _ in os.walk(self.path / directory)]
-        together([functools.partial(_sync_directory, path) for path in paths])
+        in_parallel([functools.partial(_sync_directory, path) for path in paths])
 
 
 def _resolved(path: Path) -> Path:

@@ -11,7 +11,7 @@ import tiny
 from gradients import assert_same, loss_and_gradients, meshes
 
 from input_loader import batch_shapes
-from soundness.rules import jaxprs_of
+from soundness.primitives import jaxprs_of
 from training_io.config import check_config
 
 LAYERS = 5

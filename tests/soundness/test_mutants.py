@@ -25,18 +25,18 @@ from soundness import (
     interpreter,
     lookups,
     positions,
-    rules,
+    primitives,
     shapes,
     sums,
 )
 from soundness.check import findings
 from soundness.equation import Refused
 
-MODULES = (collectives, control, elementwise, equation, interpreter, lookups, positions, rules, shapes, sums)
+MODULES = (collectives, control, elementwise, equation, interpreter, lookups, positions, primitives, shapes, sums)
 DEMANDS = {"block", "finished", "unscaled", "uncut", "same", "_plain"}
 """Functions that refuse an operand, or give it back."""
 SURVIVORS = {"collectives": 4, "control": 5, "elementwise": 1, "equation": 1, "interpreter": 5, "lookups": 8}
-SURVIVORS |= {"positions": 6, "rules": 0, "shapes": 10, "sums": 2}
+SURVIVORS |= {"positions": 6, "primitives": 0, "shapes": 10, "sums": 2}
 # Programs elsewhere need three of them: arguments of per-device code (test_escapes.py), the NaN of a lookup
 # (test_check.py). No program shows yet that loops over own rows need four of theirs.
 # Most of them stand before another refusal of the same programs:

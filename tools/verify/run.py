@@ -26,6 +26,7 @@ from configuration.program import refusal
 from configuration.words import for_console
 from modeling.blockwise import small_blocks
 from modeling.model import COMPUTE_DTYPES, load_model
+from tools.verify.first_difference import causes
 from tools.verify.inputs import make_inputs, random_batch
 from tools.verify.measure import (
     AXES,
@@ -42,7 +43,6 @@ from tools.verify.measure import (
     type_check,
 )
 from tools.verify.names import line_at
-from tools.verify.replay import causes
 from tools.verify.result import keep_result
 from training_io.config import Config, check_divides
 from training_io.resuming import config_of

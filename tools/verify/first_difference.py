@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
-from microscope.replay import Path, Replay, executed
+from microscope.rerun import Path, Rerun, executed
 from modeling.model import load_model
 from shardlib.equations import CALLS
 from shardlib.marks import is_region
@@ -94,7 +94,7 @@ class Traced(NamedTuple):
     arguments: list
     sizes: Mapping[str, int]
 
-    def values(self, replay: Replay, arguments: list | None = None) -> list[np.ndarray]:
+    def values(self, replay: Rerun, arguments: list | None = None) -> list[np.ndarray]:
         """What the equations compute, on the host."""
         with self.mesh():
             return list(map(np.asarray, jax.jit(replay)(*(arguments or self.arguments))))
@@ -150,8 +150,8 @@ def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[lis
             pairs = zip(values, eq.eqn.outvars, strict=True)
             wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_compared(value, var.aval)]
             twins[path] = tuple(id(each.twin) for each in _with_callers(eq))
-    replay = Replay(here.program, wanted)
-    alone = Replay(there.program, {twins[path]: which for path, which in wanted.items()})
+    replay = Rerun(here.program, wanted)
+    alone = Rerun(there.program, {twins[path]: which for path, which in wanted.items()})
     ours, theirs = here.values(replay), there.values(alone)
     changed = there.values(alone, _perturbed(there.arguments))
     axes, first = len(here.sizes), None

@@ -27,7 +27,7 @@ class Place(NamedTuple):
         return f"{'~' * self.inferred}{self.file}:{self.line}"
 
 
-class Origin(NamedTuple):
+class CallSite(NamedTuple):
     """Where an operation comes from: its line, and JAX's name and the calls of the operation with that line."""
 
     place: Place | None
@@ -66,12 +66,12 @@ class Places:
         frame = next((frame for frame in frames if self._users[frame.file]), None)
         return Place(self.relative(frame.file), frame.line) if frame else None
 
-    def of_instruction(self, instruction: Instruction) -> "Origin":
+    def of_instruction(self, instruction: Instruction) -> "CallSite":
         """Where the instruction itself says that it comes from."""
         place = self.of_frames(instruction.frames) if instruction.op_name else None
-        return Origin(place, instruction.op_name, instruction.frames)
+        return CallSite(place, instruction.op_name, instruction.frames)
 
-    def of(self, computation: Computation, instruction: Instruction) -> "Origin":
+    def of(self, computation: Computation, instruction: Instruction) -> "CallSite":
         """Where an instruction comes from; a fusion, where what it mostly computes comes from.
 
         XLA drops the name of some operations that it rewrites, such as batched matmuls on CPUs, and gives them the line
@@ -84,9 +84,9 @@ class Places:
             for neighbour in [*readers, *sources]:
                 if neighbour and neighbour.opcode not in _NEVER and (found := self._own(neighbour)):
                     return found._replace(place=found.place._replace(inferred=True))
-        return found or Origin(None, "", ())
+        return found or CallSite(None, "", ())
 
-    def _own(self, instruction: Instruction) -> "Origin | None":
+    def _own(self, instruction: Instruction) -> "CallSite | None":
         inside = []
         if instruction.opcode in ("fusion", "async-start", "call"):
             for name in instruction.called:
@@ -95,7 +95,7 @@ class Places:
         heavy = [other for other in inside if other.opcode in ("dot", "convolution")]
         for candidate in [*heavy, instruction, *inside]:
             if candidate.op_name and candidate.opcode not in _NEVER and (place := self.of_frames(candidate.frames)):
-                return Origin(place, candidate.op_name, candidate.frames)
+                return CallSite(place, candidate.op_name, candidate.frames)
             if heavy and candidate is heavy[-1]:
                 return None
         return None

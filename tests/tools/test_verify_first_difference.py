@@ -1,4 +1,4 @@
-"""tools/verify/replay.py: which value of a program is the first that differs from one device, and its line."""
+"""tools/verify/first_difference.py: the first value of a program that differs from one device, and its line."""
 
 import functools
 from pathlib import Path
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib import marks
 from soundness.domain import UNIFORM, Dim, Part, Value, cut, whole
-from tools.verify.replay import Traced, assembled, first_difference
+from tools.verify.first_difference import Traced, assembled, first_difference
 
 SIZES = {"r": 2, "d": 2, "t": 2}
 
@@ -70,7 +70,7 @@ def first_of(change):
 def line_with(comment: str) -> str:
     lines = Path(__file__).read_text().splitlines()
     (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"  # {comment}")]
-    return f"test_verify_replay.py:{number}"
+    return f"test_verify_first_difference.py:{number}"
 
 
 def test_of_a_program_that_is_right_no_value_differs():

@@ -42,7 +42,7 @@ def on_all_devices(x: jax.Array) -> jax.Array:
     return varying(x, jax.sharding.get_abstract_mesh().axis_names)
 
 
-class Replay:
+class Rerun:
     """A traced program that also returns what the equations `wanted` compute.
 
     Calling it gives an array [*axes of the mesh, *turns of loops, *block] for each of `notes`.
