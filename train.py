@@ -608,7 +608,7 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
             run.validate(evaluation_step, evaluated(state))
             return run.end()
         run.prove()  # both steps compute on this mesh what they compute on one device, and no token sees a later one
-        run.compare_attention()  # a path other than `attention` computes what it computes
+        run.compare_forms()  # what has another form on this platform, such as `attention`, computes the same
         training_step = run.compile(make_training_step(c, model), state)
         if samples and run.start == 0:
             samples.write(evaluated(state))

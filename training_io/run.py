@@ -19,6 +19,7 @@ from configuration.words import say
 from input_loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
 from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
+from shardlib import lookups
 from training_io.causality import describe_causality
 from training_io.checkpoint import ANOTHER, Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
@@ -57,7 +58,7 @@ class Run:
         with Run(c, forward, directory, programs) as run:
             state = run.begin(init, State)
             run.prove()
-            run.compare_attention()
+            run.compare_forms()
             step_program = run.compile(training_step, state)
             for step, batch in run.steps():
                 state, metrics = step_program(state, batch, step)
@@ -81,12 +82,10 @@ class Run:
     """
 
     def __init__(self, c: Config, forward: Any, directory: Path, programs: Callable):
-        self.c, self.forward, self.model, self.directory = c, forward, forward.model, directory
-        self.programs = programs
+        self.c, self.forward, self.model = c, forward, forward.model
+        self.directory, self.programs, self.stopped_by = directory, programs, None
         self.print = lambda text: say(text) if jax.process_index() == 0 else None
-        self.stopped_by: str | None = None
-        self._source_differs: str | None = None
-        self._failure: str | None = None  # why the log ends the run
+        self._source_differs = self._failure = None  # sentences: on the source, and on why the log ends the run
         self._failed_saves, self._told = 0, False
         self._damaged: dict[int, str] = {}
         self._hlo = self._drawing = self._loss = None
@@ -264,9 +263,10 @@ class Run:
             self.print("proof      training and evaluation compute on this mesh what they compute on one device")
         self.print(describe_causality(self.forward, self.provenance["source"]))
 
-    def compare_attention(self) -> None:
-        """Refuses a path of attention that does not compute what train.attention computes. It runs both."""
+    def compare_forms(self) -> None:
+        """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
         check_paths(self.forward, self.c.training.seq_len, kept_programs("attention"))
+        lookups.check_sums()
 
     def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
         """The compiled training step for `state` and the batches of the run. Keeps its HLO text, for a picture."""
@@ -414,8 +414,8 @@ class Run:
         if self.stopped_by and not self.is_over:
             self.checkpoints.wait()
             self.print(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
-            name = self.c.paths.model_name or self.directory.name
-            self.print(f"To resume: the same command, with {override('paths.model_name', name)}")
+            resume = override("paths.model_name", self.c.paths.model_name or self.directory.name)
+            self.print(f"To resume: the same command, with {resume}")
             self._log.close()
             if self._failure:
                 raise OSError(self._failure)

@@ -57,6 +57,14 @@ def test_many_rows_of_one_id_are_added_exactly():
     np.testing.assert_array_equal(lookups.sums_by_id(jnp.float32(rows), ids, 4), expected)
 
 
+def test_sums_that_differ_are_refused_before_the_first_step(as_on_a_gpu, monkeypatch):
+    lookups.check_sums()
+    right = lookups.sums_by_id
+    monkeypatch.setattr(lookups, "sums_by_id", lambda *args: right(*args).at[7].add(1))
+    with pytest.raises(ArithmeticError, match="2 of 2000 sums differ"):
+        lookups.check_sums()
+
+
 def gradient(ids: np.ndarray) -> str:
     table = jnp.zeros((50, 7))
     lowered = jax.jit(jax.grad(lambda table: lookups.take(table, jnp.asarray(ids), "V M").sum())).lower(table)
