@@ -82,9 +82,7 @@ def run_evaluation(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, ba
     return pipeline.run_evaluation(loss, plan_evaluation(placement_of(c, model), c.training.microbatches), w, batch)
 
 
-def of_all_stages(
-    c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any
-) -> dict[str, jax.stages.Traced]:
+def shared(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:
     """What all stages compute together for a microbatch, traced: its embedding and its loss, and their gradients.
 
     There p is an axis like any other, so that the check before the first step can read it. It does not look into the
