@@ -126,6 +126,7 @@ def end_of(*overrides: str) -> tuple[int, str, float]:
     return done.returncode, done.stderr, time.monotonic() - began
 
 
+@pytest.mark.long
 def test_a_coordinator_that_does_not_answer_is_named():
     address = f"127.0.0.1:{free_port()}"
     who = [f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=1"]
@@ -146,6 +147,7 @@ def test_processes_that_do_not_come_are_missed():
     assert seconds < 30
 
 
+@pytest.mark.long
 def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -155,6 +157,7 @@ def test_a_port_in_use_is_named():
     assert "Is the port in use?" in errors
 
 
+@pytest.mark.long
 def test_without_a_cluster_auto_says_so():
     code, errors, _ = end_of("distributed.auto=true")
     assert code == 1

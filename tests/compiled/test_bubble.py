@@ -137,6 +137,7 @@ def train(directory, sleep_s, sample_after=None):
     return trace, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys):
     _, (slept,) = train(tmp_path / "a", 0.2)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("idle "))
@@ -151,6 +152,7 @@ def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys):
     assert line == f"idle       {share} of the time: devices wait between steps, {gap:.2f} of {step:.1f} ms"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("after", "among"), [(1, False), (2, True), (4, True), (5, False)])
 def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, after, among):
     _, events = train(tmp_path, 0, sample_after=after)
@@ -159,6 +161,7 @@ def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, 
     assert (told in capsys.readouterr().out.splitlines()) == among
 
 
+@pytest.mark.long
 def test_a_trace_without_executions_is_told_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(profile, "MODULE", "jit_another")
     trace, lines = train(tmp_path, 0)

@@ -137,6 +137,7 @@ def training_step(mesh: str, **training) -> tuple[str, Table]:
     return text, table_of(text, dict(tiny.mesh(mesh).shape))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["d=4 t=2", "r=2 d=2 t=2"])
 def test_collectives_are_those_that_another_reader_counts(mesh):
     text, table = training_step(mesh)
@@ -200,6 +201,7 @@ def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatch
     assert set(files) == {"train.py"} | module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_what_save_for_backward_marks_is_kept_at_its_line(dtype):
     _, table = training_step("d=4 t=2", compute_dtype=dtype)

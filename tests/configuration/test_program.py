@@ -34,12 +34,14 @@ def test_an_error_is_its_message(tmp_path, name, arguments, message):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_where_it_came_from_is_shown_on_demand(tmp_path):
     done = run("inspect_data", ["filespec=nowhere.zarr"], tmp_path, HYDRA_FULL_ERROR="1")
     assert done.returncode == 1
     assert "in _read_attributes" in done.stderr
 
 
+@pytest.mark.long
 def test_of_several_jobs_too(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     arguments = ["--multirun", "out=x.zarr", "train.files=[a.jsonl]", "validation=null", "shard=0/2,2/2"]
@@ -50,6 +52,7 @@ def test_of_several_jobs_too(tmp_path):
     assert "x.zarr.shards/0-of-2/train: 1 tokens" in done.stdout
 
 
+@pytest.mark.long
 def test_libraries_show_their_warnings_alone(tmp_path):
     program = tmp_path / "tools" / "speak.py"
     program.parent.mkdir()

@@ -399,6 +399,7 @@ np.savez(f"{out}/{host}.npz", asked=asked, starts=[start for start, _ in seen], 
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path, count):
     with socket.socket() as free:

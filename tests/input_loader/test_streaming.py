@@ -193,6 +193,7 @@ def test_resumes_at_every_step_as_if_never_stopped(files, bpe, shuffle, packing,
         same(batches(resumed, range(step, min(step + 4, steps))), unbroken[step : step + 4])
 
 
+@pytest.mark.long
 def test_no_token_is_lost_or_comes_twice(files, texts):
     """Stopped after each batch, with batches and blocks of sizes that share no divisor with anything."""
     whole = np.concatenate([as_bytes(text) for text in texts if text])
@@ -364,6 +365,7 @@ def test_compressed_files(tmp_path):
     assert documents_of(batches(loader, [0]))[0] == "some text"
 
 
+@pytest.mark.long
 def test_damaged_files(tmp_path):
     lines = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(5000)).encode()
     (tmp_path / "whole.jsonl.gz").write_bytes(gzip.compress(lines))

@@ -110,6 +110,7 @@ def line_of(text: str) -> int:
     return number
 
 
+@pytest.mark.long
 def test_points_have_names_and_lines():
     found, *_ = stepped("d=4 t=2")
     points = named(found, "points")
@@ -224,6 +225,7 @@ def traced(source: str, **changes) -> jax.stages.Traced:
         return module.programs(c, load_model(c.model), batch_shapes(tiny.BATCH, tiny.LENGTH, 1))["training"]
 
 
+@pytest.mark.long
 def test_the_marks_leave_no_trace_in_the_program():
     """Neither in what XLA is given, nor in the hash that a checkpoint keeps; and nor does the setting."""
     assert SOURCE.count(MARK) == 1

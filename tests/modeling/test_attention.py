@@ -93,6 +93,7 @@ def test_by_blocks_it_is_the_dense_result(mesh, length, block, queries, dtype):
     assert_close(plain, expected, 1e-6 if dtype == "float32" else 2**-6)
 
 
+@pytest.mark.long
 def test_blocks_that_nobody_sees_are_not_computed():
     """What is in them would be NaN even with weight 0."""
     length, block = 12, 4

@@ -90,6 +90,7 @@ def program(c) -> str:
         return tiny.training_step(c).lower(state, shapes, np.int32(0)).as_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "products"), [(tiny.model(), 7), (None, 6)], ids=["llama", "gpt2"])
 def test_the_step_has_its_products_with_weights_in_fp8(model, products):
     model = model or gpt2.ModelConfig(vocab=32, positions=16, d_model=32, layers=2, heads=4, bos_id=0)

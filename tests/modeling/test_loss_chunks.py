@@ -66,6 +66,7 @@ def test_chunks_change_nothing(mesh, chunk, changes):
         compare(mesh, chunk, tiny.model(layers=2, **changes))
 
 
+@pytest.mark.long
 def test_an_evaluation_is_the_same():
     found = []
     model = tiny.model(vocab=80, layers=1)

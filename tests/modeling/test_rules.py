@@ -171,6 +171,7 @@ def test_paths_that_agree_pass(compute_dtype, tmp_path):
         assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.long
 def test_paths_that_agree_pass_in_stages():
     """Also where p does not divide the layers."""
     with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):
@@ -195,6 +196,7 @@ def test_an_edit_of_one_path_alone_is_named(compute_dtype, monkeypatch, tmp_path
         assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.long
 def test_a_run_does_not_start_with_a_path_that_differs(monkeypatch):
     plain = train.attention
     monkeypatch.setattr(train, "attention", lambda q, k, *more: plain(q, 2 * k, *more))

@@ -147,6 +147,7 @@ def test_there_and_back_is_the_same_to_the_bit(saved, tmp_path, case):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
 
 
+@pytest.mark.long
 def test_another_model_goes_there_and_back(tmp_path, one_device):
     c = gpt2.ModelConfig(
         module="gpt2", vocab=64, positions=32, d_model=32, layers=2, heads=4, dropout=0.1, bos_id=5, norm_epsilon=1e-4
@@ -170,6 +171,7 @@ def test_bf16_rounds_to_nearest(saved, tmp_path):
     assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.long
 def test_step(tmp_path, one_device):
     c = models.model("grouped")
     for step in (5, 9):
@@ -232,6 +234,7 @@ tool.run(tool.Config(run={run!r}, output={output!r}, file_bytes=20_000))
 """
 
 
+@pytest.mark.long
 def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
     _, _, run = saved("grouped")
     output = tmp_path / "exported"

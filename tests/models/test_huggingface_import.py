@@ -185,6 +185,7 @@ def test_half_precision_becomes_f32_unchanged(exported, tmp_path):
     np.testing.assert_array_equal(w_q.reshape(32, -1).T, theirs)
 
 
+@pytest.mark.long
 def test_chunks_are_small_enough_to_read_apart(exported, tmp_path, monkeypatch):
     """A process that holds a part of a weight reads little more than it; the values are there, whatever the chunks."""
     w, _, directory = exported()
@@ -197,6 +198,7 @@ def test_chunks_are_small_enough_to_read_apart(exported, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, read), jax.tree.map(np.asarray, w))
 
 
+@pytest.mark.long
 def test_a_failed_import_leaves_no_checkpoint(exported, tmp_path):
     _, _, directory = exported()
     tensors = load_file(directory / "model.safetensors")
@@ -408,6 +410,7 @@ def test_user_mistakes(exported, tmp_path):
         run(directory, output, ignore=["some_new_setting"])
 
 
+@pytest.mark.long
 def test_models_on_the_hub_are_downloaded(exported, tmp_path, monkeypatch):
     import huggingface_hub
 
@@ -428,6 +431,7 @@ def test_models_on_the_hub_are_downloaded(exported, tmp_path, monkeypatch):
 # ---- training.init_from -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_starts_from_the_weights_of_another(tmp_path, capsys):
     """On another mesh; the first loss is that of the weights, computed on one device."""
     c = models.model("llama3")

@@ -140,6 +140,7 @@ def test_the_epsilon_is_compared_itself(tmp_path, monkeypatch):
     assert not (tmp_path / "exported").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_the_tool_says_what_it_compared(tmp_path, monkeypatch, dtype):
     """With groups of layers too, when not all are in memory; both ways."""
@@ -283,6 +284,7 @@ def test_a_transposed_weight_is_found(tmp_path, monkeypatch, name):
     assert not (tmp_path / "exported").exists()
 
 
+@pytest.mark.long
 def test_gpt2_is_compared(tmp_path, monkeypatch):
     c = gpt2.ModelConfig(module="gpt2", vocab=64, positions=24, d_model=32, layers=2, heads=4, bos_id=5, init_std=0.2)
     run = saved(tmp_path, c)
@@ -305,6 +307,7 @@ def test_weights_that_are_not_finite(tmp_path):
 # ---- imports ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_an_import_with_other_logits_leaves_no_checkpoint(tmp_path):
     export(saved(tmp_path, models.model("grouped")), tmp_path / "exported")
     path = tmp_path / "exported/config.json"

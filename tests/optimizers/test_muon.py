@@ -141,6 +141,7 @@ def test_five_updates_equal_optax(mesh, layers):
     same(found, expected_updates(layers), rtol=1e-5, atol=3e-6)
 
 
+@pytest.mark.long
 def test_settings_and_decay_by_choice():
     c = config(decay_on=["embedding", "vector"], muon_rms=0.3, muon_momentum=0.8, muon_iterations=3)
     table = train.weight_table(tiny.model(layers=1))

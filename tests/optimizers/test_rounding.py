@@ -57,6 +57,7 @@ def test_numbers_of_bf16_and_what_is_not_finite_stay():
     np.testing.assert_array_equal(rounding.rounded(beyond, jnp.full(2, 2**16 - 1, jnp.uint32)), [np.inf, -np.inf])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("decay", "stalls"), [pytest.param(0.95, False, marks=pytest.mark.long), (0.999, True)])
 def test_an_average_that_the_nearest_number_would_hold_shrinks(decay, stalls):
     """From 1, 2,000 steps of squares with mean 0.01. On average it is that of f32."""

@@ -321,6 +321,7 @@ def traced(source: str) -> None:
         train.programs(c, model, batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches))
 
 
+@pytest.mark.long
 def test_the_first_change_and_its_refusal():
     found = blocks((ROOT / "README.md").read_text())
     good, wrong = (block for language, block in found if language == "diff")

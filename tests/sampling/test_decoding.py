@@ -193,6 +193,7 @@ def test_what_sees_ahead_outside_of_attention_or_other_texts_is_refused(name, me
             sampler(globals()[name]).generate(w, PROMPTS)
 
 
+@pytest.mark.long
 def test_cached_attention_that_differs_is_named(monkeypatch):
     plain = cache.cached_attention
     monkeypatch.setattr(probes, "cached_attention", lambda q, k, *more: plain(q, 2 * k, *more))
@@ -270,6 +271,7 @@ def test_why_there_is_no_cache(kind, why, mesh):
     assert verdict_of(kind, mesh) == probes.Verdict(why)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

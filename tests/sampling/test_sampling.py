@@ -93,6 +93,7 @@ class LocalPositions(train.Llama):
         return super().layer(x * (1 + jnp.arange(x.shape[1], dtype=x.dtype)[:, None]), *rest)
 
 
+@pytest.mark.long
 def test_a_program_that_depends_on_the_mesh_is_refused():
     c = tiny.config()
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
@@ -123,6 +124,7 @@ def generate(mesh, settings=NUCLEUS, prompts=PROMPTS, context=CONTEXT, batch=64,
         return Sampler(tiny.forward(tiny.config(**changes)), settings, context, batch).generate(weights(mesh), prompts)
 
 
+@pytest.mark.long
 def test_names_of_a_models_dims_are_its_own():
     """With N for d_ff: texts are no multiple of it."""
     source = Path(train.__file__).read_text().replace("F/t", "N/t")
@@ -161,6 +163,7 @@ def test_texts_are_the_same_on_every_mesh(mesh, gather, texts):
     assert generate(mesh, gather_weights=gather) == texts
 
 
+@pytest.mark.long
 def test_one_text_on_two_devices():
     """Each device has one row, of which JAX traces other operations than of two."""
     mesh = jax.make_mesh((1, 2, 1), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=jax.devices()[:2])
@@ -176,6 +179,7 @@ def test_one_text_on_two_devices():
     np.testing.assert_allclose(found[2][1], found[1][1], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_texts_do_not_depend_on_their_batch(texts):
     assert generate("one device", batch=2) == texts
 
@@ -186,6 +190,7 @@ def test_fp8_is_for_training_alone(texts):
     assert generate("one device", fp8=True) == texts
 
 
+@pytest.mark.long
 def test_each_text_has_its_own_noise(sampler):
     with jax.set_mesh(tiny.mesh("one device")):
         drawn = sampler.generate(weights("one device"), [[5]] * 10)
@@ -271,6 +276,7 @@ def test_another_token_fails_the_check(sampler, texts):
     fails(sampler, wrong, rf"text 3, token 28: {wrong[3][17]} was drawn with the cache, {texts[3][17]} is by")
 
 
+@pytest.mark.long
 def test_a_wrong_cache_fails_the_check(sampler, monkeypatch):
     """In decoding alone: what is compared before the first text has the right one."""
     right = cache.cached_attention

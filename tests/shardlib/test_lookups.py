@@ -48,6 +48,7 @@ def test_sums_are_those_of_numpy(name, shape, dtype):
     np.testing.assert_allclose(np.float64(found), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.long
 def test_many_rows_of_one_id_are_added_exactly():
     """Integers, of which f32 holds each sum: none is lost, and none is added twice."""
     rng = np.random.default_rng(2)

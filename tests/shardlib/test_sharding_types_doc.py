@@ -16,6 +16,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.quick
 def test_every_block_of_the_tutorial():
     namespace: dict = {}

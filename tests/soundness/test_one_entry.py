@@ -65,6 +65,7 @@ def parts(programs: list[Program]) -> list:
     return [part(i) for i in range(SHARE)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("programs", parts(RIGHT))
 def test_right_programs_are_accepted(programs, monkeypatch):
     accepted = 0
@@ -80,6 +81,7 @@ def test_right_programs_are_accepted(programs, monkeypatch):
     assert accepted > len(programs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("programs", parts(WRONG))
 def test_wrong_programs_are_refused(programs, monkeypatch):
     refused = 0

@@ -43,6 +43,7 @@ def check_places(pieces):
         assert [block.texts() for block in pickle.loads(pickle.dumps(list(piece.blocks())))] == blocks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("end", ["\n", ""])
 def test_jsonl(tmp_path, small_blocks, suffix, end):

@@ -206,6 +206,7 @@ def test_tekken_is_that_of_mistral_common(texts, name):
         assert translated.token_to_id(token) == oracle.get_special_token(token)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SENTENCEPIECE)
 def test_sentencepiece_is_that_of_mistral_common(texts, name):
     sentencepiece = pytest.importorskip("mistral_common.tokens.tokenizers.sentencepiece")
@@ -269,6 +270,7 @@ print(tokenizer.library, why)
 """
 
 
+@pytest.mark.long
 def test_tiktoken_encoding(tmp_path, texts):
     """An encoding made known as tiktoken's own are, so that nothing is downloaded; its ranks are Mistral's."""
     pytest.importorskip("tiktoken")

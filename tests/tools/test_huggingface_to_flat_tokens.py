@@ -505,6 +505,7 @@ def test_hub_examples_are_valid(tmp_path, name):
     assert "Cannot load the split 'train' of the dataset" in result.stderr
 
 
+@pytest.mark.long
 def test_settings_of_another_type_are_rejected(tmp_path):
     command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"out={tmp_path}/d"]
     for setting in ("train.max_tokens=3.5", "tokenizer.kind=words", "train.file=[a]"):

@@ -227,6 +227,7 @@ def test_clear_errors(tmp_path, dataset, settings, message):
         show(**settings)
 
 
+@pytest.mark.long
 def test_command_line(dataset):
     command = [sys.executable, "-m", "tools.inspect_data", f"filespec={dataset}", "documents=1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

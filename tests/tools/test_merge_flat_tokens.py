@@ -134,6 +134,7 @@ def test_slices_cannot_lose_documents(tmp_path, small):
     assert tree(tmp_path / "many") == tree(tmp_path / "one")
 
 
+@pytest.mark.long
 def test_multirun(tmp_path):
     """As it is typed: a multirun writes the shards, a second command joins them."""
     for i, texts in enumerate((random_texts(30), random_texts(20, seed=1))):

@@ -296,6 +296,7 @@ def test_another_rate_is_found_in_the_first_update_that_it_changes(of_demo, tmp_
     of_page(text)
 
 
+@pytest.mark.long
 def test_the_source_that_a_run_kept_is_written_again(tmp_path):
     keep = lambda **other: keep_source(tmp_path, 4, load_model(tiny.model()), {"source": source_of() | other})
     again = lambda trust: rebuilt(str(tmp_path), 7, tmp_path / "again", trust)

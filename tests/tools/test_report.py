@@ -235,6 +235,7 @@ def test_runs_by_directory_pattern_and_sweep(tmp_path):
         names("non*")
 
 
+@pytest.mark.long
 def test_the_table_fits_the_terminal_and_says_what_did_not(tmp_path):
     for t in (1, 2):
         write(tmp_path / str(t), events=[VALIDATION, MEMORY], t=t, learning_rate=t / 1000)

@@ -290,6 +290,7 @@ def test_a_strangers_run_is_text(tmp_path):
         assert others or read.text.count(SHOWN) > 20
 
 
+@pytest.mark.long
 def test_too_much_is_cut(tmp_path):
     run = write_run(tmp_path / "run")
     write_lines(run / "samples.jsonl", [{"step": i, "prompt": str(i), "text": "x" * 10**5} for i in range(100)])

@@ -137,6 +137,7 @@ def test_bytes_that_were_not_given_are_not_printed():
     assert "bytes" not in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_comparison(width):
     schedules = "schedule=[gpipe,1f1b,interleaved_1f1b,zb_h1,zb_v]"
@@ -261,6 +262,7 @@ def test_without_matplotlib_the_chart_is_printed(monkeypatch):
 # ---- the program, and the document --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_program(tmp_path):
     command = [sys.executable, "-m", "tools.schedule", "schedule=interleaved_1f1b", "p=4", "m=16", "v=2"]
     output = tmp_path / "chart.svg"

@@ -193,6 +193,7 @@ def test_other_settings_are_refused(tmp_path, small, monkeypatch, change, messag
     assert tree(tmp_path / "d") == tree(tmp_path / "unbroken")
 
 
+@pytest.mark.long
 def test_a_changed_source_is_refused(tmp_path, small, monkeypatch):
     source = stopped(tmp_path, monkeypatch)
     with open(source, "a") as file:
@@ -254,6 +255,7 @@ def test_an_early_error_leaves_nothing_to_go_on_with(tmp_path):
     tool.run(config(tmp_path / "d", [str(tmp_path / "b.jsonl")]))
 
 
+@pytest.mark.long
 def test_a_late_error_can_be_gone_on_from(tmp_path, small):
     """A full disk, made of a limit on the size of files, is named; with room again the same command goes on."""
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))

@@ -73,6 +73,7 @@ def line_with(comment: str) -> str:
     return f"test_verify_first_difference.py:{number}"
 
 
+@pytest.mark.long
 def test_of_a_program_that_is_right_no_value_differs():
     assert first_of(right) == ([], None)
 

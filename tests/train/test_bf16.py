@@ -43,6 +43,7 @@ def test_gradients_are_those_in_f32_up_to_bf16_rounding():
     assert error(g.embed[7], expected.embed[7]) < 0.02, "the row of the frequent token"
 
 
+@pytest.mark.long
 def test_matrices_are_communicated_in_bf16():
     c = tiny.config(compute_dtype="bf16")
     with jax.set_mesh(tiny.mesh("d=4 t=2")):

@@ -189,6 +189,7 @@ def test_label_smoothing_is_torchs_and_leaves_validation_alone(mesh):
     assert_gradients(found, lambda w: dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH, smoothing=0.1))
 
 
+@pytest.mark.long
 def test_a_scalar_in_the_metrics():
     found = trained("A scalar in the metrics", "d=2 t=2")
     norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(found.state.weights)))

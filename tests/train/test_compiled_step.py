@@ -16,6 +16,7 @@ def optimized_hlo(mesh: str) -> str:
     return compile_step(mesh).as_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["d=4 t=2", "r=2 d=2 t=2"])
 def test_every_collective_is_a_written_one(mesh):
     found, table = collectives(optimized_hlo(mesh)), train.weight_table(tiny.model())
@@ -39,6 +40,7 @@ def test_every_collective_is_a_written_one(mesh):
     }
 
 
+@pytest.mark.long
 def test_the_gradients_of_several_microbatches_are_summed_over_replicas_once():
     found = collectives(compile_step("r=2 d=2 t=2", microbatches=2).as_text())
     weights = len(jax.tree.leaves(train.weight_table(tiny.model())))

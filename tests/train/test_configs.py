@@ -59,6 +59,7 @@ def test_c4_runs_type_check_on_their_devices(name):
     assert sum(x.size for x in jax.tree.leaves(state.weights)) == pytest.approx(PARAMETERS[size], rel=5e-3)
 
 
+@pytest.mark.long
 def test_gpt2_is_gpt2_and_type_checks_on_its_devices():
     state = trace_step(load("gpt2_124m"), 8)
     # 124,439,808 is what transformers counts for "gpt2"; here 47 rows of its table are added.
@@ -69,6 +70,7 @@ def test_tinystories_type_checks_on_its_devices():
     trace_step(load("tinystories"), 8)
 
 
+@pytest.mark.long
 def test_the_step_type_checks_on_2048_devices():
     c = load("flat_tokens_c4_a100x8_2b", "mesh.r=4", "mesh.t=8", "training.batch_size=256")
     trace_step(c, 2048)

@@ -144,6 +144,7 @@ def test_weights_gathered_ahead_are_not_gathered_again():
     assert found["outside"] == {"all-gather": weights, "reduce-scatter": weights, "all-reduce": weights + 2}
 
 
+@pytest.mark.long
 def test_gradients_are_scattered_in_each_microbatch_otherwise():
     found = collectives(compile_step(MESH, microbatches=2).as_text())
     assert found["forward"] == {"all-gather": 11, "reduce-scatter": 2}

@@ -178,6 +178,7 @@ def same_without_p(mutant: Mutant) -> bool:
     return left_out(before) == left_out(after) and idle[0] == idle[1]
 
 
+@pytest.mark.long
 @pytest.mark.quick
 def test_every_change_of_a_kind_is_made():
     found = collections.defaultdict(set)

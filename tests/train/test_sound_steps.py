@@ -126,6 +126,7 @@ def found(settings: str, module=train) -> list[str]:
     return [str(finding) for finding in find_unsound(module.programs, c, load_model(c.model), mesh_of(mesh))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [pytest.param(s, marks=marked(s)) for s in SETTINGS])
 def test_steps_are_proved(settings):
     assert found(settings) == []
@@ -228,6 +229,7 @@ def test_a_wrong_edit_is_refused_at_its_line(edit):
     assert set(lines) & set(range(first, first + new.count("\n") + 1)), text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("axes", "is_right"), [("t", False), pytest.param("t p", True, marks=pytest.mark.long)])
 def test_a_size_in_the_loss_counts_the_parts_of_all_stages(axes, is_right):
     """All stages compute the loss together, each with its part of the vocabulary."""
@@ -244,6 +246,7 @@ def test_a_size_in_the_loss_counts_the_parts_of_all_stages(axes, is_right):
     assert is_right or "div: a number that depends on the mesh was multiplied into a value" in text, text
 
 
+@pytest.mark.long
 def test_the_loop_around_the_steps_may_ask_for_the_machine():
     old = "        state = run.begin("
     source = Path(train.__file__).read_text()

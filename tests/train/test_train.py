@@ -106,6 +106,7 @@ def test_weights_at_init_do_not_depend_on_the_mesh():
     assert not np.array_equal(w.layers.w_up[0], w.layers.w_up[1])
 
 
+@pytest.mark.long
 def test_weights_are_never_whole_on_a_device():
     c = tiny.model(d_model=512, d_ff=1024, vocab=1024)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):

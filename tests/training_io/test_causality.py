@@ -232,6 +232,7 @@ def test_dropout_passes():
     assert verdict(train.Forward(gpt2.Model(c), tiny.config(c).training)) == ""
 
 
+@pytest.mark.long
 def test_a_sequence_is_one_document_without_a_mask_and_in_sampling():
     assert verdict(forward(TokenShift, document_mask=False)) == ""
     assert verdict(forward(TokenShift), sampled=True) == ""
@@ -250,6 +251,7 @@ def test_a_model_that_says_so_is_not_proved():
         verdict(forward(Declared), sampled=True)
 
 
+@pytest.mark.long
 def test_what_depends_on_the_length_is_checked_at_it_or_not_proved(monkeypatch):
     by_length = mixed(lambda x, _: x if x.shape[1] <= causality.LENGTH else jnp.flip(jnp.sin(x), 1))
     with pytest.raises(ValueError, match="rev: "):

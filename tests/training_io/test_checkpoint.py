@@ -255,6 +255,7 @@ def test_a_failed_write_is_told_and_leaves_nothing_visible(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0000000001", "0000000005"]
 
 
+@pytest.mark.long
 def test_a_save_killed_before_its_commit_is_invisible_and_cleaned(tmp_path):
     program = f"""
         import time
@@ -481,6 +482,7 @@ def run_processes(tmp_path, program, count=2):
             process.kill()
 
 
+@pytest.mark.long
 def test_two_processes_save_and_restore_together(tmp_path):
     outputs = run_processes(
         tmp_path,
@@ -507,6 +509,7 @@ def test_two_processes_save_and_restore_together(tmp_path):
     assert not list(tmp_path.glob("*/.*"))
 
 
+@pytest.mark.long
 def test_two_processes_save_and_restore_at_a_url(monkeypatch):
     with S3Server() as server:
         for name, value in {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
@@ -528,6 +531,7 @@ def test_two_processes_save_and_restore_at_a_url(monkeypatch):
         assert not [path for path in server.objects if "written" in path]
 
 
+@pytest.mark.long
 def test_damage_that_one_process_sees_is_told_by_all(tmp_path):
     outputs = run_processes(
         tmp_path,
@@ -550,6 +554,7 @@ def test_damage_that_one_process_sees_is_told_by_all(tmp_path):
     assert all("told: cannot read the array 'x': x/c/" in output for output in outputs), outputs
 
 
+@pytest.mark.long
 def test_a_failure_in_one_process_is_told_to_all(tmp_path):
     outputs = run_processes(
         tmp_path,
@@ -570,6 +575,7 @@ def test_a_failure_in_one_process_is_told_to_all(tmp_path):
     assert all("latest: None" in output for output in outputs)
 
 
+@pytest.mark.long
 def test_an_error_of_process_0_as_a_save_begins_fails_the_save_of_all(tmp_path):
     outputs = run_processes(
         tmp_path,

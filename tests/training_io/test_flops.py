@@ -114,6 +114,7 @@ def test_a_peak_that_explains_no_speed_is_doubted(now, mfu, expected):
     assert why is None if expected is None else expected in why
 
 
+@pytest.mark.long
 def test_a_measured_peak_is_measured_anew():
     """Not taken from the first measurement, which is kept for the runs of a sweep."""
     peak = peak_flops(jax.devices()[:1], jnp.float32)

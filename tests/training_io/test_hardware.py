@@ -114,6 +114,7 @@ def test_a_run_goes_on_without_them(tmp_path):
     assert "step 3/3" in shown
 
 
+@pytest.mark.long
 def test_the_others_reach_both_steps(tmp_path, monkeypatch):
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     for process in (0, 1):
@@ -171,6 +172,7 @@ def composed(name: str, *overrides: str):
         return compose(name, list(overrides))
 
 
+@pytest.mark.long
 @pytest.mark.quick
 def test_all_options_of_the_configs_are_known_here():
     """Those for GPUs too, which XLA parses on any platform: so that a renamed one is noticed before a run on one."""

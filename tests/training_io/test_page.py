@@ -48,6 +48,7 @@ def test_the_last_page_is_waited_for(tmp_path, capsys):
     assert (run / "report.html").read_text() == ""
 
 
+@pytest.mark.long
 def test_the_program_is_this_project_s_and_needs_no_jax(tmp_path, monkeypatch):
     """Not a `tools` in the directory where the run was started."""
     (tmp_path / "tools").mkdir()
@@ -71,6 +72,7 @@ def test_one_process_of_the_lowest_priority_at_a_time(tmp_path, slow):
         os.kill(process, 0)
 
 
+@pytest.mark.long
 def test_pages_are_a_minute_apart_and_take_a_share_of_the_time(tmp_path, monkeypatch):
     now, starts = 1000.0, []
     monkeypatch.setattr(pages.time, "monotonic", lambda: now)
@@ -101,6 +103,7 @@ def test_one_that_takes_too_long_is_ended(tmp_path, slow, monkeypatch, capsys):
     assert not [*tmp_path.glob("report.html*")]
 
 
+@pytest.mark.long
 def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run")
     (run / "report.html").symlink_to("elsewhere")

@@ -50,6 +50,7 @@ def event_names(trace):
     return {event.get("name") for event in trace["traceEvents"]}
 
 
+@pytest.mark.long
 def test_third_and_fourth_step_are_timed_and_two_more_traced(tmp_path, capsys):
     trace = train(tmp_path, steps=7, fetch_s=0.1)
     assert trace.parent.parent == tmp_path / "plugins" / "profile"

@@ -188,6 +188,7 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
         sys.modules.pop("my_ops", None)
 
 
+@pytest.mark.long
 def test_a_run_says_that_its_programs_are_not_kept(tmp_path, capsys):
     def programs(c, model, batch):
         raise TypeError("four rows at least\nand more")

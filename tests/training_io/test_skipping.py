@@ -73,6 +73,7 @@ def test_a_step_that_is_not_finite_leaves_the_state(stepped, bad):
     assert not np.isfinite(metrics.loss + metrics.grad_norm)
 
 
+@pytest.mark.long
 def test_a_limit_below_the_norm_leaves_the_state_and_one_above_changes_nothing(stepped):
     before, after, metrics = stepped()
     assert not metrics.skipped
@@ -258,6 +259,7 @@ def test_a_run_whose_steps_are_all_skipped_fails_and_keeps_all_checkpoints(tmp_p
     assert Checkpointer(tmp_path / "run" / "checkpoints").steps() == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_metrics_are_on_the_disk_before_a_checkpoint_is_complete(tmp_path, dataset, monkeypatch):
     fsync, order = os.fsync, []
 

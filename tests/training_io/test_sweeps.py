@@ -95,6 +95,7 @@ def test_a_single_run_is_left_alone(program, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_a_failing_job_is_said_and_the_others_run(program):
     done = program("--multirun", "--config-name=own", "a=3,13,4", "paths.model_name=sweep")
     assert done.returncode == 1
@@ -103,6 +104,7 @@ def test_a_failing_job_is_said_and_the_others_run(program):
     assert end.splitlines()[1:] == ["  a-13: Error: 13 does not fit."]
 
 
+@pytest.mark.long
 def test_a_signal_ends_the_sweep(program):
     done = program("--multirun", "--config-name=own", "a=3,99,4", "paths.model_name=sweep")
     assert done.returncode == 1
@@ -111,6 +113,7 @@ def test_a_signal_ends_the_sweep(program):
     assert "with paths.model_name=sweep\n" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("swept", "message"),
     [
