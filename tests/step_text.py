@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import tiny
 
+from compiled.table import table_of
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
@@ -18,6 +20,14 @@ def compile_config(c, mesh):
     with jax.set_mesh(mesh):
         state, batch = tiny.state(c), tiny.place_batch(c)
         return tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
+
+
+def files_of_collectives(c, mesh) -> dict[str, set[str]]:
+    """The files that have the lines of the collectives of a step, each with the axes along which they communicate."""
+    found = collections.defaultdict(set)
+    for row in table_of(compile_config(c, mesh).as_text(), dict(mesh.shape)).collectives:
+        found[row.line.rpartition(":")[0]] |= set(row.axes.split())
+    return found
 
 
 def computations(hlo: str) -> dict[str, list[str]]:

@@ -3,11 +3,11 @@
 import collections
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
-import shipped
 import step_text
 import tiny
 from hlo_texts import HEAD, TEXT
@@ -16,12 +16,9 @@ from cluster.devices import make_mesh
 from compiled.hlo import parse, with_mesh
 from compiled.step import Section, describe
 from compiled.table import Table, as_text, in_bytes, in_flops, table_of
-from input_loader import batch_shapes
-from modeling.model import inputs_of, load_model
+from models import gpt2
 
 MESH = {"d": 2, "t": 2}
-SMALL = ["model.d_model=32", "model.n_kv=4", "model.d_head=8", "model.d_ff=48", "model.vocab=64", "model.layers=4"]
-SMALL += ["training.batch_size=16", "training.seq_len=16", "training.sample_interval=null"]
 
 
 @pytest.mark.quick
@@ -169,39 +166,36 @@ def test_each_written_collective_of_a_layer_is_at_its_line():
     assert {row.turns for row in forward} == {tiny.model().layers}
 
 
+WHOLE, STAGES = {"r": 2, "d": 2, "t": 2}, {"r": 1, "d": 2, "t": 2, "p": 2}
+READ = [("llama", WHOLE, 1, "layer"), ("llama with muon", WHOLE, 2, "step"), ("gpt2", WHOLE, 2, "layer")]
+READ += [("llama", STAGES, 2, "step")]
+CASES = itertools.product(("llama", "llama with muon", "gpt2"), (WHOLE, STAGES), (1, 2), ("layer", "step", "auto"))
+OTHERS = [case for case in CASES if case not in READ and (case[1] is WHOLE or case[2] == 2)]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("gather", ["layer", "step", "auto"])
 @pytest.mark.parametrize(
-    ("model", "mesh", "microbatches"),
-    [
-        ("llama", {"r": 2, "d": 2, "t": 2}, 1),
-        ("llama with muon", {"r": 2, "d": 2, "t": 2}, 2),
-        ("gpt2", {"r": 2, "d": 2, "t": 2}, 2),
-        ("llama", {"r": 1, "d": 2, "t": 2, "p": 2}, 2),
-        pytest.param("gpt2", {"r": 1, "d": 2, "t": 2, "p": 2}, 2, marks=pytest.mark.slow),
-    ],
+    ("model", "mesh", "microbatches", "gather"),
+    [*READ, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
 def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatches, gather):
-    """What stages send to each other, and how they share the loss, is said in training_io/stages.py."""
-    name = "local_gpt2" if model == "gpt2" else "local_test_synthetic"
-    c = shipped.load(name, f"training.gather_weights={gather}", f"training.microbatches={microbatches}", *SMALL)
+    """But what stages send to each other, and how they share the loss, which training_io/stages.py has."""
+    sizes = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=4, heads=4, bos_id=0)
+    c = tiny.config(
+        sizes if model == "gpt2" else tiny.model(layers=4), microbatches=microbatches, gather_weights=gather
+    )
     if model == "llama with muon":
-        c = dataclasses.replace(c, optimizer=tiny.optimizer(algorithm="muon"))
-    with jax.set_mesh(make_mesh(mesh["r"], mesh["d"], mesh["t"], jax.devices(), mesh.get("p", 1))):
-        own, t = load_model(c.model), c.training
-        batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(own)))
-        compiled = tiny.train.programs(c, own, batch)["training"].lower().compile()
-        rows = table_of(compiled.as_text(), dict(jax.sharding.get_mesh().shape)).collectives
-    files = collections.defaultdict(set)
-    for row in rows:
-        files[row.line.rpartition(":")[0]] |= set(row.axes.split())
-    stages = files.pop("training_io/stages.py", set())
-    assert stages <= ({"p"} if "p" in mesh else set())
-    module = {"gpt2": {"models/gpt2.py"}, "llama with muon": {"optimizers/muon.py"}}.get(model, set())
-    assert set(files) == {"train.py"} | module
+        c.optimizer = tiny.optimizer(algorithm="muon")
+    files = step_text.files_of_collectives(
+        c, make_mesh(mesh["r"], mesh["d"], mesh["t"], jax.devices(), mesh.get("p", 1))
+    )
+    assert files.pop("training_io/stages.py", set()) == ({"p"} if "p" in mesh else set())
+    assert set(files) == {
+        "train.py",
+        *{"gpt2": ["models/gpt2.py"], "llama with muon": ["optimizers/muon.py"]}.get(model, []),
+    }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_what_save_for_backward_marks_is_kept_at_its_line(dtype):
     _, table = training_step("d=4 t=2", compute_dtype=dtype)

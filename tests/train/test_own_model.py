@@ -3,10 +3,12 @@
 import functools
 import importlib
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import step_text
 import tiny
 from own_model import MINE
 
@@ -67,6 +69,13 @@ def test_it_has_nothing_of_the_trainers():
     assert len([line for line in MINE.split("@pytree_dataclass", 1)[1].splitlines() if line.strip()]) <= 45
     for word in ("scan", "checkpoint", "save_for", "cache", "unroll", "padd", "stage"):
         assert word not in MINE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gather", ["layer", pytest.param("step", marks=pytest.mark.slow)])
+def test_every_collective_has_its_line_in_it_or_in_train(gather):
+    files = step_text.files_of_collectives(config("d=4 t=2", microbatches=2, gather_weights=gather), mesh_of("d=4 t=2"))
+    assert {Path(file).name for file in files} == {"mine.py", "train.py"}
 
 
 @pytest.mark.long
