@@ -50,7 +50,7 @@ print(len(chosen), "mistakes")
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_sample_of_mistakes():
     done = python(ANSWERS, *SAMPLE)
     assert done.stderr == ""

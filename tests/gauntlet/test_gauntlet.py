@@ -151,7 +151,7 @@ def test_verify_names_the_tensor(number, tmp_path):
         assert f" at {BUGS[number]['edit'][0]['file']}:" in done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [number for number, bug in BUGS.items() if bug.get("caught") == "tracing" and not in_process(bug)],
@@ -201,7 +201,7 @@ def test_the_page_is_made_of_the_data():
     assert (ROOT / "docs/gauntlet.md").read_text() == page()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_spmd_types_does_what_is_said():
     """Each program without its bug is accepted, or the command fails."""
     pytest.importorskip("spmd_types", reason="the comparison needs spmd_types")

@@ -76,7 +76,7 @@ def test_shares_are_exact(weights):
             np.testing.assert_array_equal(quotas.counts((block + 1) * BLOCK), expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_counts_add_up_over_a_period():
     quotas = Quotas([0.5, 0.3, 0.19, 0.01], seed=0)
     blocks = np.diff([quotas.counts(block * BLOCK) for block in range(PERIOD + 1)], axis=0)

@@ -163,7 +163,7 @@ def test_gradients_and_updates_are_those_of_the_step():
     assert np.sqrt(squares) == pytest.approx(metrics.grad_norm, rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -387,7 +387,7 @@ def squares(hlo: str, length: int) -> set[str]:
     return {shape for shape in found if re.split(r"[\[\],]", shape).count(str(length)) > 1}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_array_has_the_length_twice():
     step = compiled_step(384, attention="blockwise")
     assert not squares(step.as_text(), 384)

@@ -63,6 +63,7 @@ def test_the_numbers_are_the_same(save, unroll):
     assert_same(g, g_expected, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -101,7 +102,7 @@ def test_offloading_is_of_what_is_marked():
     assert not moves("marked")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_unrolling_makes_fewer_turns():
     loops = lambda unroll: run("marked", unroll)[0].count(" while(")
     assert loops(LAYERS) == loops(None) == loops(1) - 2, "no loop over layers, forward and backward"

@@ -49,7 +49,7 @@ def test_chunks_change_nothing_but_memory():
     assert 4 * 80 in arrays(chunked, 80)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "chunk", "changes"),
     [

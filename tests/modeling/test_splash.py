@@ -85,7 +85,7 @@ def test_the_backward_pass_does_not_repeat_the_kernel(monkeypatch):
     assert len(found) == 3, found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["d=4 t=2", "p=2 d=2 t=2"])
 def test_a_step_is_the_same(monkeypatch, mesh):
     monkeypatch.setattr(tiny, "LENGTH", 128)

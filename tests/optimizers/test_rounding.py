@@ -178,7 +178,7 @@ def alone(tmp_path_factory):
     return trained("one device", "bf16", tmp_path_factory.mktemp("alone"))[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["r=2 d=2 t=2", pytest.param("stages", marks=pytest.mark.slow), "stages in another order"]
 )

@@ -128,8 +128,8 @@ class TwoStreams(train.Llama):
     ("kind", "sizes", "place"),
     [
         (train.Llama, {"n_kv": 4, "n_q_per_kv": 1}, (1, 4)),  # a device has one head, of one query
-        (train.Llama, {"n_kv": 2, "n_q_per_kv": 1, "d_ff": 2, "vocab": 32}, (4, 2)),
-        (TwoStreams, {}, (2, 2)),
+        pytest.param(train.Llama, {"n_kv": 2, "n_q_per_kv": 1, "d_ff": 2, "vocab": 32}, (4, 2), marks=pytest.mark.slow),
+        pytest.param(TwoStreams, {}, (2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_texts_are_those_of_one_device_and_of_training(kind, sizes, place):
@@ -164,7 +164,7 @@ class EmbedsPairs(train.Llama):
         return x + shifted(x)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "part"), [(TokenShift, "layer"), (HiddenShift, "layer"), (EmbedsPairs, "embed")])
 def test_where_positions_learn_outside_of_attend_there_is_no_cache(kind, part):
     """And each token is that of training's forward pass."""

@@ -217,7 +217,7 @@ def test_a_stop_token_ends_its_text_alone(texts):
     assert max(map(len, drawn)) == 20
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "dtype", "ties"), [("one device", "f32", 0), ("d=4 t=2", "bf16", 10)])
 def test_another_model_samples_likewise(mesh, dtype, ties):
     """GPT-2: learned positions, just as many as the context has; one query head for each of keys."""

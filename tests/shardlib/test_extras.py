@@ -91,7 +91,7 @@ def test_they_are_those_of_one_device(case):
     assert evaluation == pytest.approx(expected_evaluation, rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_plain_model_and_what_is_added():
     (steps, layers, evaluation), (plain, nothing, plain_evaluation) = trained(None), trained(None, train.Llama)
     assert nothing is None

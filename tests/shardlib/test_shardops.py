@@ -671,7 +671,7 @@ def test_the_gradient_of_a_copy_is_reduced_where_it_was_made_not_in_the_loop():
         assert inside == everywhere > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_typed_ops_compile_to_what_plain_jax_does():
     p = PartitionSpec
     specs = Model(

@@ -118,7 +118,7 @@ def test_a_difference_stops_the_run(texts, bpe, monkeypatch, place):
             tokenizer.encode(["what xyzzy says " * 10_000])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_compared_is_a_small_part(texts, bpe, monkeypatch):
     right, compared = Tokenizers(bpe), 0
 

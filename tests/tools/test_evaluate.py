@@ -82,6 +82,7 @@ def read(path):
 # ---- the run's own validation ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_options_of_xla_that_are_texts_need_trust(run, tmp_path):
     """Such as a directory that XLA writes into, or takes its assembler from."""
     lines = []
@@ -99,6 +100,7 @@ def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):
         assert (found["loss"], found["tokens"]) == (event["loss"], event["targets"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshChoice(t=8), MeshChoice(r=2, d=2, t=2)])
 def test_on_other_meshes_it_is_the_same_but_for_rounding(run, mesh):
     found, event = evaluated(run, mesh=mesh), logged(run)[-1]
@@ -204,6 +206,7 @@ def test_each_document_has_the_loss_that_transformers_computes(run, theirs, mesh
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_texts_of_a_file_have_the_losses_of_the_dataset(run, tmp_path):
     """In batches of any size. Lines without text are left out, and counted in the index."""
     file, out = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
@@ -386,6 +389,7 @@ def test_what_a_user_can_get_wrong(run, settings, message):
         evaluated(**{"run": run} | settings)
 
 
+@pytest.mark.slow
 def test_another_vocabulary_is_refused(run, tmp_path):
     with Writer(str(tmp_path / "large.zarr"), "validation") as writer:
         writer.append(np.array([3, 320], np.uint32), np.array([2]))

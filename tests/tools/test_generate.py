@@ -84,7 +84,7 @@ def test_the_last_texts_are_those_of_the_checkpoint(run):
         assert [(text.text, text.ended) for text in found] == [(line["text"], line["ended"]) for line in expected]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "checked"),
     [

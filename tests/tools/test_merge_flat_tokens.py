@@ -57,7 +57,7 @@ def test_merged_shards_are_what_one_process_writes(tmp_path, small, monkeypatch,
     assert (tmp_path / "many.shards").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_max_tokens_of_shards(tmp_path, small, bpe, kind):
     """Cut anywhere: at the end of a document, within one, within a character, at the last token."""

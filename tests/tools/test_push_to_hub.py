@@ -74,7 +74,7 @@ def test_a_run_is_exported_and_arrives(server, tmp_path):
     assert done.stdout.splitlines()[-1] == f"pushed     {server.url}/me/mine: {files}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_export_arrives_without_what_is_not_part_of_it(server, export):
     done = run(server, export, "private=false")
     assert done.returncode == 0, done.stderr
@@ -93,11 +93,19 @@ def test_an_export_arrives_without_what_is_not_part_of_it(server, export):
     ("what", "said"),
     [
         ("wrong token", "Client error '401 Unauthorized' for url .*Invalid username or password"),
-        ("no token", "there is no token; run `hf auth login`, or set HF_TOKEN"),
-        ("server error", "Server error '500 Internal Server Error' for url .*the server says no"),
+        pytest.param("no token", "there is no token; run `hf auth login`, or set HF_TOKEN", marks=pytest.mark.slow),
+        pytest.param(
+            "server error",
+            "Server error '500 Internal Server Error' for url .*the server says no",
+            marks=pytest.mark.slow,
+        ),
         ("no server", "Connection refused"),
-        ("forbidden", "403 Forbidden"),
-        ("public", r"it exists already and is public, so nothing was sent\. Give private=false"),
+        pytest.param("forbidden", "403 Forbidden", marks=pytest.mark.slow),
+        pytest.param(
+            "public",
+            r"it exists already and is public, so nothing was sent\. Give private=false",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_goes_wrong_is_one_line_and_the_export_stays(server, export, what, said):

@@ -257,7 +257,7 @@ def line_of(text: str) -> int:
     return number
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_equal_runs_do_not_differ(of_demo, tmp_path, dataset):
     found, text = replayed(of_demo, against=str(run(tmp_path / "b", dataset)))
     assert found["first"] is None

@@ -254,7 +254,7 @@ def test_memory_that_was_predicted_is_marked(tmp_path):
     assert "predicted by the compiler" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path):
     write(tmp_path / "<a>", events=[VALIDATION, MEMORY], t=1)
     write(tmp_path / "b", events=[VALIDATION], t=2)

@@ -65,7 +65,7 @@ def test_every_place_to_stop(tmp_path, small, monkeypatch, kind):
     assert stopped > 60
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_killed_processes(tmp_path, small):
     """SIGKILL, once the first states are written; the workers end too."""
     run_killed(tmp_path, rounds=1, kills=2, seed=0)

@@ -112,7 +112,7 @@ def test_the_types_of_each_recipe_hold(recipe):
 QUICK = ("A second input beside tokens",)  # the others' dense tests are slow: rules have quick ones
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", OTHERS_SLOW)
 @pytest.mark.parametrize(
     "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DENSE]
@@ -129,7 +129,7 @@ def test_a_model_is_the_dense_one(recipe, mesh):
     assert abs(loss(found.before[0], **plain) - found.validation) > 1e-4, "the change is felt"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [mesh if mesh.startswith("p") else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
 )
@@ -175,7 +175,7 @@ def test_in_f64_a_loss_that_is_not_linear_over_a_microbatch_is_that_of_one_devic
     assert "In f64, all 1 meshes agree with one device." in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", OTHERS_SLOW)
 def test_label_smoothing_is_torchs_and_leaves_validation_alone(mesh):
     torch = pytest.importorskip("torch", reason="label smoothing is compared with torch's, on Python 3.11 only")
@@ -213,7 +213,7 @@ def schedule(c):
     return optax.cosine_decay_schedule(c.learning_rate, c.schedule_steps, c.final_fraction)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", OTHERS_SLOW[:2])
 def test_lion_is_optaxs(mesh):
     c, m = tiny.optimizer(), tiny.model(layers=4)

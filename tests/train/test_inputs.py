@@ -347,7 +347,7 @@ def unbroken(data, tmp_path_factory):
     return losses(config(str(data)), tmp_path_factory.mktemp("runs") / "run", "one device")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "gather"),
     [("d=2 t=2", 2, "layer"), pytest.param("r=2 d=2", 1, "step", marks=pytest.mark.slow), ("p=2 d=2", 2, "layer")],

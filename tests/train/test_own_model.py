@@ -114,7 +114,12 @@ def texts(mesh: str, gather: str, unroll: int | None = 1):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("mesh", "gather", "unroll"), [("one device", "step", None), ("d=4 t=2", "layer", 2), ("r=2 d=2 t=2", "step", 1)]
+    ("mesh", "gather", "unroll"),
+    [
+        pytest.param("one device", "step", None, marks=pytest.mark.slow),
+        ("d=4 t=2", "layer", 2),
+        pytest.param("r=2 d=2 t=2", "step", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_it_is_sampled_with_the_cache_as_without(mesh, gather, unroll):
     found = texts(mesh, gather, unroll)

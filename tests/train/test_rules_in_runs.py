@@ -30,7 +30,6 @@ PLACES = {  # name: p, d, t, and the schedule
 # A rule on one mesh and one path where that is enough of a look; the others are slow.
 QUICK = {
     ("window", "d=2 t=2", "einsum"),
-    ("alternating", "p=2 d=2", "blockwise"),
     ("alternating", "p=2 t=2 in halves", "blockwise"),
     ("sinks", "d=2 t=2", "blockwise"),
 }

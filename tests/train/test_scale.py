@@ -136,7 +136,7 @@ def test_a_step_that_communicates_wrongly_is_refused_on_2048_devices(monkeypatch
         type_check(c, mesh)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_verify_says_which_meshes_type_check(tmp_path):
     output = tmp_path / "found.json"
     settings = ["verify.only_types=true", "verify.devices=2048", "verify.meshes=[32x8x8,4x16x32]"]

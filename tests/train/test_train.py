@@ -160,7 +160,7 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
     assert events(unbroken)[0]["targets"] == rows.size
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_evaluations_at_their_interval(tmp_path):
     run(tmp_path / "run", 5, eval_interval=2)
     assert [e["step"] for e in events(tmp_path / "run")] == [1, 3, 4]

@@ -131,7 +131,7 @@ def trained(directory: Path, **changes) -> str | None:
         return train.train(c, load_model(c.model), directory)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_page_of_a_run_that_finishes_and_is_continued(tmp_path, capsys):
     trained(tmp_path / "run")
     *out, last = capsys.readouterr().out.splitlines()

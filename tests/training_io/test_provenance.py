@@ -217,7 +217,7 @@ def run_directory(tmp_path_factory):
     return directory, jax.tree.map(np.asarray, state.ema)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_export_is_refused_by_other_source_or_is_of_the_average(run_directory, tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     directory, average = run_directory

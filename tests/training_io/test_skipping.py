@@ -222,7 +222,7 @@ def test_a_resumed_run_has_the_same_limits(tmp_path, dataset, monkeypatch):
         assert np.array_equal(array, weights_of(parts, 8)[name]), name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, dataset):
     with pytest.raises(FloatingPointError, match="steps in a row were skipped"):
         run(tmp_path / "other", dataset, steps=30, learning_rate=1e30, warmup_steps=0, checkpoint_interval=40)
@@ -231,7 +231,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, dataset):
     assert not list((tmp_path / "third" / "checkpoints").glob("0*"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_checkpoint_is_written_after_the_lines_of_its_steps(tmp_path, dataset, monkeypatch):
     """Otherwise a run that is killed in between, and resumed, would lack them."""
     write, lines = Checkpointer._write, {}

@@ -130,7 +130,7 @@ def test_what_cannot_be_swept_is_refused(program, swept, message):
     assert message in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_sweep_that_did_not_start_leaves_nothing(program, tmp_path):
     before = {*tmp_path.iterdir()}
     for name in ("paths.model_name=sweep", "b=3"):
@@ -192,7 +192,7 @@ def test_a_failed_job_lets_go_of_its_memory(capsys):
     assert "in job\n" in said  # where it was
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_jobs_and_one_that_does_not_fit(tmp_path):
     """The real thing, small: meshes of one batch have the same losses, each in its own directory."""
     settings = ["training.steps=3", "training.batch_size=8", "training.seq_len=8", "training.compute_dtype=f32"]
