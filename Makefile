@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 # Extras of pyproject.toml that development needs. EXTRAS=test,tools leaves out torch.
-EXTRAS ?= test,tools,oracle,bench
+EXTRAS ?= test,tools,oracle
 # Number of processes that run tests.
 WORKERS ?= 2
 # Has glibc ask for large pages of memory, which saves page faults: 4 to 20 % of a step on a CPU (docs/measurements.md).

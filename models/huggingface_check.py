@@ -1,13 +1,6 @@
-"""Comparison of a run's logits with those of a model's files, which models/huggingface_forward.py computes.
-
-The run's logits come from train.Forward, on one CPU device and in f32, a period of layers at a time. Weights of layers
-are read up to GROUP_BYTES at a time, so that memory is bounded for any size of the model. A chunk of a checkpoint that
-holds all layers of a weight is read once for each group.
-"""
+"""Comparison of a run's logits with those that transformers computes from a model's files, in f32 on one CPU device."""
 
 import dataclasses
-import functools
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -21,8 +14,6 @@ from input_loader import TokenBatch
 from modeling.attention_calls import calls_of
 from modeling.model import act, compute_scope, load_model, period_of
 from modeling.rules import Rule, causal, same_document
-from models.huggingface_forward import FORWARDS
-from models.huggingface_tensors import Tensors
 from shardlib.layers import LayerNumbers
 from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
 from train import Forward
@@ -30,13 +21,10 @@ from training_io.config import TrainingConfig
 
 LENGTH = 32
 """Largest number of tokens in the text that is compared: bos and random ones."""
-TOLERANCE = 2**-17
-"""Largest difference of two results, divided by the largest entry. The run rounds to f32 after each operation, which
-makes 1e-6 in models of 96 layers and at random weights. GELU and its tanh form differ by 2e-5."""
-AMPLIFIED = 2**-6
-"""Largest difference of logits if each layer alone is within TOLERANCE. Large weights amplify rounding."""
-GROUP_BYTES = 2**33
-"""Largest size of the layers in memory. One period of layers may be larger."""
+TOLERANCE = 2**-15
+"""Largest difference of two results, divided by the largest entry. transformers rounds angles and norms to f32."""
+PLAIN = ("llama", "mistral", "qwen3", "gpt2")
+"""Types of models with causal attention of scale 1/√d_head alone."""
 
 
 def forward_of(c: Any) -> Forward:
@@ -52,7 +40,7 @@ def one_device() -> Any:
 
 def check_rules(c: Any, model_type: str) -> None:
     """Raises ValueError if a layer has attention by a rule that models of this type do not have."""
-    if model_type not in FORWARDS:
+    if model_type not in PLAIN:
         return
     with one_device():
         calls = calls_of(forward_of(c), LENGTH)
@@ -68,47 +56,55 @@ def check_rules(c: Any, model_type: str) -> None:
             )
 
 
-def compare(c: Any, weights: Any, config: dict, directory: Path, dtype: np.dtype | None = None) -> str:
+def compare(c: Any, weights: Any, directory: Path, dtype: np.dtype | None = None) -> str:
     """Compares the logits of a text. Returns a description of the comparison and of the difference.
 
     Args:
         c: the run's ModelConfig.
         weights: weights of the run, whose leaves are read when they are indexed.
-        config: content of config.json.
-        directory: directory of the safetensors.
+        directory: directory of config.json and the safetensors.
         dtype: dtype to which the weights were rounded; None: not rounded.
 
     Raises:
-        ValueError: the logits differ by more than TOLERANCE, or are not finite; or the norms have another epsilon.
+        ValueError: the logits differ by more than TOLERANCE, or are not finite; the norms have another epsilon; torch
+            or transformers is missing, or has no model of this type.
     """
-    kind = config.get("model_type")
-    if kind not in FORWARDS:
-        return (
-            f"nothing: models/huggingface_forward.py has no {kind!r}. Compare the logits of a text with those of "
-            "transformers.AutoModelForCausalLM, before you rely on this model."
-        )
-    theirs = FORWARDS[kind](config, Tensors(directory))
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the comparison with transformers needs {error.name}: pip install torch transformers, or set check=false."
+        ) from error
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager", use_safetensors=True, trust_remote_code=False
+        ).eval()
+    except (ValueError, OSError) as error:
+        why = f"{str(error).splitlines()[0]} check=false leaves out the comparison."
+        raise ValueError(f"transformers does not open this model: {why}") from error
+    kind, settings = model.config.model_type, model.config
     # Logits rarely show it: 1e-6 beside 1e-5 is less than rounding where activations are large.
-    if (epsilon := getattr(c, "norm_epsilon", theirs.epsilon)) != theirs.epsilon:
-        raise ValueError(f"the epsilon of the norms is {epsilon} in the run, and {theirs.epsilon} in config.json.")
-    length = min(LENGTH, config.get("n_positions") or LENGTH)
+    theirs = getattr(settings, "rms_norm_eps", getattr(settings, "layer_norm_epsilon", None))
+    if (epsilon := getattr(c, "norm_epsilon", theirs)) != theirs:
+        raise ValueError(f"the epsilon of the norms is {epsilon} in the run, and {theirs} in config.json.")
+    length = min(LENGTH, getattr(settings, "max_position_embeddings", None) or LENGTH)
     targets = np.random.default_rng(0).integers(0, c.vocab, (1, length)).astype(np.uint32)
     ids = np.concatenate([[c.bos_id], targets[0, :-1]])
     with one_device():
         own = own_values(c, weights, targets, dtype)
-    expected = own[-1][1]
-    if not np.isfinite(expected).all():
+    if not np.isfinite(own[-1][1]).all():
         raise ValueError("the run's own logits are not finite, so its weights are useless. Take another step.")
-    far, rounding = distance(theirs(ids), expected), ""
+    with torch.no_grad():
+        found = model(torch.tensor(ids)[None], use_cache=False, output_hidden_states=True)
+    far = distance(found.logits[0].numpy(), own[-1][1])
     if not far <= TOLERANCE:
-        where = first_difference(theirs, ids, own)
-        if where or not far <= AMPLIFIED:
-            raise ValueError(
-                f"the logits of this {kind} are not the run's own: of {length} tokens, they differ by {far:.2g} of the "
-                f"largest. {where or 'Each layer alone agrees: its weights are so large that they amplify rounding.'}"
-            )
-        rounding = "; each layer alone agrees, and amplifies rounding"
-    return f"logits of {length} tokens with the run's own: they differ by at most {far:.1g} of the largest{rounding}"
+        where = first_difference([x[0].numpy() for x in found.hidden_states], own)
+        raise ValueError(
+            f"the logits of this {kind} are not the run's own: of {length} tokens, they differ by {far:.2g} of the "
+            f"largest. {where}"
+        )
+    return f"logits of {length} tokens with those of transformers: they differ by at most {far:.1g} of the largest"
 
 
 def distance(found: np.ndarray, expected: np.ndarray) -> float:
@@ -118,26 +114,17 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.max(np.abs(found - expected)) / max(np.max(np.abs(expected)), 1e-30))
 
 
-def first_difference(theirs: Any, ids: np.ndarray, own: list[tuple[int, np.ndarray]]) -> str:
-    """Description of the first part whose results differ from those of the run; empty if none does."""
-
-    def through(model: Any, start: int, stop: int, x: np.ndarray) -> np.ndarray:
-        for i in range(start, stop):
-            x = model.layer(i, x)
-        return x
-
-    if not distance(theirs.embed(ids), own[0][1]) <= TOLERANCE:
-        return "What enters the first layer differs: the embedding."
-    for (start, x), (stop, y) in itertools.pairwise(own[:-1]):
-        if not distance(through(theirs, start, stop, np.float64(x)), y) <= TOLERANCE:
-            name = f"Layer {start}" if stop == start + 1 else f"One of the layers {start} … {stop - 1}"
-            for what, other in theirs.variants().items():
-                if distance(through(other, start, stop, np.float64(x)), y) <= TOLERANCE:
-                    return f"{name} is the first that differs. It agrees with {what}, which the files do not say."
+def first_difference(theirs: list[np.ndarray], own: list[tuple[int, np.ndarray]]) -> str:
+    """Description of the first part after which the residual streams differ."""
+    before = 0
+    for layers, x in own[:-1]:
+        if layers < len(theirs) - 1 and not distance(theirs[layers], x) <= TOLERANCE:
+            if layers == 0:
+                return "What enters the first layer differs: the embedding."
+            name = f"Layer {before}" if layers == before + 1 else f"One of the layers {before} … {layers - 1}"
             return f"{name} is the first that differs."
-    if not distance(theirs.logits(np.float64(own[-2][1])), own[-1][1]) <= TOLERANCE:
-        return "What the layers give agrees; the logits from it do not: the final norm, or the output projection."
-    return ""
+        before = layers if layers < len(theirs) - 1 else before
+    return f"The layers before layer {before} agree: it is the last layers, the final norm, or the output projection."
 
 
 def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> list[tuple[int, np.ndarray]]:
@@ -164,28 +151,24 @@ def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> 
     def logits(w: model.Weights, x: act["B/r/d L/t M"]) -> f32["B/r/d L V/t"]:
         return model.logits(forward.outside(forward.copies(w)), x)
 
-    def read(array: Any, index: Any = ...) -> np.ndarray:
-        values = array[index]
+    def read(array: Any) -> np.ndarray:
+        values = array[...]
         return values if dtype is None else values.astype(dtype).astype(np.float32)
+
+    def rows(weights: Any, start: int) -> Any:
+        return jax.tree.map(lambda stack: stack[start : start + period], weights.layers)
 
     def placed(kind: Any, tree: Any) -> Any:
         return jax.device_put(tree, make_shardings(kind, like=tree))
 
-    of_layer = 4 * sum(math.prod(array.shape[1:]) for array in jax.tree.leaves(weights.layers))
-    group = max(1, GROUP_BYTES // (of_layer * period)) * period
-    rest = dataclasses.replace(weights, layers=jax.tree.map(lambda array: array[:period], weights.layers))
-    w, batch = placed(model.Weights, jax.tree.map(read, rest)), placed(TokenBatch, batch)
+    weights = jax.tree.map(read, weights)
+    w, batch = placed(model.Weights, dataclasses.replace(weights, layers=rows(weights, 0))), placed(TokenBatch, batch)
     embed, layers, logits = jax.jit(embed), jax.jit(layers), jax.jit(logits)
     with compute_scope("f32"):
         x = embed(w, batch)
         found = [(0, np.asarray(x)[0])]
-        for start in range(0, c.layers, group):
-            stop = min(start + group, c.layers)
-            group_weights = jax.tree.map(functools.partial(read, index=slice(start, stop)), weights.layers)
-            for i in range(start, stop, period):
-                rows = slice(i - start, i - start + period)
-                of_period = jax.tree.map(lambda stack, rows=rows: stack[rows], group_weights)
-                w = placed(model.Weights, dataclasses.replace(w, layers=of_period))
-                x = layers(w, batch, x, np.int32(i))
-                found.append((i + period, np.asarray(x)[0]))
+        for start in range(0, c.layers, period):
+            w = placed(model.Weights, dataclasses.replace(w, layers=rows(weights, start)))
+            x = layers(w, batch, x, np.int32(start))
+            found.append((start + period, np.asarray(x)[0]))
         return [*found, (c.layers, np.asarray(logits(w, x))[0])]

@@ -47,14 +47,6 @@ def method(kind: str):
 experts = method("experts")
 
 
-@experts
-def top_2_experts_with_normalized_gates(x: f32["T/d M"], router: f32["M E"], w: f32["E/t M F"]) -> f32["T/d F"]:
-    gates, chosen = lax.top_k(jax.nn.softmax(x @ router), 2)
-    gates = gates / gates.sum(axis=-1, keepdims=True)
-    weights = jnp.sum(gates[..., None] * (chosen[..., None] == places("t", w.shape[0])), axis=1)
-    return lax.psum(jnp.einsum("te,tm,emf->tf", weights, x, w), "t")
-
-
 @experts(axes=("d", "expert"))
 def top_2_experts_with_a_capacity_per_sequence(
     x: f32["B/d/expert L M"], router: f32["M E"], w: f32["E/expert M F"]
@@ -89,14 +81,6 @@ def expert_choice_with_the_router_sharded(x: f32["T M"], router: f32["M E/t"], w
 
 
 @experts
-def load_balance_loss_of_top_2(x: f32["B/d L M"], router: f32["M E"]) -> f32[""]:
-    p = jax.nn.softmax(x @ router)
-    hot = jax.nn.one_hot(lax.top_k(p, 2)[1], p.shape[-1]).sum(axis=-2)
-    share, load = lax.pmean((p.mean(axis=(0, 1)), hot.mean(axis=(0, 1))), "d")
-    return p.shape[-1] * jnp.sum(share * load) + 1e-3 * lax.pmean(jnp.mean(jax.nn.logsumexp(x @ router, -1) ** 2), "d")
-
-
-@experts
 def balance_by_a_bias_from_global_loads(x: f32["T/d M"], router: f32["M E"], bias: f32["E"]) -> f32["E"]:
     chosen = lax.top_k(jax.nn.sigmoid(x @ router) + bias, 2)[1]
     load = lax.psum(jnp.zeros(bias.shape).at[chosen.reshape(-1)].add(1.0), "d")
@@ -119,24 +103,6 @@ def shared_and_routed_experts(
     gates = jax.nn.softmax(x @ router)
     routed = jnp.einsum("te,tm,emn->tn", own(gates * (gates > 0.1), "t", w.shape[0], 1), x, w)
     return x + lax.psum(jax.nn.silu(x @ up) @ down + routed, "t")
-
-
-@experts
-def soft_mixture_of_slots(x: f32["B/d L M"], phi: f32["M E/t 2"], w: f32["E/t M M"]) -> f32["B/d L M"]:
-    logits = jnp.einsum("blm,mes->bles", x, phi)
-    y = jnp.einsum("bles,blm,emn->besn", jax.nn.softmax(logits, axis=1), x, w)
-    weights = jnp.exp(logits - lax.pmax(jnp.max(logits, axis=(2, 3), keepdims=True), "t"))
-    total = lax.psum(weights.sum(axis=(2, 3)), "t")
-    return lax.psum(jnp.einsum("bles,besn->bln", weights, y), "t") / total[..., None]
-
-
-@experts
-def product_keys_of_a_memory(x: f32["B/d M"], a: f32["8 D"], b: f32["8 D"], memory: f32["64 M/t"]) -> f32["B/d M/t"]:
-    first, i = lax.top_k(x[:, :4] @ a.T, 2)
-    second, j = lax.top_k(x[:, 4:8] @ b.T, 2)
-    scores = (first[:, :, None] + second[:, None]).reshape(x.shape[0], -1)
-    ids = (8 * i[:, :, None] + j[:, None]).reshape(x.shape[0], -1)
-    return jnp.einsum("bk,bkm->bm", jax.nn.softmax(scores), memory[ids])
 
 
 @experts
@@ -183,26 +149,6 @@ def latent_attention(
 
 
 @attentions
-def differential_attention(
-    q: f32["B/d K/t 2 L D"], k: f32["B/d K/t 2 L D"], v: f32["B/d K/t L D"], lam: f32["K/t"], scale: f32["D"]
-) -> f32["B/d K/t L D"]:
-    scores = jnp.einsum("bkjld,bkjsd->bkjls", q, k)
-    p, noise = jnp.moveaxis(jax.nn.softmax(jnp.where(causal(q.shape[3]), scores, -jnp.inf)), 2, 0)
-    y = (p - jax.nn.sigmoid(lam)[:, None, None] * noise) @ v
-    return 0.2 * scale * y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
-
-
-@attentions
-def attention_with_sinks_and_soft_capping(
-    q: f32["B/d K/t L D"], k: f32["B/d K/t L D"], v: f32["B/d K/t L D"], sink: f32["K/t"]
-) -> f32["B/d K/t L D"]:
-    scores = 5 * jnp.tanh(jnp.einsum("bkld,bksd->bkls", q, k) / 5)
-    scores = jnp.where(causal(q.shape[2]), scores, -1e9)
-    extra = jnp.broadcast_to(sink[:, None, None], (*scores.shape[:3], 1))
-    return jax.nn.softmax(jnp.concatenate([scores, extra], axis=-1))[..., :-1] @ v
-
-
-@attentions
 def sliding_window_with_biases_of_global_heads(
     q: f32["B/d K/t L D"], k: f32["B/d K/t L D"], v: f32["B/d K/t L D"]
 ) -> f32["B/d K/t L D"]:
@@ -224,16 +170,6 @@ def long_rotary_embedding_of_a_block_of_positions(
 
 
 @attentions
-def scaled_queries_of_a_global_largest_logit(
-    x: f32["B/d L M"], q: f32["M K/t D"], k: f32["M K/t D"]
-) -> (f32["M K/t D"], f32["M K/t D"]):
-    scores = jnp.einsum("blkd,bskd->bkls", jnp.einsum("blm,mkd->blkd", x, q), jnp.einsum("blm,mkd->blkd", x, k))
-    largest = lax.pmax(jnp.max(scores, axis=(0, 2, 3)), "d")
-    scale = jnp.sqrt(jnp.minimum(1.0, 10.0 / largest))[:, None]
-    return q * scale, k * scale
-
-
-@attentions
 def grouped_queries(q: f32["B/d L F/t D"], k: f32["B/d L K/t D"], v: f32["B/d L K/t D"]) -> f32["B/d L F/t D"]:
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.where(causal(q.shape[1]), jnp.einsum("blkgd,bskd->bkgls", grouped, k), -1e9)
@@ -241,58 +177,10 @@ def grouped_queries(q: f32["B/d L F/t D"], k: f32["B/d L K/t D"], v: f32["B/d L 
 
 
 @attentions
-def talking_heads(s: f32["B/d K/t L S"], before: f32["K/t K"], v: f32["B/d K/t S D"]) -> f32["B/d K/t L D"]:
-    mixed = lax.psum_scatter(jnp.einsum("bkls,kj->bjls", s, before), "t", scatter_dimension=1, tiled=True)
-    return jax.nn.softmax(mixed) @ v
-
-
-@attentions
-def blocks_of_keys_selected_by_their_means(
-    q: f32["B/d K/t L D"], k: f32["B/d K/t S D"], v: f32["B/d K/t S D"]
-) -> f32["B/d K/t L D"]:
-    blocks = lambda x: x.reshape(*x.shape[:2], 4, 4, -1)
-    scores = jnp.einsum("bkld,bknd->bkln", q, blocks(k).mean(axis=3))
-    best = lax.top_k(scores, 2)[1]
-    pick = lambda x: jnp.take_along_axis(blocks(x)[:, :, None], best[..., None, None], axis=3)
-    k, v = (pick(x).reshape(*q.shape[:3], 8, -1) for x in (k, v))
-    return jnp.einsum("bkls,bklsd->bkld", jax.nn.softmax(jnp.einsum("bkld,bklsd->bkls", q, k)), v)
-
-
-@attentions
-def attention_within_documents(
-    q: f32["B/d K L/t D"], k: f32["B/d K S/t D"], v: f32["B/d K S/t D"], document: i32["B/d L/t"]
-) -> f32["B/d K L/t D"]:
-    documents = whole(document, "t", 1)
-    mask = (document[:, :, None] == documents[:, None]) & (
-        places("t", q.shape[2])[:, None] >= jnp.arange(documents.shape[1])
-    )
-    return attend(q, whole(k, "t", 2), whole(v, "t", 2), mask[:, None])
-
-
-@attentions
 def positions_restarted_at_each_document(starts: bool_["B/d L"], x: f32["B/d L D"]) -> f32["B/d L D"]:
     where = jnp.arange(x.shape[1])
     begin = lax.cummax(jnp.where(starts, where, 0), axis=1)
     return jax.vmap(rotated)(x, where - begin)
-
-
-@attentions
-def linear_attention_without_causality(
-    q: f32["B/d L/t D"], k: f32["B/d L/t D"], v: f32["B/d L/t M"]
-) -> f32["B/d L/t M"]:
-    q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
-    state, total = lax.psum((jnp.einsum("bld,blm->bdm", k, v), k.sum(axis=1)), "t")
-    return jnp.einsum("bld,bdm->blm", q, state) / jnp.einsum("bld,bd->bl", q, total)[..., None]
-
-
-@attentions
-def pages_of_a_cache(
-    q: f32["B/d K/t D"], pages: f32["V 4 K/t D"], table: i32["B/d 3"], length: i32["B/d"]
-) -> f32["B/d K/t D"]:
-    k = pages[table].reshape(q.shape[0], 12, *pages.shape[2:])
-    scores = jnp.einsum("bkd,bskd->bks", q, k)
-    scores = jnp.where(jnp.arange(12) <= length[:, None, None], scores, -1e9)
-    return jnp.einsum("bks,bskd->bkd", jax.nn.softmax(scores), k)
 
 
 @attentions
@@ -319,39 +207,6 @@ def windows_of_an_image_shifted(x: f32["B/d H W K/t D"]) -> f32["B/d H W K/t D"]
 # ---- recurrences over whole positions -----------------------------------------------------------------------------
 
 recurrences = method("recurrences over whole positions")
-
-
-@recurrences
-def state_space_duality_in_chunks(
-    x: f32["B/d L K/t D"], rate: f32["B/d L K/t"], b: f32["B/d L D"], c: f32["B/d L D"]
-) -> f32["B/d L K/t D"]:
-    chunks = lambda x: x.reshape(x.shape[0], 4, 4, *x.shape[2:])
-    x, log, b, c = chunks(x), jnp.cumsum(-jax.nn.softplus(chunks(rate)), axis=2), chunks(b), chunks(c)
-    decay = jnp.where(causal(4)[..., None], jnp.exp(log[:, :, :, None] - log[:, :, None]), 0.0)
-    inside = jnp.einsum("bnid,bnjd,bnijk,bnjkp->bnikp", c, b, decay, x)
-    states = jnp.einsum("bnjd,bnjk,bnjkp->bnkdp", b, jnp.exp(log[:, :, -1:] - log), x)
-
-    def step(state, now):
-        new, last = now
-        return jnp.exp(last)[..., None, None] * state + new, state
-
-    ahead = jax.tree.map(lambda x: x.swapaxes(0, 1), (states, log[:, :, -1]))
-    before = lax.scan(step, 0 * states[:, 0], ahead)[1]
-    between = jnp.einsum("bnid,bnik,nbkdp->bnikp", c, jnp.exp(log), before)
-    return (inside + between).reshape(x.shape[0], 16, *x.shape[3:])
-
-
-@recurrences
-def gated_linear_attention(
-    q: f32["B/d L K/t D"], k: f32["B/d L K/t D"], v: f32["B/d L K/t D"], gate: f32["B/d L K/t D"]
-) -> f32["B/d L K/t D"]:
-    def step(state, now):
-        q, k, v, gate = now
-        state = jax.nn.sigmoid(gate)[..., None] * state + k[..., None] * v[..., None, :]
-        return state, jnp.einsum("bkd,bkde->bke", q, state)
-
-    state = jnp.zeros((*q[:, 0].shape, 4)) + 0 * q[:, 0, ..., None]
-    return lax.scan(step, state, jax.tree.map(lambda x: x.swapaxes(0, 1), (q, k, v, gate)))[1].swapaxes(0, 1)
 
 
 @recurrences
@@ -417,20 +272,6 @@ def real_gated_recurrence(x: f32["B/d L F/t"], gate: f32["B/d L F/t"], lam: f32[
 
 
 @recurrences
-def memory_cell_with_a_stabilizer(i: f32["L B/d F/t"], f: f32["L B/d F/t"], z: f32["L B/d F/t"]) -> f32["L B/d F/t"]:
-    def step(carry, now):
-        cell, norm, peak = carry
-        i, f, z = now
-        new = jnp.maximum(jax.nn.log_sigmoid(f) + peak, i)
-        i, f = jnp.exp(i - new), jnp.exp(jax.nn.log_sigmoid(f) + peak - new)
-        cell, norm = f * cell + i * jnp.tanh(z), f * norm + i
-        return (cell, norm, new), cell / norm
-
-    zero = 0 * i[0]
-    return lax.scan(step, (zero, zero, zero - jnp.inf), (i, f, z))[1]
-
-
-@recurrences
 def partition_function_of_a_chain(
     scores: f32["B/d L V"], moves: f32["V V"], tags: i32["B/d L"], length: i32["B/d"]
 ) -> f32["B/d"]:
@@ -446,36 +287,9 @@ def partition_function_of_a_chain(
     return jax.nn.logsumexp(alpha, axis=1) - jnp.sum(path * mask, 1) - jnp.sum(steps * mask[:, 1:], axis=1)
 
 
-@recurrences
-def viterbi_path(scores: f32["B/d L E"], moves: f32["E E"]) -> i32["B/d L"]:
-    def forward(best, score):
-        paths = best[:, :, None] + moves
-        return paths.max(axis=1) + score, jnp.argmax(paths, axis=1).astype(jnp.int32)
-
-    last, back = lax.scan(forward, scores[:, 0], scores[:, 1:].swapaxes(0, 1))
-
-    def backward(tag, pointers):
-        return jnp.take_along_axis(pointers, tag[:, None], axis=1)[:, 0], tag
-
-    first, rest = lax.scan(backward, jnp.argmax(last, axis=1).astype(jnp.int32), back, reverse=True)
-    return jnp.concatenate([first[None], rest]).T
-
-
 # ---- layers and residual streams ----------------------------------------------------------------------------------
 
 layers = method("layers and residual streams")
-
-
-@layers
-def value_residuals_across_layers(x: f32["B/d L M"], w: f32["layers M M"], lam: f32["layers"]) -> f32["B/d L M"]:
-    first = x @ w[0]
-
-    def layer(x, now):
-        w, lam = now
-        v = lam * (x @ w) + (1 - lam) * first
-        return x + jax.nn.softmax(jnp.where(causal(x.shape[1]), x @ x.swapaxes(1, 2), -1e9)) @ v, None
-
-    return lax.scan(layer, x, (w, lam))[0]
 
 
 @layers
@@ -494,47 +308,11 @@ def hyper_connections(
 
 
 @layers
-def layer_scale_and_stochastic_depth_by_row(
-    x: f32["B/d L M"], w: f32["layers M M"], gamma: f32["layers M"], keys: key["B/d"]
-) -> f32["B/d L M"]:
-    def layer(x, now):
-        w, gamma, i = now
-        keep = jax.vmap(lambda k: jax.random.bernoulli(jax.random.fold_in(k, i), 0.7))(keys)
-        return x + jnp.where(keep[:, None, None], gamma * jnp.tanh(x @ w) / 0.7, 0.0), None
-
-    return lax.scan(layer, x, (w, gamma, jnp.arange(w.shape[0])))[0]
-
-
-@layers
-def stochastic_depth_by_global_rows(x: f32["B/d M"], w: f32["layers M M"], k: key[""]) -> f32["B/d M"]:
-    rows = places("d", x.shape[0])
-    for i, layer in enumerate(w):
-        keep = jax.vmap(lambda r, i=i: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(k, r), i)) < 0.7)(rows)
-        x = x + keep[:, None] * jnp.tanh(x @ layer)
-    return x
-
-
-@layers
 def group_norm_with_groups_sharded(x: f32["B/d H W F/t"], scale: f32["F/t"]) -> f32["B/d H W F/t"]:
     groups = x.reshape(*x.shape[:3], -1, 4)
     mean = groups.mean(axis=(1, 2, 4), keepdims=True)
     groups = (groups - mean) * lax.rsqrt(jnp.var(groups, axis=(1, 2, 4), keepdims=True) + 1e-5)
     return groups.reshape(x.shape) * scale
-
-
-@layers
-def weight_norm_of_sharded_columns(v: f32["M/d F/t"], g: f32["F/t"]) -> f32["M/d F/t"]:
-    return g * v * lax.rsqrt(lax.psum(jnp.sum(v * v, axis=0), "d"))
-
-
-@layers
-def batch_norm_with_running_statistics(
-    x: f32["B/d L/t M"], running: {"mean": f32["M"], "var": f32["M"]}
-) -> (f32["B/d L/t M"], {"mean": f32["M"], "var": f32["M"]}):
-    mean = lax.pmean(x.mean(axis=(0, 1)), ("d", "t"))
-    var = lax.pmean(jnp.mean(x * x, axis=(0, 1)), ("d", "t")) - mean**2
-    new = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, running, {"mean": mean, "var": var})
-    return (x - mean) * lax.rsqrt(var + 1e-5), new
 
 
 @layers
@@ -565,12 +343,6 @@ def depthwise_convolution_of_sharded_channels(x: f32["B/d F/t H W"], kernel: f32
 @layers
 def max_pooling_of_sharded_channels(x: f32["B/d H W F/t"]) -> f32["B/d 4 4 F/t"]:
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-
-
-@layers
-def squeeze_and_excitation(x: f32["B/d H W F/t"], down: f32["F/t D"], up: f32["D F/t"]) -> f32["B/d H W F/t"]:
-    gate = jax.nn.relu(lax.psum(x.mean(axis=(1, 2)) @ down, "t")) @ up
-    return x * jax.nn.sigmoid(gate)[:, None, None]
 
 
 @layers
@@ -700,14 +472,6 @@ def groups_of_rewards_across_devices(rewards: f32["B/d"]) -> f32["B/d"]:
 
 
 @losses
-def advantages_whitened_by_masked_statistics(a: f32["B/d L"], mask: bool_["B/d L"]) -> f32["B/d L"]:
-    count = lax.psum(jnp.sum(mask), "d")
-    mean = lax.psum(jnp.sum(a * mask), "d") / count
-    var = lax.psum(jnp.sum(jnp.where(mask, (a - mean) ** 2, 0.0)), "d") / jnp.maximum(count - 1, 1)
-    return jnp.where(mask, (a - mean) * lax.rsqrt(var + 1e-8), 0.0)
-
-
-@losses
 def sampled_softmax(x: f32["B/d M"], table: f32["V/t M"], ids: i32["B/d"], k: key[""]) -> f32[""]:
     def rows(ids):
         local = ids - offset("t", table.shape[0])
@@ -728,27 +492,6 @@ def queue_of_negatives(x: f32["B/d M"], queue: f32["S M"], at: i32[""]) -> (f32[
 
 
 @losses
-def hardest_of_all_negatives(x: f32["B/d M"], labels: i32["B/d"]) -> f32[""]:
-    every, known = whole(x, "d"), whole(labels, "d")
-    distance = jnp.sum((x[:, None] - every) ** 2, axis=-1)
-    equal = labels[:, None] % 3 == known % 3
-    near = jnp.min(jnp.where(equal, jnp.inf, distance), axis=1)
-    far = jnp.max(jnp.where(equal, distance, 0.0), axis=1)
-    near = jnp.where(jnp.isfinite(near), near, far)
-    return lax.pmean(jnp.mean(jax.nn.relu(far - near + 0.3)), "d")
-
-
-@losses
-def denoising_with_times_and_noise_of_global_rows(x: f32["B/d H W"], w: f32["W W"], k: key[""]) -> f32[""]:
-    def one(x, row):
-        a, b = jax.random.split(jax.random.fold_in(k, row))
-        t, noise = jax.random.uniform(a), jax.random.normal(b, x.shape)
-        return jnp.mean((jnp.tanh((jnp.cos(t) * x + jnp.sin(t) * noise) @ w) - noise) ** 2) / jnp.maximum(t, 0.1)
-
-    return lax.pmean(jnp.mean(jax.vmap(one)(x, places("d", x.shape[0]))), "d")
-
-
-@losses
 def mixed_with_other_rows_of_the_whole_batch(
     x: f32["B/d M"], y: f32["B/d E"], k: key[""]
 ) -> (f32["B/d M"], f32["B/d E"]):
@@ -766,39 +509,9 @@ def distillation_of_the_best_logits(x: f32["B/d V/t"], teacher: f32["B/d 3"], id
     return lax.pmean(jnp.mean(jnp.sum(p * (jnp.log(p) - logp), axis=1)), "d")
 
 
-@losses
-def perplexity_of_each_domain(loss: f32["B/d L"], domain: i32["B/d"]) -> f32["4"]:
-    total, count = lax.psum(
-        (
-            jax.ops.segment_sum(loss.sum(axis=1), domain % 4, num_segments=4),
-            jax.ops.segment_sum(jnp.full(loss.shape[0], float(loss.shape[1])), domain % 4, num_segments=4),
-        ),
-        "d",
-    )
-    return jnp.exp(total / jnp.maximum(count, 1))
-
-
 # ---- codebooks and statistics -------------------------------------------------------------------------------------
 
 statistics = method("codebooks and statistics")
-
-
-@statistics
-def codebook_by_moving_averages(
-    x: f32["B/d L/t D"], codes: f32["V D"], counts: f32["V"]
-) -> {
-    "codes": f32["V D"],
-    "counts": f32["V"],
-    "loss": f32[""],
-    "y": f32["B/d L/t D"],
-}:
-    nearest = jnp.argmin(jnp.sum((x[:, :, None] - codes) ** 2, axis=-1), axis=-1)
-    hot = jax.nn.one_hot(nearest, codes.shape[0])
-    count, total = lax.psum((hot.sum(axis=(0, 1)), jnp.einsum("blv,bld->vd", hot, x)), ("d", "t"))
-    counts = 0.9 * jnp.abs(counts) + 0.1 * count
-    new = codes + 0.1 * (total - count[:, None] * codes) / (counts + 1e-5)[:, None]
-    loss = lax.pmean(jnp.mean((x - lax.stop_gradient(codes[nearest])) ** 2), ("d", "t"))
-    return {"codes": new, "counts": counts, "loss": loss, "y": x + lax.stop_gradient(codes[nearest] - x)}
 
 
 @statistics
@@ -824,30 +537,10 @@ def clusters_until_they_stand_still(x: f32["T/d D"], start: f32["E D"]) -> f32["
 
 
 @statistics
-def assignment_balanced_over_the_batch(scores: f32["B/d E"]) -> f32["B/d E"]:
-    q = jnp.exp(scores / 0.5)
-    n = scores.shape[0] * lax.axis_size("d")
-    for _ in range(3):
-        q = q / lax.psum(q.sum(axis=0), "d") / q.shape[1]
-        q = q / q.sum(axis=1, keepdims=True) / n
-    return q * n
-
-
-@statistics
 def hashes_by_random_projections(x: f32["T/d M"], k: key[""]) -> (i32["T/d"], i32["32"]):
     planes = jax.random.normal(k, (x.shape[1], 5))
     code = jnp.sum((x @ planes > 0) * 2 ** jnp.arange(5), axis=1).astype(jnp.int32)
     return code, lax.psum(jnp.bincount(code, length=32), "d").astype(jnp.int32)
-
-
-@statistics
-def calibration_by_histograms(p: f32["B/d L/t"], right: bool_["B/d L/t"]) -> f32[""]:
-    p = jax.nn.sigmoid(p)
-    hot = jax.nn.one_hot(jnp.clip(jnp.floor(10 * p), 0, 9).astype(int), 10)
-    count, confidence, accuracy = (
-        lax.psum(jnp.einsum("bl,blk->k", y, hot), ("d", "t")) for y in (jnp.ones_like(p), p, right.astype(p.dtype))
-    )
-    return jnp.sum(jnp.abs(confidence - accuracy)) / jnp.sum(count)
 
 
 @statistics
@@ -856,31 +549,6 @@ def area_under_a_curve_of_gathered_scores(scores: f32["B/d"], labels: bool_["B/d
     labels = labels[jnp.argsort(scores)]
     before = jnp.cumsum(~labels)
     return jnp.sum(jnp.where(labels, before, 0)) / jnp.maximum(jnp.sum(labels) * jnp.sum(~labels), 1)
-
-
-@statistics
-def quantile_by_bisection(x: f32["M/d F/t"]) -> f32[""]:
-    def step(_, ends):
-        low, high = ends
-        middle = (low + high) / 2
-        below = lax.psum(jnp.sum(x < middle), ("d", "t"))
-        return jnp.where(below < 256, middle, low), jnp.where(below < 256, high, middle)
-
-    low, high = lax.pmin(jnp.min(x), ("d", "t")), lax.pmax(jnp.max(x), ("d", "t"))
-    return lax.fori_loop(0, 20, step, (low, high))[0]
-
-
-@statistics
-def moments_combined_with_those_before(
-    x: f32["B/d M"], state: (f32[""], f32["M"], f32["M"])
-) -> (f32[""], f32["M"], f32["M"]):
-    count, mean, m2 = state
-    n = x.shape[0] * lax.axis_size("d")
-    new = lax.psum(x.sum(axis=0), "d") / n
-    spread = lax.psum(jnp.sum((x - new) ** 2, axis=0), "d")
-    total = jnp.abs(count) + n
-    delta = new - mean
-    return total, mean + delta * n / total, m2 + spread + delta**2 * jnp.abs(count) * n / total
 
 
 @statistics
@@ -915,24 +583,6 @@ EVERY = ("d", "t")
 
 def dot(a, b):
     return lax.psum(jnp.sum(a * b), EVERY)
-
-
-@updates
-def clipped_curvature_from_sampled_directions(w: f32["M/d F/t"], x: f32["B/d M"], k: key[""]) -> f32["M/d F/t"]:
-    def loss(w):
-        return lax.pmean(jnp.mean(jnp.tanh(x @ whole(w, "d")) ** 2), EVERY)
-
-    u = jax.random.rademacher(k, (w.shape[0] * lax.axis_size("d"), w.shape[1] * lax.axis_size("t")), jnp.float32)
-    u = own(own(u, "d", w.shape[0]), "t", w.shape[1], 1)
-    g, hu = jax.jvp(jax.grad(loss), (w,), (u,))
-    return w - jnp.clip(g / jnp.maximum(u * hu, 1e-4), -1, 1)
-
-
-@updates
-def sharpness_aware_step(w: f32["M/d F"], x: f32["B/d M"]) -> f32["M/d F"]:
-    gradient = jax.grad(lambda w: lax.pmean(jnp.mean(jnp.tanh(x @ whole(w, "d")) ** 2), "d"))
-    g = gradient(w)
-    return w - 0.1 * gradient(w + 0.05 * g * lax.rsqrt(lax.psum(jnp.sum(g * g), "d")))
 
 
 @updates
@@ -984,26 +634,6 @@ def gradient_projected_on_its_main_directions(g: f32["M/d F/t"], m: f32["4 F/t"]
 
 
 @updates
-def trust_ratio_of_each_layer(w: f32["layers M/d F/t"], g: f32["layers M/d F/t"]) -> f32["layers M/d F/t"]:
-    norm = lambda x: jnp.sqrt(lax.psum(jnp.sum(x * x), EVERY))
-    return jax.vmap(lambda w, g: w - 0.1 * jnp.where(norm(g) > 0, norm(w) / norm(g), 1.0) * g)(w, g)
-
-
-@updates
-def adafactor_with_relative_steps(
-    w: f32["M/d F/t"], g: f32["M/d F/t"], rows: f32["M/d"], columns: f32["F/t"], step: i32[""]
-) -> (f32["M/d F/t"], f32["M/d"], f32["F/t"]):
-    decay = 1 - (step + 1.0) ** -0.8
-    squares = g * g + 1e-30
-    rows = decay * jnp.abs(rows) + (1 - decay) * lax.pmean(squares.mean(axis=1), "t")
-    columns = decay * jnp.abs(columns) + (1 - decay) * lax.pmean(squares.mean(axis=0), "d")
-    u = g * lax.rsqrt(rows / lax.pmean(rows.mean(), "d"))[:, None] * lax.rsqrt(columns)
-    rms = lambda x: jnp.sqrt(lax.pmean(jnp.mean(x * x), EVERY))
-    u = u / jnp.maximum(1.0, rms(u))
-    return w - jnp.maximum(1e-3, rms(w)) * jnp.minimum(1e-2, lax.rsqrt(step + 1.0)) * u, rows, columns
-
-
-@updates
 def conjugate_gradients_to_convergence(a: f32["M/d"], b: f32["M/d"]) -> f32["M/d"]:
     dot = lambda x, y: lax.psum(jnp.sum(x * y), "d")
     apply = lambda v: (1 + a * a) * v + 0.1 * a * dot(a, v)
@@ -1021,55 +651,11 @@ def conjugate_gradients_to_convergence(a: f32["M/d"], b: f32["M/d"]) -> f32["M/d
 
 
 @updates
-def two_loop_recursion(g: f32["M/d"], s: f32["3 M/d"], y: f32["3 M/d"]) -> f32["M/d"]:
-    dot = lambda a, b: lax.psum(jnp.sum(a * b, axis=-1), "d")
-    rho = 1 / (jnp.abs(dot(s, y)) + 1)
-
-    def backward(q, now):
-        s, y, rho = now
-        alpha = rho * dot(s, q)
-        return q - alpha * y, alpha
-
-    q, alphas = lax.scan(backward, g, (s, y, rho), reverse=True)
-
-    def forward(r, now):
-        s, y, rho, alpha = now
-        return r + s * (alpha - rho * dot(y, r)), None
-
-    return lax.scan(forward, q * dot(s[-1], s[-1]) / (dot(y[-1], y[-1]) + 1), (s, y, rho, alphas))[0]
-
-
-@updates
 def line_search_on_the_global_loss(w: f32["M"], x: f32["B/d M"], y: f32["B/d"]) -> f32["M"]:
     loss = lambda w: lax.pmean(jnp.mean((jnp.tanh(x @ w) - y) ** 2), "d")
     value, g = jax.value_and_grad(loss)(w)
     fails = lambda s: (loss(w - s * g) > value - 0.5 * s * jnp.sum(g * g)) & (s > 1e-3)
     return w - lax.while_loop(fails, lambda s: 0.5 * s, 4.0) * g
-
-
-@updates
-def stochastic_rounding_by_keys_of_rows(w: f32["M/d F"], k: key[""]) -> f32["M/d F"]:
-    bits = lambda row: jax.random.bits(jax.random.fold_in(k, row), w.shape[1:], jnp.uint32) >> 16
-    noise = jax.vmap(bits)(places("d", w.shape[0]))
-    raised = lax.bitcast_convert_type(w, jnp.uint32) + noise
-    return lax.bitcast_convert_type(raised & jnp.uint32(0xFFFF0000), jnp.float32)
-
-
-@updates
-def private_gradients(w: f32["M"], x: f32["B/d M"], y: f32["B/d"], k: key[""]) -> f32["M"]:
-    g = jax.vmap(jax.grad(lambda w, x, y: (jnp.tanh(x @ w) - y) ** 2), in_axes=(None, 0, 0))(
-        lax.pcast(w, "d", to="varying"), x, y
-    )
-    g = g * jnp.minimum(1.0, 1.0 / (jnp.linalg.norm(g, axis=1, keepdims=True) + 1e-6))
-    noise = jax.random.normal(k, w.shape)
-    return (lax.psum(g.sum(axis=0), "d") + 0.1 * noise) / (x.shape[0] * lax.axis_size("d"))
-
-
-@updates
-def blocks_of_eight_bit_states(m: f32["F/d"]) -> f32["F/d"]:
-    blocks = m.reshape(-1, 4)
-    scale = jnp.max(jnp.abs(blocks), axis=1, keepdims=True) + 1e-8
-    return ((blocks / scale * 127).astype(jnp.int8).astype(jnp.float32) / 127 * scale).reshape(m.shape)
 
 
 @updates
@@ -1089,17 +675,6 @@ def sharded_gradients_and_states(
     norm = jnp.sqrt(lax.psum(jnp.sum(g * g), "d"))
     m = 0.9 * m + 0.1 * g * jnp.minimum(1.0, 1.0 / norm)
     return {"w": same(own(w, "d", g.shape[0]) - 0.1 * m, "d"), "m": m, "norm": norm}
-
-
-@updates
-def flat_buffer_of_all_weights(a: f32["M N"], b: f32["N"], x: f32["B/d M"]) -> f32["16/d N"]:
-    def loss(a, b):
-        return lax.pmean(jnp.mean(jnp.tanh(x @ a + b) ** 2), "d")
-
-    ga, gb = jax.grad(loss, (0, 1))(a, b)
-    flat = jnp.concatenate([ga.reshape(-1), gb])[: a.size]
-    n = a.size // lax.axis_size("d")
-    return own(flat, "d", n).reshape(-1, a.shape[1])
 
 
 # ---- gradients and loops ------------------------------------------------------------------------------------------
@@ -1159,11 +734,6 @@ def partial_sums_of_microbatches_stacked_by_a_map(x: f32["4 B/d F/t"], w: f32["F
 
 
 @gradients
-def reductions_under_vmap(x: f32["4 B/d F/t"], w: f32["F/t M"]) -> f32["4 B/d M"]:
-    return jax.vmap(lambda x: lax.psum(x @ w, "t") - lax.pmean(jnp.mean(lax.psum(x @ w, "t"), axis=0), "d"))(x)
-
-
-@gradients
 def sum_over_devices_before_the_sum_along_their_blocks(x: f32["B/d M"], y: f32["B/d M"]) -> f32["M"]:
     return jnp.sum(lax.psum(x, "d") - lax.psum(y, "d"), axis=0) + lax.psum(x, "d").sum(axis=0)
 
@@ -1173,12 +743,6 @@ def dropped_lookups_are_zero(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M
     at = ids - offset("t", table.shape[0])
     at = jnp.where((at >= 0) & (at < table.shape[0]), at, table.shape[0])
     return lax.psum(table.at[at].get(mode="fill", fill_value=0.0), "t")
-
-
-@gradients
-def parts_of_parts(w: f32["M"]) -> f32["M/t/d"]:
-    part = own(jnp.tanh(w), "t", 16 // lax.axis_size("t"))
-    return own(part, "d", part.shape[0] // lax.axis_size("d"))
 
 
 @gradients
@@ -1200,15 +764,6 @@ def tree_flattened_before_one_reduction(
     g = jax.tree.map(lambda x: x.sum(axis=0), g)
     flat, restore = jax.flatten_util.ravel_pytree(g)
     return restore(lax.psum(flat, "d"))
-
-
-@gradients
-def layers_rematerialized_by_a_policy(w: f32["layers M/d M"], x: f32["B/d M"]) -> f32["layers M/d M"]:
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    def layer(x, w):
-        return x + jnp.tanh(x @ whole(w, "d")), None
-
-    return jax.grad(lambda w: lax.pmean(jnp.mean(lax.scan(layer, x, w)[0] ** 2), "d"))(w)
 
 
 @gradients
@@ -1265,23 +820,6 @@ def soft_clip(x):
 def _(primals, tangents):
     (x,), (t,) = primals, tangents
     return soft_clip(x), jnp.where(jnp.abs(x) < 1, 1.0, 0.1) * t
-
-
-@gradients
-def custom_tangent_of_a_clip(w: f32["M F/t"], x: f32["B/d M"]) -> f32["M F/t"]:
-    return jax.grad(lambda w: lax.pmean(jnp.mean(soft_clip(x @ w) ** 2), ("d", "t")))(w)
-
-
-@gradients
-def gradient_reversed_for_a_domain(w: f32["M N"], head: f32["N"], x: f32["B/d M"], domain: bool_["B/d"]) -> f32["M N"]:
-    @jax.custom_vjp
-    def reverse(x):
-        return x
-
-    reverse.defvjp(lambda x: (x, None), lambda _, g: (-0.5 * g,))
-    logits = lambda w: reverse(jnp.tanh(x @ w)) @ head
-    loss = lambda w: jnp.mean(jax.nn.softplus(jnp.where(domain, -1.0, 1.0) * logits(w)))
-    return jax.grad(lambda w: lax.pmean(loss(w), "d"))(w)
 
 
 @gradients
@@ -1377,11 +915,6 @@ def penalty_of_tokens_already_there(x: f32["B/d V"], ids: i32["B/d L"]) -> f32["
 
 
 @sampling
-def tokens_allowed_by_an_automaton(x: f32["B/d V/t"], state: i32["B/d"], allowed: bool_["S V/t"]) -> f32["B/d V/t"]:
-    return jnp.where(allowed[state], x, -1e9)
-
-
-@sampling
 def rows_that_end_are_kept(
     tokens: i32["B/d L"], new: i32["B/d"], at: i32[""], done: bool_["B/d"]
 ) -> (
@@ -1423,45 +956,6 @@ class Moments(NamedTuple):
 PAIR = Moments(f32["M/d F/t"], f32["M/d F/t"])
 
 
-@structures
-def named_tuples_of_arrays(g: f32["M/d F/t"], m: PAIR) -> (f32["M/d F/t"], PAIR):
-    m = Moments(0.9 * m.first + 0.1 * g, 0.99 * m.second + 0.01 * g * g)
-    return m.first * lax.rsqrt(jnp.abs(m.second) + 1e-8), m
-
-
-@structures(axes=("x",))
-def one_axis_of_another_name(
-    w: {"up": f32["M F/x"], "down": [f32["F/x M"], f32["F/x M"]]}, x: f32["B M"]
-) -> [f32["B M"]]:
-    h = jax.nn.relu(x @ w["up"])
-    return [lax.psum(h @ down, "x") for down in w["down"]][:1]
-
-
-@structures(axes=("x", "y"))
-def two_dimensional_product(a: f32["M/x N/y"], b: f32["N/y F/x"]) -> f32["M/x F/y"]:
-    full = lax.all_gather(b, "x", axis=1, tiled=True)
-    return lax.psum_scatter(a @ full, "y", scatter_dimension=1, tiled=True)
-
-
-@structures(axes=("w", "x", "z"))
-def three_dimensional_product(a: f32["M/x N/w/z"], b: f32["N/w/x F/z"]) -> f32["M/x F/z"]:
-    a = lax.all_gather(a, "z", axis=1, tiled=True)
-    b = lax.all_gather(b, "x", axis=0, tiled=True)
-    return lax.psum(a @ b, "w")
-
-
-@structures(axes=("data", "expert", "context"))
-def experts_and_context_on_three_axes(
-    x: f32["B/data L/context M"], router: f32["M E"], w: f32["E/expert M M"], k: f32["M M"]
-) -> f32["B/data L/context M"]:
-    keys = lax.all_gather(x @ k, "context", axis=1, tiled=True)
-    where = places("context", x.shape[1])
-    scores = jnp.where(where[:, None] >= jnp.arange(keys.shape[1]), x @ keys.swapaxes(1, 2), -1e9)
-    x = x + jax.nn.softmax(scores) @ keys
-    gates = own(jax.nn.softmax(x @ router), "expert", w.shape[0], 2)
-    return x + lax.psum(jnp.einsum("ble,blm,emn->bln", gates, x, w), "expert")
-
-
 @structures(axes=("context",))
 def scan_over_positions_after_an_exchange(x: f32["B L/context F"], a: f32["F"]) -> f32["B L/context F"]:
     x = lax.all_to_all(x, "context", split_axis=2, concat_axis=1, tiled=True)
@@ -1469,27 +963,6 @@ def scan_over_positions_after_an_exchange(x: f32["B L/context F"], a: f32["F"]) 
     step = lambda h, x: (a * h + x,) * 2
     y = lax.scan(step, 0 * x[:, 0], x.swapaxes(0, 1))[1].swapaxes(0, 1)
     return lax.all_to_all(y, "context", split_axis=1, concat_axis=2, tiled=True)
-
-
-@structures(axes=("batch", "model"))
-def axes_that_the_mesh_lacks(
-    w: f32["M/expert F/model"], x: f32["B/batch L/context M"]
-) -> f32["B/batch L/context F/model"]:
-    return x @ w
-
-
-@structures
-def narrow_numbers(x: f32["B/d M/t"], w: i32["M/t F"]) -> f32["B/d F"]:
-    q = jnp.round(10 * jnp.tanh(x)).astype(jnp.int8)
-    total = lax.psum(
-        lax.dot_general(q, w.astype(jnp.int8), (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32), "t"
-    )
-    return total.astype(jnp.float32) / 10
-
-
-@structures
-def bits_packed_into_words(mask: bool_["B/d F"]) -> i32["B/d"]:
-    return jnp.sum(mask.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=1).astype(jnp.int32)
 
 
 @structures
@@ -1511,13 +984,6 @@ def complex_rotations(x: f32["B/d L D"], q: f32["D 2"]) -> f32["B/d L D 2"]:
 @structures
 def rows_mapped_one_by_one(x: f32["B/d L M"], w: f32["M F/t"]) -> f32["B/d F/t"]:
     return lax.map(lambda x: jnp.max(jnp.tanh(x @ w), axis=0), x)
-
-
-@structures
-@typed
-def mask_of_typed_positions(x: f32["B/d L/t M"], length: i32["B/d"]) -> f32["B/d L/t M"]:
-    where = shardops.positions("L/t")
-    return jnp.where((where < length[:, None])[..., None], x / shardops.size("L"), 0.0)
 
 
 @structures

@@ -11,7 +11,7 @@ from jax import lax
 from running import program, programs_of
 
 from shardlib import shardops
-from shardlib.shardtypes import bool_, dtype_name, f32, i32
+from shardlib.shardtypes import dtype_name, f32, i32
 
 key = dtype_name("key")
 
@@ -33,11 +33,6 @@ unsharded = functools.partial(program, "along a dim that is not sharded")
 
 
 @unsharded
-def softmax_of_each_row(x: f32["B/d L/t V"]) -> f32["B/d L/t V"]:
-    return jax.nn.softmax(x, axis=-1)
-
-
-@unsharded
 def layer_norm(x: f32["B/d L/t M"], scale: f32["M"], bias: f32["M"]) -> f32["B/d L/t M"]:
     normed = (x - jnp.mean(x, axis=-1, keepdims=True)) * lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-5)
     return normed * scale + bias
@@ -49,26 +44,8 @@ def cumulative_sum_over_whole_positions(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]
 
 
 @unsharded
-def sort_of_whole_rows(x: f32["B/t/d V"]) -> f32["B/t/d V"]:
-    return jnp.sort(x, axis=-1)
-
-
-@unsharded
 def token_shift_of_whole_positions(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
     return 0.5 * x + 0.5 * jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
-
-
-@unsharded
-def selective_state_space_scan_over_whole_positions(
-    x: f32["B/d L F/t"], rate: f32["F/t"], b: f32["B/d L D"], c: f32["B/d L D"]
-) -> f32["B/d L F/t"]:
-    def step(state, now):
-        x, b, c = now
-        state = jax.nn.sigmoid(rate)[:, None] * state + x[:, :, None] * b[:, None]
-        return state, jnp.einsum("bfd,bd->bf", state, c)
-
-    state = x[:, 0, :, None] * b[:, 0, None] * 0
-    return lax.scan(step, state, jax.tree.map(lambda x: x.swapaxes(0, 1), (x, b, c)))[1].swapaxes(0, 1)
 
 
 @unsharded
@@ -109,11 +86,6 @@ def mixture_of_depths_over_whole_positions(x: f32["B/d L M"], w: f32["M"]) -> f3
 
 
 @unsharded
-def beam_candidates_of_each_row(x: f32["B/d R V"]) -> (f32["B/d 4"], i32["B/d 4"]):
-    return tuple(lax.top_k(x.reshape(x.shape[0], -1), 4))
-
-
-@unsharded
 def fourier_mixing_of_whole_positions(x: f32["B/d L M/t"]) -> f32["B/d L M/t"]:
     return jnp.fft.fft(x, axis=1).real
 
@@ -125,100 +97,9 @@ def sliding_window_attention(q: f32["B/d K/t L D"], k: f32["B/d K/t L D"], v: f3
     return jax.nn.softmax(scores) @ v
 
 
-@unsharded
-def quantization_with_a_scale_per_row(w: f32["M/d F"]) -> f32["M/d F"]:
-    scale = 127 / jnp.max(jnp.abs(w), axis=1, keepdims=True)
-    return jnp.round(w * scale) / scale
-
-
-@unsharded
-def distillation_by_divergence(student: f32["B/d V"], teacher: f32["B/d V"]) -> f32["B/d"]:
-    p = jax.nn.softmax(teacher / 2)
-    return jnp.sum(p * (jnp.log(p) - jax.nn.log_softmax(student / 2)), axis=-1)
-
-
 # ---- reductions over sharded dims ---------------------------------------------------------------------------------
 
 reduced = functools.partial(program, "reductions over sharded dims")
-
-
-@reduced(whole=lambda x: x.mean(axis=0))
-def mean_over_sharded_rows(x: f32["B/d M"]) -> f32["M"]:
-    return lax.psum(x.sum(axis=0), "d") / (x.shape[0] * lax.axis_size("d"))
-
-
-@reduced(whole=jnp.mean)
-def mean_of_local_means(losses: f32["B/d L/t"]) -> f32[""]:
-    return lax.pmean(losses.mean(), ("d", "t"))
-
-
-@reduced(whole=lambda losses, mask: jnp.sum(losses * mask) / jnp.sum(mask))
-def masked_mean(losses: f32["B/d L/t"], mask: bool_["B/d L/t"]) -> f32[""]:
-    total, count = lax.psum((jnp.sum(losses * mask), jnp.sum(mask)), ("d", "t"))
-    return total / count
-
-
-@reduced(whole=lambda x: jax.nn.softmax(x))
-def softmax_over_sharded_vocabulary_with_reductions(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
-    x = jnp.exp(x - lax.pmax(jnp.max(x, axis=-1, keepdims=True), "t"))
-    return x / lax.psum(jnp.sum(x, axis=-1, keepdims=True), "t")
-
-
-@reduced(whole=lambda x: x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6))
-def rms_norm_of_a_sharded_dim_with_a_psum(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
-    total = lax.psum(jnp.sum(jnp.square(x), axis=-1, keepdims=True), "t")
-    return x * lax.rsqrt(total / (x.shape[-1] * lax.axis_size("t")) + 1e-6)
-
-
-@reduced(whole=lambda x: (x - x.mean(0)) * lax.rsqrt(x.var(0) + 1e-5))
-def synchronized_batch_norm(x: f32["B/d M"]) -> f32["B/d M"]:
-    mean = lax.pmean(x.mean(axis=0), "d")
-    return (x - mean) * lax.rsqrt(lax.pmean(jnp.square(x - mean).mean(axis=0), "d") + 1e-5)
-
-
-@reduced(whole=lambda x: (x - x.mean()) / x.std())
-def synchronized_advantages(x: f32["B/d"]) -> f32["B/d"]:
-    mean, square = lax.pmean((x.mean(), jnp.square(x).mean()), "d")
-    return (x - mean) * lax.rsqrt(square - mean**2)
-
-
-@reduced(whole=lambda g: g * jnp.minimum(1.0, 1.0 / jnp.linalg.norm(g)))
-def clipping_by_the_global_norm(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    return g * jnp.minimum(1.0, lax.rsqrt(lax.psum(jnp.sum(g * g), ("d", "t"))))
-
-
-@reduced(whole=lambda a, b: jnp.sqrt(sum(jnp.sum(g * g) for g in (a, b))))
-def global_norm_of_weights_with_different_shardings(a: f32["M/d F/t"], b: f32["M/d"]) -> f32[""]:
-    return jnp.sqrt(lax.psum(jnp.sum(a * a), ("d", "t")) + lax.psum(jnp.sum(b * b), "d"))
-
-
-@reduced(whole=lambda w: jnp.round(w * 127 / jnp.max(jnp.abs(w))))
-def quantization_by_the_global_amax(w: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    return jnp.round(w * 127 / lax.pmax(jnp.max(jnp.abs(w)), ("d", "t")))
-
-
-@reduced(whole=lambda p: 8 * jnp.sum(jax.nn.softmax(p).mean(0) * (p == p.max(1, keepdims=True)).mean(0)))
-def load_balance_loss_of_global_means(p: f32["T/d E"]) -> f32[""]:
-    chosen = (p == p.max(axis=1, keepdims=True)).mean(axis=0)
-    share, chosen = lax.pmean((jax.nn.softmax(p).mean(axis=0), chosen), "d")
-    return 8 * jnp.sum(share * chosen)
-
-
-@reduced(whole=lambda x: jnp.cov(x.T, bias=True))
-def covariance_over_sharded_rows(x: f32["B/d M"]) -> f32["M M"]:
-    x = x - lax.pmean(x.mean(axis=0), "d")
-    return lax.psum(x.T @ x, "d") / (x.shape[0] * lax.axis_size("d"))
-
-
-@reduced(whole=lambda x: jnp.sum(x * jnp.arange(1, 9)[:, None], axis=0))
-def weighted_sum_with_replicated_weights(x: f32["B/d M"]) -> f32["M"]:
-    n = x.shape[0]
-    return lax.psum(jnp.sum(x * (1 + offset("d", n) + jnp.arange(n))[:, None], axis=0), "d")
-
-
-@reduced(whole=lambda x: jnp.min(x, axis=1) + jnp.max(x, axis=1))
-def range_over_a_sharded_dim(x: f32["B/d V/t"]) -> f32["B/d"]:
-    return lax.pmin(jnp.min(x, axis=1), "t") + lax.pmax(jnp.max(x, axis=1), "t")
 
 
 # ---- losses over a sharded vocabulary -----------------------------------------------------------------------------
@@ -268,17 +149,6 @@ def label_smoothing_over_sharded_vocabulary(x: f32["B/d V/t"], ids: i32["B/d"]) 
     return -0.9 * picked(logp, ids, "t") - 0.1 * smooth
 
 
-@losses(whole=lambda x: 1e-2 * jnp.mean(jax.nn.logsumexp(x, axis=-1) ** 2))
-def z_loss_of_global_logits(x: f32["B/d V/t"]) -> f32[""]:
-    return 1e-2 * lax.pmean(jnp.mean(logsumexp(x, "t") ** 2), "d")
-
-
-@losses(whole=lambda s, t: jnp.sum(jax.nn.softmax(t) * (jax.nn.log_softmax(t) - jax.nn.log_softmax(s)), axis=-1))
-def distillation_over_sharded_vocabulary(s: f32["B/d V/t"], t: f32["B/d V/t"]) -> f32["B/d"]:
-    s, t = s - logsumexp(s, "t")[:, None], t - logsumexp(t, "t")[:, None]
-    return lax.psum(jnp.sum(jnp.exp(t) * (t - s), axis=-1), "t")
-
-
 @losses(whole=lambda a, b: -jnp.mean(jnp.diag(jax.nn.log_softmax(a @ b.T))))
 def contrastive_loss_with_all_negatives(a: f32["B/d M"], b: f32["B/d M"]) -> f32[""]:
     logits = a @ lax.all_gather(b, "d", tiled=True).T
@@ -296,22 +166,9 @@ def contrastive_gradient_through_the_gather(b: f32["B/d M"], a: f32["B/d M"]) ->
     return jax.grad(loss)(b)
 
 
-@losses(whole=lambda x: jnp.mean(jnp.exp(-jnp.mean((x[:, None] - x[None]) ** 2, axis=-1)), axis=1))
-def kernel_with_all_pairs(x: f32["B/d M"]) -> f32["B/d"]:
-    others = lax.all_gather(x, "d", tiled=True)
-    return jnp.mean(jnp.exp(-jnp.mean((x[:, None] - others[None]) ** 2, axis=-1)), axis=1)
-
-
 # ---- indices and positions ----------------------------------------------------------------------------------------
 
 indices = functools.partial(program, "indices and positions")
-
-
-@indices(whole=lambda table, ids: table[ids])
-def embedding_over_sharded_vocabulary(table: f32["V/t M"], ids: i32["B/d L"]) -> f32["B/d L M"]:
-    own = ids - lax.axis_index("t") * table.shape[0]
-    found = (own >= 0) & (own < table.shape[0])
-    return lax.psum(jnp.where(found[..., None], jnp.take(table, own, axis=0, mode="clip"), 0.0), "t")
 
 
 @indices(whole=lambda table, ids: table[ids])
@@ -363,21 +220,11 @@ def segment_sum_over_sharded_rows(x: f32["T/d M"], e: i32["T/d"]) -> f32["E/d M"
     return lax.psum_scatter(jax.ops.segment_sum(x, e % 8, num_segments=8), "d", tiled=True)
 
 
-@indices(whole=lambda edges, x: jnp.sum(edges[None] < x[:, None], axis=1))
-def bucket_by_the_sum_of_local_counts(edges: f32["V/t"], x: f32["B/d"]) -> i32["B/d"]:
-    return lax.psum(jnp.sum(edges[None] < x[:, None], axis=1), "t")
-
-
 @indices(whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
 def greedy_token_over_sharded_vocabulary(x: f32["B/d V/t"]) -> i32["B/d"]:
     best = jnp.max(x, axis=1)
     own = lax.axis_index("t") * x.shape[1] + jnp.argmax(x, axis=1).astype(jnp.int32)
     return lax.pmin(jnp.where(best == lax.pmax(best, "t"), own, 2**30), "t")
-
-
-@indices(whole=lambda x: lax.top_k(x, 4)[0])
-def top_k_of_gathered_logits(x: f32["B/d V/t"]) -> f32["B/d 4"]:
-    return lax.top_k(lax.all_gather(x, "t", axis=1, tiled=True, to="invarying"), 4)[0]
 
 
 @indices(whole=lambda x: lax.top_k(x, 2), escape=True, reason="the best of all are among the best of each block")
@@ -395,63 +242,15 @@ def sinusoidal_positions_of_a_block(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
     return x + jnp.sin(where[:, None] / 10.0 ** jnp.linspace(0, 1, x.shape[2]))
 
 
-@indices(whole=lambda x, table: x + table)
-def learned_positions_of_a_block(x: f32["B/d L/t M"], table: f32["L M"]) -> f32["B/d L/t M"]:
-    n = x.shape[1]
-    return x + lax.dynamic_slice_in_dim(table, lax.axis_index("t") * n, n)
-
-
-@indices(whole=lambda q, k: jnp.where(jnp.tri(16, dtype=bool), q @ k.swapaxes(1, 2), 0.0))
-def causal_mask_with_global_positions(q: f32["B/d L/t D"], k: f32["B/d S/t D"]) -> f32["B/d L/t S"]:
-    k = lax.all_gather(k, "t", axis=1, tiled=True)
-    where = offset("t", q.shape[1]) + jnp.arange(q.shape[1])
-    return jnp.where(where[:, None] >= jnp.arange(k.shape[1]), q @ k.swapaxes(1, 2), 0.0)
-
-
-@indices(whole=lambda x: x - 2.0 ** -jnp.arange(1, 9)[:, None, None] * jnp.arange(16)[:, None])
-def alibi_with_global_heads_and_positions(x: f32["B K/d L/t S"]) -> f32["B K/d L/t S"]:
-    heads = offset("d", x.shape[1]) + jnp.arange(1, x.shape[1] + 1)
-    where = offset("t", x.shape[2]) + jnp.arange(x.shape[2])
-    return x - 2.0 ** -heads[:, None, None] * where[:, None]
-
-
-@indices(whole=lambda x, lengths: jnp.where(jnp.arange(16) < lengths[:, None], x, 0.0))
-def padding_mask_with_global_positions(x: f32["B/d L/t"], lengths: i32["B/d"]) -> f32["B/d L/t"]:
-    where = lax.broadcasted_iota(jnp.int32, x.shape, 1) + lax.axis_index("t") * x.shape[1]
-    return jnp.where(where < lengths[:, None], x, 0.0)
-
-
 @indices(whole=lambda x: x + jnp.arange(16.0))
 def positions_over_two_axes(x: f32["M/t/d"]) -> f32["M/t/d"]:
     block = lax.axis_index("t") * lax.axis_size("d") + lax.axis_index("d")
     return x + block * x.shape[0] + jnp.arange(x.shape[0])
 
 
-@indices(whole=lambda x: jnp.arange(16, dtype=jnp.int32) + 0 * x)
-def position_ids_of_each_block(x: i32["L/t"]) -> i32["L/t"]:
-    return lax.axis_index("t") * x.shape[0] + jnp.arange(x.shape[0], dtype=jnp.int32)
-
-
-@indices(whole=lambda cache, k, at: lax.dynamic_update_slice_in_dim(cache, k[:, None], at, axis=1))
-def cache_written_where_the_position_is(cache: f32["B/d L/t D"], k: f32["B/d D"], at: i32[""]) -> f32["B/d L/t D"]:
-    where = offset("t", cache.shape[1]) + jnp.arange(cache.shape[1])
-    return jnp.where((where == at)[:, None], k[:, None], cache)
-
-
 # ---- parallel matmuls, attention, experts -------------------------------------------------------------------------
 
 parallel = functools.partial(program, "parallelism")
-
-
-@parallel(whole=lambda x, up, down: jax.nn.silu(x @ up) @ down)
-def tensor_parallel_feed_forward(x: f32["B/d M"], up: f32["M F/t"], down: f32["F/t M"]) -> f32["B/d M"]:
-    return lax.psum(jax.nn.silu(x @ up) @ down, "t")
-
-
-@parallel(whole=lambda x, up, down: x + jax.nn.silu(x @ up) @ down)
-def sequence_parallel_feed_forward(x: f32["B/d L/t M"], up: f32["M F/t"], down: f32["F/t M"]) -> f32["B/d L/t M"]:
-    h = jax.nn.silu(lax.all_gather(x, "t", axis=1, tiled=True) @ up)
-    return x + lax.psum_scatter(h @ down, "t", scatter_dimension=1, tiled=True)
 
 
 @parallel(whole=lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down)
@@ -465,66 +264,9 @@ def gated_feed_forward_by_typed_ops(
     return shardops.psum("B/d M +t -> B/d M", shardops.einsum_unreduced("B/d F/t, F/t M -> B/d M +t", hidden, down))
 
 
-@parallel(whole=lambda x, w: jax.nn.silu(x @ w[0]) * (x @ w[1]))
-def fused_gate_and_up_as_a_dim(x: f32["B/d M"], w: f32["2 M F/t"]) -> f32["B/d F/t"]:
-    gate, up = jnp.einsum("bm,gmf->gbf", x, w)
-    return jax.nn.silu(gate) * up
-
-
-@parallel(whole=lambda x, w: x @ w)
-def product_over_two_axes(x: f32["B M/t/d"], w: f32["M/t/d F"]) -> f32["B F"]:
-    return lax.psum(x @ w, ("t", "d"))
-
-
-@parallel(whole=lambda x, w: x @ w)
-def product_reduced_one_axis_after_the_other(x: f32["B M/t/d"], w: f32["M/t/d F"]) -> f32["B/d F/t"]:
-    y = lax.psum_scatter(x @ w, "t", scatter_dimension=1, tiled=True)
-    return lax.psum_scatter(y, "d", tiled=True)
-
-
-@parallel(whole=lambda w: 2 * w)
-def gather_over_two_axes(w: f32["M/t/d"]) -> f32["M"]:
-    return lax.all_gather(2 * w, ("t", "d"), tiled=True, to="invarying")
-
-
-@parallel(whole=lambda w: 2 * w)
-def gathers_one_after_the_other(w: f32["M/t/d"]) -> f32["M"]:
-    w = lax.all_gather(2 * w, "d", tiled=True, to="invarying")
-    return lax.all_gather(w, "t", tiled=True, to="invarying")
-
-
-@parallel
-def attention_scores_of_sharded_heads(q: f32["B/d L K/t D"], k: f32["B/d S K/t D"]) -> f32["B/d K/t L S"]:
-    return jax.nn.softmax(jnp.einsum("blkd,bskd->bkls", q, k))
-
-
-@parallel(whole=lambda x, w: jnp.einsum("blm,mf->blf", x, w).reshape(8, 16, 8, 4))
-def heads_split_from_a_sharded_dim(x: f32["B/d L M"], w: f32["M F/t"]) -> f32["B/d L K/t D"]:
-    q = x @ w
-    return q.reshape(*q.shape[:2], -1, 4)
-
-
-@parallel(whole=lambda o, w: o.reshape(8, 16, 32) @ w)
-def heads_merged_into_a_sharded_dim(o: f32["B/d L K/t D"], w: f32["F/t M"]) -> f32["B/d L M"]:
-    return lax.psum(o.reshape(*o.shape[:2], -1) @ w, "t")
-
-
 @parallel
 def grouped_keys_repeated_over_sharded_heads(k: f32["B/d K/t D"]) -> f32["B/d T/t D"]:
     return jnp.repeat(k, 2, axis=1)
-
-
-@parallel(whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v)
-def attention_to_gathered_keys(q: f32["B/d L/t D"], k: f32["B/d S/t D"], v: f32["B/d S/t D"]) -> f32["B/d L/t D"]:
-    k, v = (lax.all_gather(x, "t", axis=1, tiled=True) for x in (k, v))
-    return jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v
-
-
-@parallel(whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v)
-def attention_to_sharded_keys_combined(q: f32["B/d L D"], k: f32["B/d S/t D"], v: f32["B/d S/t D"]) -> f32["B/d L D"]:
-    scores = q @ k.swapaxes(1, 2)
-    weights = jnp.exp(scores - lax.pmax(jnp.max(scores, axis=-1, keepdims=True), "t"))
-    return lax.psum(weights @ v, "t") / lax.psum(jnp.sum(weights, axis=-1, keepdims=True), "t")
 
 
 def attention(q, k, v):
@@ -665,62 +407,12 @@ def product_that_overlaps_its_gather(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B
 updates = functools.partial(program, "optimizers")
 
 
-@updates
-def adam_with_weight_decay(
-    w: f32["M/d F/t"], g: f32["M/d F/t"], m: f32["M/d F/t"]
-) -> {"w": f32["M/d F/t"], "m": f32["M/d F/t"]}:
-    m = 0.9 * m + 0.1 * g
-    return {"w": w - 0.01 * (m / (jnp.abs(g) + 1e-8) + 0.1 * w), "m": m}
-
-
-@updates(whole=lambda w, g: w - 0.1 * jnp.tanh(g))
-def optimizer_states_sharded_and_weights_replicated(w: f32["M N"], g: f32["M N"]) -> f32["M N"]:
-    n = w.shape[0] // lax.axis_size("d")
-    own = lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index("d") * n, n)
-    return lax.all_gather(own(w) - 0.1 * jnp.tanh(own(g)), "d", tiled=True, to="invarying")
-
-
 @updates(whole=lambda w, x: w - 0.1 * jnp.tanh(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
 def gradients_scattered_and_weights_gathered(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(lax.pcast(w, "d", to="varying"))
     g = lax.psum_scatter(g, "d", tiled=True) / lax.axis_size("d")
     own = lax.dynamic_slice_in_dim(w, lax.axis_index("d") * g.shape[0], g.shape[0])
     return lax.all_gather(own - 0.1 * jnp.tanh(g), "d", tiled=True, to="invarying")
-
-
-def orthogonal(x):
-    for _ in range(3):
-        x = 1.5 * x - 0.5 * x @ x.T @ x
-    return x
-
-
-@updates(whole=lambda g: orthogonal(g / jnp.linalg.norm(g)))
-def muon_on_a_gathered_gradient(g: f32["M/d N/t"]) -> f32["M/d N/t"]:
-    whole = lax.all_gather(lax.all_gather(g, "d", tiled=True), "t", axis=1, tiled=True)
-    update = orthogonal(whole / jnp.linalg.norm(whole))
-    update = lax.dynamic_slice_in_dim(update, lax.axis_index("d") * g.shape[0], g.shape[0], axis=0)
-    return lax.dynamic_slice_in_dim(update, lax.axis_index("t") * g.shape[1], g.shape[1], axis=1)
-
-
-@updates(whole=lambda g: jax.vmap(lambda g: orthogonal(g / jnp.linalg.norm(g)))(g))
-def muon_on_whole_layers(g: f32["R/d M N"]) -> f32["R/d M N"]:
-    return jax.vmap(lambda g: orthogonal(g / jnp.linalg.norm(g)))(g)
-
-
-@updates(
-    whole=lambda g: g * lax.rsqrt(jnp.mean(g * g, 1, keepdims=True) * jnp.mean(g * g, 0) / jnp.mean(g * g)),
-)
-def factored_adafactor(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    squares = jnp.square(g)
-    rows = lax.pmean(squares.mean(axis=1, keepdims=True), "t")
-    columns = lax.pmean(squares.mean(axis=0), "d")
-    return g * lax.rsqrt(rows * columns / lax.pmean(rows.mean(), "d"))
-
-
-@updates(whole=lambda w, u: w - 0.1 * jnp.linalg.norm(w) / jnp.linalg.norm(u) * u)
-def lamb_trust_ratio(w: f32["M/d F/t"], u: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    norm = lambda x: jnp.sqrt(lax.psum(jnp.sum(x * x), ("d", "t")))
-    return w - 0.1 * norm(w) / norm(u) * u
 
 
 def preconditioned(g, statistic):
@@ -731,19 +423,6 @@ def preconditioned(g, statistic):
 @updates(whole=lambda g: preconditioned(g, g.T @ g))
 def shampoo_with_a_summed_statistic(g: f32["M/d N"]) -> f32["M/d N"]:
     return preconditioned(g, lax.psum(g.T @ g, "d"))
-
-
-def power_iteration(w, total):
-    v = jnp.ones(w.shape[1])
-    for _ in range(5):
-        v = total(w.T @ (w @ v))
-        v = v / jnp.linalg.norm(v)
-    return w / jnp.sqrt(total(jnp.sum((w @ v) ** 2)))
-
-
-@updates(whole=lambda w: power_iteration(w, lambda x: x))
-def spectral_norm_by_power_iteration(w: f32["M/d N"]) -> f32["M/d N"]:
-    return power_iteration(w, lambda x: lax.psum(x, "d"))
 
 
 # ---- gradients and loops ------------------------------------------------------------------------------------------
@@ -760,31 +439,9 @@ def gradients_of_local_means_averaged(w: f32["M N"], x: f32["B/d M"]) -> f32["M 
     return lax.pmean(jax.grad(mean_square)(lax.pcast(w, "d", to="varying"), x), "d")
 
 
-@gradients(whole=jax.value_and_grad(mean_square))
-def gradient_of_a_global_mean(w: f32["M N"], x: f32["B/d M"]) -> (f32[""], f32["M N"]):
-    return jax.value_and_grad(lambda w: lax.pmean(mean_square(w, x), "d"))(w)
-
-
 @gradients(whole=jax.grad(mean_square))
 def gradient_of_a_sharded_weight(w: f32["M/d N/t"], x: f32["B/d M"]) -> f32["M/d N/t"]:
     return jax.grad(lambda w: lax.pmean(mean_square(lax.all_gather(w, "d", tiled=True), x), ("d", "t")))(w)
-
-
-@gradients(whole=jax.grad(lambda up, down, x: mean_square(down, jax.nn.relu(x @ up)), argnums=(0, 1)))
-def gradients_of_a_tensor_parallel_layer(
-    up: f32["M F/t"], down: f32["F/t M"], x: f32["B/d M"]
-) -> (f32["M F/t"], f32["F/t M"]):
-    def loss(up, down):
-        return lax.pmean(jnp.mean(jnp.square(lax.psum(jax.nn.relu(x @ up) @ down, "t"))), "d")
-
-    return jax.grad(loss, argnums=(0, 1))(up, down)
-
-
-@gradients(whole=lambda w, a, b, x: list(jax.grad(lambda a, b: mean_square(w + a @ b, x), (0, 1))(a, b)))
-def low_rank_adapter(w: f32["M/d N"], a: f32["M 2"], b: f32["2 N"], x: f32["B/d M"]) -> [f32["M 2"], f32["2 N"]]:
-    w = lax.all_gather(w, "d", tiled=True)
-    loss = lambda a, b: lax.pmean(mean_square(w + a @ b, x), "d")
-    return list(jax.grad(loss, (0, 1))(a, b))
 
 
 @gradients(whole=jax.grad(lambda ws, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)))
@@ -835,11 +492,6 @@ def straight_through(x):
 straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
 
 
-@gradients(whole=jax.grad(lambda w, x: mean_square(straight_through(2 * w), x)))
-def straight_through_quantizer(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    return jax.grad(lambda w: lax.pmean(mean_square(straight_through(2 * w), x), "d"))(w)
-
-
 @jax.custom_vjp
 def gathered(w):
     return lax.all_gather(w, "d", tiled=True)
@@ -853,23 +505,9 @@ def custom_gradient_of_a_gather(w: f32["M/d N"], x: f32["B/d M"]) -> f32["M/d N"
     return jax.grad(lambda w: jnp.sum(jnp.square(x @ gathered(w))))(w)
 
 
-@gradients(whole=lambda w, x, v: jax.jvp(lambda w: jax.grad(mean_square)(w, x), (w,), (v,))[1])
-def hessian_product(w: f32["M N"], x: f32["B/d M"], v: f32["M N"]) -> f32["M N"]:
-    loss = lambda w: lax.pmean(mean_square(w, x), "d")
-    return jax.jvp(jax.grad(loss), (w,), (v,))[1]
-
-
 # ---- random numbers -----------------------------------------------------------------------------------------------
 
 random = functools.partial(program, "random numbers")
-
-
-@random(
-    whole=lambda x, k: x * jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(k, i), 0.5, (16,)))(jnp.arange(8))
-)
-def dropout_by_keys_of_global_rows(x: f32["B/d M"], k: key[""]) -> f32["B/d M"]:
-    rows = offset("d", x.shape[0]) + jnp.arange(x.shape[0])
-    return x * jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(k, row), 0.5, x.shape[1:]))(rows)
 
 
 @random
@@ -909,66 +547,15 @@ structures = functools.partial(program, "structures, layouts and meshes")
 
 
 @structures
-def transposed_with_its_axes(w: f32["M/d N/t"]) -> f32["N/t M/d"]:
-    return w.T
-
-
-@structures
-def nested_results(x: f32["B/d M"], y: f32["L/t"]) -> {"a": [f32["B/d M"], f32["L/t"]], "b": (f32["B/d"],)}:
-    return {"a": [jnp.sin(x), 2 * y], "b": (x.max(axis=1),)}
-
-
-@structures
 def blocks_stacked_and_taken_apart(a: f32["M/d N/t"], b: f32["M/d N/t"]) -> (f32["M/d 2 N/t"], f32["M/d N/t"]):
     both = jnp.stack([a, b], axis=1)
     first, second = jnp.moveaxis(both, 1, 0)
     return both, first * second
 
 
-@structures
-def list_of_updated_weights(a: f32["M/d"], b: f32["F/t M/d"]) -> [f32["M/d"], f32["F/t M/d"]]:
-    return [a - 0.1 * jnp.sign(a), b - 0.1 * jnp.sign(b)]
-
-
-@structures(axes=("d",))
-def axis_that_the_mesh_lacks(x: f32["B/d L/t M"], w: f32["M F/t"]) -> f32["B/d L/t"]:
-    return jnp.sum(x, axis=-1) * jnp.sum(w)
-
-
-@structures(whole=lambda w: jnp.exp(w))
-def pipeline_axis_that_the_mesh_lacks(w: f32["V/t M/d/p"]) -> f32["V/t M"]:
-    return jnp.exp(lax.all_gather(w, "d", axis=1, tiled=True, to="invarying"))
-
-
 @structures(whole=lambda x, w: x @ w, axes=("data", "model"))
 def other_names_of_axes(x: f32["B/data F/model"], w: f32["F/model M"]) -> f32["B/data M/model"]:
     return lax.psum_scatter(x @ w, "model", scatter_dimension=1, tiled=True)
-
-
-@structures(whole=lambda x, w: x @ w, axes=("r", "d", "t"))
-def three_axes(x: f32["B/r/d F/t"], w: f32["F/t M/d"]) -> f32["B/r/d M"]:
-    return lax.psum(x @ lax.all_gather(w, "d", axis=1, tiled=True), "t")
-
-
-@structures(whole=lambda x: jnp.sum(jnp.sin(x)), axes=("r", "d", "t"))
-def sum_over_three_axes(x: f32["B/r M/t L/d"]) -> f32[""]:
-    return lax.psum(lax.psum(jnp.sum(jnp.sin(x)), ("r", "t")), "d")
-
-
-@structures(whole=lambda x: (jnp.ones(8), jnp.zeros((8, 16))))
-def uniform_value_as_a_block(x: f32["B/d M"]) -> (f32["B/d"], f32["B/d M/t"]):
-    return jnp.ones(x.shape[0]), jnp.zeros((x.shape[0], x.shape[1] // lax.axis_size("t")))
-
-
-@structures(whole=jnp.tanh)
-def scattered_and_gathered_again(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
-    whole = lax.all_gather(x, "t", axis=1, tiled=True)
-    return jnp.tanh(lax.psum_scatter(whole, "t", scatter_dimension=1, tiled=True) / lax.axis_size("t"))
-
-
-@structures
-def replicas_as_a_dim(w: f32["R/d M"], x: f32["R/d S M"]) -> f32["R/d M"]:
-    return jax.vmap(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))(w, x)
 
 
 PROGRAMS = programs_of(globals())

@@ -55,33 +55,10 @@ def maximum_of_different_blocks(x: f32["B/t M"]) -> f32["M"]:
     return lax.all_gather(x, "t").max(axis=0).sum(axis=0)
 
 
-@untiled(vma=False)
-def first_of_the_gathered(x: f32["B/t M"]) -> f32["M"]:
-    return lax.all_gather(x.sum(axis=0), "t")[0]
-
-
-@untiled(vma=False)
-def last_block_of_the_gathered_rows(x: f32["B/t M"]) -> f32["M"]:
-    return lax.all_gather(x, "t")[-1].sum(axis=0)
-
-
-@untiled(vma=False)
-def gathered_over_the_other_axis(x: f32["B/d M"]) -> f32["M"]:
-    return lax.all_gather(x.sum(axis=0), "t").sum(axis=0)
-
-
 @untiled
 def exchange_without_the_way_back(x: f32["E T/t M"], w: f32["E/t M F"]) -> f32["E T/t F"]:
     received = lax.all_to_all(x.reshape(lax.axis_size("t"), -1, *x.shape[1:]), "t", split_axis=0, concat_axis=0)
     return jnp.einsum("netm,emf->netf", received, w).reshape(x.shape[0], x.shape[1], -1)
-
-
-@untiled
-def experts_split_the_other_way(x: f32["E T/t M"], w: f32["E/t M F"]) -> f32["E T/t F"]:
-    n = lax.axis_size("t")
-    sent = x.reshape(-1, n, *x.shape[1:]).swapaxes(0, 1)
-    y = jnp.einsum("netm,emf->netf", lax.all_to_all(sent, "t", split_axis=0, concat_axis=0), w)
-    return lax.all_to_all(y, "t", split_axis=0, concat_axis=0).reshape(x.shape[0], x.shape[1], -1)
 
 
 @untiled
@@ -154,26 +131,6 @@ def best_of_the_sorted(x: f32["T/d"]) -> f32[""]:
     return lax.psum(jnp.sort(x)[-1], "d") / lax.axis_size("d")
 
 
-@ordered
-def sum_of_orders_undone(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
-    order = jnp.argsort(scores)
-    added = lax.psum(x[order], "d")[jnp.argsort(order)]
-    return added / lax.axis_size("d")
-
-
-@ordered
-def sorted_tokens_weighted_by_their_rank(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
-    order = jnp.argsort(scores)
-    return (x[order] * jnp.arange(x.shape[0])[:, None])[jnp.argsort(order)]
-
-
-@ordered
-def sorted_by_one_column_each(x: f32["T/d E"]) -> f32["T/d"]:
-    order = jnp.argsort(x, axis=0)
-    together = jnp.take_along_axis(x, order, axis=0).sum(axis=1)
-    return together[jnp.argsort(order[:, 0])]
-
-
 # ---- rows looked up in a sharded table ----------------------------------------------------------------------------
 
 looked_up = method("rows looked up in a sharded table")
@@ -195,14 +152,6 @@ def rows_multiplied_along_positions_before_the_mask(
     ok = (local >= 0) & (local < table.shape[0])
     rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
     return lax.psum(jnp.where(ok[..., None], jnp.einsum("blm,ls->bsm", rows, w), 0.0), "t")
-
-
-@looked_up
-def bias_after_the_mask(ids: i32["B/d L"], table: f32["V/t M"], bias: f32["M"]) -> f32["B/d L M"]:
-    local = ids - lax.axis_index("t") * table.shape[0]
-    ok = (local >= 0) & (local < table.shape[0])
-    rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
-    return lax.psum(jnp.where(ok[..., None], rows, 0.0) + bias, "t")
 
 
 @looked_up
@@ -246,12 +195,6 @@ def sum_over_the_other_axis_where_there_are_several(x: f32["B/d M/t"], w: f32["M
     return lax.psum(y, "d") if lax.axis_size("t") > 1 else y
 
 
-@chosen(vma=False)
-def sum_in_place_of_a_mean_where_there_are_several(x: f32["B/d M"]) -> f32["M"]:
-    loss = x.mean(axis=0)
-    return lax.psum(loss, "d") if lax.axis_size("d") > 1 else loss
-
-
 @chosen
 def doubled_where_there_are_several(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
     return x * 2.0 if lax.axis_size("t") > 1 else x
@@ -275,12 +218,6 @@ def exchange_along_the_wrong_dims_where_there_are_several(x: f32["B/d L/t K D"])
         x = lax.all_to_all(x, "t", split_axis=1, concat_axis=2, tiled=True)
         x = lax.ppermute(x, "t", ring("t"))
     return x
-
-
-@chosen(vma=False)
-def maximum_in_place_of_the_sum_where_there_are_several(x: f32["B/d M/t"]) -> f32["B/d"]:
-    total = x.sum(axis=1)
-    return lax.pmax(total, "t") if lax.axis_size("t") > 1 else total
 
 
 # ---- rings --------------------------------------------------------------------------------------------------------
@@ -334,31 +271,12 @@ def ring_weighted_by_the_turn(x: f32["B/t M"]) -> f32["M"]:
 
 
 @turned(vma=False)
-def ring_that_scales_what_it_passes_on(x: f32["B/t M"]) -> f32["M"]:
-    part = total = x.sum(axis=0)
-    for _ in range(lax.axis_size("t") - 1):
-        part = lax.ppermute(part, "t", ring("t")) * 0.5
-        total += part
-    return total
-
-
-@turned(vma=False)
 def ring_of_pairs(x: f32["B/t M"]) -> f32["M"]:
     n = lax.axis_size("t")
     part = total = x.sum(axis=0)
     for _ in range(n - 1):
         part = lax.ppermute(part, "t", [(i, i ^ 1) for i in range(n)])
         total += 2.0 * part
-    return total
-
-
-@turned(vma=False)
-def ring_whose_ends_do_not_meet(x: f32["B/t M"]) -> f32["M"]:
-    n = lax.axis_size("t")
-    part = total = x.sum(axis=0)
-    for _ in range(n - 1):
-        part = lax.ppermute(part, "t", [(i, i + 1) for i in range(n - 1)])
-        total += part
     return total
 
 
@@ -392,16 +310,6 @@ def attention_whose_values_stay(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"
 
 
 @turned
-def attention_that_starts_from_the_queries(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
-    def turn(_, carry):
-        y, k, v = carry
-        y += jax.nn.sigmoid(y @ k.T) @ v
-        return y, lax.ppermute(k, "t", ring("t")), lax.ppermute(v, "t", ring("t"))
-
-    return lax.fori_loop(0, lax.axis_size("t"), turn, (q, k, v))[0]
-
-
-@turned
 def matmul_with_rows_in_the_wrong_direction(x: f32["B M/t"], w: f32["M F/t"]) -> f32["B F/t"]:
     n, me = lax.axis_size("t"), lax.axis_index("t")
     total = jnp.zeros((x.shape[0], w.shape[1]))
@@ -423,16 +331,6 @@ def matmul_with_rows_of_this_device(x: f32["B M/t"], w: f32["M F/t"]) -> f32["B 
 
 
 @turned
-def blocks_placed_in_the_order_of_their_arrival(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
-    n, size = lax.axis_size("t"), x.shape[0]
-    y = jnp.zeros((n * size, w.shape[1]))
-    for i in range(n):
-        y = lax.dynamic_update_slice_in_dim(y, x @ w, i * size, axis=0)
-        x = lax.ppermute(x, "t", ring("t"))
-    return y
-
-
-@turned
 def blocks_placed_at_this_device_s_place(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
     n, me, size = lax.axis_size("t"), lax.axis_index("t"), x.shape[0]
     y = jnp.zeros((n * size, w.shape[1]))
@@ -450,15 +348,6 @@ def sums_placed_over_each_other(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"
         y = lax.dynamic_update_slice_in_dim(y, (x @ w).sum(axis=0)[None], 0, axis=0)
         x = lax.ppermute(x, "t", ring("t"))
     return y
-
-
-@turned
-def nearest_key_but_one(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
-    n, best = lax.axis_size("t"), jnp.max(q @ k.T, axis=1)
-    for _ in range(n - 1):
-        k = lax.ppermute(k, "t", ring("t"))
-        best = jnp.maximum(best, jnp.min(q @ k.T, axis=1))
-    return best
 
 
 @turned

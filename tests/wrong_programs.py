@@ -32,27 +32,6 @@ def log_softmax_over_vocabulary(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
 
 
 @normalized
-def softmax_over_heads(x: f32["B/d L K/t"]) -> f32["B/d L K/t"]:
-    return jax.nn.softmax(x, axis=2)
-
-
-@normalized
-def softmax_by_hand(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
-    x = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
-    return x / jnp.sum(x, axis=-1, keepdims=True)
-
-
-@normalized
-def router_probabilities_over_sharded_experts(x: f32["B/d M"], w: f32["M E/t"]) -> f32["B/d E/t"]:
-    return jax.nn.softmax(x @ w, axis=-1)
-
-
-@normalized(whole=lambda scores, v: jax.nn.softmax(scores, axis=-1) @ v)
-def attention_normalized_over_the_local_keys(scores: f32["B/d L S/t"], v: f32["B/d S/t D"]) -> f32["B/d L D"]:
-    return lax.psum(jax.nn.softmax(scores, axis=-1) @ v, "t")
-
-
-@normalized
 def layer_norm_over_a_sharded_model_dim(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
     return (x - jnp.mean(x, -1, keepdims=True)) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
 
@@ -63,45 +42,13 @@ def rms_norm_over_a_sharded_model_dim(x: f32["B/d L M/t"]) -> f32["B/d L M/t"]:
 
 
 @normalized
-def qk_norm_over_all_heads_flattened(q: f32["B/d K/t D"]) -> f32["B/d K/t D"]:
-    flat = q.reshape(q.shape[0], -1)
-    return (flat / jnp.linalg.norm(flat, axis=-1, keepdims=True)).reshape(q.shape)
-
-
-@normalized
-def group_norm_whose_groups_are_cut(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
-    groups = x.reshape(x.shape[0], 2, -1)
-    return ((groups - groups.mean(-1, keepdims=True)) / groups.std(-1, keepdims=True)).reshape(x.shape)
-
-
-@normalized
 def batch_norm_with_local_statistics(x: f32["B/d M"]) -> f32["B/d M"]:
     return (x - x.mean(0)) * lax.rsqrt(x.var(0) + 1e-5)
-
-
-@normalized(whole=lambda x: (x - x.mean(0)) * lax.rsqrt(x.var(0) + 1e-5))
-def batch_norm_with_the_mean_of_local_variances(x: f32["B/d M"]) -> f32["B/d M"]:
-    return (x - lax.pmean(x.mean(0), "d")) * lax.rsqrt(lax.pmean(x.var(0), "d") + 1e-5)
-
-
-@normalized
-def instance_norm_over_sharded_positions(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
-    return (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
-
-
-@normalized
-def advantages_standardized_over_local_rollouts(rewards: f32["B/d"]) -> f32["B/d"]:
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
 @normalized
 def rewards_scaled_to_unit_range(rewards: f32["B/d"]) -> f32["B/d"]:
     return (rewards - rewards.min()) / (rewards.max() - rewards.min())
-
-
-@normalized
-def mean_over_hidden_subtracted(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
-    return x - jnp.mean(x, axis=-1, keepdims=True)
 
 
 @normalized
@@ -119,11 +66,6 @@ def weight_norm_over_sharded_rows(w: f32["M/d F/t"]) -> f32["M/d F/t"]:
     return w / jnp.linalg.norm(w, axis=0)
 
 
-@normalized
-def barlow_twins_with_local_whitening(a: f32["B/d M"], b: f32["B/d M"]) -> f32["B/d M"]:
-    return (a - a.mean(0)) / a.std(0) * (b - b.mean(0)) / b.std(0)
-
-
 @normalized(whole=lambda x, ids: -jnp.take_along_axis(jax.nn.log_softmax(x), ids[:, None], axis=1)[:, 0])
 def cross_entropy_with_local_logsumexp(x: f32["B/d V/t"], ids: i32["B/d"]) -> f32["B/d"]:
     hit = jax.nn.one_hot(ids - lax.axis_index("t") * x.shape[1], x.shape[1])
@@ -133,11 +75,6 @@ def cross_entropy_with_local_logsumexp(x: f32["B/d V/t"], ids: i32["B/d"]) -> f3
 @normalized(whole=lambda x: jnp.mean(jax.nn.logsumexp(x, axis=-1) ** 2))
 def z_loss_of_local_logits(x: f32["B/d V/t"]) -> f32[""]:
     return lax.pmean(jnp.mean(jax.nn.logsumexp(x, axis=-1) ** 2), ("d", "t"))
-
-
-@normalized(whole=lambda x: jnp.sum(jax.scipy.special.entr(jax.nn.softmax(x)), axis=-1))
-def entropy_of_local_probabilities(x: f32["B/d V/t"]) -> f32["B/d"]:
-    return lax.psum(jnp.sum(jax.scipy.special.entr(jax.nn.softmax(x)), axis=-1), "t")
 
 
 # ---- order and neighbours along a sharded dim ---------------------------------------------------------------------
@@ -166,11 +103,6 @@ def segment_ids_by_counting_starts(is_start: bool_["B/d L/t"]) -> i32["B/d L/t"]
 
 
 @ordered
-def linear_attention_state_over_sharded_keys(k: f32["B/d L/t M"], v: f32["B/d L/t D"]) -> f32["B/d L/t M D"]:
-    return jnp.cumsum(k[..., None] * v[:, :, None, :], axis=1)
-
-
-@ordered
 def sort_over_vocabulary(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
     return jnp.sort(x, axis=-1)
 
@@ -186,48 +118,8 @@ def top_k_mask_over_vocabulary(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
 
 
 @ordered
-def top_p_filter_over_vocabulary(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
-    p = jnp.exp(x)
-    falling = -jnp.sort(-p, axis=-1)
-    kept = jnp.cumsum(falling, axis=-1) < 0.7 * jnp.sum(p, axis=-1, keepdims=True)
-    return jnp.where(p >= jnp.min(jnp.where(kept, falling, jnp.inf), axis=-1, keepdims=True), p, 0.0)
-
-
-@ordered
-def expert_choice_among_local_tokens(scores: f32["T/d E"]) -> f32["T/d E"]:
-    best = lax.top_k(scores.T, 2)[0][:, -1]
-    return jnp.where(scores >= best, scores, 0.0)
-
-
-@ordered
 def gradients_sparsified_by_a_local_quantile(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
     return jnp.where(jnp.abs(g) >= jnp.quantile(jnp.abs(g), 0.8), g, 0.0)
-
-
-@ordered
-def token_shift_by_roll(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
-    return jnp.roll(x, 1, axis=1)
-
-
-@ordered
-def token_shift_by_padding(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
-    return x - jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
-
-
-@ordered
-def next_token_targets_by_roll(tokens: i32["B/d L/t"]) -> i32["B/d L/t"]:
-    return jnp.roll(tokens, -1, axis=1)
-
-
-@ordered
-def bigram_hash_of_positions(tokens: i32["B/d L/t"]) -> i32["B/d L/t"]:
-    before = jnp.concatenate([jnp.zeros_like(tokens[:, :1]), tokens[:, :-1]], axis=1)
-    return (before * 7 + tokens) % 16
-
-
-@ordered
-def roll_of_heads(x: f32["B/d L K/t D"]) -> f32["B/d L K/t D"]:
-    return jnp.roll(x, 1, axis=2)
 
 
 @ordered
@@ -236,42 +128,9 @@ def channel_shuffle_by_flip(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
 
 
 @ordered
-def differences_along_time(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
-    return jnp.diff(x, axis=1, prepend=x[:, :1])
-
-
-@ordered
-def first_token_subtracted(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
-    return x - x[:, :1]
-
-
-@ordered
 def selective_state_space_scan_over_positions(a: f32["B/d L/t M"], x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
     combine = lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1])
     return lax.associative_scan(combine, (jax.nn.sigmoid(a), x), axis=1)[1]
-
-
-@ordered
-def recurrent_network_over_positions(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
-    step = lambda h, x: (jnp.tanh(h + x),) * 2
-    return lax.scan(step, 0 * x[:, 0], x.swapaxes(0, 1))[1].swapaxes(0, 1)
-
-
-@ordered
-def exponential_average_of_a_loss_curve(x: f32["L/t"]) -> f32["L/t"]:
-    return lax.scan(lambda average, x: (0.9 * average + 0.1 * x,) * 2, 0 * x[0], x)[1]
-
-
-@ordered
-def advantages_by_a_reversed_scan(deltas: f32["B/d L/t"]) -> f32["B/d L/t"]:
-    step = lambda following, delta: (delta + 0.95 * following,) * 2
-    return lax.scan(step, 0 * deltas[:, 0], deltas.T, reverse=True)[1].T
-
-
-@ordered
-def causal_convolution_without_halo(x: f32["B/d L/t"], taps: f32["4"]) -> f32["B/d L/t"]:
-    padded = jnp.pad(x, ((0, 0), (3, 0)))
-    return lax.conv_general_dilated(padded[:, None], taps[None, None], (1,), "VALID")[:, 0]
 
 
 @ordered
@@ -290,21 +149,10 @@ def bilinear_upsampling_of_a_sharded_width(x: f32["B/d H W/t"]) -> f32["B/d H W/
 
 
 @ordered
-def fourier_mixing_over_positions(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
-    return jnp.fft.fft(x, axis=1).real
-
-
-@ordered
 def sliding_window_attention_without_halo(q: f32["B/d L/t D"], v: f32["B/d L/t D"]) -> f32["B/d L/t D"]:
     shifted = lambda x, i: jnp.pad(x, ((0, 0), (i, 0), (0, 0)))[:, : x.shape[1]]
     scores = jnp.stack([jnp.sum(q * shifted(q, i), axis=-1) for i in range(3)], axis=-1)
     return jnp.einsum("bls,bsld->bld", jax.nn.softmax(scores), jnp.stack([shifted(v, i) for i in range(3)], axis=1))
-
-
-@ordered
-def expert_slots_counted_on_one_device(expert: i32["T/d"]) -> i32["T/d"]:
-    hot = jax.nn.one_hot(expert % 8, 8, dtype=jnp.int32)
-    return jnp.sum(jnp.cumsum(hot, axis=0) * hot, axis=1) - 1
 
 
 @ordered
@@ -318,13 +166,6 @@ updates = functools.partial(program, "optimizer, clipping or quantization of a b
 
 
 @updates
-def adafactor_with_local_means(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    squares = jnp.square(g)
-    rows, columns = squares.mean(1, keepdims=True), squares.mean(0, keepdims=True)
-    return g * lax.rsqrt(rows * columns / rows.mean())
-
-
-@updates
 def adafactor_clipped_by_local_rms(update: f32["M/d F/t"]) -> f32["M/d F/t"]:
     return update / jnp.maximum(1.0, jnp.sqrt(jnp.mean(jnp.square(update))) / 0.5)
 
@@ -335,56 +176,13 @@ def lamb_trust_ratio_of_a_block(w: f32["M/d F/t"], update: f32["M/d F/t"]) -> f3
 
 
 @updates
-def muon_on_a_block(g: f32["M/d N/t"]) -> f32["M/d N/t"]:
-    x = g / jnp.linalg.norm(g)
-    for _ in range(3):
-        x = 1.5 * x - 0.5 * x @ x.T @ x
-    return x
-
-
-@updates
-def shampoo_with_a_local_statistic(g: f32["M/d N"]) -> f32["M/d N"]:
-    values, vectors = jnp.linalg.eigh(g.T @ g + jnp.eye(g.shape[1]))
-    return g @ (vectors * values**-0.25) @ vectors.T
-
-
-@updates
-def spectral_norm_by_local_power_iteration(w: f32["M/d N"]) -> f32["M/d N"]:
-    u = jnp.ones(w.shape[0])
-    for _ in range(5):
-        v = u @ w
-        u = w @ (v / jnp.linalg.norm(v))
-    return w / jnp.linalg.norm(u)
-
-
-@updates
 def sign_descent_scaled_by_the_local_mean(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
     return jnp.sign(g) * jnp.abs(g).mean()
-
-
-@updates
-def gradient_centralization_over_sharded_rows(g: f32["M/d F"]) -> f32["M/d F"]:
-    return g - g.mean(axis=0)
-
-
-@updates
-def clipping_by_the_local_norm(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    return g * jnp.minimum(1.0, 1.0 / jnp.linalg.norm(g))
-
-
-@updates(whole=lambda g: g * jnp.minimum(1.0, 1.0 / jnp.linalg.norm(g)))
-def clipping_by_the_mean_of_local_norms(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    return g * jnp.minimum(1.0, 1.0 / lax.pmean(jnp.linalg.norm(g), ("d", "t")))
 
 
 @updates(whole=lambda g: g * jnp.minimum(1.0, 1.0 / jnp.linalg.norm(g)))
 def clipping_by_a_norm_over_one_axis_of_two(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
     return g * jnp.minimum(1.0, lax.rsqrt(lax.psum(jnp.sum(g * g), "d")))
-
-
-@updates
-def unit_wise_clipping_of_sharded_units(g: f32["M/d F"], w: f32["M/d F"]) -> f32["M/d F"]:
-    return g * jnp.minimum(1.0, 0.1 * jnp.linalg.norm(w, axis=0) / jnp.linalg.norm(g, axis=0))
 
 
 @updates
@@ -404,18 +202,8 @@ def activation_scales_of_a_block(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d
 
 
 @updates
-def sharpness_aware_perturbation_by_local_norm(w: f32["M/d F/t"], g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    return w + 0.5 * g / jnp.linalg.norm(g)
-
-
-@updates
 def spike_guard_on_local_gradients(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
     return jnp.where(jnp.max(jnp.abs(g)) > 2.5, 0.0, g)
-
-
-@updates
-def loss_truncated_at_a_local_quantile(losses: f32["B/d"]) -> f32["B/d"]:
-    return jnp.where(losses <= jnp.quantile(losses, 0.75), losses, 0.0)
 
 
 # ---- reductions whose parts do not add up -------------------------------------------------------------------------
@@ -423,24 +211,9 @@ def loss_truncated_at_a_local_quantile(losses: f32["B/d"]) -> f32["B/d"]:
 reductions = functools.partial(program, "mean over devices of what is not linear")
 
 
-@reductions(whole=lambda x: jnp.sqrt(jnp.mean(x**2)))
-def root_mean_square_averaged_over_devices(x: f32["B/d"]) -> f32[""]:
-    return lax.pmean(jnp.sqrt(jnp.mean(x**2)), "d")
-
-
 @reductions(whole=lambda losses: jnp.exp(jnp.mean(losses)))
 def perplexity_averaged_over_devices(losses: f32["B/d"]) -> f32[""]:
     return lax.pmean(jnp.exp(jnp.mean(losses)), "d")
-
-
-@reductions(whole=jnp.var)
-def variance_averaged_over_devices(x: f32["B/d"]) -> f32[""]:
-    return lax.pmean(jnp.var(x), "d")
-
-
-@reductions(whole=jnp.linalg.norm)
-def norm_summed_over_devices(g: f32["M/d F/t"]) -> f32[""]:
-    return lax.psum(jnp.linalg.norm(g), ("d", "t"))
 
 
 @reductions(whole=lambda p: 8 * jnp.sum(jax.nn.softmax(p).mean(0) * (p == p.max(1, keepdims=True)).mean(0)))
@@ -452,12 +225,6 @@ def load_balance_loss_averaged_over_devices(p: f32["T/d E"]) -> f32[""]:
 @reductions(whole=lambda losses, mask: jnp.sum(losses * mask) / jnp.sum(mask))
 def masked_mean_averaged_over_devices(losses: f32["B/d"], mask: bool_["B/d"]) -> f32[""]:
     return lax.pmean(jnp.sum(losses * mask) / jnp.maximum(jnp.sum(mask), 1), "d")
-
-
-@reductions(whole=lambda x, y: jnp.corrcoef(x, y)[0, 1])
-def correlation_averaged_over_devices(x: f32["B/d"], y: f32["B/d"]) -> f32[""]:
-    local = lambda x, y: jnp.sum((x - x.mean()) * (y - y.mean())) / (x.std() * y.std() * x.size)
-    return lax.pmean(local(x, y), "d")
 
 
 @reductions(whole=lambda a, b: -jnp.mean(jnp.diag(jax.nn.log_softmax(a @ b.T))))
@@ -497,34 +264,13 @@ def fused_gate_and_up_split(x: f32["B/d F/t"]) -> f32["B/d M/t"]:
 
 
 @reshaped
-def fused_keys_and_values_split(kv: f32["B/d K/t D"]) -> (f32["B/d R/t D"], f32["B/d R/t D"]):
-    return kv[:, : kv.shape[1] // 2], kv[:, kv.shape[1] // 2 :]
-
-
-@reshaped
-def gate_taken_from_a_reshaped_dim(x: f32["B/d F/t"]) -> f32["B/d M/t"]:
-    return x.reshape(x.shape[0], 2, -1)[:, 0]
-
-
-@reshaped
 def heads_merged_as_the_minor_dim(x: f32["B/d L D K/t"]) -> f32["B/d L F/t"]:
     return x.reshape(*x.shape[:2], -1)
 
 
 @reshaped
-def heads_split_as_the_minor_dim(x: f32["B/d F/t"]) -> f32["B/d D K/t"]:
-    return x.reshape(x.shape[0], 4, -1)
-
-
-@reshaped
 def residual_and_skip_concatenated(a: f32["B/d M/t"], b: f32["B/d M/t"]) -> f32["B/d F/t"]:
     return jnp.concatenate([a, b], axis=-1)
-
-
-@reshaped
-def class_token_before_sharded_positions(x: f32["B/d L/t M"], token: f32["M"]) -> f32["B/d L/t M"]:
-    first = jnp.broadcast_to(token, (x.shape[0], 1, x.shape[2]))
-    return jnp.concatenate([first, x[:, :-1]], axis=1)
 
 
 @reshaped
@@ -535,11 +281,6 @@ def prompt_concatenated_with_sharded_keys(prompt: f32["B/d L/t D"], k: f32["B/d 
 @reshaped
 def microbatches_cut_from_local_rows(x: f32["B/d M"]) -> f32["2 R/d M"]:
     return x.reshape(2, -1, x.shape[1])
-
-
-@reshaped
-def first_tokens_of_a_merged_batch(x: f32["B L/t M"]) -> f32["B/t M"]:
-    return x.reshape(-1, x.shape[2])[::16]
 
 
 @reshaped
@@ -575,11 +316,6 @@ def grouped_keys_tiled_over_sharded_heads(k: f32["B/d K/t D"]) -> f32["B/d T/t D
 
 
 @reshaped
-def first_half_of_sharded_positions(x: f32["B/d L/t M"]) -> f32["B/d K/t M"]:
-    return x[:, : x.shape[1] // 2]
-
-
-@reshaped
 def lower_triangle_of_a_weight_block(w: f32["M/d N/t"]) -> f32["M/d N/t"]:
     return jnp.tril(w)
 
@@ -605,47 +341,6 @@ def mean_divided_by_local_rows(x: f32["B/d M"]) -> f32["M"]:
     return lax.psum(jnp.sum(x, axis=0), "d") / x.shape[0]
 
 
-@local_sizes(whole=jnp.mean)
-def loss_divided_by_local_count(losses: f32["B/d L/t"]) -> f32[""]:
-    return lax.psum(jnp.sum(losses), ("d", "t")) / losses.size
-
-
-@local_sizes(whole=jnp.mean)
-def loss_divided_by_the_devices_of_one_axis(losses: f32["B/d L/t"]) -> f32[""]:
-    return lax.psum(jnp.sum(losses), ("d", "t")) / (losses.size * lax.axis_size("d"))
-
-
-@local_sizes(whole=jnp.mean)
-def mean_of_local_means_summed(losses: f32["B/d L"]) -> f32[""]:
-    return lax.psum(jnp.mean(losses), "d")
-
-
-@local_sizes(whole=jnp.sum)
-def sum_of_losses_averaged(losses: f32["B/d L"]) -> f32[""]:
-    return lax.pmean(jnp.sum(losses), "d")
-
-
-@local_sizes(whole=lambda scores, labels: jnp.mean((scores > 0) == labels))
-def accuracy_over_a_local_count(scores: f32["B/d"], labels: bool_["B/d"]) -> f32[""]:
-    return lax.psum(jnp.sum((scores > 0) == labels), "d") / labels.size
-
-
-@local_sizes(whole=lambda x: jnp.var(x, ddof=1))
-def unbiased_variance_of_a_local_count(x: f32["B/d"]) -> f32[""]:
-    mean = lax.pmean(jnp.mean(x), "d")
-    return lax.psum(jnp.sum((x - mean) ** 2), "d") / (x.size - 1)
-
-
-@local_sizes(whole=lambda q, k: jnp.einsum("blm,bsm->bls", q, k) / 4)
-def attention_scaled_by_a_local_head_dim(q: f32["B/d L M/t"], k: f32["B/d S M/t"]) -> f32["B/d L S"]:
-    return lax.psum(jnp.einsum("blm,bsm->bls", q, k), "t") / q.shape[-1] ** 0.5
-
-
-@local_sizes
-def width_scaled_rate_of_a_block(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
-    return 0.1 * g / g.shape[0]
-
-
 @local_sizes
 def initial_weights_scaled_by_local_fan_in(noise: f32["M/d F/t"]) -> f32["M/d F/t"]:
     return noise / jnp.sqrt(noise.shape[0])
@@ -655,11 +350,6 @@ def initial_weights_scaled_by_local_fan_in(noise: f32["M/d F/t"]) -> f32["M/d F/
 def label_smoothing_by_local_vocabulary_size(x: f32["B/d V/t"], ids: i32["B/d"]) -> f32["B/d"]:
     hit = jax.nn.one_hot(ids - lax.axis_index("t") * x.shape[1], x.shape[1])
     return lax.psum(jnp.sum((0.9 * hit + 0.1 / x.shape[1]) * x, axis=1), "t")
-
-
-@local_sizes(whole=lambda x, ids: jnp.take_along_axis(x, ids[:, None], axis=1)[:, 0])
-def one_hot_of_local_vocabulary_size(x: f32["B/d V/t"], ids: i32["B/d"]) -> f32["B/d"]:
-    return lax.psum(jnp.sum(jax.nn.one_hot(ids, x.shape[-1]) * x, axis=-1), "t")
 
 
 @local_sizes(whole=lambda p: p.shape[1] * jnp.sum(p.mean(0) ** 2))
@@ -673,30 +363,13 @@ def attention_temperature_of_local_length(q: f32["B/d L D"], k: f32["B/d S/t D"]
 
 
 @local_sizes
-def alibi_slopes_of_local_heads(x: f32["B/d K/t L"]) -> f32["B/d K/t L"]:
-    slopes = 2.0 ** -(8 * jnp.arange(1, x.shape[1] + 1) / x.shape[1])
-    return x - slopes[:, None] * jnp.arange(x.shape[2])
-
-
-@local_sizes
 def retention_decay_of_local_heads(x: f32["B/d L K/t"]) -> f32["B/d L K/t"]:
     return x * (1 - 2.0 ** (-1 - jnp.arange(x.shape[2])))
 
 
 @local_sizes
-def rotary_frequencies_of_a_sharded_dim(x: f32["L M/t"]) -> f32["L M/t"]:
-    frequency = 100.0 ** -(jnp.arange(x.shape[1]) / x.shape[1])
-    return x * jnp.cos(jnp.arange(x.shape[0])[:, None] * frequency)
-
-
-@local_sizes
 def drop_path_rate_by_local_layer(x: f32["R/t M"]) -> f32["R/t M"]:
     return x * (1 - jnp.linspace(0.0, 0.5, x.shape[0]))[:, None]
-
-
-@local_sizes
-def identity_added_to_a_block(w: f32["M/d N/t"]) -> f32["M/d N/t"]:
-    return w + jnp.eye(*w.shape)
 
 
 @local_sizes(whole=lambda x, e: jax.ops.segment_sum(x, e % 8, num_segments=8))
@@ -727,17 +400,6 @@ def rotary_embedding(x: f32["B/d L/t D"]) -> f32["B/d L/t D"]:
     return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
 
 
-@positions(whole=lambda q, k: jnp.where(jnp.tri(16, dtype=bool), q @ k.swapaxes(1, 2), 0.0))
-def causal_mask_of_gathered_keys(q: f32["B/d L/t D"], k: f32["B/d S/t D"]) -> f32["B/d L/t S"]:
-    k = lax.all_gather(k, "t", axis=1, tiled=True)
-    return jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), q @ k.swapaxes(1, 2), 0.0)
-
-
-@positions
-def causal_mask_of_a_local_square(scores: f32["L/d S/t"]) -> f32["L/d S/t"]:
-    return jnp.where(jnp.tri(*scores.shape, dtype=bool), scores, 0.0)
-
-
 @positions
 def padding_mask_from_lengths(x: f32["B/d L/t"], lengths: i32["B/d"]) -> f32["B/d L/t"]:
     return jnp.where(jnp.arange(x.shape[1]) < lengths[:, None], x, 0.0)
@@ -749,30 +411,8 @@ def prefix_mask(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
 
 
 @positions
-def sliding_window_mask(scores: f32["L S/t"]) -> f32["L S/t"]:
-    distance = jnp.arange(scores.shape[0])[:, None] - jnp.arange(scores.shape[1])
-    return jnp.where(jnp.abs(distance) < 3, scores, 0.0)
-
-
-@positions
 def dilated_mask(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     return jnp.where(jnp.arange(x.shape[1]) % 3 == 0, x, 0.0)
-
-
-@positions
-def relative_position_bias(scores: f32["B/d L S/t"], bias: f32["F"]) -> f32["B/d L S/t"]:
-    distance = jnp.arange(scores.shape[1])[:, None] - jnp.arange(scores.shape[2])
-    return scores + bias[distance + 15]
-
-
-@positions
-def loss_weights_by_position(losses: f32["B/d L/t"]) -> f32["B/d L/t"]:
-    return losses * jnp.linspace(0.0, 1.0, losses.shape[1])
-
-
-@positions
-def time_step_embedding(x: f32["L/t M"]) -> f32["L/t M"]:
-    return x * lax.broadcasted_iota(jnp.float32, x.shape, 0)
 
 
 @positions
@@ -810,51 +450,6 @@ def attention_dropout_over_sharded_heads(p: f32["B/d K/t L"], k: key[""]) -> f32
     return p * jax.random.bernoulli(k, 0.9, p.shape)
 
 
-@random
-def noisy_embeddings_with_one_key(x: f32["B/d L M"], k: key[""]) -> f32["B/d L M"]:
-    return x + 0.1 * jax.random.uniform(k, x.shape, minval=-1.0)
-
-
-@random(whole=lambda k: jax.random.normal(k, (16, 32)))
-def initial_weights_with_one_key(k: key[""]) -> f32["M/d F/t"]:
-    return jax.random.normal(k, (16 // lax.axis_size("d"), 32 // lax.axis_size("t")))
-
-
-@random
-def latent_noise_with_one_key(mean: f32["B/d M"], k: key[""]) -> f32["B/d M"]:
-    return mean + 0.5 * jax.random.normal(k, mean.shape)
-
-
-@random
-def gumbel_noise_over_sharded_vocabulary(x: f32["B V/t"], k: key[""]) -> f32["B V/t"]:
-    return x + jax.random.gumbel(k, x.shape)
-
-
-@random
-def token_masking_with_one_key(tokens: i32["B/d L"], k: key[""]) -> i32["B/d L"]:
-    return jnp.where(jax.random.bernoulli(k, 0.15, tokens.shape), 99, tokens)
-
-
-@random
-def stochastic_rounding_with_one_key(w: f32["M/d F/t"], k: key[""]) -> f32["M/d F/t"]:
-    return jnp.floor(w + jax.random.uniform(k, w.shape))
-
-
-@random
-def batch_permuted_on_each_device(x: f32["B/d M"], k: key[""]) -> f32["B/d M"]:
-    return jax.random.permutation(k, x)
-
-
-@random
-def mixup_with_local_partners(x: f32["B/d M"], k: key[""]) -> f32["B/d M"]:
-    return 0.7 * x + 0.3 * x[jax.random.permutation(k, x.shape[0])]
-
-
-@random
-def categorical_sample_of_sharded_rows(logits: f32["B/d V"], k: key[""]) -> i32["B/d"]:
-    return jax.random.categorical(k, logits)
-
-
 @random(
     whole=lambda x, k: x * jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(k, i)))(jnp.arange(8))[:, None]
 )
@@ -878,34 +473,9 @@ def dropout_that_differs_between_replicas(x: f32["B M"], k: key[""]) -> f32["B M
     return x * jax.random.bernoulli(jax.random.fold_in(k, lax.axis_index("t")), 0.5, x.shape)
 
 
-@random(whole=lambda w, k: w + jax.random.normal(k, w.shape))
-def exploration_noise_added_per_device_and_averaged(w: f32["M"], k: key[""]) -> f32["M"]:
-    return lax.pmean(w + jax.random.normal(jax.random.fold_in(k, lax.axis_index("d")), w.shape), "d")
-
-
 # ---- raw collectives ----------------------------------------------------------------------------------------------
 
 collectives = functools.partial(program, "raw collectives")
-
-
-@collectives(whole=jnp.tanh)
-def psum_of_a_replicated_value(x: f32["B/d M"]) -> f32["B/d M"]:
-    return lax.psum(jnp.tanh(x), "t")
-
-
-@collectives(whole=jnp.sum)
-def psum_twice(x: f32["B/d M"]) -> f32[""]:
-    return lax.psum(lax.psum(jnp.sum(x), "d"), "d")
-
-
-@collectives(whole=jnp.sum, vma=False)
-def psum_twice_unchecked(x: f32["B/d M"]) -> f32[""]:
-    return lax.psum(lax.psum(jnp.sum(x), "d"), "d")
-
-
-@collectives(whole=lambda x, w: x @ w, vma=False)
-def psum_over_the_wrong_axis(x: f32["B F/t"], w: f32["F/t M"]) -> f32["B M"]:
-    return lax.psum(x @ w, "d")
 
 
 @collectives(whole=lambda x, w: x @ w)
@@ -921,11 +491,6 @@ def psum_forgotten(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M"]:
 @collectives(whole=lambda x, w: x @ w, vma=False)
 def gather_of_a_weight_forgotten(x: f32["B/d M"], w: f32["M/t F"]) -> f32["B/d F"]:
     return x[:, : w.shape[0]] @ w
-
-
-@collectives(whole=lambda x, w: x @ w)
-def pmean_of_a_partial_product(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M"]:
-    return lax.pmean(x @ w, "t")
 
 
 @collectives(whole=lambda x, w: x @ w)
@@ -948,11 +513,6 @@ def bias_added_before_the_psum(x: f32["B/d F/t"], w: f32["F/t M"], b: f32["M"]) 
     return lax.psum(x @ w + b, "t")
 
 
-@collectives(whole=lambda x, h, w: x + h @ w)
-def residual_added_before_the_psum(x: f32["B/d M"], h: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M"]:
-    return lax.psum(x + h @ w, "t")
-
-
 @collectives(whole=lambda x, w: jnp.square(x @ w))
 def square_of_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M"]:
     return lax.psum(jnp.square(x @ w), "t")
@@ -961,21 +521,6 @@ def square_of_a_partial_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M"]:
 @collectives(whole=lambda x, w, v: (x @ w) * (x @ v))
 def product_of_two_partial_sums(x: f32["B/d F/t"], w: f32["F/t M"], v: f32["F/t M"]) -> f32["B/d M"]:
     return lax.psum((x @ w) * (x @ v), "t")
-
-
-@collectives(whole=lambda g: jnp.sqrt(jnp.sum(g * g)))
-def root_before_the_psum(g: f32["M/d F/t"]) -> f32[""]:
-    return lax.psum(jnp.sqrt(jnp.sum(g * g)), ("d", "t"))
-
-
-@collectives(whole=lambda g: jnp.sum(g * g), vma=False)
-def global_norm_counts_replicated_weights_twice(g: f32["M/d F"]) -> f32[""]:
-    return lax.psum(jnp.sum(g * g), ("d", "t"))
-
-
-@collectives(whole=lambda mask: jnp.sum(mask).astype(jnp.int32))
-def tokens_counted_on_replicas(mask: bool_["B/d L"]) -> i32[""]:
-    return lax.psum(lax.psum(jnp.sum(mask.astype(jnp.int32)), "d"), "t")
 
 
 @collectives(whole=jnp.sin)
@@ -1009,12 +554,6 @@ def scatter_over_two_axes_in_the_wrong_order(x: f32["B/t/d M"]) -> f32["M/t/d"]:
     return lax.psum_scatter(jnp.sum(x, axis=0), ("d", "t"), tiled=True)
 
 
-@collectives(whole=lambda x: 2 * x)
-def scatter_of_a_replicated_value(x: f32["B/d M"]) -> f32["B/d M/t"]:
-    x = lax.pcast(2 * x, "t", to="varying")
-    return lax.psum_scatter(x, "t", scatter_dimension=1, tiled=True)
-
-
 @collectives(whole=lambda x, w: x @ w)
 def scatter_without_a_sum(x: f32["B/d F/t"], w: f32["F/t M"]) -> f32["B/d M/t"]:
     y, n = x @ w, w.shape[1] // lax.axis_size("t")
@@ -1036,13 +575,6 @@ def all_to_all_merged_in_the_wrong_order(x: f32["B/d L/t K"]) -> f32["B/d L K/t"
     n = lax.axis_size("t")
     x = lax.all_to_all(jnp.cos(x).reshape(*x.shape[:2], n, -1), "t", split_axis=2, concat_axis=2)
     return x.reshape(x.shape[0], -1, 8 // n)
-
-
-@collectives(whole=lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0))))
-def halo_that_wraps_around(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
-    n = lax.axis_size("t")
-    last = lax.ppermute(x[:, -1:], "t", [(i, (i + 1) % n) for i in range(n)])
-    return jnp.concatenate([last, x[:, :-1]], axis=1)
 
 
 @collectives(whole=lambda x: jnp.roll(x, 1, axis=1))
@@ -1083,26 +615,6 @@ def mean_over_the_wrong_axis_subtracted(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
     return x - lax.pmean(x.mean(axis=0), "t")
 
 
-@collectives(whole=lambda x: jax.nn.softmax(x))
-def softmax_normalized_over_the_wrong_axis(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
-    x = jnp.exp(x)
-    return x / lax.psum(jnp.sum(x, axis=1, keepdims=True), "d")
-
-
-@collectives(whole=lambda x: jax.nn.softmax(x))
-def softmax_shifted_by_local_maxima(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
-    x = jnp.exp(x - jnp.max(x, axis=1, keepdims=True))
-    return x / lax.psum(jnp.sum(x, axis=1, keepdims=True), "t")
-
-
-@collectives(whole=lambda x, w: jax.nn.softmax(x @ w))
-def softmax_by_typed_ops_without_a_maximum_over_devices(x: f32["B/d M"], w: f32["M V/t"]) -> f32["B/d V/t"]:
-    scores = x @ w
-    scores = jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True))
-    total = shardops.psum("B/d +t -> B/d", shardops.einsum_unreduced("B/d V/t -> B/d +t", scores))
-    return scores / total[:, None]
-
-
 @collectives(whole=lambda x: x)
 def block_of_the_first_device_everywhere(x: f32["B/d M"]) -> f32["B/d M"]:
     return lax.all_gather(x, "d")[0]
@@ -1111,11 +623,6 @@ def block_of_the_first_device_everywhere(x: f32["B/d M"]) -> f32["B/d M"]:
 @collectives(whole=lambda g: g)
 def compressed_gradients_of_one_replica(g: f32["M/d"]) -> f32["M/d"]:
     return lax.psum(jnp.where(lax.axis_index("d") == 0, g, 0.0), "d")
-
-
-@collectives(whole=jnp.sin, axes=("data", "model"))
-def sum_of_a_replicated_value_over_another_axis_name(x: f32["B/data M"]) -> f32["B/data M"]:
-    return lax.psum(jnp.sin(x), "model")
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
@@ -1132,28 +639,8 @@ def sum_square(w, x):
 
 
 @gradients(whole=jax.grad(mean_square))
-def gradient_of_the_mean_of_local_rows(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    return jax.grad(mean_square)(w, x)
-
-
-@gradients(whole=jax.grad(mean_square))
 def gradient_of_a_local_mean_with_gathered_weights(w: f32["M/d N"], x: f32["B/d M"]) -> f32["M/d N"]:
     return jax.grad(lambda w: mean_square(lax.all_gather(w, "d", tiled=True), x))(w)
-
-
-@gradients(whole=jax.grad(sum_square))
-def gradients_averaged_though_the_loss_is_a_sum(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    return lax.pmean(jax.grad(sum_square)(lax.pcast(w, "d", to="varying"), x), "d")
-
-
-@gradients(whole=jax.grad(sum_square))
-def gradients_summed_after_jax_summed_them(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    return lax.psum(jax.grad(sum_square)(w, x), "d")
-
-
-@gradients(whole=lambda w, x: w - 0.01 * jax.grad(sum_square)(w, x), vma=False)
-def weights_updated_with_local_gradients(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    return w - 0.01 * jax.grad(sum_square)(w, x)
 
 
 @gradients(whole=jax.grad(sum_square), vma=False)
@@ -1175,11 +662,6 @@ gathered_with_a_mean.defvjp(
     lambda w: (gathered_with_a_mean(w), None),
     lambda _, g: (lax.psum_scatter(g, "d", tiled=True) / lax.axis_size("d"),),
 )
-
-
-@gradients(whole=jax.grad(sum_square))
-def custom_gradient_of_a_gather_is_a_mean(w: f32["M/d N"], x: f32["B/d M"]) -> f32["M/d N"]:
-    return jax.grad(lambda w: sum_square(gathered_with_a_mean(w), x))(w)
 
 
 @jax.custom_vjp
@@ -1208,23 +690,6 @@ def clipped_backward(x):
 clipped_backward.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.linalg.norm(g),))
 
 
-@gradients(whole=jax.grad(lambda x: jnp.sum(jnp.sin(clipped_backward(x)))))
-def custom_gradient_clipped_by_a_local_norm(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
-    return jax.grad(lambda x: jnp.sum(jnp.sin(clipped_backward(x))))(x)
-
-
-@gradients(whole=lambda w, x: jnp.clip(jax.grad(mean_square)(w, x), -0.1, 0.1))
-def gradients_clipped_before_they_are_averaged(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    g = jax.grad(mean_square)(lax.pcast(w, "d", to="varying"), x)
-    return lax.pmean(jnp.clip(g, -0.1, 0.1), "d")
-
-
-@gradients(whole=lambda w, x: (lambda g: g / jnp.linalg.norm(g))(jax.grad(mean_square)(w, x)))
-def gradients_normalized_before_they_are_averaged(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    g = jax.grad(mean_square)(lax.pcast(w, "d", to="varying"), x)
-    return lax.pmean(g / jnp.linalg.norm(g), "d")
-
-
 @gradients(whole=lambda w, x: jnp.square(jax.grad(mean_square)(w, x)))
 def second_moment_of_local_gradients(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     return lax.pmean(jnp.square(jax.grad(mean_square)(lax.pcast(w, "d", to="varying"), x)), "d")
@@ -1235,35 +700,14 @@ def signs_of_local_gradients_averaged(w: f32["M N"], x: f32["B/d M"]) -> f32["M 
     return lax.pmean(jnp.sign(jax.grad(mean_square)(lax.pcast(w, "d", to="varying"), x)), "d")
 
 
-@gradients(whole=lambda w, x: w - 0.5 * jax.grad(mean_square)(w, x) - 0.5 * jax.grad(mean_square)(w, 2 * x))
-def local_steps_before_weights_are_averaged(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    local = lax.pcast(w, "d", to="varying")
-    local = local - 0.5 * jax.grad(mean_square)(local, x)
-    return lax.pmean(local - 0.5 * jax.grad(mean_square)(local, 2 * x), "d")
-
-
 @gradients(whole=sum_square)
 def loss_of_the_first_device_alone(w: f32["M N"], x: f32["B/d M"]) -> f32[""]:
     return lax.psum(jnp.where(lax.axis_index("d") == 0, sum_square(w, x), 0.0), "d")
 
 
-@gradients(whole=lambda w, x: sum_square(w, x) + jnp.sum(w * w))
-def weight_decay_added_to_each_device_loss(w: f32["M N"], x: f32["B/d M"]) -> f32[""]:
-    return lax.psum(sum_square(w, x) + jnp.sum(w * w), "d")
-
-
 @gradients(whole=jax.grad(lambda w, x: sum_square(w, x) + 3 * jnp.sum(w * w)))
 def gradient_of_a_penalty_on_each_device(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     return jax.grad(lambda w: lax.psum(sum_square(w, x) + 3 * jnp.sum(w * w), "d"))(w)
-
-
-@gradients(whole=jax.grad(lambda x: jnp.sum(jnp.square(jnp.sum(x, axis=0)))))
-def straight_through_psum(x: f32["B/d M"]) -> f32["B/d M"]:
-    def loss(x):
-        part = jnp.sum(x, axis=0)
-        return lax.pmean(jnp.sum(jnp.square(part + lax.stop_gradient(lax.psum(part, "d") - part))), "d")
-
-    return jax.grad(loss)(x)
 
 
 def contrastive(a, b):
@@ -1282,30 +726,9 @@ def negatives_gathered_without_gradient(a: f32["B/d M"], b: f32["B/d M"]) -> f32
     return jax.grad(loss)(b)
 
 
-@gradients(whole=lambda r, x, w: jax.grad(lambda w: jnp.sum((r - r.mean()) * (x @ w)))(w))
-def policy_gradient_with_a_local_baseline(r: f32["B/d"], x: f32["B/d M"], w: f32["M"]) -> f32["M"]:
-    return jax.grad(lambda w: lax.psum(jnp.sum((r - r.mean()) * (x @ w)), "d"))(w)
-
-
-@gradients(whole=lambda x, w: jnp.square(jnp.linalg.norm(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x)) - 1))
-def gradient_penalty_with_a_local_norm(x: f32["B/d M"], w: f32["M"]) -> f32[""]:
-    g = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x)
-    return lax.psum(jnp.square(jnp.linalg.norm(g) - 1), "d")
-
-
-@gradients(whole=lambda w, x, v: jax.jvp(lambda w: jax.grad(mean_square)(w, x), (w,), (v,))[1])
-def hessian_product_of_a_local_mean(w: f32["M N"], x: f32["B/d M"], v: f32["M N"]) -> f32["M N"]:
-    return jax.jvp(lambda w: jax.grad(mean_square)(w, x), (w,), (v,))[1]
-
-
 @gradients(whole=lambda w, x: jax.grad(lambda w: jnp.log(sum_square(w, x)))(w))
 def gradient_of_the_log_of_a_local_sum(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     return jax.grad(lambda w: lax.psum(jnp.log(sum_square(w, x)), "d"))(w)
-
-
-@gradients(whole=jax.grad(lambda x: jnp.sum(x * jax.nn.softmax(x))))
-def gradient_of_a_local_softmax(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
-    return jax.grad(lambda x: jnp.sum(x * jax.nn.softmax(x)))(x)
 
 
 @gradients(whole=lambda w, x: jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w))
@@ -1324,16 +747,6 @@ def position_ids_of_one_block(x: f32["B/d L/t"]) -> i32["L/t"]:
     return jnp.arange(x.shape[1], dtype=jnp.int32)
 
 
-@blocks(whole=lambda x: jnp.linspace(0.0, 1.0, 16))
-def time_grid_of_one_block(x: f32["B/d L/t"]) -> f32["L/t"]:
-    return jnp.linspace(0.0, 1.0, x.shape[1])
-
-
-@blocks(whole=lambda x, table: table)
-def first_rows_of_a_replicated_table(x: f32["B/d L/t"], table: f32["L M"]) -> f32["L/t M"]:
-    return table[: x.shape[1]]
-
-
 @blocks(whole=lambda x: x + 1)
 def replicated_value_returned_as_sharded(x: f32["B M"]) -> f32["B M/t"]:
     return x + 1
@@ -1342,11 +755,6 @@ def replicated_value_returned_as_sharded(x: f32["B M"]) -> f32["B M/t"]:
 @blocks(whole=lambda x, y: x * y[:, None])
 def replicated_labels_cut_to_the_first_rows(x: f32["B/d M"], y: f32["B"]) -> f32["B/d M"]:
     return x * y[: x.shape[0], None]
-
-
-@blocks(whole=lambda x: jnp.eye(16))
-def identity_matrix_of_one_block(x: f32["M/d N"]) -> f32["M/d N"]:
-    return jnp.eye(*x.shape)
 
 
 @blocks(whole=lambda w: w[:8])
@@ -1360,16 +768,6 @@ def columns_of_a_replicated_weight(w: f32["M F"], x: f32["B/d M"]) -> f32["B/d F
     return x @ w[:, : w.shape[1] // lax.axis_size("t")]
 
 
-@blocks(whole=lambda x: jnp.ones(8) / 8)
-def uniform_weights_of_local_size(x: f32["B/d M"]) -> f32["B/d"]:
-    return jnp.ones(x.shape[0]) / x.shape[0]
-
-
-@blocks(whole=lambda g: jnp.sum(g, axis=0))
-def column_sums_declared_as_a_block(g: f32["M N"]) -> f32["N/t"]:
-    return jnp.sum(g, axis=0)[: g.shape[1] // lax.axis_size("t")]
-
-
 # ---- control flow -------------------------------------------------------------------------------------------------
 
 control = functools.partial(program, "control flow with a local predicate")
@@ -1378,11 +776,6 @@ control = functools.partial(program, "control flow with a local predicate")
 @control
 def branch_on_the_local_mean(x: f32["B/d M"]) -> f32["B/d M"]:
     return lax.cond(jnp.sum(x) > 0, jnp.tanh, jnp.cos, x)
-
-
-@control
-def branch_on_the_first_local_row(x: f32["B/d M"]) -> f32["B/d M"]:
-    return lax.cond(x[0, 1] > x[1, 1], lambda x: 2 * x, lambda x: x, x)
 
 
 @control
@@ -1397,12 +790,6 @@ def halving_until_the_local_norm_is_small(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
 
 
 @control
-def fixed_point_until_the_local_residual_is_small(x: f32["B/d M"]) -> f32["B/d M"]:
-    small = lambda y: jnp.max(jnp.abs(y - jnp.cos(y))) > 0.2
-    return lax.while_loop(small, jnp.cos, 3 * x)
-
-
-@control
 def as_many_steps_as_local_tokens(x: f32["B/d M"], mask: bool_["B/d"]) -> f32["B/d M"]:
     return lax.fori_loop(0, jnp.sum(mask), lambda _, x: 0.8 * x, x)
 
@@ -1414,29 +801,14 @@ def early_exit_when_local_rows_are_sure(x: f32["B/d M"]) -> f32["B/d M"]:
     return lax.while_loop(unsure, step, (0, x))[1]
 
 
-@control
-def select_by_a_local_condition(x: f32["B/d M"]) -> f32["B/d M"]:
-    return jnp.where(jnp.max(x) > jnp.max(-x), x, -x)
-
-
 @control(whole=jnp.sin)
 def another_function_on_each_device(x: f32["B/d M"]) -> f32["B/d M"]:
     return lax.switch(lax.axis_index("d") % 2, [jnp.sin, jnp.cos], x)
 
 
-@control(whole=lambda x: x)
-def first_device_scaled(x: f32["B/d M"]) -> f32["B/d M"]:
-    return x * jnp.where(lax.axis_index("d") == 0, 2.0, 1.0)
-
-
 @control(vma=False)
 def weights_halved_where_the_local_sum_is_positive(w: f32["M"], x: f32["B/d M"]) -> f32["M"]:
     return lax.cond(jnp.sum(x) > 0, lambda w: 0.5 * w, lambda w: w, w)
-
-
-@control(vma=False, whole=lambda x, w: w - (jnp.sum(x) > 0) * w)
-def step_skipped_on_some_replicas(x: f32["B/d"], w: f32["M"]) -> f32["M"]:
-    return jnp.where(jnp.sum(x) > 0, 0 * w, w)
 
 
 @control(whole=lambda x: x * 0.5 ** (jnp.max(x) > 0.8))
@@ -1488,12 +860,6 @@ indices = functools.partial(program, "local indices")
 def argmax_without_offset(x: f32["B/d V/t"]) -> i32["B/d"]:
     best = jnp.max(x, axis=1)
     return lax.pmax(jnp.where(best == lax.pmax(best, "t"), jnp.argmax(x, axis=1).astype(jnp.int32), 0), "t")
-
-
-@indices(whole=lambda x: lax.top_k(x, 2)[1])
-def top_k_of_gathered_logits_without_offset(x: f32["B/d V/t"]) -> i32["B/d 2"]:
-    gathered = [lax.all_gather(y, "t", axis=1, tiled=True, to="invarying") for y in lax.top_k(x, 2)]
-    return jnp.take_along_axis(gathered[1], lax.top_k(gathered[0], 2)[1], axis=1)
 
 
 @indices(vma=False, whole=lambda x: jnp.argsort(jnp.sum(x, axis=0)))
@@ -1548,45 +914,15 @@ def embedding_with_unshifted_ids(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B
 
 
 @indices(whole=lambda table, ids: table[ids])
-def embedding_shifted_but_not_masked(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
-    return lax.psum(jnp.take(table, ids - lax.axis_index("t") * table.shape[0], axis=0, mode="clip"), "t")
-
-
-@indices(whole=lambda table, ids: table[ids])
-def embedding_shifted_by_another_axis(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
-    own = ids - lax.axis_index("d") * table.shape[0]
-    found = (own >= 0) & (own < table.shape[0])
-    return lax.psum(jnp.where(found[:, None], jnp.take(table, own, axis=0, mode="clip"), 0.0), "t")
-
-
-@indices(whole=lambda table, ids: table[ids])
 def embedding_shifted_in_the_wrong_order_of_axes(table: f32["V/t/d M"], ids: i32["B"]) -> f32["B M"]:
     block = lax.axis_index("d") * lax.axis_size("t") + lax.axis_index("t")
     hit = jax.nn.one_hot(ids - block * table.shape[0], table.shape[0])
     return lax.psum(hit @ table, ("d", "t"))
 
 
-@indices(whole=lambda table, ids, g: jnp.zeros_like(table).at[ids].add(g))
-def embedding_gradient_scattered_by_unshifted_ids(
-    table: f32["V/t M"], ids: i32["B/d"], g: f32["B/d M"]
-) -> f32["V/t M"]:
-    return lax.psum(jnp.zeros_like(table).at[ids].add(g, mode="drop"), "d")
-
-
 @indices(whole=lambda x, ids: jnp.take_along_axis(x, ids[:, None, None] % 16, axis=1)[:, 0])
 def last_token_by_length_of_sharded_positions(x: f32["B/d L/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
     return lax.pmean(jnp.take_along_axis(x, ids[:, None, None] % x.shape[1], axis=1)[:, 0], "t")
-
-
-@indices(whole=lambda x, e: jax.ops.segment_sum(x, e % 8, num_segments=8))
-def segment_sum_of_local_rows(x: f32["T/d M"], e: i32["T/d"]) -> f32["E/d M"]:
-    return jax.ops.segment_sum(x, e % 8, num_segments=8)[: 8 // lax.axis_size("d")]
-
-
-@indices(whole=lambda x, p: x[p % 8])
-def rows_taken_by_global_indices(x: f32["B/d M"], p: i32["B"]) -> f32["B/d M"]:
-    n = x.shape[0]
-    return x[lax.dynamic_slice_in_dim(p, lax.axis_index("d") * n, n) % n]
 
 
 @indices

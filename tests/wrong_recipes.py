@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from right_programs import cross_entropy, offset, ring
+from right_programs import cross_entropy, ring
 from running import program, programs_of
 
 from shardlib.shardtypes import bool_, dtype_name, f32, i32
@@ -21,51 +21,10 @@ key = dtype_name("key")
 experts = functools.partial(program, "experts")
 
 
-def dispatch(expert, slots: int):
-    """Of each token: its expert and slot, zero where the expert has no slot left."""
-    hot = jax.nn.one_hot(expert % 8, 8)
-    slot = (jnp.cumsum(hot, axis=0) - 1) * hot
-    return hot[..., None] * jax.nn.one_hot(jnp.sum(slot, axis=1).astype(int), slots)[:, None]
-
-
-@experts(whole=lambda x, expert: jnp.einsum("tec,tm->ecm", dispatch(expert, 4), x))
-def capacity_of_each_device_for_that_of_the_batch(x: f32["T/d M"], expert: i32["T/d"]) -> f32["E 4 M"]:
-    return lax.psum(jnp.einsum("tec,tm->ecm", dispatch(expert, 4), x), "d")
-
-
-@experts
-def tokens_dropped_beyond_a_local_capacity(x: f32["T/d M"], expert: i32["T/d"]) -> f32["T/d M"]:
-    return x * dispatch(expert, 2).sum(axis=(1, 2))[:, None]
-
-
-@experts(whole=lambda x, w, e: jnp.einsum("tm,tmf->tf", x, w[e % 8]))
-def expert_weights_by_global_number(x: f32["T/d M"], w: f32["E/t M F"], e: i32["T/d"]) -> f32["T/d F"]:
-    return lax.pmean(jnp.einsum("tm,tmf->tf", x, w[e % w.shape[0]]), "t")
-
-
-@experts(whole=lambda x, w, e: jnp.einsum("tm,emf,te->tf", x, w, jax.nn.one_hot(e % 8, 8)))
-def experts_masked_by_their_number_in_the_block(x: f32["T/d M"], w: f32["E/t M F"], e: i32["T/d"]) -> f32["T/d F"]:
-    hot = jax.nn.one_hot(e % 8, w.shape[0])
-    return lax.psum(jnp.einsum("tm,emf,te->tf", x, w, hot), "t")
-
-
-@experts(whole=lambda x, w: jnp.einsum("ecm,emf->ecf", x, w))
-def experts_exchanged_along_the_tokens_too(x: f32["E T/t M"], w: f32["E/t M F"]) -> f32["E T/t F"]:
-    x = lax.all_to_all(x, "t", split_axis=1, concat_axis=0, tiled=True)
-    y = jnp.einsum("ecm,emf->ecf", x[: w.shape[0]], w)
-    return lax.all_to_all(jnp.tile(y, (lax.axis_size("t"), 1, 1)), "t", split_axis=0, concat_axis=1, tiled=True)[:8]
-
-
 @experts(whole=lambda x, w: jnp.einsum("ecm,emf->ecf", x, w))
 def experts_not_sent_back(x: f32["E T/t M"], w: f32["E/t M F"]) -> f32["E T/t F"]:
     y = jnp.einsum("ecm,emf->ecf", lax.all_to_all(x, "t", split_axis=0, concat_axis=1, tiled=True), w)
     return y.reshape(8, -1, y.shape[2])
-
-
-@experts(whole=lambda p, w: p / jnp.sum(p, axis=1, keepdims=True) @ w)
-def gates_normalized_over_local_experts(p: f32["T/d E/t"], w: f32["E/t M"]) -> f32["T/d M"]:
-    p, w = jnp.exp(p), w
-    return lax.psum(p / jnp.sum(p, axis=1, keepdims=True) @ w, "t")
 
 
 @experts(whole=lambda p: jnp.where(p >= lax.top_k(p, 2)[0][:, 1:], p, 0.0))
@@ -84,12 +43,6 @@ def expert_loads_over_all_devices_twice(e: i32["T/d"]) -> f32["E"]:
     return lax.psum(jnp.zeros(8).at[e % 8].add(1.0) / 16, ("d", "t"))
 
 
-@experts(whole=lambda x, e: jnp.zeros((8, 16)).at[e % 8].add(x))
-def tokens_scattered_to_experts_of_one_block(x: f32["T/d M"], e: i32["T/d"]) -> f32["E/t M"]:
-    n = 8 // lax.axis_size("t")
-    return lax.psum(jnp.zeros((n, 16)).at[e % n].add(x), "d")
-
-
 # ---- attention and positions --------------------------------------------------------------------------------------
 
 attention = functools.partial(program, "attention and positions")
@@ -99,24 +52,11 @@ def attend(q, k, v, mask=True):
     return jax.nn.softmax(jnp.where(mask, q @ k.swapaxes(-1, -2), -1e9)) @ v
 
 
-@attention(whole=lambda q, k, v: attend(q, k, v, jnp.tri(16, dtype=bool)), axes=("d", "c"))
-def context_parallel_attention_with_local_positions(
-    q: f32["B/d L/c D"], k: f32["B/d S/c D"], v: f32["B/d S/c D"]
-) -> f32["B/d L/c D"]:
-    k, v = (lax.all_gather(x, "c", axis=1, tiled=True) for x in (k, v))
-    return attend(q, k, v, jnp.arange(q.shape[1])[:, None] >= jnp.arange(16))
-
-
 @attention(whole=lambda q, k, v, ids: attend(q, k, v, ids[:, :, None] == ids[:, None]), axes=("d", "c"))
 def documents_of_queries_compared_with_local_ones(
     q: f32["B/d L/c D"], k: f32["B/d L/c D"], v: f32["B/d L/c D"], ids: i32["B/d L/c"]
 ) -> f32["B/d L/c D"]:
     return attend(q, k, v, ids[:, :, None] == ids[:, None])
-
-
-@attention(whole=lambda ids: jnp.cumsum(ids[:, 1:] != ids[:, :-1], axis=1), axes=("d", "c"))
-def documents_numbered_in_each_block(ids: i32["B/d L/c"]) -> i32["B/d L/c"]:
-    return jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)
 
 
 @attention(whole=lambda q, k, v: attend(q, k, v), axes=("d", "c"))
@@ -128,39 +68,6 @@ def ring_attention_without_rescaling(q: f32["B/d L/c D"], k: f32["B/d S/c D"], v
     return total / lax.axis_size("c")
 
 
-@attention(whole=lambda q, k, v: attend(q, k, v), axes=("d", "c"))
-def keys_gathered_and_values_not(q: f32["B/d L/c D"], k: f32["B/d S/c D"], v: f32["B/d S/c D"]) -> f32["B/d L/c D"]:
-    k = lax.all_gather(k, "c", axis=1, tiled=True)
-    return jax.nn.softmax(q @ k.swapaxes(1, 2))[..., : v.shape[1]] @ v
-
-
-@attention(whole=lambda q, k, v: attend(q, k, v))
-def keys_gathered_into_the_heads(q: f32["B/d L/t D"], k: f32["B/d S/t D"], v: f32["B/d S/t D"]) -> f32["B/d L/t D"]:
-    k, v = (lax.all_gather(x, "t", axis=2, tiled=True) for x in (k, v))
-    return attend(q, k[..., :4], v[..., :4])
-
-
-@attention(whole=lambda q, k, v: attend(q, k, v))
-def blocks_of_keys_stacked_behind_the_batch(
-    q: f32["B/d L/t D"], k: f32["B/d S/t D"], v: f32["B/d S/t D"]
-) -> f32["B/d L/t D"]:
-    k, v = (lax.all_gather(x, "t").reshape(x.shape[0], -1, x.shape[2]) for x in (k, v))
-    return attend(q, k, v)
-
-
-@attention(whole=lambda q, k, v: attend(q, k, v))
-def attention_averaged_over_blocks_of_keys(
-    q: f32["B/d L D"], k: f32["B/d S/t D"], v: f32["B/d S/t D"]
-) -> f32["B/d L D"]:
-    return lax.pmean(attend(q, k, v), "t")
-
-
-@attention(whole=lambda s, v: jax.nn.softmax(s) @ v)
-def sums_and_maxima_reduced_over_other_axes(s: f32["B/d L S/t"], v: f32["B/d S/t D"]) -> f32["B/d L D"]:
-    p = jnp.exp(s - lax.pmax(jnp.max(s, axis=-1, keepdims=True), "t"))
-    return lax.psum(p @ v, "t") / lax.psum(jnp.sum(p, axis=-1, keepdims=True), ("d", "t"))
-
-
 @attention(whole=lambda q, k: jnp.einsum("blkd,bsgd->bkls", q, jnp.repeat(k, 2, axis=2)))
 def query_heads_paired_with_keys_of_all_heads(q: f32["B/d L T/t D"], k: f32["B/d S K D"]) -> f32["B/d T/t L S"]:
     n = q.shape[2] // 2
@@ -170,11 +77,6 @@ def query_heads_paired_with_keys_of_all_heads(q: f32["B/d L T/t D"], k: f32["B/d
 @attention(whole=lambda x: x * jnp.cos(jnp.arange(16)))
 def positions_offset_by_the_number_of_devices(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     return x * jnp.cos(jnp.arange(x.shape[1]) + lax.axis_size("t"))
-
-
-@attention(whole=lambda x: x * jnp.cos(jnp.arange(16)))
-def positions_interleaved_between_devices(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
-    return x * jnp.cos(jnp.arange(x.shape[1]) * lax.axis_size("t") + lax.axis_index("t"))
 
 
 @attention(whole=lambda x: x * jnp.cos(jnp.arange(16)))
@@ -206,18 +108,6 @@ def last_position_looked_up_in_each_block(x: f32["B/d L/t"], lengths: i32["B/d"]
     return lax.psum(jnp.where(found, x[jnp.arange(x.shape[0]), jnp.minimum(lengths, n - 1)], 0.0), "t")
 
 
-@attention(whole=lambda x, w: x + w * jnp.pad(x[:, :-2], ((0, 0), (2, 0))))
-def halo_of_one_for_a_window_of_two(x: f32["B/d L/t"], w: f32["B/d 1"]) -> f32["B/d L/t"]:
-    last = lax.ppermute(x[:, -1:], "t", [(i, i + 1) for i in range(lax.axis_size("t") - 1)])
-    return x + w * jnp.concatenate([last, last, x[:, :-2]], axis=1)
-
-
-@attention(whole=lambda x: jnp.where(jnp.arange(16) == 0, 9.0, x))
-def first_entry_replaced_on_the_first_device_of_another_axis(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
-    is_first = (lax.axis_index("d") == 0) & (jnp.arange(x.shape[1]) == 0)
-    return jnp.where(is_first, 9.0, x)
-
-
 # ---- losses and gradients -----------------------------------------------------------------------------------------
 
 losses = functools.partial(program, "losses and gradients")
@@ -229,23 +119,8 @@ def loss_divided_by_tokens_of_one_axis(x: f32["B/d L/t V"], ids: i32["B/d L/t"])
 
 
 @losses(whole=lambda x, m: jnp.sum(x * m) / jnp.sum(m), vma=False)
-def masked_loss_over_the_mask_of_its_own_block(x: f32["B/d L/t"], m: bool_["B/d L/t"]) -> f32[""]:
-    return lax.psum(jnp.sum(x * m), ("d", "t")) / jnp.maximum(lax.psum(jnp.sum(m), "t"), 1)
-
-
-@losses(whole=lambda x, m: jnp.sum(x * m) / jnp.sum(m), vma=False)
 def masked_loss_over_the_mean_of_counts(x: f32["B/d L/t"], m: bool_["B/d L/t"]) -> f32[""]:
     return lax.pmean(jnp.sum(x * m), ("d", "t")) / lax.pmean(jnp.sum(m), "d")
-
-
-@losses(whole=lambda x, m: jnp.mean(jnp.sum(x * m, axis=1) / (1 + jnp.sum(m, axis=1))))
-def rows_averaged_before_their_sums_are_whole(x: f32["B/d L/t"], m: bool_["B/d L/t"]) -> f32[""]:
-    return lax.pmean(lax.psum(jnp.mean(jnp.sum(x * m, axis=1) / (1 + jnp.sum(m, axis=1))), "t"), "d")
-
-
-@losses(whole=lambda x, y: jnp.mean((x - 9 * y.mean()) ** 2))
-def target_mean_over_one_axis_of_two(x: f32["B/d L/t"], y: f32["B/d L/t"]) -> f32[""]:
-    return lax.pmean(jnp.mean((x - 9 * lax.pmean(y.mean(), "d")) ** 2), ("d", "t"))
 
 
 @losses(whole=lambda x: jnp.std(x, axis=0))
@@ -253,19 +128,9 @@ def deviation_from_mean_squares_of_blocks(x: f32["B/d M"]) -> f32["M"]:
     return jnp.sqrt(lax.pmean(jnp.mean(x * x, axis=0), "d") - lax.pmean(jnp.mean(x, axis=0) ** 2, "d"))
 
 
-@losses(whole=lambda x: jnp.log(jnp.sum(jnp.exp(x), axis=1)))
-def logsumexp_of_summed_logsumexps(x: f32["B/d V/t"]) -> f32["B/d"]:
-    return jax.nn.logsumexp(lax.psum(jax.nn.logsumexp(x, axis=1)[:, None], "t"), axis=1)
-
-
 @losses(whole=lambda x: jnp.prod(x, axis=1))
 def product_of_a_block_summed(x: f32["B/d L/t"]) -> f32["B/d"]:
     return lax.psum(jnp.prod(x, axis=1), "t")
-
-
-@losses(whole=lambda a, b: jnp.mean(jax.nn.relu(1 - a @ b.T)), vma=False)
-def margin_to_negatives_of_another_axis(a: f32["B/d M"], b: f32["R/t M"]) -> f32[""]:
-    return lax.pmean(jnp.mean(jax.nn.relu(1 - a @ b.T)), "d")
 
 
 @losses(whole=lambda a, b: jnp.diag(a @ b.T))
@@ -278,32 +143,12 @@ def square(w, x):
     return jnp.sum(jnp.square(x @ w))
 
 
-@losses(whole=jax.grad(square), vma=False)
-def unchecked_gradient_through_a_mean_over_devices(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    return lax.psum(jax.grad(lambda w: lax.pmean(square(w, x), "d"))(w), ("d", "t"))
-
-
-@losses(whole=jax.grad(square), vma=False)
-def unchecked_gradient_summed_over_the_wrong_axis(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
-    return lax.psum(jax.grad(square)(w, x), "t")
-
-
-@losses(whole=jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)), vma=False)
-def unchecked_gradient_of_a_gathered_product(w: f32["M/t N"], x: f32["B M"]) -> f32["M/t N"]:
-    return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ lax.all_gather(w, "t", tiled=True)) ** 2))(w)
-
-
 @jax.custom_vjp
 def summed(x):
     return lax.psum(x, "t")
 
 
 summed.defvjp(lambda x: (summed(x), None), lambda _, g: (lax.psum(g, "t"),))
-
-
-@losses(whole=jax.grad(lambda x: jnp.sum(jnp.sin(x.sum(axis=1)))), vma=False)
-def custom_gradient_of_a_psum_is_a_psum(x: f32["B/d F/t"]) -> f32["B/d F/t"]:
-    return jax.grad(lambda x: jnp.sum(jnp.sin(summed(x.sum(axis=1)))))(x)
 
 
 @jax.custom_vjp
@@ -330,32 +175,9 @@ def _(primals, tangents):
     return scaled(x), v / jnp.sum(x * x)
 
 
-@losses(whole=lambda x, v: v / jnp.sum(x * x))
-def custom_tangent_by_a_local_norm(x: f32["B/d"], v: f32["B/d"]) -> f32["B/d"]:
-    return jax.jvp(scaled, (x,), (v,))[1]
-
-
-@losses(whole=jax.grad(lambda x: jnp.sum(jnp.exp(x) / jnp.sum(jnp.exp(x)) * jnp.arange(16.0))))
-def gradient_with_a_stopped_normalizer(x: f32["V/t"]) -> f32["V/t"]:
-    where = offset("t", x.shape[0]) + jnp.arange(x.shape[0])
-    total = lambda x: lax.stop_gradient(lax.psum(jnp.sum(jnp.exp(x)), "d"))
-    return jax.grad(lambda x: jnp.sum(jnp.exp(x) / total(x) * where))(x)
-
-
 @losses(whole=lambda w, x: jax.hessian(lambda w: jnp.mean((x @ w) ** 2))(w))
 def hessian_of_local_rows_summed(w: f32["M"], x: f32["B/d M"]) -> f32["M M"]:
     return lax.psum(jax.hessian(lambda w: jnp.mean((x @ w) ** 2))(lax.pcast(w, "d", to="varying")), "d")
-
-
-@losses(whole=lambda w, x: jnp.sum(jax.vmap(lambda x: jax.grad(lambda w: jnp.sin(x @ w))(w) ** 2)(x), axis=0))
-def squares_of_summed_gradients_for_sums_of_squares(w: f32["M"], x: f32["B/d M"]) -> f32["M"]:
-    per_row = jax.vmap(lambda x: jax.grad(lambda w: jnp.sin(x @ w))(lax.pcast(w, "d", to="varying")))(x)
-    return lax.psum(jnp.sum(per_row, axis=0) ** 2, "d")
-
-
-@losses(whole=lambda g: jax.vmap(lambda g: g / jnp.maximum(1.0, jnp.linalg.norm(g)))(g))
-def gradients_of_rows_clipped_by_blocks(g: f32["B/d M/t"]) -> f32["B/d M/t"]:
-    return jax.vmap(lambda g: g / jnp.maximum(1.0, jnp.linalg.norm(g)))(g)
 
 
 @losses(whole=lambda x, w: jnp.mean(jax.checkpoint(jnp.tanh)(x @ w)))
@@ -363,19 +185,9 @@ def rematerialized_layer_of_a_partial_product(x: f32["B/d F/t"], w: f32["F/t M"]
     return lax.pmean(lax.psum(jnp.mean(jax.checkpoint(jnp.tanh)(x @ w)), "t"), "d")
 
 
-@losses(whole=lambda x: jnp.mean(jax.jit(jax.nn.softmax)(x)[:, 0]))
-def softmax_within_a_jitted_function(x: f32["B V/t"]) -> f32[""]:
-    return lax.pmean(jnp.mean(jax.jit(jax.nn.softmax)(x)[:, 0]), "t")
-
-
 # ---- optimizers, statistics, quantization -------------------------------------------------------------------------
 
 states = functools.partial(program, "optimizer states and statistics")
-
-
-@states(whole=lambda m, g: 0.9 * m + 0.1 * g.sum(0))
-def momentum_added_before_the_sum(m: f32["M"], g: f32["B/d M"]) -> f32["M"]:
-    return lax.psum(0.9 * m + 0.1 * g.sum(axis=0), "d")
 
 
 @states(whole=lambda v, g: 0.9 * v + 0.1 * g.sum(0) ** 2)
@@ -383,30 +195,9 @@ def second_moment_of_unsummed_gradients(v: f32["M"], g: f32["B/d M"]) -> f32["M"
     return 0.9 * v + 0.1 * lax.psum(g.sum(axis=0) ** 2, "d")
 
 
-@states(whole=lambda w, ema: 0.9 * ema + 0.1 * w)
-def average_of_gathered_and_local_weights(w: f32["M/d"], ema: f32["M"]) -> f32["M"]:
-    return 0.9 * ema + 0.1 * lax.psum(jnp.pad(w, (0, 16 - w.shape[0])), "d")
-
-
-@states(whole=lambda w, g: w - 0.1 * g / (1e-6 + jnp.sqrt(jnp.mean(g * g, axis=0))))
-def per_column_scale_of_local_rows(w: f32["M/d F"], g: f32["M/d F"]) -> f32["M/d F"]:
-    return w - 0.1 * g / (1e-6 + jnp.sqrt(lax.pmean(jnp.mean(g * g, axis=0), "t")))
-
-
 @states(whole=lambda w: w / jnp.max(jnp.abs(w), axis=0))
 def columns_scaled_by_the_maximum_of_another_axis(w: f32["M/d F/t"]) -> f32["M/d F/t"]:
     return w / lax.pmax(jnp.max(jnp.abs(w), axis=0), "t")
-
-
-@states(whole=lambda w: jnp.round(w / jnp.max(jnp.abs(w.reshape(2, -1)), axis=1).repeat(8) * 7))
-def scales_of_groups_counted_on_a_device(w: f32["M/d"]) -> f32["M/d"]:
-    scale = jnp.max(jnp.abs(w.reshape(2, -1)), axis=1)
-    return jnp.round(w / jnp.repeat(scale, w.shape[0] // 2) * 7)
-
-
-@states(whole=lambda w: w * (jnp.abs(w) >= jnp.sort(jnp.abs(w), axis=0)[8]))
-def pruning_by_a_local_threshold(w: f32["M/d F"]) -> f32["M/d F"]:
-    return w * (jnp.abs(w) >= jnp.sort(jnp.abs(w), axis=0)[w.shape[0] // 2])
 
 
 @states(whole=lambda g: jnp.linalg.qr(g)[0])
@@ -419,33 +210,9 @@ def system_solved_block_by_block(a: f32["L/t M"], b: f32["L/t"]) -> f32["L/t"]:
     return jnp.linalg.solve(a @ a.T + 9 * jnp.eye(a.shape[0]), b)
 
 
-@states(
-    whole=lambda a, b: lax.linalg.triangular_solve(jnp.eye(16) + 0.1 * jnp.tril(a, -1), b, left_side=True, lower=True)
-)
-def substitution_of_sharded_columns(a: f32["L M/t"], b: f32["L D"]) -> f32["L D"]:
-    a = jnp.eye(16) + 0.1 * lax.psum(jnp.pad(jnp.tril(a, -1), ((0, 0), (0, 16 - a.shape[1]))), "t")
-    return lax.linalg.triangular_solve(a, b, left_side=True, lower=True)
-
-
 @states(whole=lambda a: jnp.linalg.inv(jnp.eye(16) + 0.1 * a))
 def inverse_of_each_block_of_rows(a: f32["L/t S"]) -> f32["L/t S"]:
     return jnp.linalg.pinv(a).T
-
-
-@states(whole=lambda x: jnp.linalg.norm(x, ord=1, axis=0))
-def largest_column_sum_of_blocks(x: f32["M/d F"]) -> f32["F"]:
-    return lax.pmax(jnp.sum(jnp.abs(x), axis=0), "d")
-
-
-@states(whole=lambda x: jnp.quantile(x, 0.5, axis=0))
-def median_as_the_mean_of_medians(x: f32["B/d M"]) -> f32["M"]:
-    return lax.pmean(jnp.median(x, axis=0), "d")
-
-
-@states(whole=lambda x: jnp.sum(jnp.histogram(x, bins=4, range=(-2.0, 2.0))[0] ** 2))
-def squared_histogram_of_blocks(x: f32["B/d"]) -> f32[""]:
-    counts = jnp.sum(jax.nn.one_hot(jnp.floor(x + 2).astype(int), 4), axis=0)
-    return lax.psum(jnp.sum(counts**2), "d")
 
 
 @states(whole=lambda g: jnp.sqrt(jnp.sum(g**2, axis=0)) + jnp.sum(jnp.abs(g), axis=0))
@@ -478,19 +245,9 @@ def bits_of_a_block_by_their_minimum(x: i32["B/d F/t"]) -> i32["B/d"]:
 layouts = functools.partial(program, "axes, shapes and layouts")
 
 
-@layouts(whole=lambda x: x.reshape(8, 16, 16))
-def minor_dim_split_off_a_merged_one(x: f32["B L V/t"]) -> f32["B L V/t"]:
-    return x.reshape(-1, x.shape[1] * x.shape[2]).reshape(x.shape[0], x.shape[2], x.shape[1]).swapaxes(1, 2) * 1.0
-
-
 @layouts(whole=lambda x: x.transpose(0, 2, 1).reshape(8, -1))
 def heads_transposed_and_merged_as_the_minor_dim(x: f32["B/d K/t L"]) -> f32["B/d 128/t"]:
     return x.transpose(0, 2, 1).reshape(x.shape[0], -1)
-
-
-@layouts(whole=lambda x: jnp.stack([x, 2 * x], axis=1).reshape(16, 16))
-def blocks_interleaved_with_a_copy_behind(x: f32["B/d M"]) -> f32["T/d M"]:
-    return jnp.concatenate([x, 2 * x], axis=0)
 
 
 @layouts(whole=lambda x: x.reshape(4, 2, 16).swapaxes(0, 1).reshape(8, 16))
@@ -540,25 +297,10 @@ def strided_convolution_over_sharded_rows(x: f32["B 1 T/t W"], k: f32["1 1 3 3"]
     return lax.conv(x, k, (2, 2), "SAME")
 
 
-@layouts(whole=lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 4), (1, 4), "VALID"))
-def pooling_across_ends_of_blocks(x: f32["B/d F/t"]) -> f32["B/d K/t"]:
-    return lax.reduce_window(jnp.roll(x, 1, axis=1), 0.0, lax.add, (1, 4), (1, 4), "VALID")
-
-
 @layouts(whole=lambda w: w + w.T, axes=("t",))
 def symmetrized_with_its_own_block(w: f32["M/t N"]) -> f32["M/t N"]:
     n = w.shape[0]
     return w + jnp.pad(w[:, :n].T, ((0, 0), (0, 16 - n)))
-
-
-@layouts(whole=lambda x: jnp.take(x, jnp.array([3, 1, 2, 0]), axis=1), vma=False)
-def entries_chosen_by_global_numbers(x: f32["B/d F/t"]) -> f32["B/d 4"]:
-    return jnp.take(x, jnp.array([3, 1, 2, 0]), axis=1)
-
-
-@layouts(whole=lambda x, i: x.at[i].set(0.0))
-def entries_cleared_in_each_block(x: f32["L/t M"], i: i32["4"]) -> f32["L/t M"]:
-    return x.at[i % x.shape[0]].set(0.0)
 
 
 @layouts(whole=lambda x: jnp.tensordot(x, x, axes=((0, 1), (0, 1))), vma=False)

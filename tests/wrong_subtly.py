@@ -44,13 +44,6 @@ def looked_up_one_entry_further(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"
 
 
 @masks(whole=lambda table, ids: table[ids])
-def looked_up_one_entry_after_a_clip(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"]:
-    own, found = own_and_found(table, ids)
-    clipped = jnp.clip(own, 0, table.shape[0] - 1) + 1
-    return lax.psum(jnp.where(found, jnp.take(table, clipped, mode="clip"), 0.0), "t")
-
-
-@masks(whole=lambda table, ids: table[ids])
 def clipped_to_half_of_the_block(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"]:
     own, found = own_and_found(table, ids)
     clipped = jnp.clip(own, 0, table.shape[0] // 2 - 1)
@@ -116,26 +109,11 @@ def masked_by_ones(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"]:
     return lax.psum(jnp.where(found, jnp.take(table, own, mode="clip"), 1.0), "t")
 
 
-@masks(whole=lambda table, ids: table[ids])
-def mask_averaged_instead_of_summed(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"]:
-    own, found = own_and_found(table, ids)
-    return lax.pmean(jnp.where(found, jnp.take(table, own, mode="clip"), 0.0), "t")
-
-
 @masks(whole=lambda x, w, ids: jnp.where((ids >= 0) & (ids < 16), x @ w, 0.0))
 def partial_sum_masked_over_its_own_axis(x: f32["B/d F/t"], w: f32["F/t"], ids: i32["B/d"]) -> f32["B/d"]:
     own = ids - lax.axis_index("t") * (16 // lax.axis_size("t"))
     found = (own >= 0) & (own < 16 // lax.axis_size("t"))
     return lax.psum(jnp.where(found, x @ w, 0.0), "t")
-
-
-@masks(whole=lambda table, ids, x, w: jnp.zeros(16).at[ids].add(x @ w))
-def partial_sum_scattered_by_clipped_ids(
-    table: f32["V/t"], ids: i32["B/d"], x: f32["B/d F/t"], w: f32["F/t"]
-) -> f32["V/t"]:
-    own, _ = own_and_found(table, ids)
-    own = jnp.clip(own, 0, table.shape[0] - 1)
-    return lax.psum(jnp.zeros_like(table).at[own].add(x @ w), "d")
 
 
 @masks(whole=lambda table, ids, others, g: jnp.zeros(16).at[ids].add(g))
@@ -199,14 +177,6 @@ def start_of_a_block_clipped(table: f32["L M"], start: f32["L/t"]) -> f32["L/t M
     return lax.dynamic_slice_in_dim(table, jnp.minimum(lax.axis_index("t") * n, n // 2), n)
 
 
-@masks(whole=lambda table, ids, g: jnp.zeros(16).at[ids].add(g))
-def masked_updates_summed_before_the_scatter(table: f32["V/t"], ids: i32["B/d"], g: f32["B/d"]) -> f32["V/t"]:
-    own, found = own_and_found(table, ids)
-    own = jnp.clip(own, 0, table.shape[0] - 1)
-    g = lax.psum(jnp.where(found, g, 0.0), "t")
-    return lax.psum(jnp.zeros_like(table).at[own].add(g), "d")
-
-
 @masks(whole=lambda table, ids, others: jnp.where(ids < 16, table[ids, 0] + table[others, 0], 0))
 def vectors_carried_from_another_index(table: f32["V/t 4"], ids: i32["B/d"], others: i32["B/d"]) -> f32["B/d"]:
     own, found = own_and_found(table, ids)
@@ -250,11 +220,6 @@ def scaled_entries_multiplied_by_scaled_ones(x: f32["M"], v: f32["M"]) -> f32["M
 # ---- positions ----------------------------------------------------------------------------------------------------
 
 positions = functools.partial(program, "positions that do not add up")
-
-
-@positions
-def positions_counted_from_a_local_size(x: f32["B/d M"]) -> f32["B/d M"]:
-    return x * (jnp.arange(16) + x.shape[0])
 
 
 @positions(whole=lambda x: x)
@@ -338,13 +303,6 @@ def argmax_where_the_maximum_is_its_index(x: i32["B/d V/t"]) -> i32["B/d"]:
     return lax.pmin(jnp.where(jnp.max(x, axis=-1) == own, own, 2**30), "t")
 
 
-@positions(whole=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
-def argmax_where_twice_the_maximum_is(x: f32["B/d V/t"]) -> i32["B/d"]:
-    best = jnp.max(x, axis=-1)
-    own = offset("t", x.shape[-1]) + jnp.argmax(x, axis=-1).astype(jnp.int32)
-    return lax.pmin(jnp.where(best == lax.psum(lax.pmax(best, "t"), "t"), own, 2**30), "t")
-
-
 @positions(whole=lambda x, i: x * jnp.where(i[0] > 7, jnp.arange(16), 0).sum())
 def zeros_or_positions_summed(x: f32["M"], i: i32["4"]) -> f32["M"]:
     chosen = lax.cond(i[0] > 7, lambda: jnp.arange(16), lambda: jnp.zeros(16, jnp.int32))
@@ -396,17 +354,6 @@ def sum_along_another_dim_for_small_blocks(x: f32["B/d M L"]) -> f32["B/d 16"]:
     return jnp.sum(x, axis=1 if x.shape[0] > 4 else 2)
 
 
-@numbers(whole=lambda x: jnp.sum((jnp.sum(x, axis=1) != 0).astype(jnp.float32)))
-def truth_of_a_partial_sum(x: f32["B/d F/t"]) -> f32[""]:
-    truth = lax.convert_element_type(lax.convert_element_type(jnp.sum(x, axis=1), jnp.bool_), jnp.float32)
-    return lax.psum(jnp.sum(truth), ("d", "t"))
-
-
-@numbers(whole=lambda ids: jnp.sum(ids, axis=1) // 3)
-def partial_sum_of_integers_divided(ids: i32["B/d L/t"]) -> i32["B/d"]:
-    return lax.psum(lax.div(jnp.sum(ids, axis=1), jnp.int32(3)), "t")
-
-
 @numbers(whole=lambda x: jnp.max(x, axis=1).astype(jnp.uint32) % 16)
 def maximum_taken_of_wrapped_integers(x: f32["B/d V/t"]) -> i32["B/d"]:
     small = lax.convert_element_type(jnp.round(100 * x).astype(jnp.int32), jnp.int32)
@@ -444,11 +391,6 @@ def approximate_best_of_sharded_rows(x: f32["B/d M"]) -> f32["8/d M"]:
 rows = functools.partial(program, "own rows and whole windows")
 
 
-@rows(whole=lambda x: lax.map(lambda row: row - row.mean(), x), vma=False)
-def sum_over_devices_of_mapped_rows(x: f32["B/d M"]) -> f32["B/d M"]:
-    return lax.map(lambda row: row - lax.pmean(row, "d").mean(), x)
-
-
 @rows(whole=lambda x, y: jnp.max(y @ x.T, axis=0))
 def largest_product_of_each_row_with_own_rows(x: f32["B/d M"], y: f32["T/d M"]) -> f32["B/d"]:
     return lax.map(lambda row: jnp.max(y @ row), x)
@@ -484,11 +426,6 @@ def start_of_a_sum_counted_by_each_device(x: f32["B/d M"], w: f32["M"]) -> f32["
     return lax.psum(over_rows(jnp.add, w, x), "d")
 
 
-@rows(whole=lambda x: functools.reduce(lambda total, row: 0.5 * total + row, x))
-def average_that_moves_along_own_rows(x: f32["B/d M"]) -> f32["M"]:
-    return lax.psum(over_rows(lambda total, row: 0.5 * total + row, jnp.zeros(x.shape[1]), x), "d")
-
-
 @rows(whole=lambda x: 255 * x[0])
 def sum_doubled_at_each_row(x: f32["B/d"]) -> f32[""]:
     return lax.psum(over_rows(lambda total, row: total + total, jnp.ones(()), x) + 0 * x.sum(), "d")
@@ -504,42 +441,6 @@ def sum_of_products_with_own_rows(x: f32["B/d M"], y: f32["T/d M"]) -> f32[""]:
     return lax.psum(over_rows(lambda total, row: total + jnp.sum(jnp.exp(y @ row)), jnp.zeros(()), x), "d")
 
 
-@rows(whole=lambda x: x[::2].sum() - 2 * x[1::2].sum())
-def sums_that_change_places_at_each_row(x: f32["B/d"]) -> f32[""]:
-    def step(carry, row):
-        return (carry[1] + row, carry[0] - 2 * row), None
-
-    zero = lax.pcast(jnp.zeros(()), "d", to="varying")
-    a, b = lax.scan(step, (zero, zero), x)[0]
-    return lax.psum(a + 3 * b, "d")
-
-
-@rows(whole=lambda x: jnp.concatenate([0 * x[:1], jnp.cumsum(x[:-1], axis=0)]))
-def sums_before_each_of_own_rows(x: f32["B/d M"]) -> f32["B/d M"]:
-    zero = lax.pcast(jnp.zeros(x.shape[1]), "d", to="varying")
-    return lax.scan(lambda total, row: (total + row, total), zero, x)[1]
-
-
-@rows(whole=lambda x: jnp.tanh(x.sum(axis=0)))
-def sum_of_blocks_before_the_sum_along_them(x: f32["B/d M"]) -> f32["M"]:
-    return jnp.tanh(lax.psum(x, "d")).sum(axis=0)
-
-
-@rows(whole=lambda x, y: (x * y[:, None]).sum(axis=0))
-def sum_of_blocks_times_a_block(x: f32["B/d M"], y: f32["B/d"]) -> f32["M"]:
-    return lax.psum((lax.psum(x, "d") * y[:, None]).sum(axis=0), "d") / lax.axis_size("d")
-
-
-@rows(whole=lambda x: x.sum(axis=0))
-def sum_of_blocks_and_sum_along_them_and_again(x: f32["B/d M"]) -> f32["M"]:
-    return lax.psum(lax.psum(x, "d").sum(axis=0), "d")
-
-
-@rows(whole=lambda x: x.max(axis=0))
-def largest_of_a_sum_of_blocks(x: f32["B/d M"]) -> f32["M"]:
-    return lax.psum(x, "d").max(axis=0)
-
-
 @rows(whole=lambda x, y: jnp.sum(x) + jnp.sum(y))
 def sum_of_blocks_with_a_block_added(x: f32["B/d"], y: f32["B/d"]) -> f32[""]:
     return lax.psum((lax.psum(x, "d") + y).sum(), "d")
@@ -548,11 +449,6 @@ def sum_of_blocks_with_a_block_added(x: f32["B/d"], y: f32["B/d"]) -> f32[""]:
 @rows(whole=lambda x: jnp.sum(x.astype(jnp.int32)))
 def sum_of_blocks_rounded_before_the_sum(x: f32["B/d"]) -> i32[""]:
     return lax.psum(3 * x, "d").astype(jnp.int32).sum()
-
-
-@rows(whole=lambda x: x.sum(axis=0))
-def sum_of_blocks_carried_by_a_loop(x: f32["B/d M"]) -> f32["M"]:
-    return lax.fori_loop(0, 2, lambda _, y: jnp.abs(y), lax.psum(x, "d")).sum(axis=0)
 
 
 @rows(whole=lambda table, ids: table[ids])
@@ -603,13 +499,6 @@ def matrices_cut_by_their_rows_factored(x: f32["R/t 8/d 8"]) -> f32["R/t 8/d 8"]
     return jnp.linalg.qr(x)[0]
 
 
-@rows(whole=lambda a, x: jax.scipy.linalg.solve_triangular(a + 3 * jnp.eye(8), x, lower=True))
-def triangular_system_of_each_block(a: f32["8 8/d"], x: f32["8/d L"]) -> f32["8/d L"]:
-    n = x.shape[0]
-    own = lax.dynamic_slice_in_dim(a, offset("d", n), n) + 3 * jnp.eye(n)
-    return jax.scipy.linalg.solve_triangular(own, x, lower=True)
-
-
 @numbers(whole=lambda x: x * 3.0, vma=False)
 def rounding_amplified(x: f32["M"]) -> f32["M"]:
     return (x * (1 + 4e-6 * lax.axis_size("t")) - x) * 2.5e5
@@ -636,12 +525,6 @@ def number_too_large_for_its_type(x: f32["M"]) -> f32["M"]:
     return lax.psum(x * scale, "t")
 
 
-@numbers(whole=lambda x: 2 * x)
-def branch_on_rounding(x: f32["M"]) -> f32["M"]:
-    is_seven = jnp.floor(jnp.float32(0.7) * 10) == 7
-    return jnp.where(is_seven, lax.psum(x, "t"), x) * 1.0
-
-
 @numbers(whole=lambda x: 1.0 * x)
 def replicated_value_taken_for_a_partial_sum(x: f32["M"]) -> f32["M"]:
     return lax.psum(lax.pcast(lax.pcast(x, "t", to="varying"), "t", to="unreduced"), "t")
@@ -662,11 +545,6 @@ def looked_up_in_two_dims_and_masked_in_one(table: f32["V/t M/d"], ids: i32["4"]
     own, found = own_and_found(table, ids)
     other = ids - lax.axis_index("d") * table.shape[1]
     return lax.psum(jnp.where(found, table.at[own, other].get(mode="clip"), 0.0), ("t", "d"))
-
-
-@parts
-def ones_of_local_size_looked_up(x: f32["L/t"], ids: i32["4"]) -> f32["4"]:
-    return jnp.take(jnp.ones(x.shape[0]), ids, mode="fill", fill_value=0.0)
 
 
 @parts(whole=lambda table, ids: jnp.zeros(16).at[ids].add(table[ids]))
@@ -693,11 +571,6 @@ def as_many_entries_increased_as_a_block_has(x: f32["L"], u: f32["8/t"]) -> f32[
 @parts(whole=lambda u: u)
 def block_scattered_to_local_positions(u: f32["L/t"]) -> f32["L"]:
     return lax.psum(jnp.zeros(16).at[jnp.arange(u.shape[0])].add(u), "t")
-
-
-@parts
-def counted_among_as_many_as_a_block_has(x: f32["L/t"], ids: i32["L"]) -> f32[""]:
-    return jnp.zeros(x.shape[0]).at[ids].add(1.0, mode="drop").sum()
 
 
 @parts
@@ -744,11 +617,6 @@ def block_written_at_one_place(x: f32["L"], u: f32["8/t"]) -> f32["L"]:
 @parts
 def as_many_ones_written_as_a_block_has(x: f32["L"], u: f32["8/t"]) -> f32["L"]:
     return lax.dynamic_update_slice_in_dim(x, jnp.ones(u.shape[0]), jnp.int32(3), axis=0)
-
-
-@parts(whole=lambda x: x)
-def one_row_of_each_device_repeated(x: f32["2/t M"]) -> f32["2 M"]:
-    return lax.broadcast_in_dim(x, (2, 16), (0, 1))
 
 
 @parts(whole=lambda x, w: lax.bitcast_convert_type(x @ w, jnp.int32))
@@ -861,18 +729,6 @@ def looked_up_by_a_partial_sum(table: f32["V/t"], ids: i32["B/d 4"]) -> f32["4"]
 def looked_up_by_scaled_ids(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"]:
     own, found = own_and_found(table, lax.psum(ids, "t"))
     return lax.psum(jnp.where(found, jnp.take(table, own, mode="clip"), 0.0), "t")
-
-
-@masks(whole=lambda x, lengths: jnp.where(jnp.arange(16) < jnp.sum(lengths) // 8, x, 0.0), vma=False)
-def positions_compared_with_a_partial_sum(x: f32["L/t"], lengths: i32["B/d"]) -> f32["L/t"]:
-    where = offset("t", x.shape[0]) + jnp.arange(x.shape[0])
-    return jnp.where(where < jnp.sum(lengths), x, 0.0)
-
-
-@masks(whole=lambda x, lengths: jnp.where(jnp.arange(16) < lengths[:, None], x, 0.0), vma=False)
-def positions_compared_with_scaled_lengths(x: f32["B/d L/t"], lengths: i32["B/d"]) -> f32["B/d L/t"]:
-    where = offset("t", x.shape[1]) + jnp.arange(x.shape[1])
-    return jnp.where(where < lax.psum(lengths, "t")[:, None], x, 0.0)
 
 
 @masks(whole=lambda x, ids: jnp.where((jnp.sum(ids, axis=0) >= 0) & (jnp.sum(ids, axis=0) < 16), x, 0.0), vma=False)

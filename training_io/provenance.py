@@ -50,7 +50,7 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 def own_modules() -> list[Path]:
     """Files of the loaded modules that are not of Python, of packages, or of this project."""
     installed = {Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
-    installed |= {ROOT / name for name in (*PROJECT, "tools", "benchmarks", "tests")}
+    installed |= {ROOT / name for name in (*PROJECT, "tools", "bench", "tests")}
     files = {Path(module.__file__) for module in [*sys.modules.values()] if getattr(module, "__file__", None)}
     return sorted(file for file in files if file.is_file() and not installed & {file, *file.parents})
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 SEQAX = ROOT / "tests/data/seqax_synthetic_dataset.zarr"
-SERVER = ROOT / "benchmarks/slow_http_store.py"
+SERVER = ROOT / "tests/slow_http_store.py"
 SEQ_LEN = 10
 
 

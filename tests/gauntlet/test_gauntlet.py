@@ -18,7 +18,7 @@ from recipes import module_of
 from shipped import load
 from verifying import verify
 
-from benchmarks.gauntlet.__main__ import page
+from bench.gauntlet import page
 from modeling.model import load_model
 from tools.verify.__main__ import small
 from training_io.soundness import find_unsound
@@ -197,20 +197,8 @@ def test_every_bug_of_the_survey_is_there():
 
 @pytest.mark.quick
 def test_the_page_is_made_of_the_data():
-    """Else run `python -m benchmarks.gauntlet > docs/gauntlet.md`."""
+    """Else run `python -m bench.gauntlet > docs/gauntlet.md`."""
     assert (ROOT / "docs/gauntlet.md").read_text() == page()
-
-
-@pytest.mark.slow
-def test_spmd_types_does_what_is_said():
-    """Each program without its bug is accepted, or the command fails."""
-    pytest.importorskip("spmd_types", reason="the comparison needs spmd_types")
-    command = [sys.executable, "-m", "benchmarks.gauntlet.spmd"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    version, *lines = done.stdout.splitlines()
-    assert version.startswith(f"spmd_types {DATA['spmd_types']},")
-    found = dict(line.split()[:2] for line in lines)
-    assert found == {str(number): bug["spmd"] for number, bug in BUGS.items() if "spmd" in bug}
 
 
 @pytest.mark.quick

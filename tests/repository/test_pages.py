@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from recipes import SOURCE, module_of
 from shipped import CONFIGS, load
 
-from benchmarks.gauntlet import __main__ as gauntlet
+from bench import gauntlet
 from input_loader import batch_shapes
 from modeling.attention_calls import describe_attention
 from modeling.model import load_model

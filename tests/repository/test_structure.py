@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 FLOORS = [
-    ("tools", "benchmarks"),
+    ("tools", "bench"),
     ("models",),
     ("train",),
     ("sampling",),
@@ -31,11 +31,11 @@ FLOORS = [
 ]
 """Rooms from the top of the house to its ground floor. A module imports those of its own room and of floors below."""
 FLOOR = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
-PROGRAMS = ("tools", "benchmarks")
-BY_NAME = {"modeling.model", "shardlib.schedules", "training_io.sweeps", "benchmarks.throughput.peers.worker"}
-BY_NAME |= {"benchmarks.bad_settings", "benchmarks.throughput.peers.seqax_trainer", "training_io.trackers"}
+PROGRAMS = ("tools", "bench")
+BY_NAME = {"modeling.model", "shardlib.schedules", "training_io.sweeps", "bench.throughput.peers.worker"}
+BY_NAME |= {"bench.throughput.peers.seqax_trainer", "training_io.trackers"}
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
-SHARED = {"benchmarks.steps", "benchmarks.mistakes", "benchmarks.nvidia"}
+SHARED = {"bench.steps", "bench.nvidia"}
 SHARED |= {f"tools.report.{name}" for name in ("comparing", "pictures", "plots", "reading")}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE = 450, 0.25
@@ -85,7 +85,7 @@ def room(name: str) -> str:
 
 
 def program(name: str) -> str:
-    """The program in tools/ or benchmarks/ that a module is part of: a file, or a folder."""
+    """The program in tools/ or bench/ that a module is part of: a file, or a folder."""
     return ".".join(name.split(".")[:2])
 
 

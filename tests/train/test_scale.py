@@ -11,15 +11,12 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
 from shipped import RUNS
 from shipped import load as load_now
 
 import train
-from benchmarks import scale
 from modeling.model import load_model
 from modeling.weights import check_table
 from tools.verify.measure import type_check
@@ -150,59 +147,3 @@ def test_verify_says_which_meshes_type_check(tmp_path):
     assert refused == ("r=4 d=16 t=32: model.n_kv is 8; on the mesh r=4 d=16 t=32 it must be a multiple of t = 32.")
     assert re.fullmatch(r"r=32 d=8 t=8: type-checks, in \d+\.\d s", checked)
     assert summary == "The step type-checks on 1 of 2 meshes; no device was used."
-
-
-# ---- what a device is given to do ---------------------------------------------------------------------------------
-
-
-def measured(*cases: str) -> list[dict[str, str]]:
-    """The table of benchmarks.scale, a row for each configuration and axis."""
-    command = [sys.executable, "-m", "benchmarks.scale", *cases]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in result.stdout.splitlines()]
-    rows = [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
-    assert [(row["configuration"], row["axis"][0]) for row in rows] == list(itertools.product(cases, AXES))
-    return rows
-
-
-def check(rows: list[dict[str, str]], spread: float) -> None:
-    """The same on 8 to 64 devices, whichever axis grows: operations and instructions but for this part of them."""
-    number = lambda text: int(text.replace(",", ""))
-    for row in rows:
-        compiled = [number(row[f"{devices} devices"]) for devices in scale.DEVICES]
-        for counts in compiled, [number(text) for text in row["traced"].split(" → ")]:
-            assert min(counts) > 1000
-            assert max(counts) - min(counts) <= spread * min(counts), row
-        assert re.fullmatch(r"(\d+ [\w-]+(, )?)+", row["collectives"]), row
-    assert len({row["collectives"] for row in rows}) == 1
-
-
-@pytest.mark.slow
-def test_a_device_has_the_same_to_do_on_8_and_on_64():
-    check(measured("llama"), spread=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "spread"), [("muon", 0), ("microbatches", 1e-3), ("gpt2", 1e-2)])
-def test_so_it_has_with_muon_accumulation_and_gpt2(case, spread):
-    check(measured(case), spread)
-
-
-def test_what_is_written_out_device_by_device_is_counted():
-    """Sums a value over d as nobody should: each device's in turn. So the measure can fail."""
-
-    def counts(devices: int) -> tuple[int, int, str]:
-        mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:devices])
-
-        def total(x):
-            place = jax.lax.axis_index("d")
-            return sum(jax.lax.psum(jnp.where(place == i, jnp.tanh(x), 0), "d") for i in range(devices))
-
-        mapped = jax.shard_map(total, mesh=mesh, in_specs=P("d"), out_specs=P(None))
-        x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, P("d")))
-        return scale.count(jax.jit(mapped).lower(x))
-
-    (traced, compiled, _), (more_traced, more_compiled, _) = counts(2), counts(8)
-    assert more_traced - traced >= 6
-    assert more_compiled > compiled

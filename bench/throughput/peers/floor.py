@@ -1,0 +1,87 @@
+"""The products of a step alone: a trainer that is faster has to multiply faster.
+
+Each product with a weight, forward and both of its gradients, has the shapes that a device has. Its form is that of our
+step, which XLA multiplies fastest on a CPU. All are in one jitted program on the same devices. The causal products of
+attention are added at the rate that these reach: as batched products they would measure how fast scores are written,
+and a fused kernel does not write scores. The peak FLOP/s for MFU is measured or looked up here too.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from bench.throughput.peers.jax_peer import DTYPES, JaxContestant
+from bench.throughput.peers.job import Job
+from shardlib.products import einsum_with_gradients
+from training_io.flops import peak_flops
+
+
+def attention_share(job: Job) -> float:
+    """FLOPs of causal attention's products over those of the products with weights."""
+    c = job.shapes
+    return c.layers * c.heads * c.d_head * job.length / c.matmul_parameters
+
+
+def dots(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A product of x[sequences, length, i] and w[i, o], and its gradients by both factors."""
+    y, vjp = jax.vjp(functools.partial(einsum_with_gradients, "bli,io->blo", None, x.size <= dy.size), x, w)
+    return y, *vjp(dy)
+
+
+class Contestant(JaxContestant):
+    """The products of a step."""
+
+    def __init__(self, job: Job):
+        self.job, dtype = job, DTYPES[job.dtype]
+        devices = jax.devices()[: job.devices]
+        mesh = jax.make_mesh((len(devices),), ("device",), axis_types=(AxisType.Auto,), devices=devices)
+        on_each, rows = NamedSharding(mesh, P("device")), (job.sequences // job.d, job.length)
+        # Each layer has its own operands, and there is no loop: XLA would move constant products out of a loop, and
+        # compute equal products only once.
+        products = [(i, o) for i, o, n in job.shapes.products(job.t) for _ in range(n)]
+
+        @functools.partial(jax.jit, out_shardings=on_each)
+        def operands(key):
+            keys = iter(jax.random.split(key, 3 * len(products)))
+            draw = lambda *shape: jax.random.normal(next(keys), (len(devices), *shape), dtype)
+            return [(draw(*rows, i), draw(i, o), draw(*rows, o)) for i, o in products]
+
+        @functools.partial(jax.jit, out_shardings=on_each)
+        def places():
+            place = lambda *shape: jnp.zeros((len(devices), *shape), dtype)
+            return [(place(*rows, o), place(*rows, i), place(i, o)) for i, o in products]
+
+        def per_device(given, _):
+            of_device = jax.tree.map(lambda x: x[0], given)
+            return jax.tree.map(lambda x: x[None], [dots(*product) for product in of_device])
+
+        self.given, self.results = operands(jax.random.key(job.seed)), places()
+        of_each = P("device")
+        mapped = jax.shard_map(per_device, mesh=mesh, in_specs=(of_each, of_each), out_specs=of_each, check_vma=False)
+        # The results of a step reuse the memory of the step before: fresh memory would cost page faults on a CPU.
+        self.jitted = jax.jit(mapped, donate_argnums=1, keep_unused=True)
+
+    def step(self) -> jax.Array:
+        """Starts a step. Returns one of its results."""
+        self.results = self.jitted(self.given, self.results)
+        return self.results[0][0]
+
+    def wait(self, results: list[jax.Array]) -> list[float]:
+        """Waits for the last step. There are no losses."""
+        jax.block_until_ready(results[-1])
+        return []
+
+    def about(self) -> dict:
+        """Facts for the record."""
+        devices = jax.devices()[: self.job.devices]
+        peak = peak_flops(devices, DTYPES[self.job.dtype])
+        return {
+            "peak": peak.total,
+            "peak_source": peak.source,
+            "attention_share": attention_share(self.job),
+            "device": devices[0].device_kind,
+            "jax": jax.__version__,
+        }

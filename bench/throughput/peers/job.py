@@ -1,0 +1,153 @@
+"""The model and the tokens of a contestant. Imports neither JAX nor torch: a contestant may lack one of them."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+BOS_ID = 0
+"""Token before the first one of each sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Sizes of a decoder of RMSNorm, RoPE, grouped queries and SwiGLU, untied, without biases.
+
+    Names are those of modeling.settings.ModelConfig.
+    """
+
+    vocab: int
+    d_model: int
+    layers: int
+    n_kv: int
+    n_q_per_kv: int
+    d_head: int
+    d_ff: int
+    rope_base: float = 10_000.0
+    norm_epsilon: float = 1e-5
+
+    @property
+    def heads(self) -> int:
+        """Number of heads of queries."""
+        return self.n_kv * self.n_q_per_kv
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name, as in train.py: stacked over layers, the dims that a product sums over first."""
+        n, model, hidden = self.layers, self.d_model, self.d_ff
+        return {
+            "embed": (self.vocab, model),
+            "attention_norm": (n, model),
+            "w_q": (n, model, self.n_kv, self.n_q_per_kv, self.d_head),
+            "w_k": (n, model, self.n_kv, self.d_head),
+            "w_v": (n, model, self.n_kv, self.d_head),
+            "w_o": (n, self.n_kv, self.n_q_per_kv, self.d_head, model),
+            "mlp_norm": (n, model),
+            "w_gate": (n, model, hidden),
+            "w_up": (n, model, hidden),
+            "w_down": (n, hidden, model),
+            "final_norm": (model,),
+            "unembed": (self.vocab, model),
+        }
+
+    def products(self, t: int = 1) -> list[tuple[int, int, int]]:
+        """(inputs, outputs, count) of each product with a weight in a forward pass, on one of `t` devices."""
+        q, kv, hidden = self.heads * self.d_head // t, self.n_kv * self.d_head // t, self.d_ff // t
+        into = [
+            (self.d_model, q),
+            (self.d_model, kv),
+            (self.d_model, kv),
+            (self.d_model, hidden),
+            (self.d_model, hidden),
+        ]
+        out_of = [(q, self.d_model), (hidden, self.d_model)]
+        return [(*product, self.layers) for product in into + out_of] + [(self.d_model, self.vocab // t, 1)]
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Number of the parameters that are in products."""
+        return sum(inputs * outputs * n for inputs, outputs, n in self.products())
+
+    @property
+    def parameters(self) -> int:
+        """Number of all parameters."""
+        return sum(math.prod(shape) for shape in self.weights().values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The task of one contestant.
+
+    Attributes:
+        contestant: a module of bench/throughput/peers.
+        sequences, length: number of sequences of a batch, over all devices, and of their tokens. Each is one document.
+        microbatches: number of parts of the batch that pass through the model one after the other. Only ours has them.
+        dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32.
+        platform: cpu or gpu.
+        d, t: the mesh. Peers have plain data parallelism over d·t devices.
+        config: for ours, a file of configs/, for all settings that are not in the job.
+        settings: for ours, overrides as on the command line of train.py. They come last. For torch, the mode of
+            torch.compile.
+        parts: for ours, whether its time is measured by kind of kernel too.
+        checkout: for seqax, the directory of its source, with an environment .venv.
+    """
+
+    contestant: str
+    shapes: Shapes
+    sequences: int
+    length: int
+    dtype: str = "f32"
+    platform: str = "cpu"
+    d: int = 1
+    t: int = 1
+    microbatches: int = 1
+    learning_rate: float = 1e-3
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    config: str = "local_test_synthetic"
+    settings: tuple[str, ...] = ()
+    parts: bool = False
+    checkout: str = ""
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a batch."""
+        return self.sequences * self.length
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.d * self.t
+
+    def to_json(self) -> str:
+        """Writes the job as JSON, for the command line of its process."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Job":
+        """Reads what `to_json` wrote."""
+        found: dict[str, Any] = json.loads(text)
+        found["shapes"], found["settings"] = Shapes(**found["shapes"]), tuple(found["settings"])
+        return Job(**found)
+
+
+BATCHES = 4
+"""Number of different batches. They are on the devices before the timing, and take turns."""
+
+
+def batches(job: Job) -> Iterator[np.ndarray]:
+    """Yields the ids to predict, uint32[sequences, length]."""
+    rng = np.random.default_rng(job.seed)
+    for _ in range(BATCHES):
+        yield rng.integers(0, job.shapes.vocab, (job.sequences, job.length)).astype(np.uint32)
+
+
+def inputs_of(targets: np.ndarray) -> np.ndarray:
+    """The token before each target."""
+    return np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)

@@ -1,0 +1,107 @@
+"""shardwright: the step of train.py, from a configuration that Hydra composes, on its mesh."""
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import train
+from bench.nvidia import least_ms
+from bench.steps import load
+from bench.throughput.peers.jax_peer import JaxContestant
+from bench.throughput.peers.job import BOS_ID, Job, batches
+from cluster.devices import compile_program, known_options, make_mesh, start_devices
+from compiled.hlo import parse
+from compiled.times import kind_times
+from input_loader import TokenBatch, in_microbatches
+from modeling.attention_calls import describe_attention
+from modeling.model import load_model
+from shardlib.shardtypes import make_shardings
+from training_io.config import check_divides
+
+
+def config_of(job: Job):
+    """The configuration of a run: job.config with the settings of the job."""
+    shapes = {f"model.{name}": value for name, value in dataclasses.asdict(job.shapes).items()}
+    training = {"batch_size": job.sequences, "seq_len": job.length, "steps": 1000, "microbatches": job.microbatches}
+    training |= {"seed": job.seed, "document_mask": False, "compute_dtype": job.dtype}
+    optimizer = {"learning_rate": job.learning_rate, "adam_b1": job.b1, "adam_b2": job.b2, "warmup_steps": 0}
+    optimizer |= {"adam_epsilon": job.epsilon, "weight_decay": job.weight_decay, "clip_norm": job.clip_norm}
+    overrides = shapes | {f"training.{name}": value for name, value in training.items()}
+    overrides |= {f"optimizer.{name}": value for name, value in optimizer.items()}
+    overrides |= {"mesh.d": job.d, "mesh.t": job.t, "hardware": "cpu" if job.platform == "cpu" else "h200"}
+    overrides |= {"hardware.compilation_cache": "null"}
+    lines = [f"++{name}={value}" if "." in name else f"{name}={value}" for name, value in overrides.items()]
+    lines += ["optimizer.schedule=constant", "optimizer.schedule_steps=null", f"++model.bos_id={BOS_ID}"]
+    return load(job.config, [*lines, *job.settings])
+
+
+class Contestant(JaxContestant):
+    """The step of train.py."""
+
+    def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
+        self.config = c = config_of(job)
+        start_devices(c.distributed, c.hardware)
+        self.model = load_model(c.model)
+        self.mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices()[: job.devices], c.mesh.p)
+        with jax.set_mesh(self.mesh):
+            check_divides(c, self.mesh.shape)
+            init = functools.partial(train.init_state, c=c, model=self.model)
+            self.state = jax.jit(init)(jax.random.key(c.training.seed))
+            if weights is not None:
+                self.state.weights = placed(weights, self.state.weights)
+            self.batches = [whole_documents(targets, c.training.microbatches) for targets in batches(job)]
+            self.options = known_options(c.hardware.compiler_options, print)
+            self.training_step = None
+        self.steps = 0
+
+    def step(self) -> jax.Array:
+        """Starts a step. Returns its loss, on the device."""
+        with jax.set_mesh(self.mesh):
+            batch = self.batches[self.steps % len(self.batches)]
+            if self.training_step is None:
+                lowered = train.make_training_step(self.config, self.model).lower(self.state, batch, np.int32(0))
+                self.training_step = compile_program(lowered, self.options)
+            self.state, metrics = self.training_step(self.state, batch, np.int32(self.steps))
+        self.steps += 1
+        return metrics.loss
+
+    def about(self) -> dict:
+        """Facts for the record."""
+        c = self.config
+        forward = train.Forward(self.model, c.training)
+        with jax.set_mesh(self.mesh):
+            lines = describe_attention(forward, c.training.seq_len)
+        return {"attention": "; ".join(lines)}
+
+    def parts(self) -> dict:
+        """Milliseconds of a step by kind of kernel: `took`, in a trace, and `least`, where the device is known.
+
+        The time of all devices is added up.
+        """
+        program, steps = parse(self.training_step.as_text()), 3
+        with tempfile.TemporaryDirectory() as directory:
+            with jax.profiler.trace(directory):
+                self.wait([self.step() for _ in range(steps)])
+            (trace,) = Path(directory).rglob("*.xplane.pb")
+            took = kind_times(jax.profiler.ProfileData.from_file(str(trace)), program)
+        took = {kind: 1000 * seconds / steps for kind, seconds in took.items()}
+        return {"took": took, "least": least_ms(program, jax.devices()[0])}
+
+
+def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:
+    """The batch of a step on the current mesh, in which each sequence is one document."""
+    starts = np.zeros(targets.shape, bool)
+    starts[:, 0] = True
+    batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=np.ones_like(starts))
+    batch = in_microbatches(batch, microbatches)
+    return jax.device_put(batch, make_shardings(train.Batch, like=batch))
+
+
+def placed(weights: dict[str, np.ndarray], like: train.Transformer) -> train.Transformer:
+    """`weights` with the shardings of `like`."""
+    named = lambda path, x: jax.device_put(weights[path[-1].name], x.sharding)
+    return jax.tree_util.tree_map_with_path(named, like)

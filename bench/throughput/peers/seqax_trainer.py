@@ -1,0 +1,134 @@
+"""seqax: the step of train.py of a checkout (github.com/MatX-inc/seqax), in an environment of its own.
+
+The products are in bf16, as its source has them, whatever the dtype of the job.
+"""
+
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+
+from bench.throughput.peers.job import Job, batches
+
+ROOT = Path(__file__).resolve().parents[3]
+UNUSED = {
+    "clearml": ("Logger", "Task"),
+    "datasets": ("load_dataset",),
+    "gcsfs": (),
+    "torch": (),
+    "torch.utils": (),
+    "torch.utils.data": ("DataLoader",),
+    "transformers": ("AutoTokenizer",),
+}
+"""Modules that train.py imports and its step does not use, and the names that it takes from them."""
+
+
+def load(checkout: str):
+    """The module train of the checkout."""
+    for module, names in UNUSED.items():
+        sys.modules[module] = found = types.ModuleType(module)
+        for name in names:
+            setattr(found, name, None)
+    # Without our root, whose shardlib has the name of theirs.
+    sys.path[:] = [checkout, *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    train = importlib.import_module("train")
+    for module in UNUSED:  # einops would use torch
+        del sys.modules[module]
+    assert train.__file__.startswith(checkout), f"{train.__file__} is not of {checkout}"
+    return train
+
+
+class Contestant:
+    """The trainer of the checkout that the job names."""
+
+    def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
+        self.train = load(job.checkout)  # sets variables of the environment, before JAX is imported
+        import jax
+        from jax.experimental import mesh_utils
+
+        self.jax, self.job = jax, job
+        jax.config.update("jax_threefry_partitionable", True)
+        c = job.shapes
+        self.h = self.train.Hparams(
+            **{name: getattr(c, name) for name in ("d_model", "n_q_per_kv", "n_kv", "d_head", "layers", "vocab")},
+            d_ff=c.d_ff,
+            rope_max_timescale=c.rope_base,
+        )
+        self.hparams = self.train.TrainingHparams(
+            adam_b1=job.b1,
+            adam_b2=job.b2,
+            adam_eps=job.epsilon,
+            adam_eps_root=0.0,
+            weight_decay=job.weight_decay,
+            warmup_steps=0,
+            steps=1000,
+            steps_for_lr=1000,
+            cosine_learning_rate_final_fraction=1.0,  # a constant rate
+            learning_rate=job.learning_rate,
+            tokens=None,
+            seed=job.seed,
+        )
+        devices = mesh_utils.create_device_mesh([job.d, job.t], jax.devices()[: job.devices])
+        self.mesh = jax.sharding.Mesh(devices, ("d", "t"))
+        with self.mesh:
+            init = lambda key: self.train.State.init(self.h, key)
+            self.state = jax.jit(init)(jax.random.PRNGKey(job.seed))
+            if weights is not None:
+                self.state.weights = jax.tree.map(
+                    lambda x, like: jax.device_put(x.astype(np.float32), like.sharding),
+                    self.of_seqax(weights),
+                    self.state.weights,
+                )
+            by_row = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("d"))
+            batch = lambda ids: self.train.TokenBatch(targets=ids, is_seq_start=starts(ids))
+            self.batches = [jax.device_put(batch(ids), by_row) for ids in batches(job)]
+        self.steps = 0
+
+    def of_seqax(self, weights: dict[str, np.ndarray]):
+        """Weights by the names of Shapes as those of seqax, whose attention does not divide by √d_head."""
+        w = weights
+        swapped = lambda x: np.swapaxes(x, -3, -2)  # Q K D
+        return self.train.Model(
+            embed=w["embed"],
+            unembed=w["unembed"],
+            transformer=self.train.Transformer(
+                ln1=w["attention_norm"],
+                ln2=w["mlp_norm"],
+                w_q=swapped(w["w_q"]) * self.job.shapes.d_head**-0.5,
+                w_kv=np.stack([w["w_k"], w["w_v"]], axis=1),
+                w_o=swapped(np.moveaxis(w["w_o"], -1, 1)),  # M Q K D
+                w_gate=w["w_gate"],
+                w_up=w["w_up"],
+                w_down=np.swapaxes(w["w_down"], 1, 2),
+            ),
+            final_layer_norm=w["final_norm"],
+        )
+
+    def step(self):
+        """Starts a step. Returns its loss, on the devices."""
+        with self.mesh:
+            batch, number = self.batches[self.steps % len(self.batches)], np.uint32(self.steps)
+            self.state, metrics = self.train.training_step(self.state, number, self.h, self.hparams, batch)
+        self.steps += 1
+        return metrics.loss
+
+    def wait(self, losses: list) -> list[float]:
+        """Waits for the steps that returned these losses."""
+        return [float(loss) for loss in self.jax.device_get(losses)]
+
+    def device_peak(self) -> int | None:
+        """Peak bytes of the first device, if it counts them."""
+        return (self.jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+    def about(self) -> dict:
+        """Facts for the record."""
+        return {"attention": "einsum", "jax": self.jax.__version__, "dtype": "bf16"}
+
+
+def starts(ids: np.ndarray) -> np.ndarray:
+    """Each sequence is one document."""
+    found = np.zeros(ids.shape, bool)
+    found[:, 0] = True
+    return found

@@ -1,0 +1,180 @@
+"""Llama of `transformers` in PyTorch: torch.compile, fused attention, fused AdamW; bf16 is autocast of f32 weights."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from bench.throughput.peers.job import Job, Shapes, batches, inputs_of
+
+
+def causal(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
+    """The sdpa path of transformers without its mask, which would rule out fused kernels under torch.compile."""
+    shared = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("causal_sdpa", causal)
+
+SWITCHES = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.enable_flash_sdp,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.enable_mem_efficient_sdp,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.enable_cudnn_sdp,
+    SDPBackend.MATH: torch.backends.cuda.enable_math_sdp,
+}
+
+
+def allow(kernels: Iterable[SDPBackend]) -> None:
+    """Makes torch choose its attention from these alone. As a context manager this would not compile."""
+    for kernel, switch in SWITCHES.items():
+        switch(kernel in kernels)
+
+
+def fastest_kernel(job: Job, kernels: Iterable[SDPBackend], device: str) -> SDPBackend | None:
+    """The fastest of `kernels` at the shapes of the job, forward and backward; None if none supports them."""
+    c, dtype = job.shapes, torch.bfloat16 if job.dtype == "bf16" else torch.float32
+    draw = lambda heads: torch.randn(job.sequences, heads, job.length, c.d_head, dtype=dtype, device=device)
+    q, k, v = (draw(heads).requires_grad_() for heads in (c.heads, c.n_kv, c.n_kv))
+    g, times = draw(c.heads), {}
+
+    def run():
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.heads != c.n_kv)
+        torch.autograd.grad(out, (q, k, v), g)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    for kernel in kernels:
+        allow([kernel])
+        with contextlib.suppress(RuntimeError):  # it does not support these shapes
+            run()
+            start = time.perf_counter()
+            for _ in range(3):
+                run()
+            times[kernel] = time.perf_counter() - start
+    allow(SWITCHES)
+    return min(times, key=times.get) if times else None
+
+
+def model_of(c: Shapes, device: str) -> LlamaForCausalLM:
+    """The model, with random weights."""
+    config = LlamaConfig(
+        vocab_size=c.vocab,
+        hidden_size=c.d_model,
+        intermediate_size=c.d_ff,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.n_kv,
+        head_dim=c.d_head,
+        rms_norm_eps=c.norm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_base},
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="causal_sdpa",
+    )
+    with torch.device(device):
+        return LlamaForCausalLM(config).train()
+
+
+def load(model: LlamaForCausalLM, weights: dict[str, np.ndarray]) -> None:
+    """Puts weights in train.py's layout into `model`: torch has outputs first, and one dim for all heads."""
+
+    def put(parameter, x):
+        with torch.no_grad():
+            parameter.copy_(torch.tensor(np.ascontiguousarray(x)))
+
+    d_model = model.config.hidden_size
+    put(model.model.embed_tokens.weight, weights["embed"])
+    put(model.model.norm.weight, weights["final_norm"])
+    put(model.lm_head.weight, weights["unembed"])
+    for i, layer in enumerate(model.model.layers):
+        put(layer.input_layernorm.weight, weights["attention_norm"][i])
+        put(layer.post_attention_layernorm.weight, weights["mlp_norm"][i])
+        for name in ("q", "k", "v"):
+            put(getattr(layer.self_attn, f"{name}_proj").weight, weights[f"w_{name}"][i].reshape(d_model, -1).T)
+        put(layer.self_attn.o_proj.weight, weights["w_o"][i].reshape(-1, d_model).T)
+        for name in ("gate", "up", "down"):
+            put(getattr(layer.mlp, f"{name}_proj").weight, weights[f"w_{name}"][i].T)
+
+
+class Contestant:
+    """The trainer in PyTorch."""
+
+    def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None, compiled: bool = True):
+        self.job, self.device = job, "cuda" if job.platform == "gpu" else "cpu"
+        if self.device == "cpu":
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.manual_seed(job.seed)
+        torch.set_float32_matmul_precision("high" if job.dtype == "bf16" else "highest")
+        self.model = model_of(job.shapes, self.device)
+        if weights is not None:
+            load(self.model, weights)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=job.learning_rate,
+            betas=(job.b1, job.b2),
+            eps=job.epsilon,
+            weight_decay=job.weight_decay,
+            fused=True,
+        )
+        place = lambda x: torch.tensor(x.astype(np.int64), device=self.device)
+        self.batches = [(place(inputs_of(x)), place(x)) for x in batches(job)]
+        mode = job.settings[0] if job.settings else None
+        self.loss_of = torch.compile(self.plain_loss, mode=mode) if compiled else self.plain_loss
+        # Torch prefers FlashAttention. On Hopper cuDNN's kernels are faster.
+        fused = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION] if self.device == "cuda" else []
+        self.kernel = fastest_kernel(job, fused, self.device)
+        if self.kernel:
+            allow([self.kernel])
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        self.steps = 0
+
+    def plain_loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss of a batch."""
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def step(self) -> torch.Tensor:
+        """Starts a step. Returns its loss, on the device."""
+        ids, targets = self.batches[self.steps % len(self.batches)]
+        half = self.job.dtype == "bf16"
+        with torch.autocast(self.device, torch.bfloat16) if half else contextlib.nullcontext():
+            try:
+                loss = self.loss_of(ids, targets)
+            except RuntimeError:
+                if self.steps or not self.kernel:
+                    raise
+                # Compiled, the kernel fails: torch chooses again, from all of them.
+                self.kernel = None
+                allow(SWITCHES)
+                torch.compiler.reset()
+                loss = self.loss_of(ids, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return loss.detach().clone()  # a CUDA graph writes the next loss to the same place
+
+    def wait(self, losses: list[torch.Tensor]) -> list[float]:
+        """Waits for the steps that returned these losses."""
+        return torch.stack(losses).tolist()
+
+    def about(self) -> dict:
+        """Facts for the record."""
+        return {
+            "torch": torch.__version__,
+            "attention": self.kernel.name if self.kernel else "as torch chooses",
+            "threads": torch.get_num_threads(),
+        }
+
+    def device_peak(self) -> int | None:
+        """Peak bytes that torch allocated on the GPU."""
+        return torch.cuda.max_memory_allocated() if self.device == "cuda" else None
