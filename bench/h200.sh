@@ -21,7 +21,6 @@ SIZES=${SIZES:-124m,2b,1b}
 TRY_SIZES=${TRY_SIZES:-124m}
 masks=(
   training.document_mask=true
-  training.document_mask=true,training.attention=cudnn_wide
 )
 tries=(
   hardware.compiler_options.xla_gpu_exclude_nondeterministic_ops=false

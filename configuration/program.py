@@ -28,7 +28,7 @@ from configuration.words import for_stream
 
 EXTRAS = {
     "tools": (
-        *("datasets", "gigatoken", "huggingface_hub", "matplotlib", "pyarrow", "safetensors", "tiktoken"),
+        *("datasets", "gigatoken", "huggingface_hub", "pyarrow", "safetensors", "tiktoken"),
         *("tokenizers", "zstandard"),
     ),
     "mistral": ("mistral_common", "sentencepiece"),

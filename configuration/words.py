@@ -6,6 +6,8 @@ import sys
 import textwrap
 from typing import Any, TextIO
 
+from rich.console import CONSOLE_SVG_FORMAT
+
 from configuration.foreign import shown
 
 _LABEL = re.compile(r"(?=.{11}\S)\w+ +(?=\S)|\s*")
@@ -38,3 +40,9 @@ def say(text: str, flush: bool = False) -> None:
 def for_console(text: str, console: Any) -> str:
     """The text as a rich console is to show it, with soft_wrap: wrapped on a terminal."""
     return wrapped(text, console.width) if console.is_terminal else text
+
+
+def picture_of(console: Any, title: str) -> str:
+    """What a recording rich console has shown, as an SVG that fetches nothing: without the addresses of fonts."""
+    template = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title=title, code_format=template, unique_id=re.sub(r"\W+", "-", title))

@@ -7,8 +7,6 @@
                 (modeling/blockwise.py). Its memory grows linearly with L.
     cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for rules that change no scores. It knows the conditions causal
                 and Window. Others, such as same_document, become a mask of L×L entries for each sequence.
-    cudnn_wide  the same, for causal, same_document and Window, without a mask: documents are told apart by 8 or 16
-                further entries of each head.
     splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of modeling/rules.py
                 (modeling/splash.py).
     auto        one of these, by `choose`.
@@ -16,7 +14,6 @@
 All are per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -30,16 +27,13 @@ from shardlib import shardops
 from shardlib.shardtypes import typed
 from shardlib.values import target_device
 
-PATHS = ("auto", "einsum", "blockwise", "cudnn", "cudnn_wide", "splash")
+PATHS = ("auto", "einsum", "blockwise", "cudnn", "splash")
 """Values of `training.attention`."""
-KERNELS = {"cudnn": "gpu", "cudnn_wide": "gpu", "splash": "tpu"}
+KERNELS = {"cudnn": "gpu", "splash": "tpu"}
 """Paths that are kernels of one platform, and the platform."""
 CUDNN_UP_TO = 32768
 """Longest sequence, in tokens, for which `auto` chooses cudnn with a mask. The mask then takes 2 GiB for each
 sequence. So does its gradient, which jax 0.10 has cuDNN compute, and jax 0.12 does not."""
-UNSEEN = 2.0**16
-"""How much lower the scores of keys in other documents are in cudnn_wide, at least, so that their weights are 0. Where
-all scores of a block are that low, f32 still holds their differences."""
 
 
 def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False) -> tuple[str, str]:
@@ -58,7 +52,6 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
     device, length = target_device(), q.shape[1]
     refusals = {"einsum": None, "blockwise": "it has no dropout" if dropout else None}
     refusals["cudnn"] = _cudnn_refuses(rule, q, dropout, sinks, device)
-    refusals["cudnn_wide"] = refusals["cudnn"] or _wide_refuses(rule, q, device)
     refusals["splash"] = _splash_refuses(rule, q, dropout, sinks, device)
     if path != "auto":
         if refusals[path]:
@@ -73,8 +66,6 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
         return "cudnn", "an NVIDIA GPU, no mask"
     if not refusals["cudnn"] and length <= CUDNN_UP_TO:
         return "cudnn", f"an NVIDIA GPU, at most {CUDNN_UP_TO} tokens"
-    if not refusals["cudnn_wide"]:
-        return "cudnn_wide", f"an NVIDIA GPU, documents in more than {CUDNN_UP_TO} tokens"
     if refusals["blockwise"]:
         return "einsum", "dropout"
     kernel = "splash" if device.platform == "tpu" else "cudnn"
@@ -110,19 +101,6 @@ def _largest_head(device: jax.Device) -> int:
     return 256 if float(getattr(device, "compute_capability", 8)) >= 9 else 128
 
 
-def _wide_refuses(rule: Rule, q: Any, device: jax.Device) -> str | None:
-    """Reason why cudnn_wide cannot compute what cudnn can, or None."""
-    length, d_head = q.shape[1], q.shape[-1]
-    more, largest = _entries_for(length), _largest_head(device)
-    if _masked(rule) != (same_document,) or causal not in rule.visible:
-        return "it takes rules of causal, same_document and Window, with the first two"
-    if rule.scale_of(d_head) <= 0:
-        return f"the scale of its scores must be above 0, not {rule.scale:g}"
-    if d_head + more > largest:
-        return f"heads of {d_head} entries; it adds {more}, and takes up to {largest}"
-    return None
-
-
 def _splash_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> str | None:
     """Reason why splash attention cannot compute this, or None."""
     length, dtype = q.shape[1], jnp.dtype(q.dtype)
@@ -154,7 +132,7 @@ def run(
     """Attention by a path other than einsum."""
     if path == "blockwise":
         return blockwise(q, k, v, places, rule, learned, sinks)
-    return {"cudnn": cudnn, "cudnn_wide": cudnn_wide, "splash": splash}[path](q, k, v, places, rule)
+    return {"cudnn": cudnn, "splash": splash}[path](q, k, v, places, rule)
 
 
 @typed
@@ -179,34 +157,6 @@ def cudnn(
         implementation="cudnn",
     )
     return shardops.rearrange("B/r/d L (K/t Q) D -> B/r/d L K/t Q D", out)
-
-
-@typed
-def cudnn_wide(
-    q: act["B/r/d L K/t Q D"], k: act["B/r/d L K/t D"], v: act["B/r/d L K/t D"], places: Places, rule: Rule
-) -> act["B/r/d L K/t Q D"]:
-    """train.attention by cuDNN's kernel without a mask, for rules with causal and same_document.
-
-    Each head has the bits of the number of its document as further entries. Numbers do not decrease along L, and a
-    query sees no later key. So a key of another document has a smaller number, which lacks some bit of the query's.
-    Each such bit lowers the product of the two. Where the numbers are equal, zeros are added to it.
-    """
-    d_head = q.shape[-1]
-    scale, more = rule.scale_of(d_head), _entries_for(q.shape[1])
-    bits = (places.document[:, :, None] >> jnp.arange(more)) & 1
-
-    def with_entries(x, entries):
-        of_heads = jnp.expand_dims(entries.astype(x.dtype), [*range(2, x.ndim - 1)])
-        return jnp.concatenate([x, jnp.broadcast_to(of_heads, (*x.shape[:-1], more))], axis=-1)
-
-    wide = with_entries(q, bits * (-UNSEEN / scale)), with_entries(k, 1 - bits), with_entries(v, 0 * bits)
-    alike = dataclasses.replace(rule.without(same_document), scale=scale)
-    return cudnn(*wide, places, alike)[..., :d_head]
-
-
-def _entries_for(length: int) -> int:
-    """Number of entries, a multiple of 8, for the bits of the number of a document in a sequence of `length` tokens."""
-    return -(-length.bit_length() // 8) * 8
 
 
 def _masked(rule: Rule) -> tuple:

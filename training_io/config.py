@@ -65,9 +65,8 @@ class TrainingConfig:
     """bf16, or f32 for exact work. Weights and optimizer state are f32 with both."""
     attention: str = "auto"
     """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
-    scores at a time. cudnn: NVIDIA's fused kernel. cudnn_wide: the same without a mask of documents, for long
-    sequences. splash: a kernel for TPUs. auto: the path that suits device and seq_len, which the run prints when it
-    starts (modeling/attention.py)."""
+    scores at a time. cudnn: NVIDIA's fused kernel. splash: a kernel for TPUs. auto: the path that suits device and
+    seq_len, which the run prints when it starts (modeling/attention.py)."""
     document_mask: bool = True
     """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document. That makes
     cudnn faster, which otherwise needs a mask of seq_len² entries for each sequence."""

@@ -1,4 +1,4 @@
-"""Experiment trackers: copies of the metrics of a run for TensorBoard, Weights & Biases, MLflow, Trackio, Aim, ClearML.
+"""Experiment trackers: copies of the metrics of a run for TensorBoard, Weights & Biases, ClearML.
 
 metrics.jsonl stays the record of a run. A tracker gets the same numbers, by the same names. It is imported only where
 a run uses it, and where it is kept is its own default: its environment variables choose another place or a server.
@@ -17,7 +17,6 @@ import queue
 import shlex
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +45,7 @@ class TrackersConfig:
     """Settings of experiment trackers (docs/trackers.md)."""
 
     names: list[str] = dataclasses.field(default_factory=list)
-    """Trackers that get the metrics: any of tensorboard, wandb, mlflow, trackio, aim, clearml."""
+    """Trackers that get the metrics: any of tensorboard, wandb, clearml."""
     project: str = "shardwright"
     """Project, or experiment, of the run in the trackers."""
     queue: str | None = None
@@ -142,46 +141,6 @@ def _wandb(wandb: Any, run: Facts) -> Opened:
     return Opened(opened.id, lambda values, step: opened.log({"step": step} | values), opened.finish)
 
 
-def _mlflow(mlflow: Any, run: Facts) -> Opened:
-    client = mlflow.MlflowClient()
-    entity = importlib.import_module("mlflow.entities")
-    if run.known:
-        known = run.known
-    else:
-        experiment = client.get_experiment_by_name(run.project)
-        where = experiment.experiment_id if experiment else client.create_experiment(run.project)
-        known = client.create_run(where, run_name=run.name).info.run_id
-        for name, value in run.settings.items():
-            client.log_param(known, name, value)
-    client.update_run(known, status="RUNNING")
-
-    def log(values: dict[str, float], step: int) -> None:
-        now = int(1000 * time.time())
-        client.log_batch(known, metrics=[entity.Metric(name, value, now, step) for name, value in values.items()])
-
-    return Opened(known, log, lambda: client.set_terminated(known))
-
-
-def _trackio(trackio: Any, run: Facts) -> Opened:
-    opened = trackio.init(project=run.project, name=run.known or run.name, config=run.settings, resume="allow")
-    return Opened(opened.name, lambda values, step: opened.log(values, step=step), opened.finish)
-
-
-def _aim(aim: Any, run: Facts) -> Opened:
-    opened = aim.Run(
-        run.known, experiment=run.project, system_tracking_interval=None, log_system_params=False,
-        capture_terminal_logs=False,
-    )  # fmt: skip
-    opened.name = run.name
-    opened["settings"] = run.settings
-
-    def log(values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            opened.track(value, name=name, step=step)
-
-    return Opened(opened.hash, log, opened.close)
-
-
 def _clearml(clearml: Any, run: Facts) -> Opened:
     task = _clearml_task(clearml, run.project, run.name, run.known, run.settings)
     task.set_initial_iteration(0)  # or the steps of a resumed run would be counted behind its last one
@@ -260,9 +219,6 @@ def with_edits(arguments: list[str]) -> list[str]:
 TRACKERS = {
     "tensorboard": Tracker("tensorboardX", _tensorboard),
     "wandb": Tracker("wandb", _wandb),
-    "mlflow": Tracker("mlflow", _mlflow),
-    "trackio": Tracker("trackio", _trackio),
-    "aim": Tracker("aim", _aim),
     "clearml": Tracker("clearml", _clearml),
 }
 """Trackers by name, as in trackers.names."""

@@ -16,8 +16,10 @@ from pathlib import Path
 import nbclient
 import nbformat
 from PIL import Image
-from rich.console import CONSOLE_SVG_FORMAT, Console
+from rich.console import Console
 from rich.text import Text
+
+from configuration.words import picture_of
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
@@ -37,9 +39,7 @@ def refusal(readme: str) -> str:
     place, rest = message.split(" ", 1)
     console.print(Text.assemble("Error: ", (place, "cyan"), " ", rest.rstrip()))
     console.print()  # the last line of an SVG loses its underscores
-    # Without the addresses of fonts: the picture fetches nothing.
-    template = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    return console.export_svg(title="a forgotten reduction", code_format=template, unique_id="refusal")
+    return picture_of(console, "a forgotten reduction")
 
 
 def executed(path: Path) -> nbformat.NotebookNode:

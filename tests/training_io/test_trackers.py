@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import json
 import os
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -89,26 +88,6 @@ def of_wandb(directory, _):
     return found
 
 
-def of_mlflow(_, known):
-    client = importlib.import_module("mlflow").MlflowClient()
-    run = client.get_run(known)
-    assert (run.info.run_name, run.info.status, run.data.params["model.layers"]) == ("tiny", "FINISHED", "2")
-    return {(m.key, m.step): m.value for name in run.data.metrics for m in client.get_metric_history(known, name)}
-
-
-def of_trackio(_, known):
-    directory = importlib.import_module("trackio").TRACKIO_DIR
-    rows = sqlite3.connect(directory / "ours.db").execute("select run_name, step, metrics from metrics").fetchall()
-    assert {row[0] for row in rows} == {known}
-    return {(name, step): value for _, step, metrics in rows for name, value in json.loads(metrics).items()}
-
-
-def of_aim(_, known):
-    run = importlib.import_module("aim").Run(known, repo=".", system_tracking_interval=None)
-    assert (run.name, run.experiment) == ("tiny", "ours")
-    return {(m.name, int(step)): value for m in run.metrics() for step, (value, _, _) in m.data.items()}
-
-
 def of_clearml(_, known):
     cache = importlib.import_module("clearml.config").get_offline_dir(known)
     with zipfile.ZipFile(f"{cache}.zip") as archive:
@@ -120,9 +99,6 @@ def of_clearml(_, known):
 READ = {
     "tensorboard": of_tensorboard,
     "wandb": of_wandb,
-    "mlflow": of_mlflow,
-    "trackio": of_trackio,
-    "aim": of_aim,
     "clearml": of_clearml,
 }
 
@@ -148,8 +124,6 @@ def test_a_tracker_has_the_numbers_of_both_starts_of_a_run(name, tmp_path, monke
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("CLEARML_OFFLINE_MODE", "1")
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "clearml"))
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     directory = tmp_path / "run"
     directory.mkdir()
     for start, lines in ((0, FIRST), (2, LATER)):

@@ -40,7 +40,7 @@ from models.huggingface import mapping_of
 from models.huggingface_check import check_rules, compare
 from text.huggingface import find_tokenizer, tokenizer_files
 from tools.checkpoint_to_huggingface.card import CARD, write_card
-from tools.checkpoint_to_huggingface.facts import Exported, read_run_until, read_verified
+from tools.checkpoint_to_huggingface.facts import Exported, read_run_until
 from tools.checkpoint_to_huggingface.hub import check_repository, push
 from training_io.checkpoint_arrays import named_leaves
 from training_io.config import WEIGHTS, check_weights
@@ -80,8 +80,6 @@ class Config:
     """Largest size of a file of weights, at least 1. A tensor that is larger has a file of its own."""
     license: str | None = None
     """License of the weights, by its name on the hub, such as apache-2.0, for the model card."""
-    verify: str | None = None
-    """The file that tools.verify wrote with verify.output, for the model card. Null: the card says: not run."""
     push_to_hub: str | None = None
     """Repository that the finished export is sent to, <owner>/<name>. Null: none. The token is that of `hf auth login`,
     or HF_TOKEN in the environment; HF_ENDPOINT is the address of another server."""
@@ -164,7 +162,6 @@ def export(config: Config, log: Callable[[str], None]) -> None:
     check_choice("weights", config.weights, WEIGHTS)
     if config.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,60}", config.license):
         raise ValueError(f"license is {config.license!r}; give its name on the hub, such as apache-2.0 or other.")
-    verified = config.verify and read_verified(config.verify)
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")
@@ -221,7 +218,6 @@ def export(config: Config, log: Callable[[str], None]) -> None:
             has_tokenizer="tokenizer.json" in files,
             compared=compared,
             license=config.license,
-            verified=verified,
             run=read_run_until(config.run, step),
         )
         write_card(exported, temporary)

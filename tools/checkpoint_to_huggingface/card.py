@@ -1,4 +1,4 @@
-"""The model card of an export: README.md, and the loss curve beside it.
+"""The model card of an export: README.md.
 
 What a run says may be a stranger's. It stands in tables of HTML without an empty line, where no Markdown is read, and
 is escaped there. A YAML library writes the front matter.
@@ -10,32 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 from markupsafe import Markup, escape
 
 from configuration.foreign import shown
 from tools.checkpoint_to_huggingface import facts
 from tools.checkpoint_to_huggingface.facts import Exported
-from tools.report.comparing import compare
-from tools.report.pictures import write_picture
-from tools.report.plots import losses
 
-CARD, CURVE = "README.md", "loss.png"
+CARD = "README.md"
 _LONGEST = 1000
 """Characters of a value."""
 
 
 def write_card(x: Exported, directory: Path) -> None:
-    """Writes README.md, and the loss curve if steps are known."""
-    has_curve = x.run is not None and bool(np.isfinite(x.run.loss).any())
-    if has_curve:
-        panel = losses(compare([x.run], "loss"), "Loss, nats a token", "steps", lambda run: run.step + 1, facts.SMOOTH)
-        write_picture([panel], directory / CURVE, "png")
-    (directory / CARD).write_text(card(x, CURVE if has_curve else None), encoding="utf-8")
+    """Writes README.md."""
+    (directory / CARD).write_text(card(x), encoding="utf-8")
 
 
-def card(x: Exported, curve: str | None) -> str:
-    """The text of README.md. `curve` is the file of the loss curve; None if there is none."""
+def card(x: Exported) -> str:
+    """The text of README.md."""
     from huggingface_hub import ModelCard, ModelCardData
 
     environment = jinja2.Environment(
@@ -52,7 +44,6 @@ def card(x: Exported, curve: str | None) -> str:
         title=Markup(name),
         place=Markup(json.dumps(x.repository or "path/of/this/directory")),
         has_tokenizer=x.has_tokenizer,
-        curve=curve,
         tables={name: getattr(facts, name)(x) for name in ("model", "loss", "checks", "data", "training")},
         chosen=chosen,
         rest=rest,

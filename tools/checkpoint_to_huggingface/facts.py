@@ -1,4 +1,4 @@
-"""What is known of an exported model, from its checkpoint, the files of its run, and tools.verify: rows of tables.
+"""What is known of an exported model, from its checkpoint and the files of its run: rows of tables.
 
 A row says what was recorded or measured, or that it is not known. Its values may be a stranger's.
 """
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from configuration.differences import flat
-from configuration.foreign import read_object
-from tools.report.comparing import IGNORED_SETTINGS
 from tools.report.reading import Run, number, read_run, smoothed
 from training_io.resuming import with_defaults
 
@@ -22,8 +20,6 @@ SMOOTH = 50
 """Steps over which losses are averaged, or a tenth of all if that is fewer."""
 _OF_PLACES = ("paths.", "trackers.", "distributed.", "hardware.compilation_cache", "hardware.environment")
 """Beginnings of the settings that are left out: they say where a run was, and not what it is."""
-_OF_A_STEP = ("model.", "optimizer.", "training.", "pipeline.")
-"""Beginnings of the settings in which a verified step is compared with the run's."""
 _NO_RUN = "not known: the run's directory was not at hand for the export"
 
 Rows = list[tuple[str, str]]
@@ -56,8 +52,6 @@ class Exported:
     """What the comparison of logits found."""
     license: str | None = None
     """Its name on the hub; None: not given."""
-    verified: dict[str, Any] | None = None
-    """What tools.verify wrote; None: nothing is at hand."""
     run: Run | None = None
     """The files of the run, up to the step; None: they are not at hand."""
 
@@ -87,17 +81,6 @@ def read_run_until(place: str, step: int) -> Run | None:
         return None
     run = read_run(directory, SMOOTH, before=step)
     return dataclasses.replace(run, own={}, starts=[(at, about) for at, about in run.starts if at < step])
-
-
-def read_verified(path: str) -> dict[str, Any]:
-    """What tools.verify wrote with verify.output. Raises ValueError for another file."""
-    of_result = {"compared": str, "meshes": list, "left_out": list, "agree": bool, "tensors": int}
-    kinds = {"title": str, "small": bool, "results": [of_result], "settings": dict, "source": dict}
-    command = f"python -m tools.verify --config-name=<file in configs/> verify.output={path}"
-    found = read_object(path, kinds, remedy=f"It is not what tools.verify wrote: {command}")
-    if not found["results"]:
-        raise ValueError(f"{path}: results is empty. Verify more: {command}")
-    return found
 
 
 def public(value: Any) -> Any:
@@ -230,68 +213,22 @@ def loss(x: Exported) -> Rows:
 
 
 def checks(x: Exported) -> Rows:
-    """What each check said, or that it was not made."""
-    return [*proofs(x), *verified(x), ("Logits of these files, by the export", x.compared)]
-
-
-def proofs(x: Exported) -> Rows:
-    """What each start of the run recorded of the check before its first step."""
+    """What the run recorded of the check before its first step, and what the export compared."""
     title = "The step on its mesh, before the first step"
-    if x.run is None:
-        return [(title, _NO_RUN)]
-    if not x.run.starts:
-        return [(title, "not known: the run kept no source/<step>/provenance.json")]
-    return [(f"{title}{f' after {at:,}' if at else ''}", _proof(x, about)) for at, about in x.run.starts]
+    if x.run is None or not x.run.starts:
+        return [(title, _NO_RUN), ("Logits of these files, by the export", x.compared)]
+    rows = [(f"{title}{f' after {at:,}' if at else ''}", _proof(about)) for at, about in x.run.starts]
+    return [*rows, ("Logits of these files, by the export", x.compared)]
 
 
-def _proof(x: Exported, about: dict[str, Any]) -> str:
-    of_run, proof = about.get("run"), about.get("proof")
-    sizes = of_run.get("mesh") if isinstance(of_run, dict) else None
-    if not about:
-        return "not known: provenance.json cannot be read"
+def _proof(about: dict[str, Any]) -> str:
+    proof = about.get("proof")
     if not (isinstance(proof, dict) and isinstance(proof.get("mesh"), dict) and proof.get("programs")):
-        if isinstance(sizes, dict) and sizes and all(size == 1 for size in sizes.values()):
-            return "not needed: the run had one device"
         return "not recorded by the run"
-    which = proof["programs"]
-    which = " and ".join(map(_text, which)) if isinstance(which, list) else _text(which)
-    text = (
-        f"the run recorded a proof: on mesh {_mesh(proof['mesh'])}, {which} compute what they compute on one device, "
-        "under the assumptions of docs/soundness.md"
+    return (
+        f"the run recorded a proof: on mesh {_mesh(proof['mesh'])}, {_text(proof['programs'])} compute what they "
+        "compute on one device, under the assumptions of docs/soundness.md"
     )
-    if not (about.get("programs") and x.saved.get("programs")):
-        return f"{text}; whether this checkpoint is of that step is not known"
-    if about["programs"] != x.saved["programs"]:
-        return f"{text}; that was another step than this checkpoint's"
-    return text
-
-
-def verified(x: Exported) -> Rows:
-    """What tools.verify found, and how its step differs from the run's."""
-    title = "tools.verify"
-    if x.verified is None:
-        return [(title, "not run")]
-    rows: Rows = []
-    sizes = " at small sizes" if x.verified["small"] else ""
-    for result in x.verified["results"]:
-        said = "all agree with one device" if result["agree"] else "they DIFFER from one device, not all of them agree"
-        said = f"{said}, in {result['tensors']} tensors of a step"
-        if result["compared"] == "types":
-            said = "the step type-checks; nothing was computed"
-        if left_out := ", ".join(map(_text, result["left_out"])):
-            said += f"; not run, as they do not fit: {left_out}"
-        said = f"on meshes {', '.join(map(_text, result['meshes']))}: {said}"
-        rows.append((f"{title} {x.verified['title']}{sizes}, {result['compared']}", said))
-    now, then = x.verified["source"], x.saved.get("source", {})
-    others = sorted(name for name in {*now, *then} if now.get(name) != then.get(name))
-    source = "that of the run" if not others else f"other than the run's in {', '.join(others)}"
-    rows.append((f"{title}: its source", source if then else "not compared: the checkpoint does not name its own"))
-    given, own = x.verified["settings"], x.settings
-    names = [name for name in {**own, **given} if name.startswith(_OF_A_STEP) and not name.startswith(IGNORED_SETTINGS)]
-    names = [name for name in names if _text(given.get(name)) != _text(own.get(name))]
-    differ = ", ".join(f"{name}={_text(public(given.get(name)))}" for name in names)
-    rows.append((f"{title}: other settings than the run's", differ or "none of model, optimizer, training, pipeline"))
-    return rows
 
 
 def _mesh(sizes: Any) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configuration.foreign import LARGE, read_object, shown
-from tools.checkpoint_to_huggingface.card import CARD, CURVE
+from tools.checkpoint_to_huggingface.card import CARD
 
 _ALWAYS = (CARD, "config.json", "generation_config.json")
-_SOMETIMES = (CURVE, "tokenizer.json", "tokenizer_config.json")
+_SOMETIMES = ("tokenizer.json", "tokenizer_config.json")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 

@@ -1,4 +1,4 @@
-"""Shows what a pipeline schedule does: a chart on the terminal and as a picture, its bubble, its memory.
+"""Shows what a pipeline schedule does: a chart on the terminal, its bubble, its memory.
 
     python -m tools.schedule schedule=interleaved_1f1b p=4 m=16 v=2
     python -m tools.schedule schedule=1f1b p=4 m=16 recompute=true transfer=0.1 model=asynchronous
@@ -22,11 +22,11 @@ from rich.text import Text
 
 from configuration.checks import did_you_mean, within
 from configuration.program import run_program
-from configuration.words import for_console
+from configuration.words import for_console, picture_of
 from shardlib.schedule_simulator import Costs, Timeline, simulate, simulate_ticks
 from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import TickTable, tick_table
-from tools.schedule.gantt import Chart, draw_text, text_legend, write_picture
+from tools.schedule.gantt import Chart, draw_text, text_legend
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Config:
     kept_bytes: Any = None
     """Size of what the half of a backward for the weights needs of the other half; likewise."""
     output: str | None = None
-    """The .svg file to write. Null: a file in outputs/, named after the schedule. An existing one is replaced."""
+    """An .svg file with what the terminal shows; an existing one is replaced. Null: none."""
 
 
 @dataclass(frozen=True)
@@ -255,12 +255,12 @@ def _table(headers: Sequence[str]) -> Table:
 
 
 def run(config: Config, console: Console | None = None) -> None:
-    """Prints the schedules and writes their picture.
+    """Prints the schedules.
 
     Raises:
-        ValueError: a setting out of range, a schedule that is not defined for it, or no matplotlib for the picture.
+        ValueError: a setting out of range, or a schedule that is not defined for it.
     """
-    console = console or Console()
+    console = console or Console(record=True)
     if config.model not in ("ticks", "asynchronous"):
         near = did_you_mean(config.model, ("ticks", "asynchronous"))
         raise ValueError(f"model is {config.model}; it must be ticks or asynchronous.{near}")
@@ -271,12 +271,10 @@ def run(config: Config, console: Console | None = None) -> None:
         show(results[0], config.model, console)
     else:
         show_comparison(results, console)
-    names = "_".join(re.sub(r"\W+", "_", result.name) for result in results)
-    v = "_".join(dict.fromkeys(str(result.v) for result in results))
-    output = Path(config.output or f"outputs/{names}_p{config.p}_m{config.m}_v{v}.svg")
-    write_picture([chart_of(result, config.model) for result in results], output)
-    console.print()
-    console.print(Text(for_console(f"Chart: {output}", console)), soft_wrap=True)
+    if config.output is not None:
+        path = Path(config.output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(picture_of(console, ", ".join(result.name for result in results)))
 
 
 if __name__ == "__main__":
