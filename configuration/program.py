@@ -28,10 +28,9 @@ from configuration.words import for_stream
 
 EXTRAS = {
     "tools": (
-        *("datasets", "gigatoken", "huggingface_hub", "pyarrow", "safetensors", "tiktoken"),
+        *("datasets", "huggingface_hub", "pyarrow", "safetensors", "tiktoken"),
         *("tokenizers", "zstandard"),
     ),
-    "mistral": ("mistral_common", "sentencepiece"),
     "slurm": ("hydra_plugins", "submitit"),
     "oracle": ("torch", "transformers"),
 }

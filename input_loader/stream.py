@@ -24,7 +24,7 @@ from text.tokenizers import Tokenizer, open_tokenizer
 
 KEPT_STATES = 1024
 """Most recent steps whose states are kept: a checkpoint may be that many steps older than what is prefetched."""
-TOKENIZER_KINDS = ("bytes", "huggingface", "tiktoken", "mistral")
+TOKENIZER_KINDS = ("bytes", "huggingface", "tiktoken")
 TOKENIZED_AT_ONCE = 64
 """Documents that go to the tokenizer together."""
 
@@ -49,7 +49,7 @@ class StreamConfig:
     text_field: str = "text"
     """The column or JSON key that holds the document."""
     tokenizer_kind: str = "bytes"
-    """`bytes`, `huggingface`, `tiktoken` or `mistral`: as in tools/huggingface_to_flat_tokens, with the same ids."""
+    """`bytes`, `huggingface` or `tiktoken`: as in tools/huggingface_to_flat_tokens, with the same ids."""
     tokenizer: str | None = None
     """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. For the other
     kinds: what tools/huggingface_to_flat_tokens takes for a name. None for `bytes`."""

@@ -77,3 +77,23 @@ def driver(directory, seconds):
     path.write_text(DRIVER.format(sizes=sizes, seconds=seconds))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return [sys.executable, str(path), f"--config-path={ROOT}/tools/configs"], env
+
+
+PROBES = [
+    " a  b   c",
+    "Hello, world! Don't I'LL we've they'd; (quoted) \"so\" -- and… —that’s “it”.",
+    "naïve café, Ångström a\u0301 ﬁ ǅ İ ß ½ ² №",
+    "東京は夜の七時。 한국어 텍스트 العربية מִלָּה हिन्दी ไทย Ελληνικά Кириллица",
+    "👩‍👩‍👧‍👦 🇩🇪 👍🏽 z̴̛a \U0010ffff \ue000 \ufffd",
+    "0 12 345 6789 1234567890 3.14e-10 0x1F 1,000,000 v2.0.1",
+    "\n\n \t\r\n x\r\n\r\n\ny \x0b\x0c\x1c\x85z\n ",
+    "\x00\x01\x7f\xa0\xad\u1680\u200b\u2009\u202f\u3000\ufeff",
+    "    def f(x):\n\t\treturn x  # CamelCaseHTTPServer snake_case __init__\n",
+    "https://example.org/a_b?c=1&d=%20#e <p class='x'>&nbsp;</p> \\frac{a}{b} $x^2$ {}[]()<>|~`@",
+    "</s><s>[INST] <|endoftext|> <|im_start|> <|end|><unk><pad> <0x0A> ▁a▁ ",
+    "x" * 300 + " " * 300 + "ab" * 150 + "\n" * 100 + "!" * 100,
+    "the The THE tHe 'the' the's thE",
+    " ",
+    "\n",
+]
+"""Texts for which two implementations of a tokenizer often give different ids."""

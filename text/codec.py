@@ -143,13 +143,13 @@ def codec_by_name(name: str) -> TextCodec:
     """The codec of a tokenizer.
 
     Args:
-        name: `bytes`; `tiktoken:<encoding>`; `mistral:<file>`; or a Hugging Face tokenizer, given by its name on the
-            hub, a tokenizer.json, or a directory that holds one.
+        name: `bytes`; `tiktoken:<encoding>`; or a tokenizer of Hugging Face's: a name on the hub, a tokenizer.json, or
+            a directory.
 
     Raises:
         ValueError: it is missing.
     """
     kind, _, rest = name.partition(":")
     return TextCodec(
-        open_tokenizer(kind, rest) if kind in ("bytes", "tiktoken", "mistral") else open_tokenizer("huggingface", name)
+        open_tokenizer(kind, rest) if kind in ("bytes", "tiktoken") else open_tokenizer("huggingface", name)
     )

@@ -3,15 +3,12 @@
 Whatever library defines a tokenizer, its dataset keeps a tokenizer.json, so that all programs can read its ids.
 """
 
-import base64
-import importlib.resources
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from configuration.foreign import COPY_AGAIN, LARGE, parse_object, read_file, read_text, refused
+from configuration.foreign import COPY_AGAIN, LARGE, parse_object, read_text
 
 MOST_IDS = 2**24
 """Ids of a tokenizer are below this. Libraries take memory for the largest."""
@@ -22,37 +19,23 @@ _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABLE.index(byte)) for byte in range(256)}
 
 
-@dataclass(frozen=True)
-class Tekken:
-    """The content of a tekken.json of Mistral's: a byte-level BPE whose ids follow those of the special tokens."""
-
-    pattern: str
-    ranks: dict[bytes, int]
-    special: dict[str, int]
-    """The ids below those of the ranks. An id without a name is named `<SPECIAL_id>`, as in mistral-common."""
-
-
-# Files that list no special tokens have these.
-_TEKKEN_SPECIAL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]
-_TEKKEN_SPECIAL += ["[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"]
-_TEKKEN_SPECIAL += ["[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"]
-
-
 def find_huggingface(name: str) -> str:
     """The content of a tokenizer.json.
 
     Args:
-        name: the file, a directory that holds it, or a name on the Hugging Face hub.
+        name: the file, a directory, or a name on the Hugging Face hub. What is there in another format is converted by
+            transformers' AutoTokenizer.
 
     Raises:
         ValueError: it is missing, or not a tokenizer.json.
     """
     path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
     if not os.path.exists(path):
-        if path != name or name.endswith(".json"):
+        if name.endswith(".json"):
             raise ValueError(f"There is no file {path!r} in {os.getcwd()}. Correct the path.")
-        path = _download(name, ["tokenizer.json"], "a local tokenizer.json")
-    definition = read_text(path, LARGE)
+        path = None if os.path.isdir(name) else _download(name)
+    definition = read_text(path, LARGE) if path else _by_transformers(name)
+    path = path or name
     definition_of(path, definition)
     return definition
 
@@ -82,81 +65,36 @@ def definition_of(where: str | os.PathLike, definition: str) -> dict[str, Any]:
     return content
 
 
-def find_mistral(name: str) -> Tekken | bytes:
-    """A tokenizer of Mistral's: the content of its tekken.json or of its SentencePiece model.
-
-    Args:
-        name: the path of such a file, a name on the Hugging Face hub, or the name of a file in mistral-common.
-
-    Raises:
-        ValueError: it is missing, or not a file of Mistral's.
-    """
-    path = name
-    if not os.path.exists(path) and "/" in name:
-        path = _download(name, ["tekken.json", "tokenizer.model.v3", "tokenizer.model"], "the path of a local file")
-    elif not os.path.exists(path):
-        path = _find_in_mistral_common(name)
-    content = read_file(path, LARGE)
-    if not os.path.basename(path).endswith(".json"):
-        return content
-    found = parse_object(str(path), content, _TEKKEN, "A tekken.json of Mistral's is wanted.")
-    with refused(f"{path} is not a tekken.json of Mistral's"):  # base64
-        return _read_tekken(found)
-
-
-def _find_in_mistral_common(name: str) -> str:
+def _by_transformers(name: str) -> str:
+    """The tokenizer.json that transformers makes of a tokenizer in another format, on the hub or in a directory."""
     try:
-        data = importlib.resources.files("mistral_common") / "data"
-    except ImportError as e:
+        import transformers
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{name!r} has no tokenizer.json; to convert what it has: pip install transformers.") from e
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer.to_str()
+    # Without a connection it raises one of several errors of the system, else its own.
+    except (OSError, ValueError, ImportError, AttributeError) as e:
         raise ValueError(
-            f"There is no file {name!r} in {os.getcwd()}. The tokenizers that come with the package mistral-common "
-            "need it: pip install mistral-common"
+            f"Cannot load the tokenizer {name!r}: {str(e).splitlines()[0]} Check the name, the connection, and that "
+            "you are logged in if access is restricted; or give a local tokenizer.json."
         ) from e
-    known = sorted(file.name for file in data.iterdir() if "tekken" in file.name or ".model." in file.name)
-    if name not in known:
-        raise ValueError(
-            f"There is no file {name!r} in {os.getcwd()}, nor in mistral-common, which has {known}. Give one of "
-            "these, or a path."
-        )
-    return str(data / name)
 
 
-_TEKKEN = {
-    "config": {"pattern": str, "default_num_special_tokens": int, "default_vocab_size": int},
-    "special_tokens?": [{"token_str": str, "rank": int}],
-    "vocab": [{"token_bytes": str, "rank": int}],
-}
-
-
-def _read_tekken(content: dict[str, Any]) -> Tekken:
-    config = content["config"]
-    num_special = config["default_num_special_tokens"]
-    if listed := content.get("special_tokens"):
-        special = {token["token_str"]: token["rank"] for token in listed}
-    else:
-        special = {token: i for i, token in enumerate(_TEKKEN_SPECIAL)}
-    special |= {f"<SPECIAL_{i}>": i for i in range(len(special), num_special)}
-    vocabulary = content["vocab"][: config["default_vocab_size"] - num_special]
-    ranks = {base64.b64decode(token["token_bytes"]): token["rank"] for token in vocabulary}
-    return Tekken(config["pattern"], ranks, special)
-
-
-def _download(name: str, files: list[str], instead: str) -> str:
+def _download(name: str) -> str | None:
+    """The tokenizer.json of a repository on the Hugging Face hub; None if it has none."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     try:
-        for file in files:
-            try:
-                return huggingface_hub.hf_hub_download(name, file)
-            except EntryNotFoundError:
-                if file == files[-1]:
-                    raise
+        return huggingface_hub.hf_hub_download(name, "tokenizer.json")
+    except EntryNotFoundError:
+        return None
     # Without a connection it raises one of several errors of the system, else its own.
     except (OSError, ValueError, HfHubHTTPError) as e:
         raise ValueError(
-            f"Cannot load {' or '.join(files)} of {name!r} from the Hugging Face hub: {e} Check the name, the "
-            f"connection, and that you are logged in if access is restricted; or give {instead}."
+            f"Cannot load tokenizer.json of {name!r} from the Hugging Face hub: {e} Check the name, the connection, "
+            "and that you are logged in if access is restricted; or give a local tokenizer.json."
         ) from e
 
 
@@ -198,62 +136,6 @@ def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, i
 
 def _to_letters(token: bytes) -> str:
     return "".join(map(BYTE_LETTERS.__getitem__, token))
-
-
-def from_sentencepiece(model: bytes) -> str:
-    """The tokenizer.json of a SentencePiece BPE that prepends a space and changes nothing else, as Mistral's do.
-
-    Raises:
-        ValueError: not a SentencePiece model.
-    """
-    tokenizer = load_sentencepiece(model)
-    ids = range(tokenizer.get_piece_size())
-    pieces = [tokenizer.id_to_piece(i) for i in ids]
-    vocabulary = dict(zip(pieces, ids, strict=True))
-    mergeable = {pieces[i] for i in ids if not (tokenizer.is_control(i) or tokenizer.is_byte(i))}
-    merges = []
-    for piece in sorted(mergeable, key=lambda p: (-tokenizer.get_score(vocabulary[p]), vocabulary[p])):
-        cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
-        merges += [[a, b] for a, b in cuts if a in mergeable and b in mergeable]
-    space = "\N{LOWER ONE EIGHTH BLOCK}"
-    replace = [{"type": "Prepend", "prepend": space}, _replacement(" ", space)]
-    restore = [
-        _replacement(space, " "),
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-    ]
-    return _tokenizer_json(
-        {pieces[i]: i for i in ids if tokenizer.is_control(i) or tokenizer.is_unknown(i)},
-        normalizer={"type": "Sequence", "normalizers": replace},
-        pre_tokenizer=None,
-        decoder={"type": "Sequence", "decoders": restore},
-        ignore_merges=False,
-        byte_fallback=True,
-        unk_token=pieces[tokenizer.unk_id()],
-        vocab=vocabulary,
-        merges=merges,
-    )
-
-
-def _replacement(old: str, new: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {"String": old}, "content": new}
-
-
-def load_sentencepiece(model: bytes) -> Any:
-    """A sentencepiece.SentencePieceProcessor.
-
-    Raises:
-        ValueError: not a SentencePiece model, or the package is missing.
-    """
-    try:
-        import sentencepiece
-    except ImportError as e:
-        raise ValueError("A SentencePiece model needs the package sentencepiece: pip install sentencepiece") from e
-    try:
-        return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as e:
-        raise ValueError(f"The file of tokenizer.name is not a SentencePiece model: {e}") from e
 
 
 def _tokenizer_json(

@@ -1,8 +1,4 @@
-"""Tokenizers as the tools use them: from many documents to flat arrays of ids. They can be sent to other processes.
-
-A faster library replaces the one that defines a tokenizer only where both give the same ids: they are compared on
-difficult texts before the first document, and on a sample of the documents later.
-"""
+"""Tokenizers as the tools use them: from many documents to flat arrays of ids. They can be sent to other processes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,25 +10,10 @@ import numpy as np
 from jaxtyping import Int64, UInt32
 
 from text import definitions
-from text.libraries import (
-    Flat,
-    Gigatoken,
-    Reference,
-    SentencePiece,
-    Tiktoken,
-    Tokenizers,
-    find_difference,
-    load_definition,
-    try_gigatoken,
-)
+from text.libraries import Flat, Library, Tiktoken, Tokenizers, load_definition
 
 Ids = UInt32[np.ndarray, "tokens"]
 PerDocument = Int64[np.ndarray, "documents"]
-
-CHECKED_CHARACTERS = 2**11
-"""Characters of each call to `encode` that the reference encodes too; it is a hundred times slower."""
-FIRST_CHECKED_CHARACTERS = 2**16
-"""The same in the first call."""
 
 
 class Encoded(NamedTuple):
@@ -113,22 +94,20 @@ class TextTokenizer(Tokenizer):
 
     Args:
         definition: its tokenizer.json.
-        reference: the library that defines it.
-        fast: replaces the reference; None for nothing.
+        library: defines it, and encodes.
         end: id added at the end of each document; None: nothing.
     """
 
-    def __init__(self, definition: str, reference: Reference, fast: Gigatoken | None, end: int | None):
-        self.definition, self._reference, self._fast, self._end = definition, reference, fast, end
-        self._is_first = True
+    def __init__(self, definition: str, library: Library, end: int | None):
+        self.definition, self._library, self._end = definition, library, end
 
     def __reduce__(self) -> tuple:
-        return TextTokenizer, (self.definition, self._reference, self._fast, self._end)
+        return TextTokenizer, (self.definition, self._library, self._end)
 
     @property
     def library(self) -> str:
         """Name of the library that encodes."""
-        return self._reference.library if self._fast is None else "gigatoken"
+        return self._library.name
 
     @cached_property
     def _decoder(self) -> Any:
@@ -140,41 +119,10 @@ class TextTokenizer(Tokenizer):
         return max(self._decoder.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: list[str]) -> Encoded:
-        """The ids of documents, each that has tokens with the end token if there is one.
-
-        Raises:
-            ValueError: the fast library gives other ids than the reference for one of the texts compared.
-        """
-        ids, lengths = (self._fast or self._reference).encode(texts)
-        if self._fast is not None and texts:
-            self._check(texts, ids, lengths)
+        """The ids of documents, each that has tokens with the end token if there is one."""
+        ids, lengths = self._library.encode(texts)
         utf8_bytes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
         return Encoded(*_with_end(ids, lengths, self._end), np.fromiter(utf8_bytes, np.int64, len(texts)))
-
-    def _check(self, texts: list[str], ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Compares some documents: the first ones in the first call, later those after one that varies."""
-        left = FIRST_CHECKED_CHARACTERS if self._is_first else CHECKED_CHARACTERS
-        ends = np.cumsum(lengths)
-        # Differs from call to call, but not from run to run.
-        random = int(ids[:: max(1, ids.size // 64)].sum())
-        for i in range(0 if self._is_first else random % len(texts), len(texts)):
-            text, found = texts[i], ids[ends[i] - lengths[i] : ends[i]]
-            if len(text) > left:
-                # A part of the text has ids of its own.
-                start = random % (len(text) - left + 1)
-                text = text[start : start + left]
-                found, _ = self._fast.encode([text])
-            if not np.array_equal(found, self._reference.encode([text])[0]):
-                difference = find_difference(self._fast.encode, self._reference.encode, text)
-                raise ValueError(
-                    f"gigatoken gives other ids than {self._reference.library}: {difference or repr(text)}. Ids "
-                    "written before may be wrong too: write the dataset again, with tokenizer.backend=reference "
-                    "overwrite=true."
-                )
-            left -= len(text)
-            if left == 0:
-                break
-        self._is_first = False
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids, special tokens by their names. Ids that the tokenizer does not have are left out."""
@@ -195,7 +143,7 @@ def imports_of(tokenizer: Tokenizer) -> tuple[str, ...]:
     """The modules that `encode` needs, which take their time to import."""
     if not isinstance(tokenizer, TextTokenizer):
         return ()
-    return ("tokenizers", "tiktoken") + (("gigatoken", "awkward") if tokenizer.library == "gigatoken" else ())
+    return ("tokenizers", "tiktoken")
 
 
 # ---- opening ------------------------------------------------------------------------------------------------------
@@ -205,7 +153,7 @@ def open_tokenizer(kind: str, name: str | None, end_token: str | None = None) ->
     """A tokenizer, encoding with the library that defines it.
 
     Args:
-        kind: `bytes`, `huggingface`, `tiktoken` or `mistral`.
+        kind: `bytes`, `huggingface` or `tiktoken`.
         name: as `open_library` says; None for bytes.
         end_token: put at the end of each document, None for nothing.
 
@@ -214,7 +162,7 @@ def open_tokenizer(kind: str, name: str | None, end_token: str | None = None) ->
     """
     if kind == "bytes":
         return open_bytes(end_token)
-    return make_text_tokenizer(*open_library(kind, name), end_token, "reference")[0]
+    return make_text_tokenizer(*open_library(kind, name), end_token)
 
 
 def open_bytes(end_token: str | None) -> ByteTokenizer:
@@ -224,18 +172,18 @@ def open_bytes(end_token: str | None) -> ByteTokenizer:
     return ByteTokenizer(append_end=end_token is not None)
 
 
-def open_library(kind: str, name: str) -> tuple[str, Reference]:
+def open_library(kind: str, name: str) -> tuple[str, Library]:
     """The tokenizer.json of a tokenizer of text, and the library that defines it.
 
     Args:
-        kind: `huggingface`, `tiktoken` or `mistral`.
-        name: what `definitions.find_huggingface`, `open_tiktoken` or `open_mistral` takes.
+        kind: `huggingface` or `tiktoken`.
+        name: what `definitions.find_huggingface` or `open_tiktoken` takes.
 
     Raises:
         ValueError: the tokenizer is missing or damaged.
     """
-    if kind != "huggingface":
-        return {"tiktoken": open_tiktoken, "mistral": open_mistral}[kind](name)
+    if kind == "tiktoken":
+        return open_tiktoken(name)
     definition = definitions.find_huggingface(name)
     return definition, Tokenizers(definition)
 
@@ -266,60 +214,32 @@ def open_tiktoken(name: str) -> tuple[str, Tiktoken]:
     return definitions.from_ranks(ranks, encoding._pat_str, special), Tiktoken(encoding)
 
 
-def open_mistral(name: str) -> tuple[str, Reference]:
-    """The tokenizer.json of a tokenizer of Mistral's, and the library that defines it.
-
-    Raises:
-        ValueError: the tokenizer is missing, or its file is not one of Mistral's.
-    """
-    found = definitions.find_mistral(name)
-    if isinstance(found, bytes):
-        return definitions.from_sentencepiece(found), SentencePiece(found)
-    import tiktoken
-
-    encoding = tiktoken.Encoding("tekken", pat_str=found.pattern, mergeable_ranks=found.ranks, special_tokens={})
-    num_special = len(found.special)
-    definition = definitions.from_ranks(found.ranks, found.pattern, found.special, num_special)
-    return definition, Tiktoken(encoding, num_special)
-
-
 def open_for_decoding(definition: str | None, about: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a dataset, given its tokenizer.json and its attribute `tokenizer`."""
     end_token = about.get("end_token")
     if definition is None:
         return open_bytes(end_token)
-    return make_text_tokenizer(definition, Tokenizers(definition), end_token, "reference")[0]
+    return make_text_tokenizer(definition, Tokenizers(definition), end_token)
 
 
-def make_text_tokenizer(
-    definition: str, reference: Reference, end_token: str | None, backend: str
-) -> tuple[TextTokenizer, str | None]:
-    """A tokenizer that encodes with the fastest library that gives the right ids.
+def make_text_tokenizer(definition: str, library: Library, end_token: str | None) -> TextTokenizer:
+    """A tokenizer.
 
     Args:
         definition: its tokenizer.json.
-        reference: the library that defines it.
+        library: defines it, and encodes.
         end_token: put at the end of each document, None for nothing.
-        backend: `auto` for gigatoken where it gives the same ids, else the reference; `gigatoken`; or `reference`.
-
-    Returns:
-        The tokenizer; and why it does not use gigatoken where `auto` would have liked to.
 
     Raises:
-        ValueError: the vocabulary has no such end token; or the backend is `gigatoken`, and its ids are not the same.
+        ValueError: the vocabulary has no such end token.
     """
     end = None
     if end_token is not None and (end := load_definition(definition).token_to_id(end_token)) is None:
         tokens = load_definition(definition).get_added_tokens_decoder().values()
-        # Mistral's have a thousand, most of them fillers.
-        special = sorted((token.content for token in tokens), key=lambda name: (name.startswith("<SPECIAL_"), name))
+        special = sorted(token.content for token in tokens)
         more = f" and {len(special) - 30} more" if len(special) > 30 else ""
         raise ValueError(
             f"The tokenizer has no token {end_token!r} for tokenizer.end_token. Its special tokens are "
             f"{special[:30]}{more}."
         )
-    fast = try_gigatoken(definition, reference) if backend != "reference" else None
-    why = fast if isinstance(fast, str) else None
-    if why is not None and backend == "gigatoken":
-        raise ValueError(f"{why}. Leave tokenizer.backend=auto, or set it to reference.")
-    return TextTokenizer(definition, reference, None if why else fast, end), why
+    return TextTokenizer(definition, library, end)

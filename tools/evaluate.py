@@ -111,7 +111,7 @@ class Config:
     out: str | None = None
     """A file for the result: a JSON object on one line."""
     tokenizer: str | None = None
-    """The tokenizer, if the run's data is gone or names none: `bytes`, `tiktoken:<encoding>`, `mistral:<file>`, or a
+    """The tokenizer, if the run's data is gone or names none: `bytes`, `tiktoken:<encoding>`, or a
     name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
 
 

@@ -91,7 +91,7 @@ class Config:
     data: str | None = None
     """The run's dataset, if it has moved: its tokenizer is used."""
     tokenizer: str | None = None
-    """The tokenizer, if the data names none: `bytes`, `tiktoken:<encoding>`, `mistral:<file>`, or a name on the
+    """The tokenizer, if the data names none: `bytes`, `tiktoken:<encoding>`, or a name on the
     Hugging Face hub, a tokenizer.json, or a directory that holds one."""
 
 

@@ -70,7 +70,7 @@ def check_addresses(data: Mapping[str, Any], trust: bool, instead: str) -> None:
     tokenizer, kind = stream.get("tokenizer"), stream.get("tokenizer_kind")
     if stream.get("dataset"):
         remote.append(("stream.dataset", stream["dataset"]))
-    on_hub = kind == "huggingface" or (kind == "mistral" and "/" in str(tokenizer))
+    on_hub = kind == "huggingface"
     if on_hub and not os.path.exists(str(tokenizer)):
         remote.append(("stream.tokenizer", tokenizer))
     if remote and not trust:

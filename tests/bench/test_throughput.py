@@ -292,11 +292,6 @@ def test_torch_in_its_slowest_mode_to_compile():
     assert jobs["torch-max-autotune"] == dataclasses.replace(jobs["torch"], settings=("max-autotune",))
 
 
-def test_targets_print_what_they_miss():
-    assert str(Target("x", 0.5, 1.0)) == "target  x: 0.5, at least 1: missed by 50%"
-    assert str(Target("x", 2.0, 1.0)) == "target  x: 2, at least 1: met"
-
-
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 

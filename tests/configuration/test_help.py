@@ -104,4 +104,4 @@ def test_extras_are_those_of_the_project():
         names = {re.split("==|;", name)[0].replace("-", "_") for name in project[extra]}
         names = {renamed.get(name, name) for name in names}
         assert set(packages) - names <= {"submitit"}
-        assert names <= set(packages) | set(EXTRAS["mistral"])
+        assert names <= set(packages)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
-INSTALLED_EXTRAS = ("tools", "test", "oracle", "bench", "docs")
+INSTALLED_EXTRAS = ("tools", "test", "oracle", "docs")
 PACKAGES = ("cluster", "compiled", "configuration", "flat_tokens", "input_loader", "microscope", "modeling")
 PACKAGES += ("models", "optimizers", "sampling", "shardlib", "soundness", "text", "tools", "training_io")
 

@@ -7,21 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy_checks import check_modules
+from tokenization import PROBES
 
 from input_loader import FlatTokensConfig, FlatTokensLoader, MixtureLoader
 from text import byte_lengths as module
 from text import definitions
 from text.byte_lengths import byte_lengths
 from text.codec import byte_lengths_of_dataset
-from text.libraries import PROBES, Tokenizers
-from text.tokenizers import make_text_tokenizer, open_bytes, open_mistral
+from text.libraries import Tokenizers
+from text.tokenizers import make_text_tokenizer, open_bytes
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
 
 check_modules(module)
 
 ROOT = Path(__file__).parents[2]
-TEKKEN, SENTENCEPIECE = "tekken_240718.json", "tokenizer.model.v1"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_bytes(texts):
 @pytest.mark.parametrize("end_token", [None, "<|end|>", "q"])
 def test_a_byte_level_bpe(texts, bpe, end_token):
     texts = [text for text in texts if end_token != "q" or "q" not in text]
-    tokenizer, _ = make_text_tokenizer(bpe, Tokenizers(bpe), end_token, "reference")
+    tokenizer = make_text_tokenizer(bpe, Tokenizers(bpe), end_token)
     lengths = byte_lengths(bpe, end_token)
     check_documents(lengths, tokenizer, texts)
     assert lengths.of_token[:2].tolist() == [0, 0]  # <|begin|> and <|end|>
@@ -64,25 +64,8 @@ def test_a_byte_level_bpe(texts, bpe, end_token):
 def test_a_space_before_documents(texts, bpe):
     before = json.loads(bpe)["pre_tokenizer"] | {"add_prefix_space": True}
     definition = changed(bpe, pre_tokenizer=before)
-    tokenizer, _ = make_text_tokenizer(definition, Tokenizers(definition), None, "reference")
+    tokenizer = make_text_tokenizer(definition, Tokenizers(definition), None)
     check_documents(byte_lengths(definition, None), tokenizer, [text for text in texts if not text[0].isspace()])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [TEKKEN, SENTENCEPIECE])
-def test_those_of_mistral(texts, name):
-    """tiktoken and SentencePiece."""
-    pytest.importorskip("mistral_common", reason="needs the files of Mistral's tokenizers")
-    pytest.importorskip("sentencepiece", reason="needs sentencepiece")
-    definition, reference = open_mistral(name)
-    tokenizer, _ = make_text_tokenizer(definition, reference, "</s>", "reference")
-    lengths = byte_lengths(definition, "</s>")
-    check_documents(lengths, tokenizer, texts)
-    if name == TEKKEN:
-        ids = range(reference.encoding.n_vocab)
-        expected = [len(reference.encoding.decode_single_token_bytes(i)) for i in ids]
-        assert lengths.of_token[reference.offset :].tolist() == expected
-        assert not lengths.of_token[: reference.offset].any()
 
 
 @pytest.mark.parametrize(
@@ -110,15 +93,12 @@ def test_no_damage_ends_a_run(tmp_path):
         assert byte_lengths_of_dataset(str(tmp_path), about) is None
 
 
-@pytest.mark.parametrize("kind", ["bytes", "train_bpe", pytest.param("mistral", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["bytes", "train_bpe"])
 def test_a_whole_split_has_the_bytes_that_the_tool_recorded(tmp_path, texts, kind):
     """A part has fewer, and a mixture of both those of both."""
-    if kind == "mistral":
-        pytest.importorskip("mistral_common", reason="needs the files of Mistral's tokenizers")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    end = {"bytes": "</s>", "train_bpe": "<|end|>", "mistral": "</s>"}[kind]
-    name = SENTENCEPIECE if kind == "mistral" else None
-    tokenizer = TokenizerConfig(kind=TokenizerKind[kind], name=name, vocab_size=400, end_token=end)
+    end = {"bytes": "</s>", "train_bpe": "<|end|>"}[kind]
+    tokenizer = TokenizerConfig(kind=TokenizerKind[kind], vocab_size=400, end_token=end)
     split = SplitConfig(files=[str(tmp_path / "a.jsonl")])
     tool.run(Config(str(tmp_path / "d"), train=split, validation=None, tokenizer=tokenizer, num_workers=1))
     loader = FlatTokensLoader(FlatTokensConfig(filespec=str(tmp_path / "d"), shuffle=False), "train", 1, 1)

@@ -18,7 +18,6 @@ from text import definitions
 from text.codec import codec_of_dataset
 from text.huggingface import find_tokenizer
 from tools import huggingface_to_checkpoint, inspect_data
-from tools.checkpoint_to_huggingface.facts import read_verified
 from tools.checkpoint_to_huggingface.hub import files_of
 from tools.generate import Config, read_prompts
 from tools.report.reading import read_run
@@ -61,8 +60,7 @@ def given(tmp_path_factory):
     save_file({"x": np.zeros(3, np.float32)}, model / "model.safetensors")
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model.safetensors"}}')
     (home / "config.yaml").write_text("model: {}\n")
-    for name in ("text", "tekken.json"):
-        (home / name).write_text("{}\n")
+    (home / "text").write_text("{}\n")
     return home
 
 
@@ -79,13 +77,11 @@ def an_import(home):
 
 READERS = {
     "a tokenizer": ("data/tokenizer.json", lambda home: definitions.find_huggingface(str(home / "data"))),
-    "one of Mistral's": ("tekken.json", lambda home: definitions.find_mistral(str(home / "tekken.json"))),
     "generate, its tokenizer": ("data/tokenizer.json", lambda home: codec_of_dataset(str(home / "data"))),
     "generate, its data": ("data/train/zarr.json", lambda home: codec_of_dataset(str(home / "data"))),
     "generate, its prompts": ("text", lambda home: read_prompts(Config(prompts_file=str(home / "text")))),
     "export, its tokenizer": ("data/tokenizer.json", lambda home: find_tokenizer({"filespec": str(home / "data")})),
     "export, its index": ("model/model.safetensors.index.json", lambda home: files_of(home / "model")),
-    "export, verified": ("text", lambda home: read_verified(str(home / "text"))),
     "evaluate, questions": ("text", lambda home: read_questions(str(home / "text"))),
     "inspect_data, a run": ("config.yaml", inspect(run="")),
     "inspect_data, a split": ("data/train/zarr.json", inspect(filespec="data")),

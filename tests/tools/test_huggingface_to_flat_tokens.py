@@ -23,7 +23,7 @@ from text.tokenizers import ByteTokenizer
 from tools import merge_flat_tokens
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens import blocks, inputs, splits
-from tools.huggingface_to_flat_tokens.config import Backend, Config, SplitConfig, TokenizerConfig, TokenizerKind
+from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
 
 # Not text.definitions, whose large dictionaries take long to check.
 check_modules(flat_tokens, growing_array, shards, unfinished)
@@ -227,8 +227,7 @@ def test_empty_documents_are_left_out(tmp_path, capsys):
     assert "4 empty documents left out" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys, backend):
+def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
     """Of this tokenizer, which strips text, documents of spaces alone have no token."""
     normalizer = {"type": "Strip", "strip_left": True, "strip_right": True}
     definition = json.dumps(json.loads(bpe[1].to_str()) | {"normalizer": normalizer})
@@ -237,7 +236,7 @@ def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys, back
     texts = ["  ", "one", " ", "", "\n\t", "two ", None, "   "]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     name, kind = str(tmp_path / "tokenizer.json"), TokenizerKind.huggingface
-    settings = TokenizerConfig(kind=kind, name=name, end_token="<|end|>", backend=Backend[backend])
+    settings = TokenizerConfig(kind=kind, name=name, end_token="<|end|>")
     documents, attributes = run(tmp_path / "d", source, tokenizer=settings)
     assert documents == [[*oracle.encode(text).ids, 1] for text in ("one", "two ")]
     assert (attributes["num_documents"], attributes["utf8_bytes"]) == (2, len("onetwo "))
@@ -397,7 +396,7 @@ def test_bad_content(tmp_path, content, message):
         ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "end_token is '<eos>'; that of bytes is </s>"),
         (
             {"tokenizer": TokenizerConfig(name="gpt2")},
-            "huggingface, tiktoken and mistral need a name, and no other kind has one",
+            "huggingface and tiktoken need a name, and no other kind has one",
         ),
         (
             {"tokenizer": TokenizerConfig(kind=TokenizerKind.huggingface, name="no/tokenizer.json")},
@@ -462,17 +461,12 @@ VOCABULARIES = {  # name: its size, and the token at the end of a document
     "austen_bytes": (259, 1),
     "austen_bpe": (4096, 1),
     "austen_bpe32k": (22886, 1),
-    "austen_mistral": (131072, 2),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", ["austen_bytes", "austen_bpe", "austen_bpe32k", pytest.param("austen_mistral", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["austen_bytes", "austen_bpe", "austen_bpe32k"])
 def test_local_examples(tmp_path, name):
-    if name == "austen_mistral":
-        pytest.importorskip("mistral_common")
     command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"--config-name={name}", f"out={tmp_path}/d"]
     subprocess.run(command, cwd=ROOT, check=True)
     for split, novels in (("train", 246), ("validation", 24)):
@@ -523,5 +517,5 @@ def test_processes_are_for_what_has_no_threads(bpe, cores, monkeypatch):
         "x", pat_str=r".", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={}
     )
     references = [libraries.Tokenizers(definition), libraries.Tiktoken(encoding)]
-    made = [text_tokenizers.TextTokenizer(definition, reference, None, None) for reference in references]
+    made = [text_tokenizers.TextTokenizer(definition, reference, None) for reference in references]
     assert [tool.default_workers(tokenizer) for tokenizer in made] == ([1, 2] if cores == 2 else [8, 8])

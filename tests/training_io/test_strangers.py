@@ -197,7 +197,6 @@ def test_no_address_of_a_saved_configuration_is_asked_and_nothing_in_it_is_resol
         ({"stream": {"train_files": ["here", "http://x"]}}, "stream.train_files.1"),
         ({"stream": {"dataset": "someone/else"}}, "stream.dataset"),
         ({"stream": {"tokenizer_kind": "huggingface", "tokenizer": "someone/else"}}, "stream.tokenizer"),
-        ({"stream": {"tokenizer_kind": "mistral", "tokenizer": "someone/else"}}, "stream.tokenizer"),
         ({"stream": {"tokenizer_kind": "tiktoken", "tokenizer": "gpt2"}}, None),
         ({"stream": "text"}, None),
     ],

@@ -74,11 +74,10 @@ def run(config: Config) -> None:
 def default_workers(tokenizer: Tokenizer) -> int:
     """Number of worker processes: one for each core, but one for two cores if the tokenizer has threads of its own.
 
-    On two cores, two workers beside the main process are slower with gigatoken, and take more CPU time with
-    `tokenizers`.
+    On two cores, two workers beside the main process take more CPU time with `tokenizers`.
     """
     cores = available_cores()
-    without_threads = isinstance(tokenizer, TextTokenizer) and tokenizer.library in ("tiktoken", "sentencepiece")
+    without_threads = isinstance(tokenizer, TextTokenizer) and tokenizer.library == "tiktoken"
     return 1 if cores <= 2 and not without_threads else cores
 
 

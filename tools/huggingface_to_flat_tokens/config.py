@@ -16,16 +16,7 @@ class TokenizerKind(Enum):
     bytes = "bytes"
     huggingface = "huggingface"
     tiktoken = "tiktoken"
-    mistral = "mistral"
     train_bpe = "train_bpe"
-
-
-class Backend(Enum):
-    """The values of `tokenizer.backend`."""
-
-    auto = "auto"
-    gigatoken = "gigatoken"
-    reference = "reference"
 
 
 @dataclass
@@ -34,18 +25,13 @@ class TokenizerConfig:
 
     kind: TokenizerKind = TokenizerKind.bytes
     """`bytes`: the UTF-8 bytes, with ids as in ByT5: byte + 3, after 0 padding, 1 end (`</s>`) and 2 unused.
-    `huggingface`: a tokenizer of the `tokenizers` library. `tiktoken`: an encoding of tiktoken. `mistral`: a
-    tekken.json or a SentencePiece model of Mistral's. `train_bpe`: a byte-level BPE trained on the training split, with
-    id 0 for `<|begin|>` and 1 for `<|end|>`."""
+    `huggingface`: a tokenizer of the `tokenizers` library. `tiktoken`: an encoding of tiktoken. `train_bpe`:
+    a byte-level BPE trained on the training split, with id 0 for `<|begin|>` and 1 for `<|end|>`."""
     name: str | None = None
-    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. For
-    `tiktoken`: a name that tiktoken knows, as cl100k_base. For `mistral`: a path, a name on the hub, or the name of a
-    file in the package mistral-common, as tekken_240911.json."""
+    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory; transformers converts what
+    is there in another format. For `tiktoken`: a name that tiktoken knows, as cl100k_base."""
     end_token: str | None = None
     """Token added at the end of each document; null: none. Beginnings need none: the format marks them."""
-    backend: Backend = Backend.auto
-    """The library that encodes. `reference`: the one that defines the tokenizer. `gigatoken`: an error where its ids
-    differ. `auto`: gigatoken where it gives the same ids, else the reference."""
     vocab_size: int = within(258, 2**31, 4096)
     """For `train_bpe`: bound on the size of the vocabulary, at least 258."""
     train_documents: int = at_least_1(100_000)

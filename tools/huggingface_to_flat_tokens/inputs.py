@@ -54,18 +54,18 @@ def make_tokenizer(config: Config, trained: str | None) -> Tokenizer:
     if named != (tokenizer.name is not None):
         raise ValueError(
             f"tokenizer.name is {tokenizer.name!r} and tokenizer.kind {kind.name}; "
-            "the kinds huggingface, tiktoken and mistral need a name, and no other kind has one. "
+            "the kinds huggingface and tiktoken need a name, and no other kind has one. "
             + ("Leave tokenizer.name out." if tokenizer.name is not None else "Give tokenizer.name=<name>.")
         )
     if kind is TokenizerKind.bytes:
         return tokenizers.open_bytes(end_token)
     if kind is TokenizerKind.train_bpe:
         definition = trained or _train_bpe(config)
-        reference = libraries.Tokenizers(definition)
+        library = libraries.Tokenizers(definition)
     else:
-        definition, reference = tokenizers.open_library(kind.name, tokenizer.name)
-    made, why = tokenizers.make_text_tokenizer(definition, reference, end_token, tokenizer.backend.name)
-    print(f"Tokenizing with {made.library}." + (f" Slower than could be: {why}." if why else ""), flush=True)
+        definition, library = tokenizers.open_library(kind.name, tokenizer.name)
+    made = tokenizers.make_text_tokenizer(definition, library, end_token)
+    print(f"Tokenizing with {made.library}.", flush=True)
     return made
 
 
