@@ -4,7 +4,6 @@ Another reason, because many refusals stand before a check of the sizes on one d
 """
 
 import ast
-import itertools
 import sys
 import types
 from collections.abc import Iterator
