@@ -27,7 +27,6 @@ from flat_tokens.format import (
     opening_context,
     read_file,
 )
-from flat_tokens.unpacking import bounded
 
 _AGAIN = "Write or copy the dataset again."
 
@@ -201,11 +200,10 @@ class Reader:
     def _open_with_zarr(self, filespec: str, key: str, memory: int) -> Any:
         """The array, in memory if `memory` bytes hold it, else read by zarr at each access."""
         try:
-            found = zarr.open_array(filespec, path=key, mode="r")
+            array = zarr.open_array(filespec, path=key, mode="r")
         # zarr-python has many errors for metadata that is not as specified.
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise self._no_array(key, e) from e
-        array = zarr.Array(bounded(found.async_array, f"{self.path}: its array seq_starts"))
         self._check_array(key, array.shape, array.dtype, np.uint64, array.chunks)
         return self._begin(array, [(0, array.size)], "seq_starts")() if array.nbytes <= memory else array
 

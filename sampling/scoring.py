@@ -25,7 +25,6 @@ from sampling.drawing import check_ids
 from sampling.sampler import SHORTEST
 from shardlib import shardops
 from shardlib.shardtypes import bool_, f32, make_shardings, typed, typed_shard_map, u32
-from text.codec import TextCodec
 from training_io.soundness import check_program
 
 LOGITS = 2**27
@@ -214,17 +213,6 @@ def windows(ids: Sequence[int], first: int, length: int) -> list[tuple[list[int]
         end = min(start + length, len(ids))
         found.append((text[max(0, end - length) : end + 1], end - start))
     return found
-
-
-def continued(codec: TextCodec, bos: int, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Ids of a context, with `bos`, and of its continuation, as lm-eval cuts them.
-
-    Spaces at the end of the context belong to the continuation. Both are encoded together, and the ids of the context
-    alone are cut off, as many as they are.
-    """
-    kept = context.rstrip()
-    before = codec.encode(kept)
-    return [bos, *before], codec.encode(context + continuation)[len(before) :]
 
 
 def log_likelihoods(

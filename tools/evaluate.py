@@ -1,12 +1,11 @@
-"""Evaluates a checkpoint: loss, perplexity and bits per byte of documents, multiple choice, tasks of lm-eval.
+"""Evaluates a checkpoint: loss, perplexity and bits per byte of documents, and tasks of lm-eval.
 
     python -m tools.evaluate run=runs/<name>
     python -m tools.evaluate run=runs/<name> data=data/austen_bytes.zarr per_document=true out=losses.jsonl
     python -m tools.evaluate run=runs/<name> data=stories.jsonl step=500 mesh.t=2
-    python -m tools.evaluate run=runs/<name> choices=questions.jsonl
     python -m tools.evaluate run=runs/<name> tasks=[mine] task_path=tasks/
 
-Without data, choices or tasks, the loss is that of the run's own validation: its evaluation step, on the same batches.
+Without data or tasks, the loss is that of the run's own validation: its evaluation step, on the same batches.
 
 With data, each document is counted once. It is read as in training: bos and then its tokens, the end token of the run's
 data among them. A document of more than training.seq_len tokens is cut into pieces of so many, each read after bos. A
@@ -39,7 +38,6 @@ from input_loader.codec import codec_of_data
 from input_loader.padded import PaddedLoader
 from modeling.attention import KERNELS
 from modeling.model import COMPUTE_DTYPES, inputs_of, load_model
-from sampling.choices import answers, read_questions, shares
 from sampling.documents import Given, documents_of_dataset, documents_of_files, losses_of
 from sampling.harness import language_model
 from sampling.scoring import Scorer, products_in
@@ -92,12 +90,7 @@ class Config:
     separator: str | None = None
     """Text between the documents of a .txt file. Null: it is one document."""
     max_documents: int | None = at_least_1(None)
-    """Number of documents of `data`, or of questions of `choices`, from the first on; null: all."""
-    choices: str | None = None
-    """A file with a question on each line: {"context": "…", "choices": ["…", "…"], "answer": 0}. `question` is another
-    name of `context`, and the answer is the index of the right choice."""
-    delimiter: str = " "
-    """Text between a context and a choice."""
+    """Number of documents of `data`, from the first on; null: all."""
     tasks: list[str] = field(default_factory=list)
     """Tasks of lm-eval by name, which needs the package: pip install -e '.[eval]'."""
     task_path: str | None = None
@@ -107,7 +100,7 @@ class Config:
     limit: int | None = at_least_1(None)
     """Number of documents of each of the `tasks`; null: all."""
     per_document: bool = False
-    """Writes a line for each document, or question, to `out`, before the line of the result."""
+    """Writes a line for each document to `out`, before the line of the result."""
     out: str | None = None
     """A file for the result: a JSON object on one line."""
     tokenizer: str | None = None
@@ -223,7 +216,7 @@ def result_of(nats: float, tokens: int, utf8_bytes: int | None) -> dict[str, Any
     return result
 
 
-# ---- documents and questions ----------------------------------------------------------------------------------------
+# ---- documents ----------------------------------------------------------------------------------------
 
 
 def documents_of(run: OpenRun) -> Iterator[Given]:
@@ -262,15 +255,6 @@ def of_data(run: OpenRun, write: Callable[[Any], None]) -> dict[str, Any]:
     return {"data": run.config.data, "documents": len(found)} | result_of(math.fsum(nats), sum(tokens), size)
 
 
-def of_choices(run: OpenRun, write: Callable[[Any], None]) -> dict[str, Any]:
-    """Share of the questions that are answered right. Calls `write` with each answer."""
-    questions, found = read_questions(run.config.choices)[: run.config.max_documents], []
-    for answer in answers(run.scorer(), run.codec(), run.weights, questions, run.config.delimiter):
-        write(answer)
-        found.append(answer)
-    return {"choices": run.config.choices, "questions": len(found)} | shares(found)
-
-
 # ---- tasks of lm-eval -----------------------------------------------------------------------------------------------
 
 
@@ -296,38 +280,36 @@ def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
 
 NEEDS = {
     "batches": ("",),
-    "max_documents": ("data", "choices"),
-    "per_document": ("data", "choices"),
+    "max_documents": ("data",),
+    "per_document": ("data",),
     "task_path": ("tasks",),
     "num_fewshot": ("tasks",),
     "limit": ("tasks",),
 }
-"""Settings that belong to some of data, choices and tasks; the empty name is the run's own validation."""
+"""Settings that belong to data or tasks; the empty name is the run's own validation."""
 
 
 def check_settings(config: Config) -> str:
-    """What is evaluated: data, choices, tasks, or "" for none. Raises ValueError for settings that do not agree."""
+    """What is evaluated: data, tasks, or "" for none. Raises ValueError for settings that do not agree."""
     check_ranges("", config)
     if config.weights is not None:
         check_choice("weights", config.weights, run_config.WEIGHTS)
     if config.compute_dtype is not None:
         check_choice("compute_dtype", config.compute_dtype, tuple(COMPUTE_DTYPES))
-    given = [name for name in ("data", "choices", "tasks") if getattr(config, name)]
+    given = [name for name in ("data", "tasks") if getattr(config, name)]
     if len(given) > 1:
-        raise ValueError(f"give one of data, choices and tasks; {' and '.join(given)} is given.")
+        raise ValueError(f"give one of data and tasks; {' and '.join(given)} is given.")
     what = given[0] if given else ""
     for name, of in NEEDS.items():
         if getattr(config, name) not in (None, False) and what not in of:
-            where = f"with {' or '.join(of)}" if any(of) else "without data, choices and tasks"
+            where = f"with {' or '.join(of)}" if any(of) else "without data and tasks"
             raise ValueError(f"{name} is given, which has a meaning only {where}. Leave it out.")
     if config.per_document and config.out is None:
         raise ValueError("per_document is true, but there is no file for the documents: give out=<file>.jsonl.")
     if config.task_path is not None and not Path(config.task_path).is_dir():
         raise ValueError(f"task_path: there is no directory {config.task_path}. Correct the path.")
     # Before the weights are read, which can take long.
-    if what == "choices":
-        read_questions(config.choices)
-    elif what == "data" and re.search(TEXTS, config.data):
+    if what == "data" and re.search(TEXTS, config.data):
         match([config.data])
     elif what == "data" and "://" not in config.data and not Path(config.data).is_dir():
         raise ValueError(
@@ -359,8 +341,6 @@ def evaluate(config: Config, console: Console | None = None) -> dict[str, Any]:
         of_each = lambda found: write(dataclasses.asdict(found)) if config.per_document else None
         if what == "data":
             result = of_data(run, of_each)
-        elif what == "choices":
-            result = of_choices(run, of_each)
         else:
             result = of_tasks(run, write_line) if what == "tasks" else own_validation(run, write_line)
         about = {"run": config.run, "step": run.step, "weights": run.which, "mesh": dict(run.mesh.shape)}
@@ -368,9 +348,7 @@ def evaluate(config: Config, console: Console | None = None) -> dict[str, Any]:
         write(about | result)
     for name, value in (about | ({} if what == "tasks" else result)).items():
         shown = f"{value:.6f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-        if not name.endswith("_stderr"):
-            error = result.get(f"{name}_stderr")
-            write_line(f"{name:<14}{shown}" + (f" ± {error:.6f}" if error is not None else ""))
+        write_line(f"{name:<14}{shown}")
     return about | result
 
 

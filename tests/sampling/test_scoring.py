@@ -12,10 +12,7 @@ import tiny
 import train
 from input_loader import DataConfig, make_loader
 from input_loader.padded import PaddedLoader
-from sampling.choices import Answer, read_questions, shares
-from sampling.scoring import Scorer, continued, log_likelihoods, pieces, windows
-from text import definitions
-from text.codec import codec_by_name
+from sampling.scoring import Scorer, log_likelihoods, pieces, windows
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 2, 16, 17, 3, 9, 17, 5, 4]
@@ -108,61 +105,6 @@ def test_pieces_and_windows_have_each_token_once(count):
     assert [token for ids, counted in windows(ids, 0, 4) for token in ids[-counted:]] == ids
     assert [token for piece in pieces(ids, 0, 4) for token in piece[1:]] == ids
     assert all(piece[0] == 0 and len(piece) <= 5 for piece in pieces(ids, 0, 4))
-
-
-# ---- boundaries of tokens -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory):
-    """A small BPE, to which `the cat` is two tokens, and ` cat` another one than `cat`."""
-    directory = tmp_path_factory.mktemp("bpe")
-    (directory / "tokenizer.json").write_text(definitions.train_bpe(["the cat sat on the cat"] * 3, 300))
-    return codec_by_name(str(directory))
-
-
-@pytest.mark.parametrize("context", ["the cat", "the cat ", "the  ", "", " "])
-@pytest.mark.parametrize("continuation", ["sat", " cat", "the"])
-def test_a_continuation_is_cut_from_the_whole_text(bpe, context, continuation):
-    before, after = continued(bpe, 0, context, continuation)
-    assert before == [0, *bpe.encode(context.rstrip())]
-    assert [*before[1:], *after] == bpe.encode(context + continuation)
-    assert bpe.decode(after) == (context + continuation)[len(context.rstrip()) :]
-
-
-def test_a_space_at_the_end_of_a_context_makes_no_token_of_its_own(bpe):
-    assert continued(bpe, 0, "the ", "cat") == continued(bpe, 0, "the", " cat")
-    assert len(continued(bpe, 0, "the ", "cat")[1]) == 1
-
-
-# ---- multiple choice ------------------------------------------------------------------------------------------------
-
-
-def test_shares_and_their_errors():
-    names, right = ("acc", "acc_norm", "acc_bytes"), np.array([(1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)])
-    found = [Answer(i, 0, dict(zip(names, (1 - row).tolist(), strict=True)), []) for i, row in enumerate(right)]
-    expected = dict(zip(names, right.mean(0), strict=True))
-    errors = right.std(0, ddof=1) / np.sqrt(len(right))
-    expected |= {f"{name}_stderr": error for name, error in zip(names, errors, strict=True)}
-    assert shares(found) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", r":2 is not JSON"),
-        ("[" * 10**5, r":2 is not JSON"),
-        ("3", r":2 is not a JSON object"),
-        ('{"context": "a", "choices": ["b", ""], "answer": 0}', r":2: choices must be a list of texts, none .* empty"),
-        ('{"context": "a", "choices": ["b"], "answer": 1}', r":2: answer is 1; .* index of a choice, 0 to 0"),
-        ('{"context": "a", "choices": ["b"], "answer": true}', r":2: answer is True"),
-    ],
-)
-def test_a_line_that_is_no_question(tmp_path, line, message):
-    file = tmp_path / "questions.jsonl"
-    file.write_text("\n" + line)
-    with pytest.raises(ValueError, match=message):
-        read_questions(str(file))
 
 
 # ---- padding --------------------------------------------------------------------------------------------------------

@@ -238,34 +238,6 @@ def test_an_import_is_computed_in_f32_and_each_result_names_its_dtype(run, their
     assert difference["bf16"] > 10 * difference["f32"]
 
 
-# ---- multiple choice ------------------------------------------------------------------------------------------------
-
-
-def test_multiple_choice_is_what_transformers_computes(run, theirs, tmp_path):
-    _, losses = theirs
-    file, out = tmp_path / "questions.jsonl", tmp_path / "out.jsonl"
-    questions = [dict(question) for question in QUESTIONS]
-    questions[1]["question"] = questions[1].pop("context")
-    file.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    found = evaluated(run, choices=str(file), delimiter="", per_document=True, out=str(out))
-    *lines, _ = read(out)
-    right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
-    for question, line in zip(QUESTIONS, lines, strict=True):
-        texts = [question["context"] + choice for choice in question["choices"]]
-        ids = [[0, *encoded(text)[:-1]][-(SEQ_LEN + 1) :] for text in texts]
-        # The space at the end of the context counts, as it is moved to the choice.
-        counts = [len(choice.encode()) + 1 for choice in question["choices"]]
-        expected = [-losses(x)[-n:].sum(dtype=np.float64) for x, n in zip(ids, counts, strict=True)]
-        assert line["log_likelihoods"] == pytest.approx(expected, rel=1e-5)
-        sizes = {"acc": [1, 1, 1], "acc_norm": list(map(len, question["choices"]))}
-        sizes["acc_bytes"] = [len(choice.encode()) for choice in question["choices"]]
-        for name, size in sizes.items():
-            right[name] += int(np.argmax(np.array(expected) / size)) == question["answer"]
-    assert {name: found[name] for name in right} == {name: n / len(QUESTIONS) for name, n in right.items()}
-    share = found["acc_bytes"]
-    assert found["acc_bytes_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / 6))
-
-
 # ---- lm-eval --------------------------------------------------------------------------------------------------------
 
 TASKS = {
@@ -373,15 +345,14 @@ def test_the_command(run, tmp_path):
         ({"compute_dtype": "fp32"}, r"compute_dtype is 'fp32'; choose one of bf16, f32"),
         ({"weights": "adam_mu"}, r"weights is 'adam_mu'; choose one of weights, ema"),
         ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
-        ({"data": "a", "choices": "b"}, r"give one of data, choices and tasks; data and choices is given"),
-        ({"per_document": True, "out": "x"}, r"per_document is given, .* only with data or choices"),
-        ({"data": "a", "batches": 2}, r"batches is given, .* only without data, choices and tasks"),
+        ({"data": "a", "tasks": ["b"]}, r"give one of data and tasks; data and tasks is given"),
+        ({"per_document": True, "out": "x"}, r"per_document is given, .* only with data"),
+        ({"data": "a", "batches": 2}, r"batches is given, .* only without data and tasks"),
         ({"data": "a", "per_document": True}, r"give out=<file>"),
         ({"batch": 0}, r"batch is 0; it must be at least 1"),
         ({"data": "nowhere.jsonl"}, r"No file matches 'nowhere.jsonl'"),
         ({"data": "nowhere.zarr"}, r"data is nowhere.zarr: there is no such directory of a dataset, and a file"),
         ({"tasks": ["x"], "task_path": "nowhere"}, r"task_path: there is no directory nowhere"),
-        ({"choices": "nowhere.jsonl"}, r"choices: there is no file nowhere.jsonl"),
     ],
 )
 def test_what_a_user_can_get_wrong(run, settings, message):

@@ -13,7 +13,6 @@ from rich.console import Console
 from written_datasets import write
 
 from configuration.foreign import check_types, read_file, read_object, refused
-from sampling.choices import read_questions
 from text import definitions
 from text.codec import codec_of_dataset
 from text.huggingface import find_tokenizer
@@ -82,7 +81,6 @@ READERS = {
     "generate, its prompts": ("text", lambda home: read_prompts(Config(prompts_file=str(home / "text")))),
     "export, its tokenizer": ("data/tokenizer.json", lambda home: find_tokenizer({"filespec": str(home / "data")})),
     "export, its index": ("model/model.safetensors.index.json", lambda home: files_of(home / "model")),
-    "evaluate, questions": ("text", lambda home: read_questions(str(home / "text"))),
     "inspect_data, a run": ("config.yaml", inspect(run="")),
     "inspect_data, a split": ("data/train/zarr.json", inspect(filespec="data")),
     "inspect_data, an array": ("data/train/encoded_tokens/zarr.json", inspect(filespec="data")),

@@ -76,7 +76,7 @@ def test_decoding_with_the_datasets_tokenizer(tmp_path):
     from text.tokenizers import make_text_tokenizer
 
     definition = train_bpe(TEXTS, 300)
-    tokenizer, _ = make_text_tokenizer(definition, Tokenizers(definition), "<|end|>", "reference")
+    tokenizer = make_text_tokenizer(definition, Tokenizers(definition), "<|end|>")
     path = write(tmp_path / "d", tokenizer, {"tokenizer": {"kind": "train_bpe"}})
     (tmp_path / "d/tokenizer.json").write_text(definition)
     assert f"{TEXTS[3]}<|end|>" in show(filespec=path, document=3)
