@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from cluster.config import MeshConfig
 from input_loader import TokenBatch
 from shardlib import shardops
 from shardlib.shardtypes import Scope, dtype_name, typed_shard_map
-from tools.checkpoint_to_huggingface.facts import read_verified
 from tools.verify import record as verify_record
 from tools.verify.__main__ import VerifyConfig, check, small
 from tools.verify.inputs import Inputs, with_planted
@@ -371,7 +371,7 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
     (tmp_path / "train.py").write_text(edited)
     done = verify(tmp_path, "verify.precisions=[f64]", "verify.output=found.json")
     assert done.returncode == 1, done.stdout + done.stderr
-    (found,) = read_verified(str(tmp_path / "found.json"))["results"]
+    (found,) = json.loads((tmp_path / "found.json").read_text())["results"]
     assert (found["agree"], found["compared"], found["meshes"]) == (False, "f64", ["r=2 d=2 t=2"])
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
     assert f"the first tensor that differs is {tensor} at train.py:" in line
