@@ -352,8 +352,6 @@ OF_TOOLS = {
     "tools.checkpoint": [
         ("run={tmp}/none", "none"),
         ("action=lst", "Did you mean list?"),
-        ("steps=[-1]", "none"),
-        ("step=1", "Did you mean steps?"),
         ("actoin=list", "Did you mean action?"),
     ],
     "tools.merge_flat_tokens": [
