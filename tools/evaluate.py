@@ -48,7 +48,6 @@ from training_io import opening
 from training_io.causality import check_causal
 from training_io.evaluation import evaluate as evaluate_batches
 from training_io.opening import MeshChoice
-from training_io.saved import check_addresses
 
 TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
 """End of the name of a file of texts."""
@@ -133,7 +132,6 @@ class OpenRun:
         """The tokenizer of the settings, or else of the run's data. Raises ValueError if there is none."""
         if self.config.tokenizer is not None:
             return codec_by_name(self.config.tokenizer)
-        self.check_addresses("tokenizer=…")
         try:
             codec = codec_of_data(self.c.data)
         except ValueError as e:
@@ -142,10 +140,6 @@ class OpenRun:
         if not codec.is_known:
             raise ValueError("the run's data names no tokenizer; tokenizer=<name> says which one made it.")
         return codec
-
-    def check_addresses(self, instead: str) -> None:
-        """Raises ValueError if the run's data is on a server, and the user neither trusts it nor gives `instead`."""
-        check_addresses(dataclasses.asdict(self.c.data), self.config.trust, f"name it by {instead}")
 
     def codec_or_none(self) -> TextCodec:
         """The same; one without a tokenizer if there is none."""
@@ -191,7 +185,6 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
     batches = run.config.batches or t.eval_batches
     if not batches:
         raise ValueError("the run has no validation (training.eval_batches is 0). Give batches=<number>, or data=….")
-    run.check_addresses("data=…")
     sizes = t.batch_size, t.seq_len, c.model.vocab
     loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches)
     with jax.set_mesh(run.mesh):

@@ -9,7 +9,6 @@ The third reads the whole dataset and compares its parts. The last shows the bat
 the loss jumped. Text is decoded with the dataset's own tokenizer. Without one, token ids are shown.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from input_loader import DataConfig, batch_of, make_loader
 from input_loader.origins import pieces_of, sequences_of_batch
 from text.codec import TextCodec, codec_of_attributes, tokenizer_of_attributes
 from training_io.files import read_config
-from training_io.saved import check_addresses, literal
+from training_io.saved import literal
 
 
 @dataclass
@@ -290,9 +289,7 @@ def _data_config(config: Config, run: Any) -> DataConfig:
         data: DataConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), run.get("data", {})))
     except OmegaConfBaseException as error:
         raise ValueError(f"{config.run}: {wrong_setting(DataConfig, error, prefix='data.')}") from error
-    if config.filespec is None:
-        check_addresses(dataclasses.asdict(data), config.trust, "name a dataset by filespec=…")
-    else:
+    if config.filespec is not None:
         if data.filespec is None:
             raise ValueError("Give either run or filespec: both go together only if the run reads a single dataset.")
         data.filespec = config.filespec

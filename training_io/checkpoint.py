@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -24,30 +23,32 @@ from training_io.checkpoint_arrays import (
     NO_ORDERS,
     HostArray,
     Orders,
+    StoredArray,
     as_stored,
     copy_to_host,
     named_leaves,
-    read_arrays,
+    read_array,
     start_copies,
     write_arrays,
 )
 from training_io.manifest import (
     DTYPES,
-    MANIFEST_BYTES,
     Damaged,
+    SavedArray,
     check_json,
     commit,
     directory_of,
     read_manifest,
-    saved_array,
+    saved_arrays,
+    with_checksums,
 )
-from training_io.stores import MANIFEST, open_store
+from training_io.stores import MANIFEST, Store, in_parallel
 
 T = TypeVar("T")
 
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
-REMEDY = "Run with the model and optimizer that wrote it, or start a new run in another directory."
+REMEDY = "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
 ANOTHER = " Restore another step, or copy it again."
 """Remedy for a damaged checkpoint, at the end of a message."""
 _STEP = re.compile(r"\d{10}")
@@ -61,8 +62,7 @@ class Checkpointer:
     own shards only (those with replica_id 0).
 
     Args:
-        place: path in a file system that all processes share, created by the first save; or a URL that tensorstore or
-            fsspec knows.
+        place: path in a file system that all processes share, created by the first save; or a URL, as for Store.
         keep: number of the latest complete checkpoints that are kept, at least 1; None keeps all. Older ones are
             removed when a new one is complete.
 
@@ -73,12 +73,10 @@ class Checkpointer:
     def __init__(self, place: str | os.PathLike, *, keep: int | None = None):
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}; keep at least 1 checkpoint, or None for all.")
-        self.store = open_store(place)
+        self.store = Store(place)
         self._keep = keep
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: concurrent.futures.Future | None = None
-        self._clean = False
-        self._told: set[str] = set()
         self.rotates = True
         """Whether a complete checkpoint removes older ones than the latest `keep`."""
         self.check_owner: Callable[[], None] = lambda: None
@@ -96,7 +94,7 @@ class Checkpointer:
 
     def lost(self) -> list[int]:
         """Steps of checkpoints whose manifest is gone. At a URL they are what killed saves left, and not listed."""
-        found = self.store.directories().items() if self.store.renames else ()
+        found = self.store.directories().items() if self.store.path else ()
         return sorted(int(name) for name, done in found if not done and _STEP.fullmatch(name))
 
     def latest_step(self, without: Iterable[int] = ()) -> int | None:
@@ -198,7 +196,6 @@ class Checkpointer:
         part: str = "",
         leave: tuple[str, ...] = (),
         orders: Orders = NO_ORDERS,
-        remedy: str = REMEDY,
     ) -> Any:
         """The state that was saved at `step`, with the shardings of `like`.
 
@@ -211,7 +208,6 @@ class Checkpointer:
             part: beginning of the names of the arrays that are read, such as `weights/`. `like` holds these alone.
             leave: beginnings of the names of arrays that are not read.
             orders: as for `save`; padding is 0.
-            remedy: end of the message where the checkpoint has other arrays: what to do.
 
         Raises:
             ValueError: the checkpoint has other arrays than `like`. The message names them.
@@ -220,27 +216,27 @@ class Checkpointer:
         """
         name = directory_of(step)
         path, manifest = f"{self.store.url}/{name}", agreed(lambda: self.manifest(step))
-        arrays = manifest["arrays"].items()
-        saved = {name: array for name, array in arrays if name.startswith(part) and not name.startswith(leave)}
+        every = saved_arrays(manifest).items()
+        saved = {key: array for key, array in every if key.startswith(part) and not key.startswith(leave)}
         expected = named_leaves(like)
         unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
         if unplaced:
             raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
-        _check_same_arrays(path, saved, as_stored(expected, orders), remedy)
-        open_array = functools.partial(saved_array, self.store, name, manifest=manifest)
+        _check_same_arrays(path, saved, as_stored(expected, orders))
 
-        def read() -> list[jax.Array]:
+        def read(key: str) -> jax.Array:
             try:
-                return read_arrays(self.store, name, expected, orders, open_array)
+                return read_array(StoredArray(self.store, name, saved[key]), expected[key], orders.get(key))
             except Damaged as error:
-                raise Damaged(f"{error} The checkpoint {path} is damaged.{ANOTHER}") from error
+                raise Damaged(f"{error}{ANOTHER}") from error
 
-        return jax.tree.unflatten(jax.tree.structure(like), agreed(read))
+        arrays = agreed(lambda: in_parallel([functools.partial(read, key) for key in expected]))
+        return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
     def manifest(self, step: int) -> dict:
         """The checkpoint's manifest. Raises ValueError if there is no such checkpoint, Damaged if it is damaged."""
         name = directory_of(step)
-        if self.store.read(f"{name}/{MANIFEST}", MANIFEST_BYTES) is None:
+        if self.store.read(f"{name}/{MANIFEST}") is None:
             raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; there are {self.steps()}.")
         return read_manifest(self.store, name, step)
 
@@ -250,107 +246,74 @@ class Checkpointer:
         self.store.write(key, b"")
         self.store.remove_file(key)
 
-    def remove_leftovers(self, needed: str = "") -> None:
-        """Removes what killed saves left, once; again after a save that failed. One process calls this.
+    def remove_leftovers(self) -> None:
+        """Removes what killed and failed saves left. One process calls this. What cannot be removed is told."""
+        for name, done in self.store.directories().items():
+            unfinished = _STEP.fullmatch(name) and not done and not self.store.path
+            if unfinished or re.fullmatch(r"\d{10}\.tmp", name):
+                self._try_to_remove(name)
 
-        What cannot be removed is told in a line, and tried again by the next save.
-
-        Args:
-            needed: name of a directory that must be gone.
-
-        Raises:
-            OSError: it is not.
-        """
-        if self._clean:
-            return
-        self._clean = True
+    def _try_to_remove(self, name: str) -> None:
         try:
-            found = self.store.directories().items()
+            self.store.remove(name)
         except OSError as error:
-            self._tell_left("what killed saves left", error)
-            found = ()
-        for name, done in found:
-            if re.fullmatch(r"\d{10}(\.\w+)?\.tmp", name) or (
-                not self.store.renames and not done and _STEP.fullmatch(name)
-            ):
-                try:
-                    self._discard(name)
-                except OSError as error:
-                    self._tell_left(name, error)
-                    if name == needed:
-                        raise
-
-    def _tell_left(self, what: str, error: OSError) -> None:
-        self._clean = False
-        if (about := what[:10]) not in self._told:  # the step, however the directory is named
-            self._told.add(about)
-            say(f"WARNING: {what}, in {self.store.url}, cannot be removed: {error}. Remove it, or leave it there.")
+            say(f"WARNING: {name}, in {self.store.url}, cannot be removed: {error}. Remove it, or leave it there.")
 
     def _make_room(self, step: int) -> None:
         """Makes sure that nothing is where the checkpoint goes. Raises ValueError if a checkpoint is."""
         self.check_owner()
         name = directory_of(step)
-        if name in (found := self._found(name)):
-            what = "a complete checkpoint" if found[name] else "a directory without a manifest"
+        if self.store.read(f"{name}/{MANIFEST}") is not None or (self.store.path and (self.store.path / name).exists()):
             raise ValueError(
-                f"cannot save step {step}: {self.store.url}/{name} already holds {what}. Save each step once, or move "
-                "it away."
+                f"cannot save step {step}: {self.store.url}/{name} is there already. Save each step once, or move it "
+                "away."
             )
-        self.remove_leftovers(f"{name}.tmp" if self.store.renames else name)
-
-    def _found(self, name: str) -> dict[str, bool]:
-        if self.store.renames:
-            return self.store.directories()
-        return {} if self.store.read(f"{name}/{MANIFEST}") is None else {name: True}
+        self.remove_leftovers()
+        self.store.remove(self._temporary(name))  # or this save fails: what is there would be taken for a part of it
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint. It never passes for a complete one when it is half removed."""
-        self._discard(directory_of(step))
+        self.store.remove(directory_of(step))
 
-    def _discard(self, name: str) -> None:
-        if self.store.renames and name.count(".") < 2:
-            # At once: who still writes into it notices.
-            name, old = f"{name[:10]}.{secrets.token_hex(4)}.tmp", name
-            self.store.rename(old, name)
-        self.store.remove(name)
-
-    def _remove_oldest(self) -> None:
-        for step in self.steps()[: -self._keep] if self._keep and self.rotates else []:
-            try:
-                self.remove(step)
-            except OSError as error:
-                self._tell_left(directory_of(step), error)
+    def _temporary(self, name: str) -> str:
+        """Where a checkpoint is written. A directory gets its name when it is complete; a URL has no directories."""
+        return f"{name}.tmp" if self.store.path else name
 
     def _write(self, step: int, arrays: list[HostArray], metadata: dict) -> None:
-        store, name, own = self.store, directory_of(step), f".written-{jax.process_index()}"
-        temporary = f"{name}.tmp" if store.renames else name
+        temporary = self._temporary(directory_of(step))
         try:
-            try:
-                written = write_arrays(store, temporary, arrays)
-                if jax.process_index() == 0:
-                    others = self._await(temporary, range(1, jax.process_count()))
-                    saved = [x.saved for x in arrays]
-                    commit(store, temporary, step, saved, [written, *others], metadata, self.check_owner)
-                    try:
-                        self._remove_oldest()
-                    except OSError as error:
-                        self._tell_left("old checkpoints", error)
-                else:
-                    store.sync(temporary)
-                    store.write(f"{temporary}/{own}", json.dumps({"written": written}).encode())
-                    self._await(temporary, [0], lambda: store.read(f"{name}/{MANIFEST}") is not None)
-            except OSError as error:
-                self._clean = False
-                if jax.process_count() > 1:
-                    with contextlib.suppress(OSError):
-                        store.write(f"{temporary}/{own}", json.dumps({"failed": str(error)}).encode())
-                raise
+            self._write_all(step, temporary, arrays, metadata)
         except OSError as error:
-            if jax.process_count() == 1:  # it may have filled the disk, which the metrics need
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if jax.process_count() > 1:
+                    self._tell_others(temporary, {"failed": str(error)})
+                else:
                     self.check_owner()  # what is there may be another run's
-                    store.remove(temporary)
+                    self.store.remove(temporary)  # it may have filled the disk, which the metrics need
             raise self._not_saved(step, error) from error
+        if self._keep and self.rotates and jax.process_index() == 0:
+            try:
+                for old in self.steps()[: -self._keep]:
+                    self._try_to_remove(directory_of(old))
+            except OSError as error:
+                say(f"WARNING: no older checkpoint was removed: {error}")
+
+    def _write_all(self, step: int, temporary: str, arrays: list[HostArray], metadata: dict) -> None:
+        written = write_arrays(self.store, temporary, arrays)
+        if jax.process_index() != 0:
+            self.store.sync(temporary)
+            self._tell_others(temporary, {"written": written})
+            self._await(temporary, [0], lambda: self.store.read(f"{directory_of(step)}/{MANIFEST}") is not None)
+            return
+        others = self._await(temporary, range(1, jax.process_count()))
+        whole = with_checksums([array.saved for array in arrays], [written, *others])
+        for process in range(1, jax.process_count()):
+            self.store.remove_file(f"{temporary}/.written-{process}")
+        self.check_owner()
+        commit(self.store, temporary, step, whole, metadata)
+
+    def _tell_others(self, temporary: str, content: dict) -> None:
+        self.store.write(f"{temporary}/.written-{jax.process_index()}", json.dumps(content).encode())
 
     def _not_saved(self, step: int, error: OSError) -> OSError:
         return OSError(
@@ -369,7 +332,7 @@ class Checkpointer:
         while not (done() or all(found.values())):
             for process in [process for process, content in found.items() if not content]:
                 content = self.store.read(f"{temporary}/.written-{process}")
-                found[process] = {} if content is None else json.loads(content.tobytes())
+                found[process] = {} if content is None else json.loads(content)
                 if "failed" in found[process]:
                     raise OSError(f"another process failed to write its part: {found[process]['failed']}")
             if time.monotonic() > deadline:
@@ -377,7 +340,7 @@ class Checkpointer:
                     f"the other processes did not finish within {COMMIT_TIMEOUT_S:g} s. "
                     "Is the directory on a file system that all hosts share?"
                 )
-            time.sleep(0.2 if self.store.renames else 1.0)
+            time.sleep(0.2 if self.store.path else 1.0)
         return [content["written"] for content in found.values() if content]
 
 
@@ -401,11 +364,9 @@ def agreed(read: Callable[[], T]) -> T:
     return result
 
 
-def _check_same_arrays(
-    path: str, saved: dict[str, dict], expected: dict[str, jax.ShapeDtypeStruct], remedy: str
-) -> None:
+def _check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, jax.ShapeDtypeStruct]) -> None:
     wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in expected.items()}
-    found = {name: f"{array['dtype']}{array['shape']}" for name, array in saved.items()}
+    found = {name: f"{array.dtype}{list(array.shape)}" for name, array in saved.items()}
     problems = [
         f"{name}: {found.get(name, 'not')} in the checkpoint, "
         + (f"expected {wanted[name]}" if name in wanted else "not expected")
@@ -415,5 +376,5 @@ def _check_same_arrays(
     if problems:
         more = f"\n  … and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise ValueError(
-            f"the checkpoint {path} does not fit this run:\n  " + "\n  ".join(problems[:10]) + more + "\n" + remedy
+            f"the checkpoint {path} does not fit this run:\n  " + "\n  ".join(problems[:10]) + more + "\n" + REMEDY
         )

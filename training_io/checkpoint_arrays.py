@@ -3,26 +3,20 @@
 The format is specified in docs/pytree-zarr-checkpoint.md.
 """
 
-import collections
-import concurrent.futures
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import google_crc32c
 import jax
 import numpy as np
+import tensorstore as ts
 
 from shardlib.placement import StackOrder
-from training_io.manifest import CHECKSUM_BYTES, Damaged, SavedArray, is_name
-from training_io.stores import WORKERS, Store, aligned, in_parallel, results
-
-READ_AHEAD = 2**30
-"""Bytes of arrays that are read while the one before them goes to the devices."""
-CHECKSUM_PART = 2**22
-"""Bytes of one call for a checksum, during which the other threads of the program wait: about 1 ms."""
+from training_io.manifest import CHECKSUM_BYTES, Damaged, SavedArray, array_metadata, is_name
+from training_io.stores import STORE_ERRORS, Store, in_parallel
 
 Orders = Mapping[str, StackOrder]
 NO_ORDERS: Orders = MappingProxyType({})
@@ -104,22 +98,9 @@ def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]
     return arrays
 
 
-# ---- chunks -------------------------------------------------------------------------------------------------------
+# ---- files --------------------------------------------------------------------------------------------------------
 
 Box = tuple[slice, ...]
-
-
-def overlapping(array: SavedArray, box: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], Box, Box]]:
-    """Index of each chunk that has a part of `box`, a region with bounds; its place in `box`, and in the chunk."""
-    spans = [range(at.start // size, -(-at.stop // size)) for at, size in zip(box, array.chunk, strict=True)]
-    if any(at.stop <= at.start for at in box):
-        return
-    for index in itertools.product(*spans):
-        low = [max(at.start, i * size) for at, i, size in zip(box, index, array.chunk, strict=True)]
-        high = [min(at.stop, (i + 1) * size) for at, i, size in zip(box, index, array.chunk, strict=True)]
-        in_box = tuple(slice(a - at.start, b - at.start) for a, b, at in zip(low, high, box, strict=True))
-        first = [i * size for i, size in zip(index, array.chunk, strict=True)]
-        yield index, in_box, tuple(slice(a - f, b - f) for a, b, f in zip(low, high, first, strict=True))
 
 
 def bounded(box: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -127,44 +108,84 @@ def bounded(box: Sequence[slice], shape: Sequence[int]) -> Box:
     return tuple(slice(*at.indices(size)[:2]) for at, size in zip(box, shape, strict=True))
 
 
-def checksum(content: np.ndarray) -> int:
-    """The crc32c of u8[bytes]."""
-    value = 0
-    for start in range(0, content.size, CHECKSUM_PART):
-        value = google_crc32c.extend(value, content[start : start + CHECKSUM_PART])
-    return value
+def box_of(index: Any, shape: Sequence[int]) -> Box:
+    """The region that an index names, of integers from 0, slices of step 1 and `...`, with bounds."""
+    given = index if isinstance(index, tuple) else (index,)
+    at = given.index(...) if ... in given else len(given)
+    missing = [slice(None)] * (len(shape) - len(given) + (... in given))
+    every = [*given[:at], *missing, *given[at + 1 :]]
+    return bounded([i if isinstance(i, slice) else slice(i, i + 1) for i in every], shape)
 
 
-def read_file(store: Store, directory: str, array: SavedArray, index: tuple[int, ...]) -> np.ndarray:
-    """The file of a chunk, u8[array.chunk_bytes]. Raises Damaged if it is not the one that was saved there."""
-    key = array.key(index)
-    try:
-        content = store.read(f"{directory}/{key}", array.chunk_bytes)
-    except Damaged as error:
-        raise Damaged(f"cannot read the array {array.name!r}: {error}") from error
-    problem = None
-    if content is None:
-        problem = "is missing"
-    elif content.size != array.chunk_bytes:
-        problem = f"has {content.size} bytes instead of {array.chunk_bytes}"
-    else:
-        end = int.from_bytes(content[-CHECKSUM_BYTES:].tobytes(), "little")
-        if checksum(content[:-CHECKSUM_BYTES]) != end:
-            problem = "is not what was written: its checksum differs"
-        elif array.checksums is not None and end != array.checksums[array.number(index)]:
-            problem = "is one of another place or step: the manifest has another checksum"
-    if problem:
-        raise Damaged(f"cannot read the array {array.name!r}: {key} {problem}.")
-    return content
+class StoredArray:
+    """An array of a checkpoint. Indexed by integers from 0, slices of step 1 and `...`, it reads what it needs.
 
+    tensorstore compares each chunk with the checksum in its file, and this class that one with the manifest's.
 
-def read_chunk(store: Store, directory: str, array: SavedArray, index: tuple[int, ...]) -> np.ndarray:
-    """The values of a chunk, of the shape of a chunk. Raises Damaged if they are not those that were saved there."""
-    content = read_file(store, directory, array, index)
-    return content[:-CHECKSUM_BYTES].view(array.dtype).reshape(array.chunk)
+    Args:
+        store: the store.
+        directory: that of the checkpoint.
+        saved: the array, with its checksums unless it is about to be written.
 
+    Raises:
+        Damaged: on indexing, a chunk that is read is missing, or not what was written.
+    """
 
-# ---- writing ------------------------------------------------------------------------------------------------------
+    def __init__(self, store: Store, directory: str, saved: SavedArray):
+        self.saved, self.shape, self.dtype = saved, saved.shape, np.dtype(saved.dtype)
+        self._store, self._directory = store, directory
+        spec = {
+            "driver": "zarr3",
+            "kvstore": (store.kvstore / f"{directory}/{saved.name}/").spec().to_json(),
+            "metadata": array_metadata(saved),
+            "recheck_cached_data": "open",
+            # Otherwise a chunk of zeros is not written, and looks like a lost one.
+            "store_data_equal_to_fill_value": True,
+        }
+        self.array = ts.open(spec, open=True, assume_metadata=True, context=store.context).result()
+
+    def checksum(self, index: tuple[int, ...]) -> int:
+        """The checksum at the end of the file of a chunk. Raises Damaged if it has none."""
+        key, values = self.saved.key(index), self.saved.chunk_bytes - CHECKSUM_BYTES
+        try:
+            end = self._store.read(f"{self._directory}/{key}", slice(values, None))
+        except OSError as error:
+            if "OUT_OF_RANGE" not in str(error):
+                raise
+            end = b""
+        if end is None:
+            raise self._damaged(f"{key} is missing.")
+        if len(end) != CHECKSUM_BYTES:
+            raise self._damaged(f"{key} has {values + len(end)} bytes or less instead of {self.saved.chunk_bytes}.")
+        return int.from_bytes(end, "little")
+
+    def read(self, box: Box) -> np.ndarray:
+        """The values in a region with bounds."""
+        for index in self.saved.overlapping(box):
+            if self.checksum(index) != self.saved.checksums[self.saved.number(index)]:
+                raise self._damaged(
+                    f"{self.saved.key(index)} is not what was written: the manifest has another checksum."
+                )
+        try:
+            return self.array[box].read().result()
+        except STORE_ERRORS as error:
+            if "DATA_LOSS" in str(error):
+                raise self._damaged(f"a chunk is not what was written: {error}") from error
+            raise OSError(f"cannot read the array {self.saved.name!r}: {error}") from error
+
+    def _damaged(self, problem: str) -> Damaged:
+        where = f"{self._store.url}/{self._directory}"
+        return Damaged(f"cannot read the array {self.saved.name!r}: {problem} The checkpoint {where} is damaged.")
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        given = index if isinstance(index, tuple) else (index,)
+        # A dim of an integer has one element in the region.
+        within = tuple(i if i is ... else slice(None) if isinstance(i, slice) else 0 for i in given)
+        return self.read(box_of(index, self.shape))[within]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = self[...]
+        return whole if dtype is None else whole.astype(dtype, copy=False)
 
 
 def write_arrays(store: Store, directory: str, arrays: list[HostArray]) -> dict[str, dict[int, int]]:
@@ -175,131 +196,41 @@ def write_arrays(store: Store, directory: str, arrays: list[HostArray]) -> dict[
     """
     written: dict[str, dict[int, int]] = {array.name: {} for array in arrays}
 
-    def write(array: HostArray, index: tuple[int, ...], values: np.ndarray) -> None:
-        saved = array.saved
-        content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        value = checksum(content)
+    def write(target: StoredArray, box: Box, values: np.ndarray) -> None:
+        saved = target.saved
         try:
-            store.write(f"{directory}/{saved.key(index)}", content, value.to_bytes(CHECKSUM_BYTES, "little"))
-        except OSError as error:
-            raise OSError(f"writing the array {array.name!r} failed: {error}.") from error
-        written[array.name][saved.number(index)] = value
+            target.array[box].write(values, can_reference_source_data_indefinitely=True).result()
+            found = {saved.number(index): target.checksum(index) for index in saved.overlapping(box)}
+        except STORE_ERRORS as error:
+            raise OSError(f"writing the array {saved.name!r} failed: {error}.") from error
+        written[saved.name].update(found)
 
-    in_parallel(
-        [
-            lambda array=array, index=index, values=values[at]: write(array, index, values)
-            for array in arrays
-            for box, values in array.pieces
-            for index, at, _ in overlapping(array.saved, bounded(box, array.shape))
-        ]
-    )
+    jobs = []
+    for array in arrays:
+        target = StoredArray(store, directory, array.saved)
+        for box, values in array.pieces:
+            jobs.append(functools.partial(write, target, bounded(box, array.shape), values))
+    in_parallel(jobs)
     return written
 
 
-# ---- reading ------------------------------------------------------------------------------------------------------
-
-
-class _Reading(NamedTuple):
-    """An array on its way from the store to the devices.
-
-    Attributes:
-        leaf: its shape and sharding.
-        regions: values by region, complete when `futures` are.
-        devices: region of each device.
-        futures: of the chunks.
-    """
-
-    leaf: jax.ShapeDtypeStruct
-    regions: dict[Any, np.ndarray]
-    devices: list[tuple[jax.Device, Any]]
-    futures: list[concurrent.futures.Future]
-
-    def finish(self) -> jax.Array:
-        results(self.futures)
-        shards = [jax.device_put(self.regions[region], device) for device, region in self.devices]
-        return jax.make_array_from_single_device_arrays(self.leaf.shape, self.leaf.sharding, shards)
-
-
-def read_arrays(
-    store: Store,
-    directory: str,
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
-    orders: Orders,
-    open_array: Callable[[str], SavedArray],
-) -> list[jax.Array]:
-    """Arrays of a checkpoint, sharded as `leaves`. Each process reads each chunk that has a part of its own once.
-
-    Raises Damaged, or OSError if the store fails, with the array's name.
+def read_array(stored: StoredArray, leaf: jax.ShapeDtypeStruct, order: StackOrder | None) -> jax.Array:
+    """The array, sharded as `leaf`. Each process reads the regions of its devices, each once.
 
     Args:
-        store: the store.
-        directory: the checkpoint's.
-        leaves: arrays by name.
-        orders: as for `Checkpointer.save`.
-        open_array: by name, gives what the manifest says of an array.
+        stored: the array in the checkpoint.
+        leaf: shape and sharding.
+        order: of its rows, if it is a stack of layers in another order; padding is 0.
     """
-    pool = concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="chunk")
-    waiting: collections.deque[_Reading] = collections.deque()
-    restored, ahead = [], 0
-    try:
-        opened = results([pool.submit(open_array, name) for name in leaves])
-        for array, (name, leaf) in zip(opened, leaves.items(), strict=True):
-            waiting.append(_begin(pool, store, directory, array, leaf, orders.get(name)))
-            ahead += _bytes(waiting[-1])
-            while ahead > READ_AHEAD and len(waiting) > 1:
-                ahead -= _bytes(waiting[0])
-                restored.append(waiting.popleft().finish())
-        return restored + [reading.finish() for reading in waiting]
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    return aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
-
-
-def _bytes(reading: _Reading) -> int:
-    regions = {region for _, region in reading.devices}
-    return sum(math.prod(b - a for a, b in region) for region in regions) * reading.leaf.dtype.itemsize
-
-
-def _begin(
-    pool: concurrent.futures.Executor,
-    store: Store,
-    directory: str,
-    array: SavedArray,
-    leaf: jax.ShapeDtypeStruct,
-    order: StackOrder | None,
-) -> _Reading:
-    devices, regions = [], {}
-    wanted: dict[tuple[int, ...], list] = {}
+    shards, regions = [], {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         box = bounded(index, leaf.shape)
         region = tuple((at.start, at.stop) for at in box)
-        devices.append((device, region))
-        if region in regions:
-            continue
-        regions[region] = None
-        # What a device needs often is one chunk, which then needs no copy.
-        whole = order is None and all(
-            b - a == size and a % size == 0 for (a, b), size in zip(region, array.chunk, strict=True)
-        )
-        regions[region] = None if whole else _empty([b - a for a, b in region], leaf.dtype)
-        if order is not None:
-            regions[region][...] = 0  # the padding
-        parts = [(box, ())] if order is None else [((at, *box[1:]), (own,)) for at, own in order.consecutive(index[0])]
-        for part, own in parts:
-            for chunk, at, source in overlapping(array, part):
-                wanted.setdefault(chunk, []).append((region, None if whole else (own, at), source))
-
-    def read(chunk: tuple[int, ...]) -> None:
-        values = read_chunk(store, directory, array, chunk)
-        for region, at, source in wanted[chunk]:
-            if at is None:
-                regions[region] = values
-            else:
-                own, box = at
-                regions[region][own][box] = values[source]
-
-    futures = [pool.submit(read, chunk) for chunk in wanted]
-    return _Reading(leaf, regions, devices, futures)
+        if region not in regions and order is None:
+            regions[region] = stored.read(box)
+        elif region not in regions:
+            regions[region] = np.zeros([at.stop - at.start for at in box], leaf.dtype)
+            for layers, rows in order.consecutive(index[0]):
+                regions[region][rows] = stored.read((layers, *box[1:]))
+        shards.append(jax.device_put(regions[region], device))
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)

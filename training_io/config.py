@@ -135,7 +135,7 @@ class PathsConfig:
     """The run's directory inside of root_working_dir. If it has a run, that is resumed. Null: name of the
     configuration, and the time."""
     checkpoints: str | None = None
-    """Directory, or URL that tensorstore or fsspec knows, such as s3://bucket/runs. The run's checkpoints are in it, in
+    """Directory, or URL that tensorstore knows, such as s3://bucket/runs. The run's checkpoints are in it, in
     <model_name>/checkpoints; all other files stay in the run's directory. Null: they too."""
 
 

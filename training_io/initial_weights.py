@@ -22,11 +22,6 @@ from training_io.resuming import fixed_by_weights, warning_of_module, with_defau
 from training_io.saved import saved_config
 from training_io.stages import stack_orders
 
-REMEDY = (
-    "training.init_from takes all weights of a model, and no others. Set it to a run whose model has these weights, or "
-    "give this model those of the checkpoint."
-)
-
 
 def find_checkpoint(
     path: str | os.PathLike,
@@ -54,29 +49,11 @@ def find_checkpoint(
     if found is None:
         checkpoints.close()
         raise ValueError(
-            f"no complete checkpoint in {checkpoints.store.url}: give a run's directory, such as runs/<name>, or "
-            f"that of one checkpoint, such as runs/<name>/checkpoints/0000000500.{_elsewhere(place)}"
+            f"no complete checkpoint in {checkpoints.store.url}: give a run's directory, such as runs/<name>, or that "
+            "of one checkpoint, such as runs/<name>/checkpoints/0000000500. If the run set paths.checkpoints, they are "
+            "there."
         )
     return checkpoints, found
-
-
-def _elsewhere(place: str) -> str:
-    """A sentence about the checkpoints of a run that are not in its directory.
-
-    They are not looked for there: the configuration may be a stranger's, and its URL too.
-    """
-    if not (paths := _saved_paths(Path(place))).get("checkpoints"):
-        return ""
-    saved = checkpoints_of(str(paths["checkpoints"]), str(paths.get("model_name")))
-    return f" The run's configuration says that they are in {saved!r}; give the directory above that, if you trust it."
-
-
-def _saved_paths(directory: Path) -> dict:
-    """The section `paths` in a run's config.yaml; empty if it cannot be read."""
-    try:
-        return read_config(directory / "config.yaml")["paths"]
-    except (KeyError, ValueError):  # what is wrong with that file is not what is being told
-        return {}
 
 
 def check_begins(directory: Path, checkpoints: str | None) -> None:
@@ -86,7 +63,10 @@ def check_begins(directory: Path, checkpoints: str | None) -> None:
         directory: of the run.
         checkpoints: its paths.checkpoints.
     """
-    paths = _saved_paths(directory)
+    try:
+        paths = read_config(directory / "config.yaml")["paths"]
+    except (KeyError, ValueError):  # what is wrong with that file is not what is being told
+        return
     if "checkpoints" in paths and paths["checkpoints"] != checkpoints and has_begun(directory):
         saved, given = ("null" if place is None else repr(place) for place in (paths["checkpoints"], checkpoints))
         raise ValueError(
@@ -136,8 +116,7 @@ def read_weights(
                 + "\nChange these to what the checkpoint has, or start from another one."
                 + warning_of_module(saved, config)
             )
-        options = {"part": "weights/", "orders": orders, "remedy": REMEDY}
-        weights = checkpoints.restore(step, {"weights": like}, **options)["weights"]
+        weights = checkpoints.restore(step, {"weights": like}, part="weights/", orders=orders)["weights"]
     if jax.process_index() == 0:
         say(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
         for line in config_differences(saved, config, ("model",)):

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ from configuration.foreign import parse_json
 from training_io.stores import MANIFEST, Damaged, Store, in_parallel
 
 FORMAT = "pytree-zarr-checkpoint"
-FORMAT_VERSION = 2
-VERSIONS = (1, FORMAT_VERSION)
-"""Versions that are read. Version 1 has no checksums in its manifest."""
+FORMAT_VERSION = 3
+VERSIONS = (2, FORMAT_VERSION)
+"""Versions that are read. Version 2 also has checksums of the zarr.json of the arrays, which are not needed."""
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 CHECKSUM_BYTES = 4
 DTYPES = frozenset(
@@ -31,11 +31,6 @@ DTYPES = frozenset(
     """.split()  # noqa: SIM905
 )
 """Types that tensorstore reads and writes, and zarr-python too, but for bfloat16."""
-_LATER = ("sha256", "saved_at", "files", "chunk_shape", "crc32c")
-"""Keys that version 1 does not have."""
-MANIFEST_BYTES, METADATA_BYTES, MAX_CHUNKS = 2**30, 2**20, 2**20
-"""Largest size of a manifest and of another zarr.json, and number of chunks of an array, that are read. Far more than a
-run writes: without a bound a small file of a stranger takes all memory."""
 
 
 class SavedArray(NamedTuple):
@@ -46,14 +41,14 @@ class SavedArray(NamedTuple):
         shape: its global shape.
         dtype: name of its NumPy dtype.
         chunk: shape of its chunks.
-        checksums: crc32c of each chunk, in C order of the grid of chunks; None in version 1.
+        checksums: crc32c of each chunk, in C order of the grid of chunks; empty while it is written.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     chunk: tuple[int, ...]
-    checksums: tuple[int, ...] | None = None
+    checksums: tuple[int, ...] = ()
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -78,6 +73,16 @@ class SavedArray(NamedTuple):
         """Place of a chunk in C order."""
         return int(np.ravel_multi_index(index, self.grid)) if index else 0
 
+    def box(self, index: tuple[int, ...]) -> tuple[slice, ...]:
+        """The region of a chunk."""
+        sizes = zip(index, self.chunk, self.shape, strict=True)
+        return tuple(slice(i * part, min(size, (i + 1) * part)) for i, part, size in sizes)
+
+    def overlapping(self, box: Sequence[slice]) -> Iterable[tuple[int, ...]]:
+        """Index of each chunk that has a part of `box`, a region with bounds."""
+        spans = [range(at.start // part, -(-at.stop // part)) for at, part in zip(box, self.chunk, strict=True)]
+        return itertools.product(*spans) if all(at.start < at.stop for at in box) else ()
+
     def key(self, index: tuple[int, ...]) -> str:
         """Key of the file of a chunk, in the checkpoint."""
         return "/".join([self.name, "c", *map(str, index)])
@@ -98,9 +103,9 @@ def is_name(name: str) -> bool:
     )
 
 
-def array_text(array: SavedArray) -> str:
-    """Content of the file zarr.json of an array."""
-    content = {
+def array_metadata(array: SavedArray) -> dict[str, Any]:
+    """What the file zarr.json of an array says, which is all that tensorstore has to know of it."""
+    return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": array.shape,
@@ -111,7 +116,6 @@ def array_text(array: SavedArray) -> str:
         "fill_value": False if array.dtype == "bool" else 0,
         "attributes": {},
     }
-    return json.dumps(content) + "\n"
 
 
 def group_text(attributes: Mapping[str, Any]) -> str:
@@ -122,7 +126,7 @@ def group_text(attributes: Mapping[str, Any]) -> str:
 
 def metadata_files(arrays: Iterable[SavedArray]) -> dict[str, str]:
     """Content of each zarr.json of a checkpoint but the manifest, by its key in the checkpoint."""
-    files = {f"{array.name}/zarr.json": array_text(array) for array in arrays}
+    files = {f"{array.name}/zarr.json": json.dumps(array_metadata(array)) + "\n" for array in arrays}
     groups = {str(parent) for name in files for parent in PurePosixPath(name).parents[1:]} - {"."}
     return files | {f"{group}/zarr.json": group_text({}) for group in groups}
 
@@ -140,14 +144,14 @@ def _digest(attributes: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def manifest_text(step: int, arrays: Iterable[SavedArray], files: Mapping[str, str], metadata: Any) -> str:
-    """Text of a manifest: of `arrays` with their checksums, and `files`, all metadata files with their contents."""
+def manifest_text(step: int, arrays: Iterable[SavedArray], metadata: Any) -> str:
+    """Text of a manifest of `arrays` with their checksums."""
     entries = {
         array.name: {
             "shape": array.shape,
             "dtype": array.dtype,
             "chunk_shape": array.chunk,
-            "crc32c": "".join(f"{checksum:08x}" for checksum in array.checksums or ()),
+            "crc32c": "".join(f"{checksum:08x}" for checksum in array.checksums),
         }
         for array in arrays
     }
@@ -157,92 +161,78 @@ def manifest_text(step: int, arrays: Iterable[SavedArray], files: Mapping[str, s
         "step": step,
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "arrays": entries,
-        "files": {key: hashlib.sha256(text.encode()).hexdigest() for key, text in sorted(files.items())},
         "metadata": metadata,
     }
     return group_text(attributes | {"sha256": _digest(attributes)})
 
 
-def commit(
-    store: Store,
-    temporary: str,
-    step: int,
-    arrays: list[SavedArray],
-    written: Iterable[Mapping[str, Mapping[Any, int]]],
-    metadata: dict,
-    check_owner: Callable[[], None] = lambda: None,
-) -> None:
+def with_checksums(
+    arrays: Iterable[SavedArray], written: Iterable[Mapping[str, Mapping[Any, int]]]
+) -> list[SavedArray]:
+    """The arrays with their checksums. Raises OSError if a chunk has none.
+
+    Args:
+        arrays: all arrays.
+        written: for each process, what write_arrays returned.
+    """
+    parts, whole = list(written), []
+    for array in arrays:
+        found = {int(number): value for part in parts for number, value in part[array.name].items()}
+        if len(found) != math.prod(array.grid):
+            raise OSError(f"the array {array.name!r} has chunks that no process wrote.")
+        whole.append(array._replace(checksums=tuple(found[i] for i in range(len(found)))))
+    return whole
+
+
+def commit(store: Store, temporary: str, step: int, arrays: list[SavedArray], metadata: dict) -> None:
     """Turns the chunks in the directory `temporary` into a checkpoint: writes all metadata, and the manifest last.
 
     Args:
         store: where the checkpoints are.
         temporary: where the chunks are. It gets the name of the step if it has another.
         step: the step.
-        arrays: all arrays.
-        written: for each process, what write_arrays returned.
+        arrays: all arrays, with their checksums.
         metadata: what the program adds to the manifest.
-        check_owner: called before the manifest is written; nothing is complete if it raises OSError.
 
     Raises:
-        OSError: the store failed, or a chunk was not written or is gone.
+        OSError: the store failed.
     """
-    checksums: dict[str, dict[int, int]] = {array.name: {} for array in arrays}
-    parts = list(written)
-    for part in parts:
-        for name, values in part.items():
-            checksums[name] |= {int(number): value for number, value in values.items()}
-    whole = []
-    for array in arrays:
-        numbers = range(len(list(array.chunks())))
-        if {*checksums[array.name]} != {*numbers}:
-            raise OSError(f"the array {array.name!r} has chunks that no process wrote.")
-        whole.append(array._replace(checksums=tuple(checksums[array.name][i] for i in numbers)))
-    files = metadata_files(whole)
+    files = metadata_files(arrays)
     in_parallel([functools.partial(store.write, f"{temporary}/{key}", text.encode()) for key, text in files.items()])
-    for process in range(len(parts)):
-        store.remove_file(f"{temporary}/.written-{process}")
-    check_owner()
-    written_keys = {*files, *(array.key(index) for array in whole for index in array.chunks())}
-    if not store.renames:
-        _check_there(store, temporary, written_keys)
-    store.write(f"{temporary}/{MANIFEST}", manifest_text(step, whole, files, metadata).encode())
+    store.write(f"{temporary}/{MANIFEST}", manifest_text(step, arrays, metadata).encode())
     store.sync(temporary)
-    if store.renames:
-        # A directory that somebody moves away after this cannot be renamed.
-        _check_there(store, temporary, written_keys)
     if temporary != directory_of(step):
         store.rename(temporary, directory_of(step))
 
 
-def _check_there(store: Store, directory: str, keys: set[str]) -> None:
-    if gone := sorted({f"{directory}/{key}" for key in keys} - {*store.keys(directory)}):
-        raise OSError(
-            f"{len(gone)} files that were written are gone, such as {gone[0]}. Does another program or run use "
-            f"{store.url}?"
-        )
+def saved_arrays(manifest: Mapping[str, Any]) -> dict[str, SavedArray]:
+    """The arrays of a manifest, by name."""
+    arrays = {}
+    for name, entry in manifest["arrays"].items():
+        text = entry["crc32c"]
+        checksums = tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
+        arrays[name] = SavedArray(name, tuple(entry["shape"]), entry["dtype"], tuple(entry["chunk_shape"]), checksums)
+    return arrays
 
 
-def _check_entry(name: str, array: Mapping[str, Any]) -> None:
-    """Raises ValueError for an array that no run saves."""
-    if not is_name(name):
-        raise ValueError(f"{name!r} is no name of an array")
-    shape, chunk = array["shape"], array.get("chunk_shape", array["shape"])
-    are_sizes = lambda sizes: isinstance(sizes, list) and all(type(n) is int and 0 <= n < 2**63 for n in sizes)
-    if not are_sizes(shape) or not are_sizes(chunk) or len(shape) != len(chunk):
-        raise ValueError(f"{name!r} has the shape {shape!r} and chunks of {chunk!r}")
-    if array["dtype"] not in DTYPES:
-        raise ValueError(f"{name!r} has the dtype {array['dtype']!r}")
-    if any(part > max(1, size) or part < 1 for part, size in zip(chunk, shape, strict=True)):
-        raise ValueError(f"{name!r} of shape {shape} has chunks that are larger than it, or empty: {chunk}")
-    saved = SavedArray(name, tuple(shape), array["dtype"], tuple(chunk))
-    if math.prod(saved.grid) > MAX_CHUNKS:
-        raise ValueError(f"{name!r} of shape {shape} has {math.prod(saved.grid)} chunks, more than {MAX_CHUNKS}")
-    sums = array.get("crc32c", "0" * 8 * math.prod(saved.grid))
-    if not re.fullmatch("([0-9a-f]{8})*", sums) or len(sums) != 8 * math.prod(saved.grid):
-        raise ValueError(f"{name!r} has not one checksum for each of its {math.prod(saved.grid)} chunks")
+def _check_manifest(manifest: Mapping[str, Any], step: int) -> None:
+    """Raises ValueError for what no run writes: a manifest is data, and may be somebody else's."""
+    if manifest["step"] != step:
+        raise ValueError(f"it is of step {manifest['step']!r}: another checkpoint was copied over it")
+    manifest["metadata"], manifest["saved_at"]
+    for name, array in saved_arrays(manifest).items():
+        sizes = (*array.shape, *array.chunk)
+        if not (
+            is_name(name)
+            and array.dtype in DTYPES
+            and all(type(size) is int and size >= 0 for size in sizes)
+            and 0 not in array.chunk
+            and math.prod(array.grid) == len(array.checksums)
+        ):
+            raise ValueError(f"{name!r} is no array with a name, a dtype, and a checksum for each chunk")
 
 
-def read_manifest(store: Store, directory: str, step: int | None = None) -> dict:
+def read_manifest(store: Store, directory: str, step: int) -> dict:
     """The attributes of the manifest of the checkpoint in `directory`, of step `step`.
 
     Raises:
@@ -250,79 +240,21 @@ def read_manifest(store: Store, directory: str, step: int | None = None) -> dict
         ValueError: it is of a version that this program does not read.
     """
     where = f"{store.url}/{directory}/{MANIFEST}"
-    content = store.read(f"{directory}/{MANIFEST}", MANIFEST_BYTES)
+    content = store.read(f"{directory}/{MANIFEST}")
     if content is None:
         raise Damaged(f"{where} is missing.")
     try:
-        manifest = parse_json(content.tobytes())["attributes"]
-        found, saved_step = (manifest["format"], manifest["format_version"]), manifest["step"]
-        if found != (FORMAT, 1) and manifest["sha256"] != _digest(manifest):
-            raise Damaged(f"{where} is not what was written: its own checksum differs.")
-        manifest["metadata"]
-        for name, array in manifest["arrays"].items():
-            _check_entry(name, array)
-        for key in manifest.get("files", {}).keys():  # noqa: SIM118 (a list has no keys)
-            if not (key.endswith("/zarr.json") and is_name(key.removesuffix("/zarr.json"))):
-                raise ValueError(f"{key!r} is no file of a checkpoint")
-        if not re.fullmatch("[0-9TZ:-]*", manifest.get("saved_at", "")):
-            raise ValueError(f"saved_at is {manifest['saved_at']!r}")
+        manifest = parse_json(content)["attributes"]
+        known = manifest["format"] == FORMAT and manifest["format_version"] in VERSIONS
+        if (known or "sha256" in manifest) and manifest["sha256"] != _digest(manifest):
+            raise ValueError("its own checksum differs")
+        if known:
+            _check_manifest(manifest, step)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, Damaged):
-            raise
-        raise Damaged(f"{where} is not a checkpoint manifest ({error!r}).") from error
-    if found[0] != FORMAT or found[1] not in VERSIONS:
+        raise Damaged(f"{where} is not the manifest that was written ({error!r}).") from error
+    if not known:
         raise ValueError(
-            f"{where} is of format {found[0]!r} version {found[1]!r}; this program reads {FORMAT!r} versions "
-            f"{', '.join(map(str, VERSIONS))}. Restore it with the version of the program that wrote it."
+            f"{where} is of format {manifest['format']!r} version {manifest['format_version']!r}; this program reads "
+            f"{FORMAT!r} versions {VERSIONS}. Restore it with the version of the program that wrote it."
         )
-    if found[1] == 1:
-        later = [key for entry in (manifest, *manifest["arrays"].values()) for key in _LATER if key in entry]
-        if later:
-            raise Damaged(f"{where} is of version 1, but has {later[0]}, which a later version has.")
-    if step is not None and saved_step != step:
-        raise Damaged(f"{where} is of step {saved_step!r}: another checkpoint was copied over it.")
     return manifest
-
-
-def saved_array(store: Store, directory: str, name: str, manifest: Mapping[str, Any]) -> SavedArray:
-    """The array `name` of the checkpoint in `directory`, after its zarr.json was compared with the manifest.
-
-    Raises:
-        Damaged: its zarr.json is missing, or is not what was written.
-    """
-    entry, key = manifest["arrays"][name], f"{name}/zarr.json"
-    shape, dtype = tuple(entry["shape"]), entry["dtype"]
-    content = read_metadata(store, directory, key, manifest)
-    if manifest["format_version"] > 1:
-        text = entry["crc32c"]
-        checksums = tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
-        return SavedArray(name, shape, dtype, tuple(entry["chunk_shape"]), checksums)
-    try:
-        array = parse_json(content)
-        found, chunk = tuple(array["shape"]), tuple(array["chunk_grid"]["configuration"]["chunk_shape"])
-        # The codec's configuration may be written or left out where it has none.
-        codecs = [codec["name"] for codec in array["codecs"]]
-        if codecs != [codec["name"] for codec in CODECS]:
-            raise ValueError(f"codecs {codecs}")
-        if extra := array.keys() - json.loads(array_text(SavedArray(name, shape, dtype, chunk))).keys():
-            raise ValueError(f"it has {', '.join(sorted(extra))}")
-        _check_entry(name, {"shape": list(found), "dtype": array["data_type"], "chunk_shape": list(chunk)})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"cannot open the array {name!r}: {key} is no metadata of an array ({error!r}).") from error
-    if (found, array["data_type"]) != (shape, dtype):
-        raise Damaged(
-            f"the array {name!r} is {array['data_type']}{list(found)} on disk, but {dtype}{list(shape)} in the "
-            "manifest."
-        )
-    return SavedArray(name, shape, dtype, chunk)
-
-
-def read_metadata(store: Store, directory: str, key: str, manifest: Mapping[str, Any]) -> bytes:
-    """Content of a metadata file of a checkpoint. Raises Damaged if it is missing or not what was written."""
-    content = store.read(f"{directory}/{key}", METADATA_BYTES)
-    if content is None:
-        raise Damaged(f"cannot open the array {key.removesuffix('/zarr.json')!r}: {key} is missing.")
-    whole = manifest.get("files", {}).get(key)
-    if manifest["format_version"] > 1 and hashlib.sha256(content.tobytes()).hexdigest() != whole:
-        raise Damaged(f"cannot open the array {key.removesuffix('/zarr.json')!r}: {key} is not what was written.")
-    return content.tobytes()

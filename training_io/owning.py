@@ -13,7 +13,7 @@ import jax
 from configuration.foreign import parse_json
 from training_io.checkpoint import Checkpointer, agreed
 from training_io.directory import locked, missing, remove_empty
-from training_io.stores import Directory, Store
+from training_io.stores import Store
 
 OWNER = ".owner"
 """Key of the file, at a URL, that names the run that started last."""
@@ -36,7 +36,7 @@ def owned(checkpoints: Checkpointer) -> Iterator[None]:
 
 def _own(checkpoints: Checkpointer, stack: contextlib.ExitStack) -> None:
     store = checkpoints.store
-    if isinstance(store, Directory):
+    if store.path is not None:
         stack.callback(remove_empty, missing(store.path))
         stack.enter_context(locked(store.path))
         return
@@ -62,9 +62,9 @@ def _own(checkpoints: Checkpointer, stack: contextlib.ExitStack) -> None:
 
 def _owner(store: Store) -> dict | None:
     """Content of the file; None without one. It is not trusted."""
-    content = store.read(OWNER, 2**12)
+    content = store.read(OWNER)
     try:
-        found = None if content is None else parse_json(content.tobytes())
+        found = None if content is None else parse_json(content)
     except ValueError:
         return {}
     return found if isinstance(found, dict) or found is None else {}

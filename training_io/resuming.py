@@ -128,8 +128,8 @@ def choose_checkpoint(
     if damaged:
         which = "; ".join(f"step {step}: {why}" for step, why in sorted(damaged.items(), reverse=True))
         raise ValueError(
-            f"no checkpoint in {checkpoints.store.url} is whole that this run could go on from. {which} Copy one there "
-            "with tools.checkpoint, or start a run of another name."
+            f"no checkpoint in {checkpoints.store.url} is whole that this run could go on from. {which} Copy one "
+            "there, or start a run of another name."
         )
     return None
 

@@ -1,10 +1,9 @@
 """Configurations that runs and checkpoints keep. A saved configuration is data: it may be a stranger's.
 
-Nothing in it is resolved. A module that it names is imported, and an address opened, only if the module is shipped
-here, the user named it himself, or he trusts the configuration.
+Nothing in it is resolved. A module that it names is imported only if it is shipped here, the user named it himself, or
+he trusts the configuration.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from configuration.foreign import check_types
 from modeling.model import is_shipped
 from shardlib.schedules import SCHEDULES
-from training_io.files import as_config, settings_in
+from training_io.files import as_config
 
 _METADATA = {
     "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int},
@@ -55,27 +54,3 @@ def check_modules(saved: Mapping[str, Any], trust: bool) -> None:
                 f"{name} of the checkpoint is {value!r}, which is not shipped here: importing it runs its code. If the "
                 "run is yours, or you have read that file, give trust=true."
             )
-
-
-def check_addresses(data: Mapping[str, Any], trust: bool, instead: str) -> None:
-    """Raises ValueError for data or a tokenizer of a run that is not a local file, unless `trust`.
-
-    Args:
-        data: the run's data section.
-        trust: whether the user trusts it.
-        instead: the settings with which the user can name them himself, for the message.
-    """
-    remote = [(name, v) for name, v in settings_in(data) if isinstance(v, str) and re.search("://|::", v)]
-    stream = data["stream"] if isinstance(data.get("stream"), Mapping) else {}
-    tokenizer, kind = stream.get("tokenizer"), stream.get("tokenizer_kind")
-    if stream.get("dataset"):
-        remote.append(("stream.dataset", stream["dataset"]))
-    on_hub = kind == "huggingface"
-    if on_hub and not os.path.exists(str(tokenizer)):
-        remote.append(("stream.tokenizer", tokenizer))
-    if remote and not trust:
-        name, value = remote[0]
-        raise ValueError(
-            f"data.{name} of the run is {value!r}, which would be fetched. If you trust that address, give trust=true, "
-            f"or {instead}."
-        )

@@ -22,8 +22,6 @@ from text.tokenizers import ByteTokenizer
 from tools import huggingface_to_checkpoint
 from tools.checkpoint_to_huggingface import __main__ as tool
 from tools.checkpoint_to_huggingface.__main__ import Config
-from training_io import host_checkpoint
-from training_io.stores import Directory
 
 ROOT = Path(__file__).parents[2]
 
@@ -246,32 +244,6 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
     export(run, output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run"]
     assert len(load_file(output / "model.safetensors")) == 3 + 9 * 3
-
-
-def test_chunks_of_several_layers_are_read_once(saved, monkeypatch):
-    """A run on one device has whole arrays as chunks."""
-    w, c, run = saved("grouped")
-    read, sizes = Directory.read, []
-
-    def counted(self, key, most=None):
-        content = read(self, key, most)
-        sizes.append(content.nbytes if "/c/" in key else 0)
-        return content
-
-    monkeypatch.setattr(Directory, "read", counted)
-    _, _, weights, _ = tool.read_model(run, None)
-    for i in (0, 2, 1):
-        np.testing.assert_array_equal(weights.layers.w_q[i], np.asarray(w.layers.w_q[i]))
-        np.testing.assert_array_equal(weights.layers.w_k[i], np.asarray(w.layers.w_k[i]))
-    whole = w.layers.w_q.nbytes + w.layers.w_k.nbytes
-    assert whole <= sum(sizes) < 2 * whole
-    monkeypatch.setattr(host_checkpoint, "CACHE_BYTES", 0)
-    _, _, weights, _ = tool.read_model(run, None)
-    sizes.clear()
-    for i in range(c.layers):
-        np.testing.assert_array_equal(weights.layers.w_q[i], np.asarray(w.layers.w_q[i]))
-        np.testing.assert_array_equal(weights.layers.w_k[i], np.asarray(w.layers.w_k[i]))
-    assert sum(sizes) >= c.layers * whole
 
 
 @pytest.mark.long

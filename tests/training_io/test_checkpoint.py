@@ -155,7 +155,7 @@ def test_manifest(tmp_path):
     manifest = json.loads((path / "zarr.json").read_text())["attributes"]
     assert dict(zarr.open_group(path, mode="r").attrs) == manifest
     assert manifest["format"] == "pytree-zarr-checkpoint"
-    assert manifest["format_version"] == 2
+    assert manifest["format_version"] == 3
     assert manifest["step"] == 3
     assert sorted(manifest["arrays"]) == NAMES
     for name, array in manifest["arrays"].items():
@@ -167,8 +167,6 @@ def test_manifest(tmp_path):
             "chunk_shape": content["chunk_grid"]["configuration"]["chunk_shape"],
             "crc32c": "".join(f"{google_crc32c.value(file.read_bytes()[:-4]):08x}" for file in files),
         }
-    written = {str(file.relative_to(path)): file.read_bytes() for file in path.glob("?*/**/zarr.json")}
-    assert manifest["files"] == {name: hashlib.sha256(content).hexdigest() for name, content in written.items()}
     kept = {key: value for key, value in manifest.items() if key != "sha256"}
     canonical = json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
     assert manifest["sha256"] == hashlib.sha256(canonical).hexdigest()
@@ -282,21 +280,15 @@ def test_a_save_killed_before_its_commit_is_invisible_and_cleaned(tmp_path):
 
 
 def test_a_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """Every file and directory is synced before the rename, the manifest after all others, the directory above last."""
+    """tensorstore syncs each file that it writes, and the directory above it. The other directories are synced here."""
     events, sync, rename = [], os.fsync, Path.rename
     monkeypatch.setattr(os, "fsync", lambda file: events.append(os.fstat(file).st_ino) or sync(file))
     monkeypatch.setattr(Path, "rename", lambda path, target: events.append("rename") or rename(path, target))
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"a": {"x": jnp.ones(4)}}, {})
-    final = tmp_path / "0000000001"
+    save(tmp_path, 1, {"a": {"x": jnp.ones((4, 4))}})
     names = {path.stat().st_ino: str(path.relative_to(tmp_path)) for path in (tmp_path, *tmp_path.rglob("*"))}
     found = [names.get(event, event) for event in events]
     assert found[-2:] == ["rename", "."]
-    files = {name for name in names.values() if Path(tmp_path, name).is_file()}
-    directories = {name for name in names.values() if name != "."} - files
-    manifest = found.index(f"{final.name}/zarr.json")
-    assert files <= {*found[: manifest + 1]}
-    assert directories <= {*found[manifest:]}, "the names of files that were written before"
+    assert {*found[:-2]} == {name for name in names.values() if name != "." and Path(tmp_path, name).is_dir()}
 
 
 def edit(change):
@@ -372,19 +364,21 @@ def test_no_damage_is_silent(tmp_path, damage):
     file, spoil = DAMAGES[damage]
     spoil(path / file, older / file)
     checkpoints = Checkpointer(tmp_path)
-    with pytest.raises(Damaged, match=r"^\S.*\.$") as told:
-        checkpoints.restore(3, like(make_mesh(2, 4)))
-    name = "the array" if file != "zarr.json" else str(path / file)
-    assert name in str(told.value)
+    if file.endswith("/zarr.json"):  # the manifest says what that file does
+        assert_bits_equal(checkpoints.restore(3, like(make_mesh(2, 4))), make_state())
+    else:
+        with pytest.raises(Damaged, match=r"^\S.*\.$") as told:
+            checkpoints.restore(3, like(make_mesh(2, 4)))
+        assert ("the array" if file != "zarr.json" else str(path / file)) in str(told.value)
     assert len(verify(checkpoints.store, path.name)) >= 1
     assert verify(checkpoints.store, older.name) == []
     assert_bits_equal(checkpoints.restore(2, like(make_mesh(2, 4))), other)
 
 
 def test_a_checkpoint_of_a_later_version_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "FORMAT_VERSION", 3)
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", 4)
     save(tmp_path)
-    with pytest.raises(ValueError, match=r"version 3; this program reads .* versions 1, 2\."):
+    with pytest.raises(ValueError, match=r"version 4; this program reads .* versions \(2, 3\)\."):
         Checkpointer(tmp_path).metadata(3)
 
 
@@ -403,7 +397,7 @@ def test_every_array_that_does_not_fit_is_named(tmp_path):
         "  weights/embed: float32[32, 16] in the checkpoint, expected float32[64, 16]\n"
         "  weights/norm: float16[8] in the checkpoint, expected float32[8]\n"
         "  weights/w_q: float32[3, 16, 5] in the checkpoint, not expected\n"
-        "Run with the model and optimizer that wrote it, or start a new run in another directory."
+        "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
     )
 
 
@@ -430,7 +424,7 @@ def test_user_mistakes_are_explained(tmp_path):
     state = {"x": jnp.ones(3)}
     save(tmp_path, 1, state)
     with Checkpointer(tmp_path) as checkpointer:
-        with pytest.raises(ValueError, match=r"cannot save step 1: .*/0000000001 already holds a complete checkpoint"):
+        with pytest.raises(ValueError, match=r"cannot save step 1: .*/0000000001 is there already"):
             checkpointer.save(1, state, {})
         with pytest.raises(ValueError, match="step -1 is outside"):
             checkpointer.save(-1, state, {})
@@ -438,7 +432,7 @@ def test_user_mistakes_are_explained(tmp_path):
             checkpointer.save(2, state, {"loss": float("nan")})
         with pytest.raises(ValueError, match="restore needs a sharding for 'x'"):
             checkpointer.restore(1, {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
-    with pytest.raises(ValueError, match="nothing installed reads nonsense://x: Protocol not known"):
+    with pytest.raises(ValueError, match=r"nonsense://x cannot be opened: .* Correct the address"):
         Checkpointer("nonsense://x")
 
 
@@ -551,7 +545,9 @@ def test_damage_that_one_process_sees_is_told_by_all(tmp_path):
             print("told:", error)
         """,
     )
-    assert all("told: cannot read the array 'x': x/c/" in output for output in outputs), outputs
+    assert all("told: cannot read the array 'x': a chunk is not what was written" in output for output in outputs), (
+        outputs
+    )
 
 
 @pytest.mark.long
@@ -580,13 +576,13 @@ def test_an_error_of_process_0_as_a_save_begins_fails_the_save_of_all(tmp_path):
     outputs = run_processes(
         tmp_path,
         """
-        from training_io.stores import Directory
-        directories, failures = Directory.directories, ["Input/output error"] * (rank == 0)
+        from training_io.stores import Store
+        directories, failures = Store.directories, ["Input/output error"] * (rank == 0)
         def failing(self):
             if failures:
                 raise OSError(5, failures.pop())
             return directories(self)
-        Directory.directories = failing
+        Store.directories = failing
         checkpointer.save(1, {"x": x}, {})
         try:
             checkpointer.wait()
@@ -603,7 +599,7 @@ def test_an_error_of_process_0_as_a_save_begins_fails_the_save_of_all(tmp_path):
     )
     for output in outputs:
         assert "0000000001 was not saved: [Errno 5] Input/output error" in output, output
-        assert "0000000002 already holds a complete checkpoint" in output, output
+        assert "0000000002 is there already" in output, output
         assert "latest: 2" in output, output
 
 

@@ -47,7 +47,7 @@ from training_io.config import WEIGHTS, check_weights
 from training_io.host_checkpoint import StoredArray, open_checkpoint
 from training_io.provenance import compare_source, provenance_of
 from training_io.resuming import config_of, with_defaults
-from training_io.saved import check_addresses, check_modules, literal, saved_config
+from training_io.saved import check_modules, literal, saved_config
 
 DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(jnp.bfloat16))}
 """Names in torch, and numpy dtypes."""
@@ -183,8 +183,6 @@ def export(config: Config, log: Callable[[str], None]) -> None:
 
     files, end, notes = {}, None, []
     try:
-        if config.dataset is None:
-            check_addresses(settings["data"], config.trust, "name it by dataset=…")
         definition, end_token = find_tokenizer(settings["data"], config.dataset)
         files, end, notes = tokenizer_files(definition, c.bos_id, end_token)
         about = "tokenizer.json" + "".join(f"; {note}" for note in notes)
