@@ -123,7 +123,6 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         ),
         ("pyarrow", "tools", ["tools.huggingface_to_flat_tokens", "train.files=[a.parquet]"]),
         ("huggingface_hub", "tools", ["tools.huggingface_to_checkpoint", "model=a/b", "output=x"]),
-        ("matplotlib", "tools", ["tools.schedule", "schedule=gpipe", "p=2", "m=4"]),
         ("hydra_plugins", "slurm", ["train", "--config-name=local_test_synthetic", "hydra/launcher=submitit_local"]),
     ],
 )

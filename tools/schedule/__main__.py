@@ -1,4 +1,4 @@
-"""Shows what a pipeline schedule does: a chart on the terminal and as a picture, its bubble, its memory.
+"""Shows what a pipeline schedule does: a chart on the terminal, its bubble, its memory.
 
     python -m tools.schedule schedule=interleaved_1f1b p=4 m=16 v=2
     python -m tools.schedule schedule=1f1b p=4 m=16 recompute=true transfer=0.1 model=asynchronous
@@ -9,6 +9,7 @@ The last one compares. No devices are needed: times follow from the costs in the
 the output.
 """
 
+import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from configuration.words import for_console
 from shardlib.schedule_simulator import Costs, Timeline, simulate, simulate_ticks
 from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import TickTable, tick_table
-from tools.schedule.gantt import Chart, draw_text, text_legend, write_picture
+from tools.schedule.gantt import Chart, as_svg, draw_text, text_legend
+
+_PICTURE_COLUMNS = 104
 
 
 @dataclass
@@ -66,7 +69,7 @@ class Config:
     kept_bytes: Any = None
     """Size of what the half of a backward for the weights needs of the other half; likewise."""
     output: str | None = None
-    """The .svg file to write. Null: a file in outputs/, named after the schedule. An existing one is replaced."""
+    """The .svg file to write, a picture of what is printed. Null: none. An existing one is replaced."""
 
 
 @dataclass(frozen=True)
@@ -255,10 +258,10 @@ def _table(headers: Sequence[str]) -> Table:
 
 
 def run(config: Config, console: Console | None = None) -> None:
-    """Prints the schedules and writes their picture.
+    """Prints the schedules, and writes a picture of that if there is an `output`.
 
     Raises:
-        ValueError: a setting out of range, a schedule that is not defined for it, or no matplotlib for the picture.
+        ValueError: a setting out of range, or a schedule that is not defined for it.
     """
     console = console or Console()
     if config.model not in ("ticks", "asynchronous"):
@@ -267,16 +270,23 @@ def run(config: Config, console: Console | None = None) -> None:
     if config.output is not None and Path(config.output).suffix != ".svg":
         raise ValueError(f"output is {config.output}; its name must end in .svg.")
     results = simulated(config)
+    show_all(results, config.model, console)
+    if config.output is not None:
+        picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
+        show_all(results, config.model, picture)
+        output = Path(config.output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(as_svg(picture, ", ".join(result.name for result in results)), encoding="utf-8")
+        console.print()
+        console.print(Text(for_console(f"Picture: {output}", console)), soft_wrap=True)
+
+
+def show_all(results: Sequence[Result], model: str, console: Console) -> None:
+    """Prints the one schedule, or compares several."""
     if len(results) == 1:
-        show(results[0], config.model, console)
+        show(results[0], model, console)
     else:
         show_comparison(results, console)
-    names = "_".join(re.sub(r"\W+", "_", result.name) for result in results)
-    v = "_".join(dict.fromkeys(str(result.v) for result in results))
-    output = Path(config.output or f"outputs/{names}_p{config.p}_m{config.m}_v{v}.svg")
-    write_picture([chart_of(result, config.model) for result in results], output)
-    console.print()
-    console.print(Text(for_console(f"Chart: {output}", console)), soft_wrap=True)
 
 
 if __name__ == "__main__":

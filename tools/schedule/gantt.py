@@ -1,12 +1,11 @@
-"""Gantt charts of pipeline schedules, as text for a terminal and as a picture."""
+"""Gantt charts of pipeline schedules as text for a terminal, and what a terminal shows as a picture."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.style import Style
 from rich.text import Text
 
@@ -84,9 +83,9 @@ def _colour(kind: str, chunk: int, v: int) -> tuple[str, str]:
     return "#" + "".join(f"{part:02x}" for part in rgb), "#20252b" if light else "#ffffff"
 
 
-def _kinds(charts: Sequence[Chart]) -> list[str]:
-    """Kinds of boxes that the charts have, in the order of `_NAMES`."""
-    drawn = {piece[0] for chart in charts for _, _, span in chart.spans() for piece in chart.pieces(span)}
+def _kinds(chart: Chart) -> list[str]:
+    """Kinds of boxes that the chart has, in the order of `_NAMES`."""
+    drawn = {piece[0] for _, _, span in chart.spans() for piece in chart.pieces(span)}
     return [kind for kind in _NAMES if kind in drawn]
 
 
@@ -165,7 +164,7 @@ def _fill(kind: str, chunk: int) -> str:
 def text_legend(chart: Chart) -> Text:
     """Explains the signs of `draw_text`."""
     line = Text("")
-    for kind in _kinds([chart]):
+    for kind in _kinds(chart):
         line.append(f"{_NAMES[kind]} ")
         for chunk in range(chart.v if len(_FILLS[kind]) > 1 else 1):
             background, ink = _colour(kind, chunk, chart.v)
@@ -177,113 +176,8 @@ def text_legend(chart: Chart) -> Text:
 
 # ---- picture ------------------------------------------------------------------------------------------------------
 
-# The background is transparent: these greys can be read on white and on black.
-_TEXT, _IDLE, _LINES = "#777e88", "#80808030", "#80808080"
-_STYLE = {
-    "font.family": ["DejaVu Sans", "sans-serif"],
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 8,
-    "text.color": _TEXT,
-    "text.parse_math": False,
-    "xtick.labelcolor": _TEXT,
-    "ytick.labelcolor": _TEXT,
-    "xtick.bottom": False,
-    "xtick.top": False,
-    "ytick.left": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "schedule",  # the same file for the same charts
-}
-_ROW = 22  # height of a device, in points
-_ABOVE, _BELOW, _LEFT, _RIGHT = 52, 40, 52, 12  # room around the devices of a chart, in points
-_NARROWEST, _WIDEST = 420, 1750  # of all the time, in points
 
-
-def write_picture(charts: Sequence[Chart], path: Path) -> None:
-    """Writes the charts, below each other and with one scale of time, as an SVG file.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("the picture needs matplotlib: pip install -e '.[tools]'") from None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    title = "; ".join(f"{chart.title}: {chart.subtitle}" for chart in charts)
-    with matplotlib.rc_context(_STYLE):
-        metadata = {"Title": title, "Date": None, "Creator": None}
-        draw(charts).savefig(path, format="svg", transparent=True, metadata=metadata)
-
-
-def draw(charts: Sequence[Chart]) -> Any:
-    """Draws the charts as a matplotlib Figure."""
-    from matplotlib.figure import Figure
-
-    total = max(chart.timeline.total for chart in charts) or 1.0
-    scale = max((5.5 * len(str(chart.m - 1)) + 3) / chart.shortest() for chart in charts)
-    scale = min(max(scale, _NARROWEST / total), _WIDEST / total)  # points of a unit of time
-    width = _LEFT + scale * total + _RIGHT
-    height = sum(_ABOVE + _ROW * chart.p + _BELOW for chart in charts)
-    figure, bottom = Figure(figsize=(width / 72, height / 72)), height
-    for chart in charts:
-        bottom -= _ABOVE + _ROW * chart.p
-        place = (_LEFT / width, bottom / height, scale * total / width, _ROW * chart.p / height)
-        ax = figure.add_axes(place, xlim=(0, total), ylim=(chart.p - 0.5, -0.5))
-        _draw_boxes(ax, chart, scale)
-        _draw_axes(ax, chart, scale)
-        bottom -= _BELOW
-    _draw_legend(figure, charts)
-    return figure
-
-
-def _draw_boxes(ax: Any, chart: Chart, scale: float) -> None:
-    """Draws a box for each piece of a task, with the microbatch in the longest one if it fits."""
-    boxes = defaultdict(list)
-    for device, chunk, span in chart.spans():
-        pieces, label = chart.pieces(span), str(span.task.microbatch)
-        for kind, start, end in pieces:
-            seam = 0.8 / scale  # between neighbours
-            boxes[device, kind, chunk].append((start, max(end - start - seam, seam / 2)))
-        kind, start, end = max(pieces, key=lambda piece: piece[2] - piece[1], default=("forward", 0.0, 0.0))
-        if (end - start) * scale >= 5.2 * len(label):
-            ink = _colour(kind, chunk, chart.v)[1]
-            ax.text((start + end) / 2, device, label, color=ink, ha="center", va="center_baseline")
-    for device in range(chart.p):
-        ax.broken_barh([(0, chart.timeline.total)], (device - 0.4, 0.8), color=_IDLE, linewidth=0, zorder=0)
-    for (device, kind, chunk), ranges in boxes.items():
-        ax.broken_barh(ranges, (device - 0.4, 0.8), color=_colour(kind, chunk, chart.v)[0], linewidth=0, zorder=2)
-
-
-def _draw_axes(ax: Any, chart: Chart, scale: float) -> None:
-    """Draws titles, times and devices, and, where there are ticks, their numbers and a line where each begins."""
-    above = lambda points: -0.5 - points / _ROW
-    ax.set_yticks(range(chart.p), [f"device {device}" for device in range(chart.p)])
-    ax.spines[:].set_visible(False)
-    ax.text(-8 / scale, above(-_ROW * chart.p - 12), "time", ha="right")
-    if ticks := chart.timeline.ticks:
-        ax.vlines(ticks, chart.p - 0.5, -0.5, color=_LINES, linewidth=0.6, zorder=1)
-        ax.text(-8 / scale, above(4), "tick", ha="right")
-        ends = [*ticks[1:], chart.timeline.total]
-        every = round(_step(max(1.0, 16 * len(ticks) / (chart.timeline.total * scale))))
-        for i in range(0, len(ticks), every):
-            ax.text((ticks[i] + ends[i] - chart.timeline.costs.transfer) / 2, above(4), str(i), ha="center")
-    ax.text(0, above(20 if ticks else 6), chart.subtitle)
-    ax.text(0, above(34 if ticks else 20), chart.title, fontsize=11, fontweight="bold")
-
-
-def _draw_legend(figure: Any, charts: Sequence[Chart]) -> None:
-    """Explains the colours of each kind and chunk."""
-    from matplotlib.legend_handler import HandlerTuple
-    from matplotlib.patches import Patch
-
-    v, handles, labels = max(chart.v for chart in charts), [], []
-    for kind in _kinds(charts):
-        chunks = 1 if kind == "repeat" else v
-        handles.append(tuple(Patch(color=_colour(kind, chunk, v)[0]) for chunk in range(chunks)))
-        labels.append(f"{_NAMES[kind]}{f', chunks 0 to {chunks - 1}' if chunks > 1 else ''}")
-    handles += [Patch(color=_IDLE), Patch(color="none")]
-    labels += ["idle", "number: microbatch"]
-    each = {tuple: HandlerTuple(ndivide=None, pad=0.2)}
-    left = _LEFT / (72 * figure.get_figwidth())
-    figure.legend(handles, labels, handler_map=each, loc="lower left", bbox_to_anchor=(left, 0), ncols=len(labels),
-                  frameon=False, borderpad=0, borderaxespad=0.3)  # fmt: skip
+def as_svg(console: Console, title: str) -> str:
+    """What a recording console has printed, as a picture in SVG that fetches nothing."""
+    without_fonts = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title=title, code_format=without_fonts, unique_id="schedule")
