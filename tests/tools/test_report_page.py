@@ -349,7 +349,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(("which", "plots"), [("alone", 11), ("several", 14)])
+@pytest.mark.parametrize(("which", "plots"), [("alone", 11), ("several", 10)])
 def test_the_page_in_a_browser(chromium, pages, tmp_path, which, plots, width, scheme):
     chromium.open(pages[which], width, scheme)
     drawn = chromium.evaluate(DRAWN)

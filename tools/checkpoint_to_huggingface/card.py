@@ -30,7 +30,7 @@ def write_card(x: Exported, directory: Path) -> None:
     has_curve = x.run is not None and bool(np.isfinite(x.run.loss).any())
     if has_curve:
         panel = losses(compare([x.run], "loss"), "Loss, nats a token", "steps", lambda run: run.step + 1, facts.SMOOTH)
-        write_picture([panel], directory / CURVE, "png")
+        write_picture(panel, directory / CURVE)
     (directory / CARD).write_text(card(x, CURVE if has_curve else None), encoding="utf-8")
 
 

@@ -3,7 +3,7 @@
     python -m tools.report run=runs/<run>
     python -m tools.report run=runs/<sweep>
     python -m tools.report run=[runs/a,runs/b] sort=tokens/s
-    python -m tools.report run='runs/local_*' output=curves.svg
+    python -m tools.report run='runs/local_*' output=curves.html
 
 A run that trains keeps its own page, report.html, up to date. Runs that are still training, or that broke off, are
 shown up to their last step. A line says so.
@@ -38,8 +38,8 @@ class Config:
     """The column to sort by, best first: loss, val, bits/byte, tokens/s, ms/step, MFU, memory, bubble, steps, time,
     min, tokens, run, or a setting that differs, such as optimizer.learning_rate or learning_rate."""
     output: str | None = None
-    """The file to write: .html with everything; .svg, .png or .pdf with the plots alone. Null: report.html in the
-    directory of the run, or in the one that all the runs are in. An existing file is replaced."""
+    """The .html file to write. Null: report.html in the directory of the run, or in the one that all the runs are in.
+    An existing file is replaced."""
     smooth: int = at_least_1(50)
     """Steps over which losses are averaged, at least 1; in a run shorter than ten times this, a tenth of its steps."""
 
@@ -124,9 +124,8 @@ def show_report(config: Config, console: Console | None = None) -> None:
     patterns = [config.run] if isinstance(config.run, str) else config.run
     if not isinstance(patterns, list) or not patterns or not all(x and isinstance(x, str) for x in patterns):
         raise ValueError(f"run is {config.run!r}; give directories or patterns: run=runs/<run>, run=[runs/a,runs/b].")
-    kinds = (".html", ".svg", ".png", ".pdf")
-    if config.output is not None and Path(config.output).suffix not in kinds:
-        raise ValueError(f"output is {config.output}; its name must end in one of {', '.join(kinds)}.")
+    if config.output is not None and Path(config.output).suffix != ".html":
+        raise ValueError(f"output is {config.output}; its name must end in .html.")
     c = compare([read_run(directory, config.smooth) for directory in find_runs(patterns)], config.sort)
     show(c, console)
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent

@@ -13,8 +13,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from configuration.foreign import shown
-from tools.report.pictures import write_picture
-from tools.report.plots import Panel, panels_of
+from tools.report.plots import Panel
 from tools.report.sections import SECTIONS, Report, head
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -63,26 +62,12 @@ def _plain(value: Any) -> Any:
 
 
 def write(r: Report, output: Path) -> None:
-    """Writes the page, or the plots alone if `output` is not an .html file. A reader sees the old file or the new.
-
-    Raises:
-        ValueError: a picture needs matplotlib, which is not installed, or there is no step to draw.
-    """
+    """Writes the page. A reader sees the old file or the new."""
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     try:
-        if output.suffix == ".html":
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(page(r))
-        else:
-            panels = panels_of(r.c, r.smooth)
-            if not panels:
-                raise ValueError(f"there is nothing to draw: {'; '.join(r.c.runs[0].notes)}.")
-            try:
-                write_picture(panels, temporary, output.suffix.removeprefix("."))
-            except ImportError as error:
-                library = error.name.partition(".")[0]
-                raise ValueError(f"the plots need {library}: pip install -e '.[tools]'") from None
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(page(r))
         temporary.rename(output)
     finally:
         with contextlib.suppress(FileNotFoundError):
