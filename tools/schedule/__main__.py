@@ -29,7 +29,7 @@ from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import TickTable, tick_table
 from tools.schedule.gantt import Chart, as_svg, draw_text, text_legend
 
-_PICTURE_COLUMNS = 104
+_PICTURE_COLUMNS = 112
 
 
 @dataclass
