@@ -17,22 +17,6 @@ _MAX_LANES = 14
 _AXES = {"r": "#cc79a7", "d": "#0072b2", "t": "#d55e00", "p": "#009e73", "e": "#8c6bb1", "c": "#7f6000"}
 _OTHER_AXES = ("#56b4e9", "#999999")
 KEPT_COLOUR, _MATMUL, _ARROW = "#b8860b", "#333333", "#9aa0a6"
-_DARK = dict(
-    pair.split()
-    for pair in (
-        *(
-            "#ffffff #1a1f28",
-            "#fafafa #161b23",
-            "#fcfcfc #151a22",
-            "#f6f8fc #12161d",
-            "#dadce0 #343d4d",
-            "#c0c0c0 #4a5365",
-        ),
-        *("#202124 #e4e8ef", "#5f6368 #9aa5b8", "#80868b #8f9aad", "#1f3b73 #9cc0f5"),
-        *(f"{_MATMUL} #c8ccd4", f"{_ARROW} #6b7689"),
-    )
-)
-"""Colours where the reader prefers a dark scheme, in the place of those that are too bright or too dark there."""
 _PHASES = {"forward": "#4c9f70", "backward": "#7b61a8", "again": "#b9a5dc", "": "#b0b0b0"}
 _PHASE_WORDS = {
     "forward": "forward",
@@ -85,10 +69,8 @@ class _Picture:
             f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" '
             'font-size="12">'
         )
-        dark = "".join(f'[fill="{a}"]{{fill:{b}}}[stroke="{a}"]{{stroke:{b}}}' for a, b in _DARK.items())
-        style = f"<style>@media (prefers-color-scheme: dark) {{{dark}}}</style>"
         back = '<rect width="100%" height="100%" fill="#ffffff"/>'
-        return "\n".join([head, style, back, *self.parts, "</svg>", ""])
+        return "\n".join([head, back, *self.parts, "</svg>", ""])
 
     # ---- pieces ---------------------------------------------------------------------------------------------------
 

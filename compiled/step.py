@@ -113,11 +113,6 @@ def times_of(around: tuple[Section, ...]) -> int:
     return times
 
 
-def in_words(around: tuple[Section, ...]) -> str:
-    """The loops around a line, outermost first."""
-    return " > ".join(section.title for section in around) or "outside"
-
-
 class _Walk:
     def __init__(self, program: Program):
         self.program, self.places = program, Places(program)

@@ -276,13 +276,10 @@ def test_each_run_has_one_colour(tmp_path):
                 trace["name"]
                 == f"{int(trace['legendgroup']) + 1}  learning_rate={(int(trace['legendgroup']) + 1) / 100:g}"
             )
-            if trace["type"] == "bar" or trace["mode"] == "markers":
+            if trace["mode"] == "markers":
                 assert trace["marker"]["color"] == of_run["color"]
             else:
                 assert style(trace["line"]) == style(of_run)
-    bars = [trace for panel in panels for trace in panel.traces if trace["type"] == "bar"]
-    assert [trace["y"][0] for trace in bars] == [str(i + 1) for i in range(9)] * 3
-    assert [trace["text"][0] for trace in bars[-9:]] == ["3.00 GiB"] * 9
 
 
 def test_equal_curves_can_both_be_seen(tmp_path):

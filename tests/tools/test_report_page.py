@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tools.report.comparing import compare
 from tools.report.microscope import microscope
 from tools.report.plots import panels_of
 from tools.report.reading import find_runs, read_run
-from tools.report.sections import SECTIONS, Report, checkpoints, files, head, provenance, samples, settings
+from tools.report.sections import SECTIONS, Report, head, provenance, samples, settings
 
 
 def report(*directories: Path) -> Report:
@@ -188,17 +187,13 @@ def test_settings_that_were_chosen_come_first(tmp_path):
     assert [name for name, *_ in defaults[1]] == ["model.module", "training.seed"]
 
 
-def test_samples_checkpoints_provenance_and_files(tmp_path):
+def test_samples_and_provenance(tmp_path):
     r = report(write_run(tmp_path / "run"))
     first, second = samples(r)["prompts"]
     assert (first["prompt"], second["prompt"]) == ("", "Emma ")
     steps = [step for step, *_ in first["rows"]]
     assert (steps[0], steps[-1], len(steps), first["left_out"]) == (0, 200, 12, 9)
     assert first["rows"][-1] == (200, "It is a truth 200\nand more", True)
-    saved, unfinished = checkpoints(r)["rows"]
-    assert saved[:2] == (100, "1.00 MiB")
-    assert re.fullmatch(r"[\d-]{10} [\d:]{8}", saved[2])
-    assert unfinished == (200, "1.00 MiB", "not finished")
     made = provenance(r)
     assert made["starts"] == [
         (0, "2026-01-01T00:00:00Z", "0123456789ab"),
@@ -210,7 +205,6 @@ def test_samples_checkpoints_provenance_and_files(tmp_path):
     path = tmp_path / "run/source/0000000100/provenance.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"proof": {"programs": ["training", "evaluation"]}}))
     assert ("proved", proved) in provenance(report(tmp_path / "run"))["facts"]
-    assert {link for _, link, *_ in files(r)["main"]} == {"metrics.jsonl", "samples.jsonl", "config.yaml"}
 
 
 # ---- what is damaged, or a stranger's -----------------------------------------------------------------------------
@@ -233,7 +227,7 @@ def test_a_damaged_file_leaves_the_rest_of_the_page(tmp_path, name, damage):
         path.symlink_to("nothing")
     page = Reader(write_page(run))
     ids = {attributes.get("id") for _, attributes in page.elements}
-    assert {"settings", "checkpoints", "provenance", "files"} <= ids
+    assert {"settings", "provenance"} <= ids
     if name == "metrics.jsonl":
         assert "metrics.jsonl" in page.text.partition("Settings")[0], "the head says what is missing"
     if name == "config.yaml":
@@ -349,7 +343,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(("which", "plots"), [("alone", 11), ("several", 14)])
+@pytest.mark.parametrize(("which", "plots"), [("alone", 11), ("several", 10)])
 def test_the_page_in_a_browser(chromium, pages, tmp_path, which, plots, width, scheme):
     chromium.open(pages[which], width, scheme)
     drawn = chromium.evaluate(DRAWN)

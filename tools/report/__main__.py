@@ -3,7 +3,7 @@
     python -m tools.report run=runs/<run>
     python -m tools.report run=runs/<sweep>
     python -m tools.report run=[runs/a,runs/b] sort=tokens/s
-    python -m tools.report run='runs/local_*' output=local.html
+    python -m tools.report run='runs/local_*' output=curves.html
 
 A run that trains keeps its own page, report.html, up to date. Runs that are still training, or that broke off, are
 shown up to their last step. A line says so.

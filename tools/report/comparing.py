@@ -139,8 +139,6 @@ def compare(runs: Sequence[Run], sort: str) -> Comparison:
         reasons = "\n".join(f"  {run.directory}: {'; '.join(run.notes)}" for run in left_out)
         raise ValueError(f"there is nothing to compare: no run has done a step.\n{reasons}")
     known = [run for run in with_steps if run.settings]
-    for run in known:
-        run.settings = run.settings | {n: x for n, x in _defaults(run, known).items() if n not in run.settings}
     names = dict.fromkeys(name for run in known for name in run.settings if not name.startswith(IGNORED_SETTINGS))
     value = lambda run, name: json.dumps(run.settings.get(name, "?"), default=str)
     differing = sorted((name for name in names if len({value(run, name) for run in known}) > 1), key=_rank)
@@ -148,18 +146,6 @@ def compare(runs: Sequence[Run], sort: str) -> Comparison:
     result = Comparison(with_steps, differing, metrics, left_out)
     result.runs.sort(key=lambda run: (*_sort_key(result, sort)(run), str(run.directory)))
     return result
-
-
-def _defaults(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
-    """Defaults of settings, as these runs recorded them, for a run of an older version that does not have them."""
-    found: dict[str, Any] = {}
-    for other in [run, *runs]:
-        defaults = other.about.get("defaults")
-        same_model = other.settings.get("model.module") == run.settings.get("model.module")
-        for name, value in (defaults if isinstance(defaults, dict) else {}).items():
-            if same_model or not name.startswith("model."):
-                found.setdefault(name, value)
-    return found
 
 
 def _sort_key(c: Comparison, sort: str) -> Callable[[Run], tuple]:

@@ -72,7 +72,7 @@ def colour(i: int) -> str:
 
 
 def panels_of(c: Comparison, smooth: int) -> list[Panel]:
-    """All plots: losses, the other metrics of each step, those of the user's own; of several runs also bars."""
+    """All plots: losses, the other metrics of each step, and those of the user's own."""
     if not any(run.values for run in c.runs):
         return []
     alone = len(c.runs) == 1
@@ -87,9 +87,6 @@ def panels_of(c: Comparison, smooth: int) -> list[Panel]:
             losses(c, "The same by tokens", "tokens", lambda run: run.tokens, smooth),
             losses(c, "The same by time", f"training time, {unit}", lambda run: run.time / per_unit, smooth),
         ]
-        bar = {"Tokens/s of the median step": "tokens/s", "MFU of the median step": "MFU"}
-        bar |= {"Peak memory of a device": "memory", "Step bubble": "bubble"}
-        panels += [bars(c, title, metric) for title, metric in bar.items()]
     panels += [
         curve(c, "Norm of the gradients", "grad_norm", smooth, {"type": "log"}),
         curve(c, "Learning rate", "learning_rate", 0),
@@ -151,23 +148,6 @@ def log_ticks(traces: list[dict[str, Any]]) -> list[float]:
     low, high = (math.log10(f(values)) for f in (np.min, np.max)) if values.size else (0.0, 0.0)
     digits = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 3 else (1,)
     return [float(f"{digit}e{power}") for power in range(math.floor(low), math.floor(high) + 1) for digit in digits]
-
-
-def bars(c: Comparison, title: str, metric: str) -> Panel:
-    """A horizontal bar for each run."""
-    values = [run.values.get(metric, math.nan) for run in c.runs]
-    lengths = [value if math.isfinite(value) else 0.0 for value in values]
-    if not any(lengths):
-        return Panel(title)
-    numbers = [str(i + 1) for i in range(len(values))]
-    room = [0, max(1.3 * max(lengths), 1e-9)]  # for the numbers beside the bars
-    panel = Panel(title, x={"range": room, "visible": False})
-    panel.y = {"type": "category", "categoryarray": numbers[::-1], "showgrid": False}
-    for i, run in enumerate(c.runs):
-        bar = {"type": "bar", "orientation": "h", "x": [lengths[i]], "y": [numbers[i]], "marker": {"color": colour(i)}}
-        text = {"text": [c.metric(run, metric)], "textposition": "outside", "cliponaxis": False, "hoverinfo": "name"}
-        panel.traces.append(_trace(c, i) | bar | text)
-    return panel
 
 
 def own_metric(c: Comparison, name: str) -> Panel:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +31,6 @@ _STEP = re.compile(rb'\{"step": (\d{1,15}),')
 _MOST_NAMES, _MOST_LAYERS = 100, 1024
 """Number of the user's own metrics, and of layers of each, that are read."""
 _MOST_STEP = 2**53
-_MOST_FILES = 100_000
-"""Number of a checkpoint's files whose sizes are summed."""
 
 
 @dataclass
@@ -224,11 +221,10 @@ def _read_metrics(directory: Path, notes: list[str], before: int | None) -> tupl
         notes.append("no metrics.jsonl: the run did not start")
         return [], [], False
     try:
-        kinds, part = read_lines(path, functools.partial(_kind, before), b"step" if before is None else None)
+        kinds = read_lines(path, functools.partial(_kind, before), b"step" if before is None else None)
     except OSError as error:
         notes.append(f"metrics.jsonl cannot be read: {why(error)}")
         return [], [], False
-    notes += [part] * bool(part)
     notes += [_thinned(kind.decode(), lines) for kind, lines in kinds.items() if lines.every > 1]
     steps: dict[int, dict] = {}
     events, unreadable = [], 0
@@ -375,7 +371,7 @@ def smoothed(values: Curve, most: int) -> Curve:
 def read_samples(directory: Path) -> list[dict[str, Any]]:
     """The lines of samples.jsonl, with step, prompt, text and ended; none where the file cannot be read."""
     try:
-        of_prompts, _ = read_lines(directory / "samples.jsonl", lambda line: (_PROMPT.search(line) or [b""])[0])
+        of_prompts = read_lines(directory / "samples.jsonl", lambda line: (_PROMPT.search(line) or [b""])[0])
     except OSError:
         return []
     lines = sorted(itertools.chain.from_iterable(of_prompt.kept for of_prompt in of_prompts.values()))
@@ -385,51 +381,6 @@ def read_samples(directory: Path) -> list[dict[str, Any]]:
         for record in records(line for _, line in lines)
         if record is not None and all(isinstance(record.get(name), kind) for name, kind in kinds.items())
     ]
-
-
-@dataclass
-class Checkpoint:
-    """A checkpoint: its step, bytes of all files, and when its manifest was written, in seconds since 1970."""
-
-    step: int
-    size: int
-    written: float | None
-    """None: it is not finished."""
-
-
-def read_checkpoints(directory: Path) -> list[Checkpoint]:
-    """The checkpoints in the run's own directory, in order."""
-    found, files = [], 0
-    place = directory / "checkpoints"
-    entries = sorted(place.iterdir()) if place.is_dir() else []
-    for path in entries[-1000:]:
-        if not (path.name.isascii() and path.name.isdecimal() and len(path.name) <= 15) or path.is_symlink():
-            continue
-        size = 0
-        for above, _, names in os.walk(path):
-            files += len(names)
-            if files > _MOST_FILES:
-                break
-            for name in names:
-                with contextlib.suppress(OSError):
-                    size += os.lstat(os.path.join(above, name)).st_size
-        manifest = path / "zarr.json"
-        written = manifest.stat().st_mtime if manifest.is_file() else None
-        found.append(Checkpoint(int(path.name), size, written))
-    return found
-
-
-def read_files(directory: Path) -> list[tuple[str, int]]:
-    """Files of the run that a reader may want to open: path in the directory, and size. No links, no pipes."""
-    patterns = ("metrics.jsonl", "samples.jsonl", "config.yaml", "metrics_*.jsonl", "training_step_optimized_hlo_*")
-    patterns += ("plugins/profile/*/*", "source/*/*")
-    found = []
-    for path in itertools.chain.from_iterable(sorted(directory.glob(pattern)) for pattern in patterns):
-        with contextlib.suppress(OSError):
-            entry = path.lstat()
-            if stat.S_ISREG(entry.st_mode) and path.suffix != ".tmp":
-                found.append((str(path.relative_to(directory)), entry.st_size))
-    return found[:500]
 
 
 def as_json(value: Any) -> str:

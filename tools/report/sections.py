@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from tools.report.comparing import (
 from tools.report.lines import step_by_line
 from tools.report.microscope import microscope
 from tools.report.plots import colour, panels_of
-from tools.report.reading import Run, as_json, number, read_checkpoints, read_files, read_samples
+from tools.report.reading import Run, as_json, number, read_samples
 from training_io.files import duration
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
@@ -237,18 +236,6 @@ def settings(r: Report) -> dict[str, Any] | None:
     return {"groups": [group for group in groups if group[1]], "missing": missing, "overrides": overrides}
 
 
-def checkpoints(r: Report) -> dict[str, Any] | None:
-    """The checkpoints of a single run."""
-    if not r.run:
-        return None
-    place = r.run.settings.get("paths.checkpoints")
-    rows = [
-        (c.step, scaled(c.size, *BYTES) if c.size else "", _date(c.written) if c.written else "not finished")
-        for c in read_checkpoints(r.run.directory)
-    ]
-    return {"rows": rows, "place": str(place) if place else None} if rows or place else None
-
-
 def provenance(r: Report) -> dict[str, Any] | None:
     """What made a single run: its starts, commit, versions, environment and hashes."""
     if not r.run:
@@ -281,33 +268,6 @@ def provenance(r: Report) -> dict[str, Any] | None:
     }
 
 
-def files(r: Report) -> dict[str, Any] | None:
-    """Links to the files of a single run."""
-    if not r.run:
-        return None
-    found = read_files(r.run.directory)
-    shown = [(name, quote(name), scaled(size, *BYTES), _purpose(name)) for name, size in found]
-    return {"main": [x for x in shown if x[3]], "rest": [x for x in shown if not x[3]]} if shown else None
-
-
-def _purpose(name: str) -> str:
-    purposes = {
-        "metrics.jsonl": "a line of JSON for each step and event",
-        "samples.jsonl": "all samples",
-        "config.yaml": "all settings",
-        "perfetto_trace.json.gz": "the trace of a few steps: open it at ui.perfetto.dev",
-        ".svg": "picture of the compiled step",
-        ".dot": "graph of the compiled step, for Graphviz",
-        ".txt": "text of the compiled step",
-        "changes.patch": "changes of the source since its commit",
-    }
-    return next((purpose for end, purpose in purposes.items() if name.endswith(end)), "")
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
 SECTIONS = (
     Section("runs", "Runs", runs),
     Section("curves", "Curves", curves),
@@ -316,8 +276,6 @@ SECTIONS = (
     Section("events", "What happened", events),
     Section("samples", "Samples", samples),
     Section("settings", "Settings", settings),
-    Section("checkpoints", "Checkpoints", checkpoints),
     Section("provenance", "Provenance", provenance),
-    Section("files", "Files", files),
 )
 """Sections of the page, from above."""

@@ -2,20 +2,15 @@
 
 import collections
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
-
-import numpy as np
 
 from configuration.foreign import open_no_pipe
 
 MOST_BYTES = 2**22
 """Bytes of the newest lines of a kind that are kept, and of the older ones."""
 _LONGEST_LINE, _MOST_KINDS, _AT_ONCE = 2**22, 16, 2**16
-_PASS, _BLOCK = 2**35, 2**24
-"""Bytes of a file that is read as a whole; of a longer one, bytes of each block that is."""
 
 
 class Lines:
@@ -61,10 +56,8 @@ class Lines:
             self._older_bytes = sum(len(line) for _, line in self._older)
 
 
-def read_lines(
-    path: Path, kind_of: Callable[[bytes], bytes | None], common: bytes | None = None
-) -> tuple[dict[bytes, Lines], str]:
-    """Reads a file in one pass, and of one that has more than 32 GiB blocks from its beginning to its end.
+def read_lines(path: Path, kind_of: Callable[[bytes], bytes | None], common: bytes | None = None) -> dict[bytes, Lines]:
+    """Reads a file in one pass.
 
     Args:
         path: of the file.
@@ -72,7 +65,7 @@ def read_lines(
         common: kind of most lines; kind_of gives it for several lines together only if all of them have it.
 
     Returns:
-        The lines by their kinds, and what was left out of the pass, empty if nothing.
+        The lines by their kinds.
 
     Raises:
         OSError: the file cannot be read, or is a pipe.
@@ -86,8 +79,7 @@ def read_lines(
 
     number = 0
     with open(path, "rb", opener=open_no_pipe) as file:
-        size = os.fstat(file.fileno()).st_size
-        for text, lines in _read(file, size):
+        for text, lines in _read(file):
             if common is not None and kind_of(text) == common:
                 add(common, number, lines, len(text))
             else:
@@ -97,24 +89,17 @@ def read_lines(
                     add(kind, first, alike, sum(map(len, alike)))
                     first += len(alike)
             number += len(lines)
-    part = f"{path.name} has {size / 2**30:,.0f} GiB; {_PASS / 2**30:.0f} GiB in equal distances are read"
-    return kinds, part if size > _PASS else ""
+    return kinds
 
 
-def _read(file: BinaryIO, size: int) -> Iterator[tuple[bytes, list[bytes]]]:
+def _read(file: BinaryIO) -> Iterator[tuple[bytes, list[bytes]]]:
     """Pieces of a file, each with the lines that end in it; of a line that is too long, parts of it."""
-    blocks = [(0, size)]
-    if size > _PASS:
-        starts = np.linspace(0, size - _BLOCK, _PASS // _BLOCK).astype(int).tolist()
-        blocks = [(start, start + _BLOCK) for start in starts]
-    for start, end in blocks:
-        at, rest = file.seek(start), b""
-        while at < end and (read := file.read(min(_AT_ONCE, end - at))):
-            text = rest + read
-            *lines, rest = text.split(b"\n")
-            if len(rest) > _LONGEST_LINE:
-                lines, rest = [*lines, rest], b""
-            yield text, lines[1:] if start and at == start else lines  # the first one has begun before
-            at += len(read)
-        if rest and end == size:
-            yield rest, [rest]
+    rest = b""
+    while read := file.read(_AT_ONCE):
+        text = rest + read
+        *lines, rest = text.split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
+        yield text, lines
+    if rest:
+        yield rest, [rest]

@@ -9,6 +9,7 @@ The last one compares. No devices are needed: times follow from the costs in the
 the output.
 """
 
+import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from shardlib.schedule_simulator import Costs, Timeline, simulate, simulate_tick
 from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import TickTable, tick_table
 from tools.schedule.gantt import Chart, draw_text, text_legend
+
+_PICTURE_COLUMNS = 112
 
 
 @dataclass
@@ -66,7 +69,7 @@ class Config:
     kept_bytes: Any = None
     """Size of what the half of a backward for the weights needs of the other half; likewise."""
     output: str | None = None
-    """An .svg file with what the terminal shows; an existing one is replaced. Null: none."""
+    """The .svg file to write, a picture of what is printed. Null: none. An existing one is replaced."""
 
 
 @dataclass(frozen=True)
@@ -255,26 +258,35 @@ def _table(headers: Sequence[str]) -> Table:
 
 
 def run(config: Config, console: Console | None = None) -> None:
-    """Prints the schedules.
+    """Prints the schedules, and writes a picture of that if there is an `output`.
 
     Raises:
         ValueError: a setting out of range, or a schedule that is not defined for it.
     """
-    console = console or Console(record=True)
+    console = console or Console()
     if config.model not in ("ticks", "asynchronous"):
         near = did_you_mean(config.model, ("ticks", "asynchronous"))
         raise ValueError(f"model is {config.model}; it must be ticks or asynchronous.{near}")
     if config.output is not None and Path(config.output).suffix != ".svg":
         raise ValueError(f"output is {config.output}; its name must end in .svg.")
     results = simulated(config)
+    show_all(results, config.model, console)
+    if config.output is not None:
+        picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
+        show_all(results, config.model, picture)
+        output = Path(config.output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(picture_of(picture, ", ".join(result.name for result in results)), encoding="utf-8")
+        console.print()
+        console.print(Text(for_console(f"Picture: {output}", console)), soft_wrap=True)
+
+
+def show_all(results: Sequence[Result], model: str, console: Console) -> None:
+    """Prints the one schedule, or compares several."""
     if len(results) == 1:
-        show(results[0], config.model, console)
+        show(results[0], model, console)
     else:
         show_comparison(results, console)
-    if config.output is not None:
-        path = Path(config.output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(picture_of(console, ", ".join(result.name for result in results)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Gantt charts of pipeline schedules, as text for a terminal."""
+"""Gantt charts of pipeline schedules as text for a terminal, and what a terminal shows as a picture."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.style import Style
@@ -81,9 +81,9 @@ def _colour(kind: str, chunk: int, v: int) -> tuple[str, str]:
     return "#" + "".join(f"{part:02x}" for part in rgb), "#20252b" if light else "#ffffff"
 
 
-def _kinds(charts: Sequence[Chart]) -> list[str]:
-    """Kinds of boxes that the charts have, in the order of `_NAMES`."""
-    drawn = {piece[0] for chart in charts for _, _, span in chart.spans() for piece in chart.pieces(span)}
+def _kinds(chart: Chart) -> list[str]:
+    """Kinds of boxes that the chart has, in the order of `_NAMES`."""
+    drawn = {piece[0] for _, _, span in chart.spans() for piece in chart.pieces(span)}
     return [kind for kind in _NAMES if kind in drawn]
 
 
@@ -92,6 +92,8 @@ def _step(least: float) -> float:
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
+
+# ---- text ---------------------------------------------------------------------------------------------------------
 
 # By chunk; all chunks from the last sign on share it.
 _FILLS = {"forward": ">)]}", "backward": "<([{", "weights": "+#%&", "repeat": "="}
@@ -160,7 +162,7 @@ def _fill(kind: str, chunk: int) -> str:
 def text_legend(chart: Chart) -> Text:
     """Explains the signs of `draw_text`."""
     line = Text("")
-    for kind in _kinds([chart]):
+    for kind in _kinds(chart):
         line.append(f"{_NAMES[kind]} ")
         for chunk in range(chart.v if len(_FILLS[kind]) > 1 else 1):
             background, ink = _colour(kind, chunk, chart.v)
@@ -168,3 +170,6 @@ def text_legend(chart: Chart) -> Text:
             line.append(" ")
         line.append("  ")
     return line.append(f"idle {_IDLE_FILL}   number: microbatch")
+
+
+# ---- picture ------------------------------------------------------------------------------------------------------
