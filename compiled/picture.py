@@ -60,9 +60,7 @@ class _Picture:
 
     def svg(self) -> str:
         top = self._title()
-        left = _MARGIN + self._kept_lanes() * _LANE + _PAD
-        bottom = self._section(self.step.body, left, _WIDTH - _MARGIN, top)
-        self._kept()
+        bottom = self._section(self.step.body, _MARGIN, _WIDTH - _MARGIN, top)
         height = bottom + _MARGIN
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" '
@@ -180,7 +178,8 @@ class _Picture:
         self._text(end, top + 16, others, 11, "#80868b")
         x = left + 14
         for i, (words, colour, axes) in enumerate(chips):
-            if x + len(words) * _SMALL_LETTER + 120 > right and i < len(chips) - 1:
+            rest = 120 if i < len(chips) - 1 else 40
+            if x + len(words) * _SMALL_LETTER + rest > right:
                 self._text(x, top + 38, f"and {len(chips) - i} more", 11)
                 break
             x = self._chip(x, top + 25, words, colour, axes) + 8
@@ -244,35 +243,6 @@ class _Picture:
             f'<path d="M{right:.0f} {start:.0f}H{x:.0f}V{end:.0f}H{right + 4:.0f}" fill="none" stroke="{_ARROW}"/>'
             f'<path d="M{right:.0f} {end:.0f}l6 -3v6z" fill="{_ARROW}"/>'
         )
-
-    def _bundles(self) -> list[tuple[int, list[int]]]:
-        """Readers of kept arrays, and the lines that make these, in the order of the picture."""
-        bundles: dict[int, list[int]] = collections.defaultdict(list)
-        for line, _ in self.step.body.lines():
-            own = self.path[line.number]
-            for reader in dict.fromkeys(array.reader for array in line.kept):
-                if reader in self.path and reader not in own:
-                    # Where the ways to both part: the loop that reads it, and not each line of that.
-                    part = next(number for number in self.path[reader] if number not in own)
-                    if line.number not in bundles[part]:
-                        bundles[part].append(line.number)
-        return [*bundles.items()]
-
-    def _kept_lanes(self) -> int:
-        return min(_MAX_LANES, len(self._bundles()))
-
-    def _kept(self) -> None:
-        """Arrows at the left margin from the lines that keep arrays to what reads them in the backward pass."""
-        lanes = self._kept_lanes()
-        for i, (reader, makers) in enumerate(sorted(self._bundles(), key=lambda found: len(found[1]))):
-            x = _MARGIN + (lanes - 1 - min(i, lanes - 1)) * _LANE
-            left, top, _, bottom = self.box[reader]
-            end = min(top + 13, (top + bottom) / 2)
-            ys = [self.box[maker][1] + 33 for maker in makers]
-            d = f"M{x} {min(*ys, end):.0f}V{max(*ys, end):.0f}M{x} {end:.0f}H{left - 4:.0f}"
-            d += "".join(f"M{self.box[maker][0]:.0f} {y:.0f}H{x}" for maker, y in zip(makers, ys, strict=True))
-            self.parts.append(f'<path d="{d}" fill="none" stroke="{KEPT_COLOUR}" stroke-opacity="0.6"/>')
-            self.parts.append(f'<path d="M{left:.0f} {end:.0f}l-6 -3v6z" fill="{KEPT_COLOUR}"/>')
 
 
 def _key(place: Place | None) -> str:

@@ -21,12 +21,10 @@ class Kept:
     Attributes:
         shape: of the whole array, such as "f32[8,16,64]", whose first dim may be the layers of a loop.
         bytes: its number of bytes on one device.
-        reader: number of the line or section that reads it.
     """
 
     shape: str
     bytes: int
-    reader: int
 
 
 @dataclasses.dataclass
@@ -138,7 +136,7 @@ class _Walk:
             elif isinstance(line, Section):
                 line = self.line(line, array.place, "forward")
             if line and array.reader in self.owner:
-                line.kept.append(Kept(str(array.shape), array.shape.bytes, self.owner[array.reader].number))
+                line.kept.append(Kept(str(array.shape), array.shape.bytes))
         for section in self.unrolled.values():
             section.turns = _copies(section)
         return Step(body.title, program.mesh, program.devices, self.places.root, body, self.flows())
