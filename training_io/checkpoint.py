@@ -49,8 +49,6 @@ T = TypeVar("T")
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
-ANOTHER = " Restore another step, or copy it again."
-"""Remedy for a damaged checkpoint, at the end of a message."""
 _STEP = re.compile(r"\d{10}")
 _MESSAGE_BYTES = 2000
 
@@ -225,10 +223,7 @@ class Checkpointer:
         _check_same_arrays(path, saved, as_stored(expected, orders))
 
         def read(key: str) -> jax.Array:
-            try:
-                return read_array(StoredArray(self.store, name, saved[key]), expected[key], orders.get(key))
-            except Damaged as error:
-                raise Damaged(f"{error}{ANOTHER}") from error
+            return read_array(StoredArray(self.store, name, saved[key]), expected[key], orders.get(key))
 
         arrays = agreed(lambda: in_parallel([functools.partial(read, key) for key in expected]))
         return jax.tree.unflatten(jax.tree.structure(like), arrays)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorstore as ts
 
 from shardlib.placement import StackOrder
-from training_io.manifest import CHECKSUM_BYTES, Damaged, SavedArray, array_metadata, is_name
+from training_io.manifest import ANOTHER, CHECKSUM_BYTES, Damaged, SavedArray, array_metadata, is_name
 from training_io.stores import STORE_ERRORS, Store, in_parallel
 
 Orders = Mapping[str, StackOrder]
@@ -175,7 +175,9 @@ class StoredArray:
 
     def _damaged(self, problem: str) -> Damaged:
         where = f"{self._store.url}/{self._directory}"
-        return Damaged(f"cannot read the array {self.saved.name!r}: {problem} The checkpoint {where} is damaged.")
+        return Damaged(
+            f"cannot read the array {self.saved.name!r}: {problem} The checkpoint {where} is damaged.{ANOTHER}"
+        )
 
     def __getitem__(self, index: Any) -> np.ndarray:
         given = index if isinstance(index, tuple) else (index,)

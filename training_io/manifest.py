@@ -31,6 +31,8 @@ DTYPES = frozenset(
     """.split()  # noqa: SIM905
 )
 """Types that tensorstore reads and writes, and zarr-python too, but for bfloat16."""
+ANOTHER = " Restore another step, or copy it again."
+"""Remedy for a damaged checkpoint, at the end of a message."""
 
 
 class SavedArray(NamedTuple):

@@ -21,7 +21,7 @@ from modeling.attention_calls import check_paths, describe_attention
 from modeling.model import COMPUTE_DTYPES, inputs_of
 from shardlib import lookups
 from training_io.causality import describe_causality
-from training_io.checkpoint import ANOTHER, Checkpointer, agreed
+from training_io.checkpoint import Checkpointer, agreed
 from training_io.checkpoint_care import set_aside
 from training_io.compiling import compile_step, start_drawing
 from training_io.config import Config
@@ -29,7 +29,7 @@ from training_io.directory import override
 from training_io.evaluation import evaluate
 from training_io.flops import Speed, doubt, flops_of_model, peak_flops
 from training_io.initial_weights import check_begins, checkpoints_of, fresh_state
-from training_io.manifest import Damaged
+from training_io.manifest import ANOTHER, Damaged
 from training_io.memory import peak_memory
 from training_io.metrics import RunLog, check_metrics, has_event, keep_metrics
 from training_io.microscope import Microscope

@@ -287,7 +287,7 @@ def test_a_run_with_other_weights_does_not_start_from_these(edited, tmp_path, mo
         monkeypatch.setattr(initial_weights, "fixed_by_weights", lambda config: fixed)
         initial_weights.read_weights(path, w, config)
 
-    remedy = r"training.init_from takes all weights of a model, and no others. Set it to a run whose model has these"
+    remedy = r"Run with the model and optimizer that wrote it, or start a new run from another checkpoint"
     added = r"weights/layers/mlp_bias: not in the checkpoint, expected float32\[4, 32\]"
     with pytest.raises(ValueError, match=rf"(?s){added}\n{remedy}"):
         start(source, mine, w)

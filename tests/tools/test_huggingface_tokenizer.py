@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from tokenization import PROBES
 from tokenizers import Tokenizer
 from written_datasets import write
 
 from text import definitions
 from text.huggingface import BYTE_SPECIAL_TOKENS, byte_definition, find_tokenizer, tokenizer_files
-from text.libraries import PROBES, load_definition
+from text.libraries import load_definition
 from text.tokenizers import ByteTokenizer
 
 TEXTS = [*[text for text in PROBES if "<s>" not in text], "", "It is a truth universally acknowledged, naïve 東京"]
