@@ -287,8 +287,8 @@ def test_each_process_reads_and_writes_its_own_part_and_one_logs(count, devices,
             chunks += 1
     assert chunks >= 8 * len(jax.tree.leaves(shapes)) // 2
 
-    # tensorstore opens the files of checkpoints, unseen here. Of all others, processes other than 0 open none. Each tries
-    # the run's directory with a file that has no name.
+    # tensorstore opens the files of checkpoints, unseen here. Of all others, processes other than 0 open none. Each
+    # tries the run's directory with a file that has no name.
     tried = {str(run.directory), str(run.directory / "checkpoints")}
     for i in range(1, count):
         opened = (tmp_path / f"opened{i}").read_text().splitlines()
