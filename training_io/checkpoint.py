@@ -25,6 +25,7 @@ from training_io.checkpoint_arrays import (
     Orders,
     StoredArray,
     as_stored,
+    chunk_cache,
     copy_to_host,
     named_leaves,
     read_array,
@@ -222,8 +223,10 @@ class Checkpointer:
             raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
         _check_same_arrays(path, saved, as_stored(expected, orders))
 
+        cache = chunk_cache()
+
         def read(key: str) -> jax.Array:
-            return read_array(StoredArray(self.store, name, saved[key]), expected[key], orders.get(key))
+            return read_array(StoredArray(self.store, name, saved[key], cache), expected[key], orders.get(key))
 
         arrays = agreed(lambda: in_parallel([functools.partial(read, key) for key in expected]))
         return jax.tree.unflatten(jax.tree.structure(like), arrays)

@@ -18,6 +18,8 @@ from shardlib.placement import StackOrder
 from training_io.manifest import ANOTHER, CHECKSUM_BYTES, Damaged, SavedArray, array_metadata, is_name
 from training_io.stores import STORE_ERRORS, Store, in_parallel
 
+CACHE_BYTES = 2**30
+"""Most bytes of chunks that are kept in memory for those who read the next part of them."""
 Orders = Mapping[str, StackOrder]
 NO_ORDERS: Orders = MappingProxyType({})
 
@@ -117,6 +119,11 @@ def box_of(index: Any, shape: Sequence[int]) -> Box:
     return bounded([i if isinstance(i, slice) else slice(i, i + 1) for i in every], shape)
 
 
+def chunk_cache() -> ts.Context:
+    """Memory for chunks of which several parts are read, for as long as it is referenced."""
+    return ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+
+
 class StoredArray:
     """An array of a checkpoint. Indexed by integers from 0, slices of step 1 and `...`, it reads what it needs.
 
@@ -126,12 +133,13 @@ class StoredArray:
         store: the store.
         directory: that of the checkpoint.
         saved: the array, with its checksums unless it is about to be written.
+        cache: that of `chunk_cache`, where several parts of a chunk are read; None keeps nothing.
 
     Raises:
         Damaged: on indexing, a chunk that is read is missing, or not what was written.
     """
 
-    def __init__(self, store: Store, directory: str, saved: SavedArray):
+    def __init__(self, store: Store, directory: str, saved: SavedArray, cache: ts.Context | None = None):
         self.saved, self.shape, self.dtype = saved, saved.shape, np.dtype(saved.dtype)
         self._store, self._directory = store, directory
         spec = {
@@ -142,7 +150,7 @@ class StoredArray:
             # Otherwise a chunk of zeros is not written, and looks like a lost one.
             "store_data_equal_to_fill_value": True,
         }
-        self.array = ts.open(spec, open=True, assume_metadata=True, context=store.context).result()
+        self.array = ts.open(spec, open=True, assume_metadata=True, context=cache).result()
 
     def checksum(self, index: tuple[int, ...]) -> int:
         """The checksum at the end of the file of a chunk. Raises Damaged if it has none."""

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from training_io.checkpoint_arrays import HostArray, StoredArray, box_of, write_arrays
+from training_io.checkpoint_arrays import HostArray, StoredArray, box_of, chunk_cache, write_arrays
 from training_io.initial_weights import find_checkpoint, last_step
 from training_io.manifest import SavedArray, check_json, commit, directory_of, saved_arrays, with_checksums
 from training_io.stores import Store
@@ -32,7 +32,8 @@ def open_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[i
     checkpoints, found = find_checkpoint(path, step, last_step)
     with checkpoints:
         manifest, store = checkpoints.manifest(found), checkpoints.store
-    arrays = {name: StoredArray(store, directory_of(found), x) for name, x in saved_arrays(manifest).items()}
+    directory, cache = directory_of(found), chunk_cache()
+    arrays = {name: StoredArray(store, directory, x, cache) for name, x in saved_arrays(manifest).items()}
     return found, arrays, manifest["metadata"]
 
 

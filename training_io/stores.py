@@ -22,8 +22,6 @@ STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedErr
 """Exceptions of tensorstore, by the kind of the failure."""
 WORKERS = 16
 """Files, or arrays that are restored, that a process reads or writes at a time."""
-CACHE_BYTES = 2**30
-"""Most bytes of chunks that are kept in memory for those who read the next part of them."""
 
 
 class Damaged(OSError, ValueError):
@@ -42,7 +40,6 @@ class Store:
     Attributes:
         url: the place, for messages.
         path: the directory; None at a URL. Only a directory can be renamed at once.
-        context: of tensorstore, for those who open arrays.
 
     Raises:
         ValueError: a URL that tensorstore cannot read, or that does not answer, or that is mistyped.
@@ -51,7 +48,6 @@ class Store:
     def __init__(self, place: str | os.PathLike):
         self.url = os.fspath(place).removeprefix("file://")
         self.path: Path | None = None
-        self.context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         if mistyped := re.match(r"(s3|gs|https?|file):/(?!/)", self.url):
             raise ValueError(
                 f"{self.url} has one slash after {mistyped[1]}: where a URL has two; write {mistyped[1]}://."
@@ -69,7 +65,7 @@ class Store:
                 raise ValueError(
                     f"{self.url} cannot be reached: {error}. Check the address and the credentials."
                 ) from error
-        self.kvstore = flat_tokens.open_kvstore(self.url, self.context)
+        self.kvstore = flat_tokens.open_kvstore(self.url)
 
     def _result(self, future: ts.Future, action: str, key: str) -> Any:
         try:
