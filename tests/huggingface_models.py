@@ -1,6 +1,7 @@
 """Small models that transformers can express, their checkpoints, and rows of whole documents to compare logits on."""
 
 import dataclasses
+import importlib.util
 
 import jax
 import numpy as np
@@ -13,6 +14,8 @@ from modeling.settings import RopeScaling
 from shardlib.shardtypes import f32
 from training_io.checkpoint import Checkpointer
 
+COMPARES = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+"""Whether exports and imports can be compared with transformers here."""
 LENGTH = 96
 LLAMA3 = RopeScaling(kind="llama3", factor=4.0, original_length=64, low_frequency_factor=1.0, high_frequency_factor=4.0)
 """With a base of 100 and heads of 8: a wavelength that is kept, two that are interpolated, and one that is stretched,

@@ -34,7 +34,7 @@ def need_transformers():
 def export(run, output, **settings) -> tuple[Path, str]:
     """The exported directory, and what the tool printed."""
     lines: list[str] = []
-    tool.run(Config(run=str(run), output=str(output), **settings), lines.append)
+    tool.run(Config(run=str(run), output=str(output), **{"check": models.COMPARES} | settings), lines.append)
     return output, "\n".join(lines)
 
 
@@ -139,7 +139,9 @@ def test_there_and_back_is_the_same_to_the_bit(saved, tmp_path, case):
     w, c, run = saved(case)
     output, _ = export(run, tmp_path / "exported", file_bytes=20_000)
     assert len(list(output.glob("model-*.safetensors"))) > 1
-    huggingface_to_checkpoint.run(huggingface_to_checkpoint.Config(str(output), str(tmp_path / "back")), lambda _: None)
+    huggingface_to_checkpoint.run(
+        huggingface_to_checkpoint.Config(str(output), str(tmp_path / "back"), check=models.COMPARES), lambda _: None
+    )
     _, model, weights, _ = tool.read_model(str(tmp_path / "back"), None)
     assert model == c
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
@@ -154,7 +156,9 @@ def test_another_model_goes_there_and_back(tmp_path, one_device):
     run = models.save(tmp_path / "run", w, c)
     output, said = export(run, tmp_path / "exported")
     assert "GPT2LMHeadModel" in said
-    huggingface_to_checkpoint.run(huggingface_to_checkpoint.Config(str(output), str(tmp_path / "back")), lambda _: None)
+    huggingface_to_checkpoint.run(
+        huggingface_to_checkpoint.Config(str(output), str(tmp_path / "back"), check=models.COMPARES), lambda _: None
+    )
     _, model, weights, _ = tool.read_model(str(tmp_path / "back"), None)
     assert model == c
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
@@ -228,7 +232,7 @@ def save_file(tensors, path, metadata):
     if "2.part" in str(path):
         os.kill(os.getpid(), signal.SIGKILL)
 safetensors.numpy.save_file = save_file
-tool.run(tool.Config(run={run!r}, output={output!r}, file_bytes=20_000))
+tool.run(tool.Config(run={run!r}, output={output!r}, file_bytes=20_000, check=False))
 """
 
 
@@ -250,6 +254,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
 def test_as_a_program(saved, tmp_path):
     _, _, run = saved("grouped")
     command = [sys.executable, "-m", "tools.checkpoint_to_huggingface", f"run={run}", f"output={tmp_path / 'exported'}"]
+    command.append(f"check={models.COMPARES}")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "LlamaForCausalLM: " in done.stdout
@@ -278,7 +283,12 @@ def test_a_trained_model_goes_on_with_the_same_text(tmp_path):
     program("tools.generate", f"run={tmp_path}/run", *settings)
     ours = json.loads((tmp_path / "texts.jsonl").read_text())
 
-    program("tools.checkpoint_to_huggingface", f"run={tmp_path}/run", f"output={tmp_path}/exported")
+    program(
+        "tools.checkpoint_to_huggingface",
+        f"run={tmp_path}/run",
+        f"output={tmp_path}/exported",
+        f"check={models.COMPARES}",
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     generated = llama.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=False)[0]

@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 def run(model, output, **settings) -> str:
     """Imports a model; what the tool printed."""
     lines: list[str] = []
-    tool.run(Config(model=str(model), output=str(output), **settings), lines.append)
+    tool.run(Config(model=str(model), output=str(output), **{"check": models.COMPARES} | settings), lines.append)
     return "\n".join(lines)
 
 
@@ -76,7 +76,7 @@ def exported(tmp_path, one_device):
         directory = tmp_path / "model"
         source = models.save(tmp_path / "source", w, c)
         checkpoint_to_huggingface.run(
-            checkpoint_to_huggingface.Config(run=source, output=str(directory)), lambda _: None
+            checkpoint_to_huggingface.Config(run=source, output=str(directory), check=models.COMPARES), lambda _: None
         )
         return w, c, directory
 
@@ -218,6 +218,7 @@ def test_a_failed_import_leaves_no_checkpoint(exported, tmp_path):
 def test_as_a_program(exported, tmp_path):
     _, _, directory = exported()
     command = [sys.executable, "-m", "tools.huggingface_to_checkpoint", f"model={directory}", f"output={tmp_path}/o"]
+    command.append(f"check={models.COMPARES}")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "llama: " in done.stdout

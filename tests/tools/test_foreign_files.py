@@ -70,7 +70,7 @@ def inspect(**settings):
 
 
 def an_import(home):
-    settings = huggingface_to_checkpoint.Config(model=str(home / "model"), output=str(home / "out"))
+    settings = huggingface_to_checkpoint.Config(model=str(home / "model"), output=str(home / "out"), check=False)
     huggingface_to_checkpoint.run(settings, QUIET.print)
 
 

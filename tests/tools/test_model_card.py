@@ -102,7 +102,7 @@ def test_an_export_has_a_card_with_the_facts_of_its_run(tmp_path, one_device):
     models.save(run, models.weights(c), c, step=120, filespec=str(tmp_path / "secret" / "novels.zarr"))
     said: list[str] = []
     output = tmp_path / "exported"
-    tool.run(tool.Config(run=str(run), output=str(output), license="apache-2.0"), said.append)
+    tool.run(tool.Config(run=str(run), output=str(output), license="apache-2.0", check=models.COMPARES), said.append)
     text = (output / "README.md").read_text()
     page = Page(text)
     expected = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "apache-2.0"}

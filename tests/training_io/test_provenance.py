@@ -221,7 +221,7 @@ def run_directory(tmp_path_factory):
 def test_an_export_is_refused_by_other_source_or_is_of_the_average(run_directory, tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     directory, average = run_directory
-    config = {"run": str(directory), "output": str(tmp_path / "exported"), "weights": "ema"}
+    config = {"run": str(directory), "output": str(tmp_path / "exported"), "weights": "ema", "check": False}
     with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
         checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(**config))
     assert not (tmp_path / "exported").exists()
