@@ -1,0 +1,40 @@
+"""The table of lines by room in docs/architecture.md.
+
+python tests/repository/test_lines.py    # writes the table of today
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/architecture.md"
+ROOMS = ("tools", "bench", "models", "sampling", "training_io", "microscope", "input_loader", "optimizers", "modeling")
+ROOMS += ("soundness", "shardlib", "text", "flat_tokens", "cluster", "compiled", "configuration", "docs", "tests")
+TABLE = re.compile(r"\| room \| lines \|\n(\|.*\n)+")
+
+
+def lines_of(*patterns: str) -> int:
+    """Lines of the files that match."""
+    return sum(len(path.read_text().splitlines()) for pattern in patterns for path in ROOT.glob(pattern))
+
+
+def table() -> str:
+    """Lines of Python and shell, of each room and of all but the tests."""
+    rows = {"train.py": lines_of("train.py"), "jax_extra.py": lines_of("jax_extra.py")}
+    rows |= {f"{room}/": lines_of(f"{room}/**/*.py", f"{room}/**/*.sh") for room in ROOMS}
+    source = sum(rows.values()) - rows["tests/"]
+    cells = [f"| {room} | {lines:,} |" for room, lines in rows.items()]
+    return "\n".join(["| room | lines |", "|---|---:|", *cells, f"| all but tests/ | {source:,} |", ""])
+
+
+@pytest.mark.long
+def test_the_page_has_the_lines_of_each_room():
+    assert TABLE.search(PAGE.read_text())[0] == table(), f"python {Path(__file__).relative_to(ROOT)} writes it"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(TABLE.sub(lambda _: table(), PAGE.read_text()))
+    sys.stdout.write(table())
