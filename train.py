@@ -277,8 +277,9 @@ class Forward:
             w = w if self.once else gathered(shardops.replicate("... -> ... *r", w))
             return self.model.layer(x, w, tokens.in_layer(index, turn), attend, self.einsum)
 
-        options = {"period": getattr(self.model, "period", 1), "save": t.save, "unroll": t.unroll, "scan": self.scan}
-        return run_layers(layer, w, x, numbers, attend, caches, **options)
+        checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
+        options = {"checkpoint": checkpoint, "unroll": t.unroll, "scan": self.scan}
+        return run_layers(layer, w, x, numbers, attend, caches, period=getattr(self.model, "period", 1), **options)
 
     @property
     def einsum(self) -> Callable:

@@ -4,7 +4,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from compiled.hlo import Computation, Frame, Instruction, Program
-from configuration.frames import is_installed
+from shardlib.places import is_installed
 
 _HELPERS = ("jax_extra.py",)
 _LIBRARY = "shardlib"

@@ -1,13 +1,12 @@
 """Checks of settings. Each raises ValueError with the name of the setting, its value and the allowed values."""
 
 import dataclasses
-import difflib
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
+from shardlib.parsing import did_you_mean
 
 _UPPER = {math.inf: "finite", math.nextafter(1, 2): "at most 1"} | {2**n: f"below 2**{n}" for n in range(10, 64)}
 """Words for the upper limits of ranges, which are exclusive."""
@@ -44,17 +43,3 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raises ValueError for a value that is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.{did_you_mean(value, allowed)}")
-
-
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """The question for the known name that is nearest to `name`, after a space; empty where none is near."""
-    nearest = difflib.get_close_matches(str(name), [*known], n=1)
-    return f" Did you mean {nearest[0]}?" if nearest else ""
-
-
-def check_booleans(overrides: Sequence[str], config) -> None:
-    """Raises ValueError for an override such as `data.shuffle=2`, which OmegaConf would take as true."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if isinstance(OmegaConf.select(config, key), bool) and value.lower().strip("'\"") not in ("true", "false"):
-            raise ValueError(f"{key} is {value}; it must be true or false.")

@@ -29,8 +29,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configuration.checks import did_you_mean
 from configuration.settings import is_section, kind_of, without_null, words_for
+from shardlib.parsing import did_you_mean
 
 MOST_JOBS = 1_000
 """Largest number of runs of a sweep. Hydra composes them all before the first."""

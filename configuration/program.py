@@ -22,9 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from configuration.checks import check_ranges
 from configuration.composing import Program, check_command, check_given, parse_arguments, readable
 from configuration.foreign import shown
-from configuration.frames import is_raised_on_purpose
 from configuration.help import help_text
 from configuration.words import for_stream
+from shardlib.places import is_raised_on_purpose
 
 EXTRAS = {
     "tools": (

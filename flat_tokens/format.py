@@ -8,8 +8,8 @@ import tensorstore as ts
 from jaxtyping import Bool, Int64, Integer, UInt32, UInt64
 
 from configuration import foreign
-from configuration.checks import did_you_mean
 from flat_tokens.growing_array import CRC, LITTLE_ENDIAN
+from shardlib.parsing import did_you_mean
 
 # Dims of the same name agree within a call.
 Ids = Integer[np.ndarray, "tokens"]

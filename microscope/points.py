@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax_extra
-from configuration.frames import is_installed
 from microscope.names import function_and_target
 from microscope.rerun import Path
 from shardlib import layers
 from shardlib.equations import CALLS
+from shardlib.places import is_installed
 from soundness.equation import Equation, frames_of
 
 GRADIENT = "gradient"

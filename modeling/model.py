@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from configuration.checks import did_you_mean
 from modeling.rules import Places
 from shardlib.op_checks import varying
+from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, dtype_name, i32, pytree_dataclass, typed, u32
 from shardlib.values import devices_along, stage_axes
 

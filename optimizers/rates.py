@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from configuration.checks import check_choice, did_you_mean
+from configuration.checks import check_choice
 from modeling.weights import Weight
 from optimizers.config import OptimizerConfig
+from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import f32, i32
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import jax
 
-from configuration.frames import is_installed, is_raised_on_purpose
 from shardlib.checks import current_scope, error_context, noted_type
 from shardlib.parsing import Dim, ShapeSpec, ShardError, sort_axes
-from shardlib.places import place, users_call
+from shardlib.places import is_installed, is_raised_on_purpose, place, users_call
 from shardlib.values import SHORT_DTYPES, WITHOUT_COPY, describe, is_opaque, mesh_axes
 
 _ABOUT_TYPES = re.compile(

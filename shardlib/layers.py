@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_extra import explicit_activation_checkpointing
 from shardlib.array_types import f32, pytree_dataclass
 from shardlib.op_checks import zeros_like_traced
 from shardlib.parsing import ShardError
@@ -90,7 +89,7 @@ def run_layers(
     caches: Any = None,
     *,
     period: int = 1,
-    save: str = "marked",
+    checkpoint: Callable | None = None,
     unroll: int | None = 1,
     scan: Callable = lax.scan,
 ) -> tuple[Any, Any, Extras]:
@@ -107,7 +106,8 @@ def run_layers(
             the cache, exactly once if there are caches.
         caches: caches of the layers, each array with one leading dim of rows; or None.
         period: number of layers after which the model's pattern of layers repeats. It divides the rows.
-        save: what the forward pass of a layer keeps for its backward pass, one of jax_extra.KEPT.
+        checkpoint: (fn, prevent_cse) -> `fn`, whose forward pass keeps less for its backward pass, such as
+            jax.checkpoint; None: `fn` itself.
         unroll: number of layers in one iteration of the loop, at least 1; None: all.
         scan: `lax.scan`, or a replacement for it in a tool that looks into the loop.
 
@@ -164,8 +164,9 @@ def run_layers(
         skip = lambda x, _: (x, (cache, jax.tree.map(zeros_like_traced, extras)))
         return lax.cond(number.index >= 0, functools.partial(run, turn), skip, x, of_layer)
 
-    checkpointed = functools.partial(explicit_activation_checkpointing, save=save, prevent_cse=prevent_cse)
-    in_turn = [checkpointed(functools.partial(run_if_layer, turn)) for turn in range(period)]
+    in_turn = [functools.partial(run_if_layer, turn) for turn in range(period)]
+    if checkpoint is not None:
+        in_turn = [checkpoint(run, prevent_cse=prevent_cse) for run in in_turn]
     stack = w, numbers, caches
     if period == 1:
         x, found = scan(in_turn[0], x, stack, unroll=at_once)

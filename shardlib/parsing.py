@@ -15,9 +15,11 @@ device, so there is one order for the whole project.
 """
 
 import dataclasses
+import difflib
 import functools
 import re
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from shardlib.places import place_of_caller
 
@@ -224,3 +226,9 @@ def parse_op(spec: str | bytes, groups: bool = False) -> OpSpec:
     if len(sides) != 2:
         raise ShardError(f"spec {text!r} has no single '->'", "write `operand, operand -> result`")
     return OpSpec(tuple(parse_shape(operand, groups) for operand in sides[0].split(",")), parse_shape(sides[1], groups))
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The question for the known name that is nearest to `name`, after a space; empty where none is near."""
+    nearest = difflib.get_close_matches(str(name), [*known], n=1)
+    return f" Did you mean {nearest[0]}?" if nearest else ""

@@ -1,15 +1,31 @@
-"""The line of the user's code that an error is about. This module does not import JAX."""
+"""The line of the user's code that an error is about, and whether it is the project's own word.
+
+This module does not import JAX.
+"""
 
 import functools
 import inspect
+import linecache
+import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from configuration.frames import is_installed, shown_path
-
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 _LIBRARY = str(Path(__file__).parent)
 _HELPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("jax_extra.py", "tools/verify/record.py"))
+
+
+def is_installed(file: str) -> bool:
+    """Tests for a file of an installed package, or of Python itself."""
+    return file.startswith(("<frozen ", _PYTHON)) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def shown_path(file: str) -> str:
+    """`file` as a user finds it: relative to the working directory if it is below that."""
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file
 
 
 def is_users(file: str) -> bool:
@@ -44,3 +60,13 @@ def users_call(error: BaseException) -> TracebackType | None:
     while entry is not None:
         found, entry = entry if is_users(entry.tb_frame.f_code.co_filename) else found, entry.tb_next
     return found
+
+
+def is_raised_on_purpose(error: BaseException) -> bool:
+    """Whether a `raise` statement outside of installed packages raised `error`, with a message written for users."""
+    calls = list(traceback.walk_tb(error.__traceback__))
+    if not calls:
+        return False
+    frame, line = calls[-1]
+    file = frame.f_code.co_filename
+    return not is_installed(file) and linecache.getline(file, line).lstrip().startswith("raise ")

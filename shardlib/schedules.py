@@ -13,7 +13,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 
-from configuration.checks import did_you_mean
+from shardlib.parsing import did_you_mean
 from shardlib.tasks import Stages, Task, check_schedule, check_sizes, in_a_ring, stages_of_devices
 
 Schedule = Callable[[int, int, int], list[list[Task]]]

@@ -7,7 +7,7 @@ training_io/trackers.py.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -295,3 +295,11 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> 
                 f"{name} is {value}; on the mesh {' '.join(f'{axis}={size}' for axis, size in shown.items())} it must "
                 f"be a multiple of {axes} = {devices}."
             )
+
+
+def check_booleans(overrides: Sequence[str], config) -> None:
+    """Raises ValueError for an override such as `data.shuffle=2`, which OmegaConf would take as true."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if isinstance(OmegaConf.select(config, key), bool) and value.lower().strip("'\"") not in ("true", "false"):
+            raise ValueError(f"{key} is {value}; it must be true or false.")

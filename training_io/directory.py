@@ -25,8 +25,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from configuration.foreign import open_no_link, parse_json
-from configuration.frames import shown_path
 from configuration.words import say
+from shardlib.places import shown_path
 from training_io.files import LOCK, REPORT
 from training_io.optional import why
 

@@ -16,11 +16,10 @@ from omegaconf import OmegaConf
 
 from cluster.devices import make_mesh, start_devices
 from cluster.watch import watched
-from configuration.checks import check_booleans
 from configuration.composing import Program
 from configuration.program import start
 from modeling.model import LanguageModel, load_model, module_of
-from training_io.config import Config, check_divides, register_schema, to_config
+from training_io.config import Config, check_booleans, check_divides, register_schema, to_config
 from training_io.directory import check_place, run_directory
 from training_io.memory import check_memory
 from training_io.optional import Forgiving

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from configuration.checks import did_you_mean, within
+from configuration.checks import within
+from shardlib.parsing import did_you_mean
 from shardlib.schedules import schedule_of
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_extra import KEPT, save_for_backward
+from jax_extra import KEPT, explicit_activation_checkpointing, save_for_backward
 from shardlib.layers import LayerNumbers, run_layers
 from shardlib.parsing import ShardError
 
@@ -54,6 +54,10 @@ def by_hand(w, x, caches, numbers):
     return x, jnp.stack(found)
 
 
+def keeping(save):
+    return functools.partial(explicit_activation_checkpointing, save=save)
+
+
 def loop(w, x, caches, numbers=None, **options):
     rows = None
     if numbers is not None:
@@ -83,7 +87,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("save", KEPT)
 def test_values_gradients_and_caches_are_those_of_a_loop_in_python(save, unroll):
     w, x, caches = inputs()
-    found = with_gradients(functools.partial(loop, save=save, unroll=unroll), w, x, caches)
+    found = with_gradients(functools.partial(loop, checkpoint=keeping(save), unroll=unroll), w, x, caches)
     assert_same(found, with_gradients(functools.partial(by_hand, numbers=range(ROWS)), w, x, caches))
 
 
@@ -111,7 +115,9 @@ def test_padding_is_no_layer(save, unroll):
     padding = np.array(PADDED) < 0
     expected = with_gradients(functools.partial(by_hand, numbers=PADDED), w, x, caches)
     broken = jax.tree.map(lambda w: np.where(padding.reshape(-1, *[1] * (w.ndim - 1)), np.nan, w), w)
-    found = with_gradients(functools.partial(loop, numbers=PADDED, save=save, unroll=unroll), broken, x, caches)
+    found = with_gradients(
+        functools.partial(loop, numbers=PADDED, checkpoint=keeping(save), unroll=unroll), broken, x, caches
+    )
     assert_same(found, expected)
     (_, found_caches), (g, _, _) = found
     np.testing.assert_array_equal(found_caches[padding], caches[padding])

@@ -22,12 +22,11 @@ from simulated import xla_flags
 
 import train
 from cluster.devices import make_mesh
-from configuration.checks import check_booleans
 from input_loader import TokenBatch
 from modeling.model import load_model
 from modeling.weights import initialize
 from shardlib.shardtypes import f32
-from training_io.config import check_divides, register_schema, to_config
+from training_io.config import check_booleans, check_divides, register_schema, to_config
 from training_io.metrics import RunLog
 
 ROOT = Path(__file__).parents[2]

@@ -21,11 +21,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from configuration.frames import shown_path
 from configuration.program import refusal
 from configuration.words import for_console
 from modeling.blockwise import small_blocks
 from modeling.model import COMPUTE_DTYPES, load_model
+from shardlib.places import shown_path
 from tools.verify.first_difference import causes
 from tools.verify.inputs import make_inputs, random_batch
 from tools.verify.measure import (
