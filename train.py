@@ -2,7 +2,7 @@
 
     python -m train --config-name=local_test_synthetic
 
-Read it from the top. The settings are in training_io/config.py. The loop over layers is in shardlib/layers.py.
+Read it from the top. The settings are in shardwright/run/config.py. The loop over layers is in shardlib/layers.py.
 
 Dims                                                   Axes of the device mesh
   m  microbatches         L  positions, as queries       r  replicas: plain data parallel
@@ -29,18 +29,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from input_loader import TokenBatch
 from jax_extra import explicit_activation_checkpointing, save_for_backward
-from modeling import attention as attention_paths
-from modeling import fp8, rope, rules
-from modeling.loss_chunks import sum_in_chunks
-from modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
-from modeling.settings import ModelConfig
-from modeling.weights import Weight, matrix, vector
-from optimizers import rates, rounding
-from optimizers.config import OptimizerConfig
-from optimizers.muon import muon
-from sampling.samples import TrainingSamples
 from shardlib import shardops
 from shardlib.layers import Extras, LayerMetrics, run_layers
 from shardlib.shardtypes import (
@@ -56,10 +45,21 @@ from shardlib.shardtypes import (
     u32,
 )
 from shardlib.values import planned_devices
-from training_io import stages
-from training_io.config import Config, TrainingConfig
-from training_io.launch import launched, program
-from training_io.run import Run
+from shardwright.modeling import attention as attention_paths
+from shardwright.modeling import fp8, rope, rules
+from shardwright.modeling.loss_chunks import sum_in_chunks
+from shardwright.modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
+from shardwright.modeling.settings import ModelConfig
+from shardwright.modeling.weights import Weight, matrix, vector
+from shardwright.optimizers import rates, rounding
+from shardwright.optimizers.config import OptimizerConfig
+from shardwright.optimizers.muon import muon
+from shardwright.run import stages
+from shardwright.run.config import Config, TrainingConfig
+from shardwright.run.launch import launched, program
+from shardwright.run.run import Run
+from shardwright.sampling.samples import TrainingSamples
+from shardwright_data.loader import TokenBatch
 
 # ---- weights ----------------------------------------------------------------------------------------------------
 

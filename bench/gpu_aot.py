@@ -30,14 +30,14 @@ from jax.experimental import topologies
 
 from bench.nvidia import GPUS, description, least_ms
 from bench.steps import CONFIGS, load, lowered_step, print_header, print_line
-from cluster.devices import known_options, make_mesh
-from compiled.hlo import Computation, Instruction, Program, parse, with_mesh
-from compiled.lines import Places
-from compiled.operations import collective
-from compiled.roofline import kernels
-from compiled.table import name_of
-from training_io.config import check_divides
-from training_io.memory import predicted_peak
+from shardwright.cluster.devices import known_options, make_mesh
+from shardwright.compiled.hlo import Computation, Instruction, Program, parse, with_mesh
+from shardwright.compiled.lines import Places
+from shardwright.compiled.operations import collective
+from shardwright.compiled.roofline import kernels
+from shardwright.compiled.table import name_of
+from shardwright.run.config import check_divides
+from shardwright.run.memory import predicted_peak
 
 # Timing needs a device. Without timing, Triton's matmuls would have a tile that is never the best.
 UNTIMED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}

@@ -2,9 +2,9 @@
 
 import jax
 
-from compiled.hlo import Program
-from compiled.roofline import least_seconds
-from training_io.flops import peak_flops
+from shardwright.compiled.hlo import Program
+from shardwright.compiled.roofline import least_seconds
+from shardwright.run.flops import peak_flops
 
 KINDS = {"a100": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 """The names by which JAX knows them."""

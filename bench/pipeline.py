@@ -29,9 +29,6 @@ from jax import lax
 
 import train
 from bench.steps import config_of, print_header, print_line, simulate_devices, times_in_turn
-from cluster.devices import make_mesh
-from input_loader import TokenBatch, in_microbatches
-from modeling.model import load_model
 from shardlib import shardops
 from shardlib.layers import LayerNumbers
 from shardlib.op_checks import varying, wrap
@@ -39,9 +36,12 @@ from shardlib.pipeline import StagedLoss
 from shardlib.schedule_simulator import Costs, simulate_ticks
 from shardlib.shardtypes import Scope, f32, make_shardings, typed_shard_map
 from shardlib.values import pipeline_stage
-from training_io.config import Config
-from training_io.pipeline_config import PipelineConfig
-from training_io.stages import placement_of, training_plan
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.run.config import Config
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.stages import placement_of, training_plan
+from shardwright_data.loader import TokenBatch, in_microbatches
 
 LENGTH = 128
 SEQUENCES = 2

@@ -19,14 +19,14 @@ import numpy as np
 
 import train
 from bench.steps import CONFIGS, load, simulate_devices, state_shapes
-from cluster.devices import make_mesh
-from input_loader import TokenBatch, batch_shapes
-from modeling.model import load_model
-from sampling.cache import Texts
-from sampling.drawing import Settings
-from sampling.sampler import Sampler
 from shardlib.program_hash import hash_of
-from training_io.config import Config, check_divides
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.run.config import Config, check_divides
+from shardwright.sampling.cache import Texts
+from shardwright.sampling.drawing import Settings
+from shardwright.sampling.sampler import Sampler
+from shardwright_data.loader import TokenBatch, batch_shapes
 
 DEVICES = 8
 MESHES = {  # p, r, d, t

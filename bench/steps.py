@@ -11,11 +11,11 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 
 import train
-from cluster.config import HardwareConfig, MeshConfig
-from input_loader import DataConfig, batch_shapes
-from modeling.model import LanguageModel, load_model
 from shardlib.shardtypes import make_shardings
-from training_io.config import Config, PathsConfig, TrainingConfig, register_schema, to_config
+from shardwright.cluster.config import HardwareConfig, MeshConfig
+from shardwright.modeling.model import LanguageModel, load_model
+from shardwright.run.config import Config, PathsConfig, TrainingConfig, register_schema, to_config
+from shardwright_data.loader import DataConfig, batch_shapes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

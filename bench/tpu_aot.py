@@ -22,12 +22,12 @@ import jax
 from jax.experimental import topologies
 
 from bench.steps import load, lowered_step, print_header, print_line
-from cluster.devices import make_mesh
-from compiled.hlo import with_mesh
-from modeling.model import load_model
-from modeling.splash import block_of
-from training_io.config import Config, check_divides
-from training_io.flops import flops_of_model, peak_flops
+from shardwright.cluster.devices import make_mesh
+from shardwright.compiled.hlo import with_mesh
+from shardwright.modeling.model import load_model
+from shardwright.modeling.splash import block_of
+from shardwright.run.config import Config, check_divides
+from shardwright.run.flops import flops_of_model, peak_flops
 
 BANDWIDTH = {"v5e": 819e9, "v6e": 1638e9}
 """Bytes/s of a chip's memory, by cloud.google.com/tpu/docs."""

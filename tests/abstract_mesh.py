@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
+from shardlib.proof.check import prove
 from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
-from soundness.check import prove
 
 MESH = AbstractMesh((2, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
 SIZES = {"B": 4, "L": 6, "S": 6, "M": 8, "N": 8, "F": 12, "V": 16, "U": 2}

@@ -6,12 +6,12 @@ import numpy as np
 import tiny
 
 import train
-from cluster.devices import make_mesh
-from modeling.model import load_model
-from modeling.rules import CAUSAL, Places
-from modeling.weights import initialize
 from shardlib.shardtypes import dtype_name, f32, i32
-from training_io.config import Config
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.modeling.rules import CAUSAL, Places
+from shardwright.modeling.weights import initialize
+from shardwright.run.config import Config
 
 act = dtype_name("act")
 

@@ -8,11 +8,11 @@ import numpy as np
 import tiny
 
 import train
-from input_loader import TokenBatch
-from modeling.model import load_model
-from modeling.settings import RopeScaling
 from shardlib.shardtypes import f32
-from training_io.checkpoint import Checkpointer
+from shardwright.modeling.model import load_model
+from shardwright.modeling.settings import RopeScaling
+from shardwright.run.checkpoint import Checkpointer
+from shardwright_data.loader import TokenBatch
 
 COMPARES = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 """Whether exports and imports can be compared with transformers here."""

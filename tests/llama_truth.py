@@ -6,9 +6,9 @@ import pytest
 import tiny
 
 import train
-from input_loader import TokenBatch
-from modeling.settings import ModelConfig
 from shardlib.shardtypes import f32
+from shardwright.modeling.settings import ModelConfig
+from shardwright_data.loader import TokenBatch
 
 torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
 

@@ -5,10 +5,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from modeling import settings
-from modeling.model import act
-from modeling.rules import CAUSAL
-from modeling.weights import Weight, matrix
+from shardwright.modeling import settings
+from shardwright.modeling.model import act
+from shardwright.modeling.rules import CAUSAL
+from shardwright.modeling.weights import Weight, matrix
 from shardlib.shardops import all_gather, einsum_unreduced, index_unreduced, psum, psum_scatter
 from shardlib.shardtypes import Array, f32, pytree_dataclass
 

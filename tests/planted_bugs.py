@@ -17,13 +17,13 @@ import jax
 import tiny
 
 import train
-from modeling.model import load_model
+from shardwright.modeling.model import load_model
+from shardwright.run.config import Config
 from tools.verify.__main__ import small
 from tools.verify.first_difference import causes
 from tools.verify.inputs import make_inputs, random_batch
 from tools.verify.measure import abstract_mesh_of, fresh_state, mesh_of
 from tools.verify.program import find_sources, rewritten, write_copy
-from training_io.config import Config
 
 ROOT = Path(__file__).parent.parent
 SIZES = {2: {"d": (1, 2, 1), "t": (1, 1, 2)}, 4: {"d": (1, 2, 2), "t": (1, 2, 2)}, 8: {"d": (2, 2, 2), "t": (2, 2, 2)}}

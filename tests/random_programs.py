@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from soundness.alignment import Different
-from soundness.check import findings
+from shardlib.proof.alignment import Different
+from shardlib.proof.check import findings
 
 AXES = ("d", "t")
 MESHES = ((2, 2), (4, 2), (2, 4))

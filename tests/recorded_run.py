@@ -60,7 +60,7 @@ def rows_on_devices(batch) -> dict[str, str]:
 
 
 def record(run_files):
-    """What is to take the place of `compile_step` in training_io.run: the same, with a RecordedStep."""
+    """What is to take the place of `compile_step` in shardwright.run.run: the same, with a RecordedStep."""
     compile_step = run_files.compile_step
 
     def compile_and_record(lowered, directory, options):
@@ -72,7 +72,7 @@ def record(run_files):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from training_io import run as run_files
+    from shardwright.run import run as run_files
 
     run_files.compile_step = record(run_files)
     runpy.run_module("train", run_name="__main__", alter_sys=True)

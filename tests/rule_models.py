@@ -9,11 +9,11 @@ import numpy as np
 import tiny
 
 import train
-from modeling.rules import Rule, Window, causal, same_document
-from modeling.settings import ModelConfig
-from modeling.weights import Weight
 from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass
+from shardwright.modeling.rules import Rule, Window, causal, same_document
+from shardwright.modeling.settings import ModelConfig
+from shardwright.modeling.weights import Weight
 
 WINDOW, PREFIX, CAP = 4, 3, 1.5
 MASKS = (causal, same_document)

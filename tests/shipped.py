@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from training_io.config import Config, register_schema, to_config
+from shardwright.run.config import Config, register_schema, to_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

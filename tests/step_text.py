@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import tiny
 
-from compiled.table import table_of
+from shardwright.compiled.table import table_of
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

@@ -7,14 +7,14 @@ import numpy as np
 from jax.sharding import AxisType
 
 import train
-from cluster.config import HardwareConfig, MeshConfig
-from input_loader import DataConfig, TokenBatch, in_microbatches
-from modeling.model import load_model
-from modeling.settings import ModelConfig
-from modeling.weights import initialize
-from optimizers.config import OptimizerConfig
 from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
-from training_io.config import Config, PathsConfig, TrainingConfig
+from shardwright.cluster.config import HardwareConfig, MeshConfig
+from shardwright.modeling.model import load_model
+from shardwright.modeling.settings import ModelConfig
+from shardwright.modeling.weights import initialize
+from shardwright.optimizers.config import OptimizerConfig
+from shardwright.run.config import Config, PathsConfig, TrainingConfig
+from shardwright_data.loader import DataConfig, TokenBatch, in_microbatches
 
 MESHES = {  # name: r, d, t
     "one device": (1, 1, 1),

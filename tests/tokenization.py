@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flat_tokens import writer
-from text import sources
+from shardwright_data.flat_tokens import writer
+from shardwright_data.text import sources
 from tools.huggingface_to_flat_tokens import splits
 from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig
 
@@ -25,7 +25,7 @@ SIZES = [
 
 DRIVER = """
 import time
-from configuration.program import run_program
+from shardwright.settings.program import run_program
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens.blocks import Tokenize
 {sizes}

@@ -1,7 +1,7 @@
 """A small dataset of known texts."""
 
-from flat_tokens import Writer
-from text.tokenizers import ByteTokenizer
+from shardwright_data.flat_tokens import Writer
+from shardwright_data.text.tokenizers import ByteTokenizer
 
 TEXTS = [f"Document number {i}, {'very ' * (i % 9)}short." for i in range(60)]
 

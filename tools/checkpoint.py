@@ -12,13 +12,13 @@ import sys
 
 from omegaconf import MISSING
 
-from configuration.checks import check_choice
-from configuration.foreign import shown
-from configuration.program import run_program
-from training_io.checkpoint import Checkpointer, directory_of
-from training_io.checkpoint_care import verify
-from training_io.initial_weights import find_checkpoint, last_step
-from training_io.manifest import Damaged, saved_arrays
+from shardwright.run.checkpoint import Checkpointer, directory_of
+from shardwright.run.checkpoint_care import verify
+from shardwright.run.initial_weights import find_checkpoint, last_step
+from shardwright.run.manifest import Damaged, saved_arrays
+from shardwright.settings.program import run_program
+from shardwright_data.checks import check_choice
+from shardwright_data.foreign import shown
 
 ACTIONS = ("list", "verify")
 PROBLEMS = 100

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from compiled.files import read_program, write_json, write_whole
-from compiled.picture import draw
-from compiled.table import as_text, rows
-from configuration.checks import within
-from configuration.foreign import read_object, shown
-from configuration.program import run_program
+from shardwright.compiled.files import read_program, write_json, write_whole
+from shardwright.compiled.picture import draw
+from shardwright.compiled.table import as_text, rows
+from shardwright.settings.program import run_program
+from shardwright_data.checks import within
+from shardwright_data.foreign import read_object, shown
 
 
 @dataclasses.dataclass

@@ -28,26 +28,26 @@ from omegaconf import MISSING
 from rich.console import Console
 
 import train
-from cluster.devices import kept_programs, known_options
-from configuration.checks import at_least_0, at_least_1, check_choice, check_ranges, within
-from configuration.program import run_program
-from configuration.words import for_console
-from flat_tokens.stores import open_reader
-from input_loader import make_loader
-from input_loader.codec import codec_of_data
-from input_loader.padded import PaddedLoader
-from modeling.attention import KERNELS
-from modeling.model import COMPUTE_DTYPES, inputs_of, load_model
-from sampling.documents import Given, documents_of_dataset, documents_of_files, losses_of
-from sampling.harness import language_model
-from sampling.scoring import Scorer, products_in
-from text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
-from text.local_files import KINDS, match
-from training_io import config as run_config
-from training_io import opening
-from training_io.causality import check_causal
-from training_io.evaluation import evaluate as evaluate_batches
-from training_io.opening import MeshChoice
+from shardwright.cluster.devices import kept_programs, known_options
+from shardwright.modeling.attention import KERNELS
+from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of, load_model
+from shardwright.run import config as run_config
+from shardwright.run import opening
+from shardwright.run.causality import check_causal
+from shardwright.run.evaluation import evaluate as evaluate_batches
+from shardwright.run.opening import MeshChoice
+from shardwright.sampling.documents import Given, documents_of_dataset, documents_of_files, losses_of
+from shardwright.sampling.harness import language_model
+from shardwright.sampling.scoring import Scorer, products_in
+from shardwright.settings.program import run_program
+from shardwright.settings.words import for_console
+from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_ranges, within
+from shardwright_data.flat_tokens.stores import open_reader
+from shardwright_data.loader import make_loader
+from shardwright_data.loader.codec import codec_of_data
+from shardwright_data.loader.padded import PaddedLoader
+from shardwright_data.text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
+from shardwright_data.text.local_files import KINDS, match
 
 TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
 """End of the name of a file of texts."""

@@ -22,17 +22,17 @@ from rich.console import Console
 from rich.text import Text
 
 import train
-from configuration.checks import check_choice, check_ranges, within
-from configuration.foreign import LARGE, read_text, shown
-from configuration.program import run_program
-from configuration.words import for_console
-from input_loader.codec import codec_of_data
-from modeling.model import load_model
-from sampling.drawing import Settings, check_ids
-from sampling.sampler import Sampler
-from text.codec import TextCodec, codec_by_name, codec_of_dataset
-from training_io import config as run_config
-from training_io.opening import MeshChoice, mesh_for, open_run
+from shardwright.modeling.model import load_model
+from shardwright.run import config as run_config
+from shardwright.run.opening import MeshChoice, mesh_for, open_run
+from shardwright.sampling.drawing import Settings, check_ids
+from shardwright.sampling.sampler import Sampler
+from shardwright.settings.program import run_program
+from shardwright.settings.words import for_console
+from shardwright_data.checks import check_choice, check_ranges, within
+from shardwright_data.foreign import LARGE, read_text, shown
+from shardwright_data.loader.codec import codec_of_data
+from shardwright_data.text.codec import TextCodec, codec_by_name, codec_of_dataset
 
 
 @dataclass

@@ -28,20 +28,20 @@ import jax
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
-from configuration.checks import check_ranges, within
-from configuration.foreign import LARGE, read_object, read_text, shown
-from configuration.program import run_program
-from modeling.model import is_shipped, load_model
-from modeling.weights import shapes_of
-from models.huggingface import mapping_of
-from models.huggingface_check import check_rules, compare
-from models.huggingface_tensors import Tensors, check_fields, check_inside
-from models.llama_huggingface import ARCHITECTURES
-from text.definitions import definition_of
-from training_io.checkpoint import Checkpointer
-from training_io.checkpoint_arrays import named_leaves
-from training_io.directory import missing, remove_empty
-from training_io.host_checkpoint import StoredArray, write_checkpoint
+from shardwright.huggingface import Tensors, check_fields, check_inside
+from shardwright.modeling.model import is_shipped, load_model
+from shardwright.modeling.weights import shapes_of
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.checkpoint_arrays import named_leaves
+from shardwright.run.directory import missing, remove_empty
+from shardwright.run.host_checkpoint import StoredArray, write_checkpoint
+from shardwright.settings.program import run_program
+from shardwright_data.checks import check_ranges, within
+from shardwright_data.foreign import LARGE, read_object, read_text, shown
+from shardwright_data.text.definitions import definition_of
+from tools.huggingface.check import check_rules, compare
+from tools.huggingface.llama import ARCHITECTURES
+from tools.huggingface.mapping import mapping_of
 
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
 """Files to download of a model on the hub; some models have their weights again, in other formats."""
@@ -147,7 +147,7 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     name = config.module or ("train" if kind in ARCHITECTURES else str(kind))
     if not config.module and name != "train" and not is_shipped(name):
         raise ValueError(
-            f"config.json: model_type is {kind!r}, and models/ has no module of that name; give module=<its module>."
+            f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."
         )
     tensors = Tensors(directory)
     c, weights = mapping_of(name).from_huggingface(content | {"bos_token_id": bos}, tensors)

@@ -22,18 +22,18 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-import flat_tokens
-from configuration.checks import at_least_1, check_ranges, within
-from configuration.composing import wrong_setting
-from configuration.foreign import check_types, one_line, shown
-from configuration.program import run_program
-from configuration.words import for_console
-from flat_tokens.stores import open_reader
-from input_loader import DataConfig, batch_of, make_loader
-from input_loader.origins import pieces_of, sequences_of_batch
-from text.codec import TextCodec, codec_of_attributes, tokenizer_of_attributes
-from training_io.files import read_config
-from training_io.saved import literal
+from shardwright.run.files import read_config
+from shardwright.run.saved import literal
+from shardwright.settings.composing import wrong_setting
+from shardwright.settings.program import run_program
+from shardwright.settings.words import for_console
+from shardwright_data import flat_tokens
+from shardwright_data.checks import at_least_1, check_ranges, within
+from shardwright_data.flat_tokens.stores import open_reader
+from shardwright_data.foreign import check_types, one_line, shown
+from shardwright_data.loader import DataConfig, batch_of, make_loader
+from shardwright_data.loader.origins import pieces_of, sequences_of_batch
+from shardwright_data.text.codec import TextCodec, codec_of_attributes, tokenizer_of_attributes
 
 
 @dataclass

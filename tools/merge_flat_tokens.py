@@ -17,14 +17,14 @@ import numpy as np
 import tensorstore as ts
 from omegaconf import MISSING
 
-import flat_tokens
-from configuration.checks import within
-from configuration.foreign import check_types
-from configuration.program import run_program
-from flat_tokens import Reader, shards
-from flat_tokens.progress import Progress
-from flat_tokens.unfinished import Unfinished, find_difference
-from text import tokenizers
+from shardwright.settings.program import run_program
+from shardwright_data import flat_tokens
+from shardwright_data.checks import within
+from shardwright_data.flat_tokens import Reader, shards
+from shardwright_data.flat_tokens.progress import Progress
+from shardwright_data.flat_tokens.unfinished import Unfinished, find_difference
+from shardwright_data.foreign import check_types
+from shardwright_data.text import tokenizers
 
 BLOCK_TOKENS = 2**20
 """Tokens copied at once."""

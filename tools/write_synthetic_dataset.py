@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Int64
 from omegaconf import MISSING
 
-import flat_tokens
-from configuration.checks import at_least_1, check_ranges, within
-from configuration.program import run_program
+from shardwright.settings.program import run_program
+from shardwright_data import flat_tokens
+from shardwright_data.checks import at_least_1, check_ranges, within
 
 COPY, REVERSE, COPY_AT, COPY_AT_UNKNOWN, GAUSSIANS, SEPARATOR = range(1, 7)
 """Token ids. 0 begins documents, and pads."""

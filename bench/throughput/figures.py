@@ -8,7 +8,7 @@ from bench.throughput.rounds import Measured
 
 
 def flops_per_token(job: Job) -> tuple[float, float]:
-    """FLOPs of a token with causal and with full attention, as training_io.flops.flops_of_model counts them."""
+    """FLOPs of a token with causal and with full attention, as flops.flops_of_model counts them."""
     c = job.shapes
     n, attention = c.parameters - c.vocab * c.d_model, c.layers * c.heads * c.d_head * job.length
     return 6 * n + 6 * attention, 6 * n + 12 * attention

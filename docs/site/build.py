@@ -18,7 +18,7 @@ from sphinx.cmd.build import main as sphinx
 ROOT = Path(__file__).parents[2]
 HOW_DO_I = "docs/README.md"
 MOVED = {"README.md": "index.md", HOW_DO_I: "how-do-i.md", "CONTRIBUTING.md": "contributing.md"}
-MOVED |= {"CHANGELOG.md": "changelog.md"}
+MOVED |= {"CHANGELOG.md": "changelog.md", "shardlib/README.md": "shardlib.md"}
 """Pages of the repository that have another name in the site. Those of docs/ keep theirs."""
 SECTIONS = {
     "tutorial": "Tutorials",
@@ -31,16 +31,16 @@ MODULES = {
     "The program": ("train",),
     "Types and collectives": ("shardlib.shardtypes", "shardlib.shardops", "shardlib.layers", "jax_extra"),
     "Pipeline": ("shardlib.schedules", "shardlib.pipeline"),
-    "Proof": ("soundness.check",),
-    "Models": ("modeling.model", "modeling.weights", "modeling.rules"),
-    "Data": ("flat_tokens", "input_loader.batches"),
+    "Proof": ("shardlib.proof.check",),
+    "Models": ("shardwright.modeling.model", "shardwright.modeling.weights", "shardwright.modeling.rules"),
+    "Data": ("shardwright_data.flat_tokens", "shardwright_data.loader.batches"),
     "Settings": (
-        "training_io.config",
-        "modeling.settings",
-        "optimizers.config",
-        "input_loader.config",
-        "cluster.config",
-        "training_io.pipeline_config",
+        "shardwright.run.config",
+        "shardwright.modeling.settings",
+        "shardwright.optimizers.config",
+        "shardwright_data.loader.config",
+        "shardwright.cluster.config",
+        "shardwright.run.pipeline_config",
     ),
 }
 """Modules whose docstrings the site shows, under the title of their page."""
@@ -157,7 +157,7 @@ def write_pages(root: Path, pages: Path) -> list[str]:
         site.write(f"modules/{slug(title)}.rst", f"{title}\n{'=' * len(title)}\n\n" + "\n".join(heads))
     names = [f"modules/{slug(title)}.rst" for title in MODULES]
     top.insert(-1, site.section("docstrings.md", "Modules", names, "The docstrings of what a change calls."))
-    project = [site.copy("CONTRIBUTING.md"), site.copy("CHANGELOG.md")]
+    project = [site.copy(name) for name in ("shardlib/README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     with (pages / "index.md").open("a") as index:
         index.write("\n" + "\n".join([*toctree(top), *toctree(project, ":caption: The project")]))
     site.show_sources()

@@ -19,7 +19,7 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
-from configuration.words import picture_of
+from shardwright.settings.words import picture_of
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"

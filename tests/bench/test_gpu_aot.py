@@ -1,7 +1,7 @@
 import pytest
 
 from bench.gpu_aot import count, lines_alone
-from compiled.hlo import parse
+from shardwright.compiled.hlo import parse
 
 TEXT = """HloModule jit_f
 

@@ -18,7 +18,7 @@ from bench.throughput.jobs import MODULES, NEEDS, SEQAX_NEEDS, SIZES, check_seqa
 from bench.throughput.peers.job import Job, Shapes, batches
 from bench.throughput.processes import environment, python_of
 from bench.throughput.rounds import Measured, Timing, compare
-from training_io.flops import flops_of_model
+from shardwright.run.flops import flops_of_model
 
 ROOT = Path(__file__).parents[2]
 SHAPES = Shapes(

@@ -4,7 +4,7 @@ import pytest
 
 from bench import tpu_aot
 from bench.steps import config_of
-from modeling.settings import ModelConfig
+from shardwright.modeling.settings import ModelConfig
 
 
 @pytest.mark.quick

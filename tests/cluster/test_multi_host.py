@@ -18,14 +18,14 @@ from hydra import compose, initialize_config_dir
 from processes import ROOT, SMALL, Run, free_port
 
 import train
-from cluster import watch
-from cluster.config import DistributedConfig, HardwareConfig
-from cluster.devices import make_mesh, start_devices
-from cluster.watch import EXIT_CODE
-from input_loader import TokenBatch, make_loader
-from modeling.model import load_model
 from shardlib.shardtypes import make_shardings
-from training_io.config import Config, register_schema, to_config
+from shardwright.cluster import watch
+from shardwright.cluster.config import DistributedConfig, HardwareConfig
+from shardwright.cluster.devices import make_mesh, start_devices
+from shardwright.cluster.watch import EXIT_CODE
+from shardwright.modeling.model import load_model
+from shardwright.run.config import Config, register_schema, to_config
+from shardwright_data.loader import TokenBatch, make_loader
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.
@@ -216,7 +216,7 @@ def unbroken(tmp_path_factory):
 
 RECORD = """
 import sys
-import flat_tokens
+from shardwright_data import flat_tokens
 
 opened, reads = open(root / "opened{i}", "w"), open(root / "reads{i}", "w")
 
@@ -398,7 +398,7 @@ def test_a_process_that_dies_or_is_stopped_ends_the_others(count, lost, sent, un
 
 STUCK = """
 import time
-import input_loader.flat
+import shardwright_data.loader.flat
 Loader = input_loader.flat.FlatTokensLoader
 sequences = Loader.sequences
 def stuck(self, step, which):
@@ -458,7 +458,7 @@ def test_what_fails_in_all_processes_is_said_by_each(tmp_path):
 
 SLOW_BATCH = """
 import time
-import input_loader.flat
+import shardwright_data.loader.flat
 Loader = input_loader.flat.FlatTokensLoader
 sequences = Loader.sequences
 def slowly_read(self, step, which):
@@ -469,7 +469,7 @@ Loader.sequences = slowly_read
 """
 SLOW_COMPILATION_AND_CHECKPOINT = """
 import jax
-import training_io.checkpoint
+import shardwright.run.checkpoint
 
 compile = jax.stages.Lowered.compile
 def slowly_compile(self, *arguments, **named):

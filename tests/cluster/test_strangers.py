@@ -10,8 +10,8 @@ import jax
 import pytest
 from processes import Run
 
-from cluster.config import DistributedConfig, HardwareConfig
-from cluster.devices import kept_programs, others_write, start_devices
+from shardwright.cluster.config import DistributedConfig, HardwareConfig
+from shardwright.cluster.devices import kept_programs, others_write, start_devices
 
 IS_ROOT = hasattr(os, "getuid") and os.getuid() == 0
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import pytest
 from traces import trace
 
-from compiled.bubble import NotMeasured, step_bubble
-from training_io import profile
-from training_io.flops import ModelFlops, PeakFlops, Speed
-from training_io.metrics import RunLog
-from training_io.profile import StepProfiler
+from shardwright.compiled.bubble import NotMeasured, step_bubble
+from shardwright.run import profile
+from shardwright.run.flops import ModelFlops, PeakFlops, Speed
+from shardwright.run.metrics import RunLog
+from shardwright.run.profile import StepProfiler
 
 STEP = "jit_training_step"
 # jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would end the process.

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 from hlo_texts import TEXT
 
-from compiled.hlo import Frame, Shape, parse, with_mesh
+from shardwright.compiled.hlo import Frame, Shape, parse, with_mesh
 
 pytestmark = pytest.mark.quick
 

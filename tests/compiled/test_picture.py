@@ -8,11 +8,11 @@ import step_text
 import tiny
 from hlo_texts import TEXT
 
-from compiled.hlo import parse, with_mesh
-from compiled.picture import draw
-from compiled.show import show
-from compiled.step import describe
-from compiled.table import read_source
+from shardwright.compiled.hlo import parse, with_mesh
+from shardwright.compiled.picture import draw
+from shardwright.compiled.show import show
+from shardwright.compiled.step import describe
+from shardwright.compiled.table import read_source
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from compiled.hlo import parse
-from compiled.roofline import kernels
+from shardwright.compiled.hlo import parse
+from shardwright.compiled.roofline import kernels
 
 FMHA = (
     '"cudnn_fmha_backend_config":{"fmha_scale":0.125,"intermediate_tensor_shape":{"element_type":"BF16",'

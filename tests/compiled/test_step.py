@@ -12,11 +12,11 @@ import step_text
 import tiny
 from hlo_texts import HEAD, TEXT
 
-from cluster.devices import make_mesh
-from compiled.hlo import parse, with_mesh
-from compiled.step import Section, describe
-from compiled.table import Table, as_text, in_bytes, in_flops, table_of
-from models import gpt2
+import gpt2
+from shardwright.cluster.devices import make_mesh
+from shardwright.compiled.hlo import parse, with_mesh
+from shardwright.compiled.step import Section, describe
+from shardwright.compiled.table import Table, as_text, in_bytes, in_flops, table_of
 
 MESH = {"d": 2, "t": 2}
 
@@ -179,7 +179,7 @@ OTHERS = [case for case in CASES if case not in READ and (case[1] is WHOLE or ca
     [*READ, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
 def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatches, gather):
-    """But what stages send to each other, and how they share the loss, which training_io/stages.py has."""
+    """But what stages send to each other, and how they share the loss, which shardwright/run/stages.py has."""
     sizes = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=4, heads=4, bos_id=0)
     c = tiny.config(
         sizes if model == "gpt2" else tiny.model(layers=4), microbatches=microbatches, gather_weights=gather
@@ -189,10 +189,10 @@ def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatch
     files = step_text.files_of_collectives(
         c, make_mesh(mesh["r"], mesh["d"], mesh["t"], jax.devices(), mesh.get("p", 1))
     )
-    assert files.pop("training_io/stages.py", set()) == ({"p"} if "p" in mesh else set())
+    assert files.pop("shardwright/run/stages.py", set()) == ({"p"} if "p" in mesh else set())
     assert set(files) == {
         "train.py",
-        *{"gpt2": ["models/gpt2.py"], "llama with muon": ["optimizers/muon.py"]}.get(model, []),
+        *{"gpt2": ["gpt2.py"], "llama with muon": ["shardwright/optimizers/muon.py"]}.get(model, []),
     }
 
 

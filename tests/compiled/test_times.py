@@ -8,10 +8,10 @@ from hlo_texts import TEXT
 from jax.profiler import ProfileData
 from traces import trace
 
-from compiled.hlo import parse
-from compiled.step import describe
-from compiled.times import kind_times, line_times, top_lines
-from compiled.trace import read_trace
+from shardwright.compiled.hlo import parse
+from shardwright.compiled.step import describe
+from shardwright.compiled.times import kind_times, line_times, top_lines
+from shardwright.compiled.trace import read_trace
 
 # jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")

@@ -9,8 +9,8 @@ import pytest
 import zarr
 from numpy_checks import check_modules
 
-import flat_tokens
-from flat_tokens import Reader, Writer
+from shardwright_data import flat_tokens
+from shardwright_data.flat_tokens import Reader, Writer
 
 check_modules(flat_tokens)
 

@@ -13,11 +13,11 @@ import pytest
 import zarr
 from numpy_checks import check_modules
 
-import flat_tokens
-from flat_tokens import Writer, fsspec_reader, stores
-from flat_tokens.stores import open_reader
-from flat_tokens.unfinished import Unfinished
-from input_loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, flat
+from shardwright_data import flat_tokens
+from shardwright_data.flat_tokens import Writer, fsspec_reader, stores
+from shardwright_data.flat_tokens.stores import open_reader
+from shardwright_data.flat_tokens.unfinished import Unfinished
+from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, flat
 
 check_modules(fsspec_reader, stores)
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numpy_checks import check_modules
 
-import flat_tokens
-from flat_tokens import Reader, Writer
-from input_loader import FlatTokensConfig, FlatTokensLoader
+from shardwright_data import flat_tokens
+from shardwright_data.flat_tokens import Reader, Writer
+from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader
 
 check_modules(flat_tokens)
 

@@ -19,14 +19,14 @@ from shipped import load
 from verifying import verify
 
 from bench.gauntlet import page
-from modeling.model import load_model
+from shardwright.modeling.model import load_model
+from shardwright.run.soundness import find_unsound
 from tools.verify.__main__ import small
-from training_io.soundness import find_unsound
 
 ROOT = Path(__file__).parents[2]
 DATA = tomllib.loads(Path(__file__).with_name("bugs.toml").read_text())
 CONFIGS, BUGS = DATA["configs"], {bug["number"]: bug for bug in DATA["bug"]}
-IN_PROCESS = {"train.py", "models/gpt2.py", "optimizers/muon.py"}
+IN_PROCESS = {"train.py", "gpt2.py", "shardwright/optimizers/muon.py"}
 """Files of which train.py can be given an edited copy without another process."""
 DEVICES = 8
 SHORT = 8

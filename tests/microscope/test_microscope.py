@@ -15,16 +15,16 @@ from jax.sharding import PartitionSpec as P
 from recipes import SOURCE, module_of
 
 import train
-from cluster.devices import make_mesh
-from input_loader import batch_shapes
 from jax_extra import save_for_backward
-from microscope.look import Look, worst
-from microscope.points import saved_points
-from microscope.statistics import bits, finished, sums
-from modeling.model import load_model
 from shardlib.program_hash import hash_of
-from training_io.microscope import Microscope
-from training_io.stages import placement_of
+from shardwright.cluster.devices import make_mesh
+from shardwright.microscope.look import Look, worst
+from shardwright.microscope.points import saved_points
+from shardwright.microscope.statistics import bits, finished, sums
+from shardwright.modeling.model import load_model
+from shardwright.run.microscope import Microscope
+from shardwright.run.stages import placement_of
+from shardwright_data.loader import batch_shapes
 
 # A microbatch is too small for d=8.
 MESHES = {name: functools.partial(tiny.mesh, name) for name in tiny.MESHES if name != "d=8"}

@@ -11,17 +11,17 @@ import pytest
 import tiny
 from gradients import assert_same, loss_and_gradients, meshes, with_gradients
 
+import gpt2
 import train
-from input_loader import TokenBatch, batch_shapes
-from modeling import attention
-from modeling.attention_calls import describe_attention
-from modeling.blockwise import blockwise
-from modeling.model import Tokens
-from modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
-from models import gpt2
 from shardlib.shardtypes import dtype_name
-from training_io.config import Config, check_config
-from training_io.soundness import find_unsound
+from shardwright.modeling import attention
+from shardwright.modeling.attention_calls import describe_attention
+from shardwright.modeling.blockwise import blockwise
+from shardwright.modeling.model import Tokens
+from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
+from shardwright.run.config import Config, check_config
+from shardwright.run.soundness import find_unsound
+from shardwright_data.loader import TokenBatch, batch_shapes
 
 act = dtype_name("act")
 ROWS, HEADS, WIDTH = 8, 2, 4

@@ -10,9 +10,9 @@ import pytest
 import tiny
 from gradients import assert_same, loss_and_gradients, meshes
 
-from input_loader import batch_shapes
-from soundness.primitives import jaxprs_of
-from training_io.config import check_config
+from shardlib.proof.primitives import jaxprs_of
+from shardwright.run.config import check_config
+from shardwright_data.loader import batch_shapes
 
 LAYERS = 5
 

@@ -10,12 +10,12 @@ import pytest
 import tiny
 from gradients import assert_same, loss_and_gradients, meshes
 
-from modeling.loss_chunks import sum_in_chunks
-from models import gpt2
+import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import dtype_name, pytree_dataclass
+from shardwright.modeling.loss_chunks import sum_in_chunks
+from shardwright.run.config import check_config, check_divides
 from tools.verify.__main__ import small
-from training_io.config import check_config, check_divides
 
 act = dtype_name("act")
 

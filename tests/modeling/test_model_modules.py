@@ -1,4 +1,4 @@
-"""A module with a model of one's own (docs/models.md): its defects are named. By mutations of models/gpt2.py."""
+"""A module with a model of one's own (docs/models.md): its defects are named. By mutations of gpt2.py."""
 
 import importlib
 import sys
@@ -9,9 +9,9 @@ import jax
 import pytest
 import tiny
 
-from modeling.model import load_model, module_of
-from modeling.weights import Weight, initialize
-from training_io.config import check_divides
+from shardwright.modeling.model import load_model, module_of
+from shardwright.modeling.weights import Weight, initialize
+from shardwright.run.config import check_divides
 
 SOURCE = (Path(__file__).parents[2] / "models" / "gpt2.py").read_text()
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def module(monkeypatch, tmp_path):
-    """Makes a copy of models/gpt2.py outside the repository, with (old, new) texts exchanged, the module `mine`."""
+    """Makes a copy of gpt2.py outside the repository, with (old, new) texts exchanged, the module `mine`."""
 
     def make(*changes):
         source = SOURCE
@@ -130,7 +130,7 @@ def test_a_module_that_does_not_import_says_why(module):
 def test_a_name_is_a_module_of_models_first(module, tmp_path):
     module()
     (tmp_path / "gpt2.py").write_text("")
-    assert module_of("gpt2").__name__ == "models.gpt2"
+    assert module_of("gpt2").__name__ == "gpt2"
     assert module_of("mine").__name__ == "mine"
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import tiny
 
+import gpt2
 import train
-from cluster.devices import make_mesh
-from modeling import attention as attention_module
-from modeling import blockwise as blockwise_module
-from modeling.attention_calls import calls_of, check_paths
-from modeling.blockwise import blockwise
-from modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
-from models import gpt2
 from shardlib.shardtypes import dtype_name, f32, i32
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling import attention as attention_module
+from shardwright.modeling import blockwise as blockwise_module
+from shardwright.modeling.attention_calls import calls_of, check_paths
+from shardwright.modeling.blockwise import blockwise
+from shardwright.modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
 
 act = dtype_name("act")
 ROWS, LENGTH, KV, QUERIES, WIDTH = 8, 23, 2, 3, 4

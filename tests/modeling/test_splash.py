@@ -9,12 +9,12 @@ import tiny
 from gradients import assert_same, loss_and_gradients, meshes, with_gradients
 
 import train
-from input_loader import batch_shapes
-from modeling import attention
-from modeling import splash as splash_module
-from modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
-from modeling.splash import splash
 from shardlib.shardtypes import dtype_name
+from shardwright.modeling import attention
+from shardwright.modeling import splash as splash_module
+from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
+from shardwright.modeling.splash import splash
+from shardwright_data.loader import batch_shapes
 
 act = dtype_name("act")
 ROWS, LENGTH, KV, QUERIES, WIDTH = 2, 384, 2, 2, 16  # three blocks

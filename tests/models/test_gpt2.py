@@ -9,12 +9,12 @@ import pytest
 import tiny
 from step_text import collectives
 
+import gpt2
 import train
-from input_loader import TokenBatch
-from modeling.weights import initialize
-from models import gpt2
 from shardlib.shardtypes import f32, u32
-from training_io.config import check_config
+from shardwright.modeling.weights import initialize
+from shardwright.run.config import check_config
+from shardwright_data.loader import TokenBatch
 
 
 def model(**changes) -> gpt2.ModelConfig:

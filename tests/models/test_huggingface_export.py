@@ -14,14 +14,14 @@ import pytest
 import tiny
 from safetensors.numpy import load_file
 
+import gpt2
 import train
-from flat_tokens import Writer
-from models import gpt2
-from models import llama_huggingface as huggingface_llama
-from text.tokenizers import ByteTokenizer
+from shardwright_data.flat_tokens import Writer
+from shardwright_data.text.tokenizers import ByteTokenizer
 from tools import huggingface_to_checkpoint
 from tools.checkpoint_to_huggingface import __main__ as tool
 from tools.checkpoint_to_huggingface.__main__ import Config
+from tools.huggingface import llama as huggingface_llama
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,22 +20,22 @@ from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
 import train
-from configuration.differences import config_differences
-from modeling.model import load_model
-from modeling.settings import RopeScaling
-from modeling.weights import shapes_of
-from models import llama_huggingface as huggingface_llama
 from shardlib.shardtypes import make_shardings
+from shardwright.modeling.model import load_model
+from shardwright.modeling.settings import RopeScaling
+from shardwright.modeling.weights import shapes_of
+from shardwright.run import config as run_config
+from shardwright.run import host_checkpoint
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.config import register_schema, to_config
+from shardwright.run.initial_weights import fresh_state, read_weights
+from shardwright.run.resuming import fixed_settings, with_defaults
+from shardwright.run.stages import placement_of
+from shardwright.settings.differences import config_differences
 from tools import huggingface_to_checkpoint as tool
 from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
+from tools.huggingface import llama as huggingface_llama
 from tools.huggingface_to_checkpoint import Config
-from training_io import config as run_config
-from training_io import host_checkpoint
-from training_io.checkpoint import Checkpointer
-from training_io.config import register_schema, to_config
-from training_io.initial_weights import fresh_state, read_weights
-from training_io.resuming import fixed_settings, with_defaults
-from training_io.stages import placement_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -393,7 +393,7 @@ def test_user_mistakes(exported, tmp_path):
     with pytest.raises(ValueError, match=r"some_new_setting is 1, .* give ignore=\[some_new_setting\]"):
         run(directory, output)
     change_config(directory, model_type="gemma")
-    with pytest.raises(ValueError, match=r"model_type is 'gemma', and models/ has no module of that name; give module"):
+    with pytest.raises(ValueError, match="model_type is 'gemma', and shardwright has no model of that name"):
         run(directory, output)
     change_config(directory, model_type="llama", max_position_embeddings="${oc.env:HOME}")
     with pytest.raises(

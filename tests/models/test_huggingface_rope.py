@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from modeling.rope import rope_frequencies
-from modeling.settings import ModelConfig, RopeScaling
+from shardwright.modeling.rope import rope_frequencies
+from shardwright.modeling.settings import ModelConfig, RopeScaling
 
 SCALINGS = {
     "none": None,
@@ -31,7 +31,7 @@ def test_frequencies_are_those_of_transformers(scaling, base):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from models.llama_huggingface import to_huggingface
+    from tools.huggingface.llama import to_huggingface
     from train import weight_table
 
     c = model(scaling, base)

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
+import gpt2
 import train
-from modeling import rules
-from modeling.model import module_of
-from models import gpt2
-from models import llama_huggingface as huggingface_llama
-from models.huggingface_tensors import check_names
+from shardwright.huggingface import check_names
+from shardwright.modeling import rules
+from shardwright.modeling.model import module_of
+from shardwright.run import initial_weights
+from shardwright.run.resuming import fixed_by_weights
 from tools import huggingface_to_checkpoint
 from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
-from training_io import initial_weights
-from training_io.resuming import fixed_by_weights
+from tools.huggingface import llama as huggingface_llama
 
 pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
 pytest.importorskip("transformers", reason="the comparison needs transformers")
@@ -96,7 +96,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 # ---- exports of an edited train.py --------------------------------------------------------------------------------
 
-EXCHANGE = "from models.llama_huggingface import from_huggingface, to_huggingface\n"
+EXCHANGE = "from tools.huggingface.llama import from_huggingface, to_huggingface\n"
 RULE = "visible=(rules.causal, rules.same_document)"
 GATE = "(jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)"
 ALIBI = "score=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"

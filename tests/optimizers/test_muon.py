@@ -18,14 +18,14 @@ from shipped import load
 from step_text import KINDS, collectives, computations
 
 import train
-from modeling.model import load_model
-from modeling.weights import Weight, matrix, vector
-from optimizers import muon as optimizers
-from optimizers.config import OptimizerConfig
-from optimizers.rates import learning_rate, updates_of
 from shardlib.shardtypes import Array, f32, i32, is_fully_sharded, pytree_dataclass
-from training_io.checkpoint import Checkpointer
-from training_io.run import Run
+from shardwright.modeling.model import load_model
+from shardwright.modeling.weights import Weight, matrix, vector
+from shardwright.optimizers import muon as optimizers
+from shardwright.optimizers.config import OptimizerConfig
+from shardwright.optimizers.rates import learning_rate, updates_of
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.run import Run
 
 State = train.State[train.Transformer]
 

@@ -12,9 +12,9 @@ import tiny
 from optax_truth import of_kinds, random_like, same, updated_by_optax, updated_on
 
 import train
-from optimizers.config import check_optimizer
-from optimizers.rates import learning_rate, updates_of
 from shardlib.shardtypes import f32, i32, is_fully_sharded
+from shardwright.optimizers.config import check_optimizer
+from shardwright.optimizers.rates import learning_rate, updates_of
 
 State = train.State[train.Transformer]
 

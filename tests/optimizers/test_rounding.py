@@ -10,13 +10,13 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
-from cluster.devices import make_mesh
-from modeling.model import load_model
-from optimizers import rounding
-from optimizers.config import GroupConfig
-from training_io import stages
-from training_io.checkpoint import Checkpointer
-from training_io.pipeline_config import PipelineConfig
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.optimizers import rounding
+from shardwright.optimizers.config import GroupConfig
+from shardwright.run import stages
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.pipeline_config import PipelineConfig
 
 bf16 = ml_dtypes.bfloat16
 SCALES = 10.0 ** np.arange(-44, 38, 3)

@@ -11,8 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/architecture.md"
-ROOMS = ("tools", "bench", "models", "sampling", "training_io", "microscope", "input_loader", "optimizers", "modeling")
-ROOMS += ("soundness", "shardlib", "text", "flat_tokens", "cluster", "compiled", "configuration", "docs", "tests")
+FILES = ("gpt2.py", "train.py", "jax_extra.py")
+INSIDE = {
+    "shardwright": ("sampling", "run", "microscope", "optimizers", "modeling", "cluster", "compiled", "settings"),
+    "shardwright_data": ("loader", "text", "flat_tokens"),
+    "shardlib": ("proof",),
+}
+"""Rooms inside of a package."""
 TABLE = re.compile(r"\| room \| lines \|\n(\|.*\n)+")
 
 
@@ -23,9 +28,12 @@ def lines_of(*patterns: str) -> int:
 
 def table() -> str:
     """Lines of Python and shell, of each room and of all but the tests."""
-    rows = {"train.py": lines_of("train.py"), "jax_extra.py": lines_of("jax_extra.py")}
-    rows |= {f"{room}/": lines_of(f"{room}/**/*.py", f"{room}/**/*.sh") for room in ROOMS}
-    source = sum(rows.values()) - rows["tests/"]
+    count = lambda room: lines_of(f"{room}/**/*.py", f"{room}/**/*.sh")
+    rows = {file: lines_of(file) for file in FILES}
+    for room in ("tools", "bench", *INSIDE, "docs", "tests"):
+        rows[f"{room}/"] = count(room)
+        rows |= {f"{room}/{inside}/": count(f"{room}/{inside}") for inside in INSIDE.get(room, ())}
+    source = sum(lines for room, lines in rows.items() if room.count("/") < 2) - rows["tests/"]
     cells = [f"| {room} | {lines:,} |" for room, lines in rows.items()]
     return "\n".join(["| room | lines |", "|---|---:|", *cells, f"| all but tests/ | {source:,} |", ""])
 

@@ -29,16 +29,16 @@ from omegaconf import OmegaConf
 from recipes import SOURCE, module_of
 from shipped import CONFIGS, load
 
+import gpt2
 from bench import gauntlet
-from input_loader import batch_shapes
-from modeling.attention_calls import describe_attention
-from modeling.model import load_model
-from modeling.settings import ModelConfig
-from models import gpt2
 from shardlib.shardtypes import ShardError
+from shardwright.modeling.attention_calls import describe_attention
+from shardwright.modeling.model import load_model
+from shardwright.modeling.settings import ModelConfig
+from shardwright.run.config import Config, register_schema, to_config
+from shardwright_data.loader import batch_shapes
 from tools.huggingface_to_flat_tokens.config import TokenizerConfig
 from tools.verify.__main__ import VerifyConfig
-from training_io.config import Config, register_schema, to_config
 
 pytestmark = pytest.mark.quick
 

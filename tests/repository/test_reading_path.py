@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tiny
 
-from input_loader import batch_shapes
-from modeling.model import load_model
+from shardwright.modeling.model import load_model
+from shardwright_data.loader import batch_shapes
 
 ROOT = Path(__file__).parents[2]
 TYPES = """

@@ -12,10 +12,11 @@ import tiny
 from jax import lax
 from shipped import load
 
-from modeling import rules
-from models import gpt2, llama_huggingface
+import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import f32, typed_shard_map
+from shardwright.modeling import rules
+from tools.huggingface import llama as llama_huggingface
 
 pytestmark = pytest.mark.quick
 
@@ -27,12 +28,11 @@ RUN_BY = {
     "loading.md": "repository/test_snippets.py",
     "models.md": "train/test_models_doc.py",
     "pipeline.md": "tools/test_schedule_tool.py",
-    "pytree-zarr-checkpoint.md": "training_io/test_checkpoint.py",
-    "refused.md": "soundness/test_refused_page.py",
+    "pytree-zarr-checkpoint.md": "run/test_checkpoint.py",
+    "refused.md": "proof/test_refused_page.py",
     "seqax.md": "repository/test_snippets.py",
     "sharding-types.md": "shardlib/test_sharding_types_doc.py",
-    "shardlib.md": "repository/test_installed.py",
-    "soundness.md": "soundness/test_check.py",
+    "soundness.md": "proof/test_check.py",
 }
 """The test of each page with Python in it. A block of huggingface.md and one of soundness.md are tested here."""
 

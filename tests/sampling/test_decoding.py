@@ -15,13 +15,13 @@ from jax import lax
 from token_shift import TokenShift, shifted
 
 import train
-from cluster.devices import make_mesh
-from modeling.rules import Rule
-from sampling import cache, probes
-from sampling.cache import window_start
-from sampling.drawing import Settings
-from sampling.sampler import Sampler
 from shardlib import shardops
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.rules import Rule
+from shardwright.sampling import cache, probes
+from shardwright.sampling.cache import window_start
+from shardwright.sampling.drawing import Settings
+from shardwright.sampling.sampler import Sampler
 
 CONTEXT = 16
 LONG = np.random.default_rng(1).integers(0, models.SIZES.vocab, 29).tolist()

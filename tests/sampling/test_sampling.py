@@ -13,16 +13,16 @@ from jax import lax
 from jax.sharding import AxisType
 from recipes import module_of
 
+import gpt2
 import train
-from input_loader import TokenBatch
-from models import gpt2
-from sampling import cache
-from sampling.cache import Texts, next_logits, window_cache, window_start
-from sampling.drawing import Settings, choose, compare, gumbel_noise, lowest_kept, scaled_logits
-from sampling.sampler import Sampler
-from sampling.scoring import Scorer
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import f32, i32, u32
+from shardwright.sampling import cache
+from shardwright.sampling.cache import Texts, next_logits, window_cache, window_start
+from shardwright.sampling.drawing import Settings, choose, compare, gumbel_noise, lowest_kept, scaled_logits
+from shardwright.sampling.sampler import Sampler
+from shardwright.sampling.scoring import Scorer
+from shardwright_data.loader import TokenBatch
 
 PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third is longer than the context
 CONTEXT = 16

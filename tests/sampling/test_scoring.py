@@ -10,9 +10,9 @@ import rule_models
 import tiny
 
 import train
-from input_loader import DataConfig, make_loader
-from input_loader.padded import PaddedLoader
-from sampling.scoring import Scorer, log_likelihoods, pieces, windows
+from shardwright.sampling.scoring import Scorer, log_likelihoods, pieces, windows
+from shardwright_data.loader import DataConfig, make_loader
+from shardwright_data.loader.padded import PaddedLoader
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 2, 16, 17, 3, 9, 17, 5, 4]

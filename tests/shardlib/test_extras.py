@@ -9,12 +9,12 @@ import pytest
 import tiny
 
 import train
-from cluster.devices import make_mesh
-from input_loader import TokenBatch
 from shardlib import shardops
 from shardlib.layers import Extras
 from shardlib.shardtypes import ShardError
-from training_io.pipeline_config import PipelineConfig
+from shardwright.cluster.devices import make_mesh
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright_data.loader import TokenBatch
 
 LAYERS, ROWS = 6, 16
 

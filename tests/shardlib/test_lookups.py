@@ -11,12 +11,12 @@ import tiny
 from gradients import assert_same, loss_and_gradients, meshes
 from jax.sharding import AbstractMesh, AxisType
 
+import gpt2
 import train
-from input_loader import batch_shapes
-from modeling.model import load_model
-from models import gpt2
 from shardlib import lookups
-from training_io.soundness import find_unsound
+from shardwright.modeling.model import load_model
+from shardwright.run.soundness import find_unsound
+from shardwright_data.loader import batch_shapes
 
 IDS = {
     "random": np.random.default_rng(0).integers(0, 50, 1000),

@@ -22,13 +22,9 @@ import pytest
 import tiny
 from jax import lax
 
+import gpt2
 import train
-from cluster.devices import make_mesh
-from input_loader import TokenBatch, in_microbatches
 from jax_extra import save_for_backward
-from modeling.model import load_model
-from modeling.weights import initialize
-from models import gpt2
 from shardlib import shardops
 from shardlib.equations import body_of
 from shardlib.layers import Extras
@@ -37,9 +33,13 @@ from shardlib.placement import Placement, place_layers
 from shardlib.schedules import CHUNKS
 from shardlib.shardtypes import Array, ShardError, f32, make_shardings, pytree_dataclass, u32
 from shardlib.tasks import in_a_ring
-from training_io.config import Config
-from training_io.pipeline_config import PipelineConfig
-from training_io.stages import balanced, placement_of, training_plan
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.modeling.weights import initialize
+from shardwright.run.config import Config
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.stages import balanced, placement_of, training_plan
+from shardwright_data.loader import TokenBatch, in_microbatches
 
 BATCH, LENGTH, LAYERS = 64, 16, 8
 SETTINGS = {

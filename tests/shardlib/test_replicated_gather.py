@@ -8,8 +8,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardlib import shardops
 from shardlib.parsing import ShardError
+from shardlib.proof.check import check
 from shardlib.shardtypes import f32, typed_shard_map
-from soundness.check import check
 
 AXES = ("data", "t")
 

@@ -9,7 +9,7 @@ import resource
 
 import pytest
 
-from text import local_files, sources
+from shardwright_data.text import local_files, sources
 
 SIZE = 2**27
 LIMIT = 2**24

@@ -9,13 +9,13 @@ import pytest
 from numpy_checks import check_modules
 from tokenization import PROBES
 
-from input_loader import FlatTokensConfig, FlatTokensLoader, MixtureLoader
-from text import byte_lengths as module
-from text import definitions
-from text.byte_lengths import byte_lengths
-from text.codec import byte_lengths_of_dataset
-from text.libraries import Tokenizers
-from text.tokenizers import make_text_tokenizer, open_bytes
+from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, MixtureLoader
+from shardwright_data.text import byte_lengths as module
+from shardwright_data.text import definitions
+from shardwright_data.text.byte_lengths import byte_lengths
+from shardwright_data.text.codec import byte_lengths_of_dataset
+from shardwright_data.text.libraries import Tokenizers
+from shardwright_data.text.tokenizers import make_text_tokenizer, open_bytes
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from text import hub, sources
-from text.local_files import open_files
+from shardwright_data.text import hub, sources
+from shardwright_data.text.local_files import open_files
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 

@@ -15,10 +15,10 @@ import pytest
 from numpy_checks import check_modules
 from tokenization import PROBES
 
-from text import definitions, libraries
-from text import tokenizers as text_tokenizers
-from text.libraries import Tokenizers
-from text.tokenizers import make_text_tokenizer
+from shardwright_data.text import definitions, libraries
+from shardwright_data.text import tokenizers as text_tokenizers
+from shardwright_data.text.libraries import Tokenizers
+from shardwright_data.text.tokenizers import make_text_tokenizer
 
 check_modules(libraries, text_tokenizers)
 
@@ -105,7 +105,7 @@ ENCODING_CONSTRUCTORS = {"mine": mine}
 PROGRAM = """
 import json, sys
 import tiktoken
-from text import tokenizers
+from shardwright_data.text import tokenizers
 texts = json.load(sys.stdin)
 definition, reference = tokenizers.open_tiktoken("mine")
 tokenizer = tokenizers.make_text_tokenizer(definition, reference, "<|endoftext|>")

@@ -7,8 +7,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from shardwright.run.checkpoint import Checkpointer
 from tools.checkpoint import Config, run
-from training_io.checkpoint import Checkpointer
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,7 +3,7 @@ import json
 import pytest
 from hlo_texts import TEXT
 
-from compiled.hlo import with_mesh
+from shardwright.compiled.hlo import with_mesh
 from tools.compiled_step import Config, run
 
 pytestmark = pytest.mark.quick

@@ -18,16 +18,16 @@ import tiny
 from rich.console import Console
 
 import train
-from cluster.devices import make_mesh
-from flat_tokens import Writer
-from input_loader import DataConfig
-from modeling.model import load_model
-from text import definitions
-from text.tokenizers import ByteTokenizer
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.run.opening import trusted_options
+from shardwright_data.flat_tokens import Writer
+from shardwright_data.loader import DataConfig
+from shardwright_data.text import definitions
+from shardwright_data.text.tokenizers import ByteTokenizer
 from tools import huggingface_to_checkpoint
 from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
 from tools.evaluate import Config, MeshChoice, evaluate, open_run
-from training_io.opening import trusted_options
 
 pytestmark = pytest.mark.long
 

@@ -12,15 +12,15 @@ import pytest
 from rich.console import Console
 from written_datasets import write
 
-from configuration.foreign import check_types, read_file, read_object, refused
-from text import definitions
-from text.codec import codec_of_dataset
-from text.huggingface import find_tokenizer
+from shardwright.run.files import read_config
+from shardwright_data.foreign import check_types, read_file, read_object, refused
+from shardwright_data.text import definitions
+from shardwright_data.text.codec import codec_of_dataset
+from shardwright_data.text.huggingface import find_tokenizer
 from tools import huggingface_to_checkpoint, inspect_data
 from tools.checkpoint_to_huggingface.hub import files_of
 from tools.generate import Config, read_prompts
 from tools.report.reading import read_run
-from training_io.files import read_config
 
 QUIET = Console(file=io.StringIO())
 DEEP = "[" * 10**5 + "]" * 10**5
@@ -182,7 +182,7 @@ def test_a_tensor_larger_than_the_memory_is_not_read(given, tmp_path):
     header = json.dumps({"x": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(path, 8 + len(header) + 2**40)
-    from models.huggingface_tensors import Tensors
+    from shardwright.huggingface import Tensors
 
     with pytest.raises(ValueError, match=f"x in {path} takes {2**40:,} bytes in f32; this machine has"):
         Tensors(path.parent)["x"]

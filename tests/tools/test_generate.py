@@ -19,14 +19,14 @@ from rich.console import Console
 from token_shift import TokenShift
 
 import train
-from input_loader import DataConfig, StreamConfig
-from input_loader.codec import codec_of_data
-from modeling.model import load_model
-from sampling.samples import TrainingSamples
-from text import definitions as tokenizer_definitions
-from text.codec import TextCodec, codec_by_name, codec_of_dataset
+from shardwright.modeling.model import load_model
+from shardwright.run.stages import placement_of
+from shardwright.sampling.samples import TrainingSamples
+from shardwright_data.loader import DataConfig, StreamConfig
+from shardwright_data.loader.codec import codec_of_data
+from shardwright_data.text import definitions as tokenizer_definitions
+from shardwright_data.text.codec import TextCodec, codec_by_name, codec_of_dataset
 from tools.generate import Config, MeshChoice, generate, quote_text
-from training_io.stages import placement_of
 
 ROOT = Path(__file__).parents[2]
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"

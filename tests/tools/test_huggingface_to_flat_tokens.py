@@ -14,12 +14,12 @@ import pytest
 import zarr
 from numpy_checks import check_modules
 
-import flat_tokens
-from flat_tokens import growing_array, shards, unfinished
-from text import libraries, local_files, sources
-from text import tokenizers as text_tokenizers
-from text.definitions import train_bpe
-from text.tokenizers import ByteTokenizer
+from shardwright_data import flat_tokens
+from shardwright_data.flat_tokens import growing_array, shards, unfinished
+from shardwright_data.text import libraries, local_files, sources
+from shardwright_data.text import tokenizers as text_tokenizers
+from shardwright_data.text.definitions import train_bpe
+from shardwright_data.text.tokenizers import ByteTokenizer
 from tools import merge_flat_tokens
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens import blocks, inputs, splits

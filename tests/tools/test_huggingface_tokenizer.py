@@ -8,10 +8,10 @@ from tokenization import PROBES
 from tokenizers import Tokenizer
 from written_datasets import write
 
-from text import definitions
-from text.huggingface import BYTE_SPECIAL_TOKENS, byte_definition, find_tokenizer, tokenizer_files
-from text.libraries import load_definition
-from text.tokenizers import ByteTokenizer
+from shardwright_data.text import definitions
+from shardwright_data.text.huggingface import BYTE_SPECIAL_TOKENS, byte_definition, find_tokenizer, tokenizer_files
+from shardwright_data.text.libraries import load_definition
+from shardwright_data.text.tokenizers import ByteTokenizer
 
 TEXTS = [*[text for text in PROBES if "<s>" not in text], "", "It is a truth universally acknowledged, naïve 東京"]
 

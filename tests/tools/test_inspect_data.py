@@ -12,11 +12,11 @@ from numpy_checks import check_modules
 from rich.console import Console
 from written_datasets import TEXTS, write
 
-from flat_tokens import Writer
-from flat_tokens.stores import open_reader
-from input_loader import DataConfig, FlatTokensConfig, FlatTokensLoader, SourceConfig, make_loader
-from input_loader.origins import find_documents, pieces_of, sequences_of_batch
-from text.definitions import train_bpe
+from shardwright_data.flat_tokens import Writer
+from shardwright_data.flat_tokens.stores import open_reader
+from shardwright_data.loader import DataConfig, FlatTokensConfig, FlatTokensLoader, SourceConfig, make_loader
+from shardwright_data.loader.origins import find_documents, pieces_of, sequences_of_batch
+from shardwright_data.text.definitions import train_bpe
 from tools import inspect_data
 from tools.inspect_data import Config, find_faults, one_line, open_codec
 
@@ -72,8 +72,8 @@ def test_one_document(dataset):
 
 
 def test_decoding_with_the_datasets_tokenizer(tmp_path):
-    from text.libraries import Tokenizers
-    from text.tokenizers import make_text_tokenizer
+    from shardwright_data.text.libraries import Tokenizers
+    from shardwright_data.text.tokenizers import make_text_tokenizer
 
     definition = train_bpe(TEXTS, 300)
     tokenizer = make_text_tokenizer(definition, Tokenizers(definition), "<|end|>")

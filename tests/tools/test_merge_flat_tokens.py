@@ -9,9 +9,9 @@ import pytest
 from numpy_checks import check_modules
 from tokenization import ROOT, config, random_texts, small, tree, write_jsonl
 
-import flat_tokens
-from flat_tokens import shards
-from text import definitions
+from shardwright_data import flat_tokens
+from shardwright_data.flat_tokens import shards
+from shardwright_data.text import definitions
 from tools import merge_flat_tokens
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens import splits

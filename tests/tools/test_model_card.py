@@ -15,7 +15,7 @@ import yaml
 from markdown_it import MarkdownIt
 from written_runs import write_run
 
-from modeling.model import load_model
+from shardwright.modeling.model import load_model
 from tools.checkpoint_to_huggingface import __main__ as tool
 from tools.checkpoint_to_huggingface import facts
 from tools.checkpoint_to_huggingface.card import card

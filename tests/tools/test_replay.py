@@ -20,19 +20,19 @@ from recipes import SOURCE
 from rich.console import Console
 
 import train
-from cluster.config import MeshConfig
-from cluster.devices import make_mesh
-from flat_tokens import Writer
-from input_loader import make_loader
-from input_loader.origins import documents_of_batch
-from modeling.model import load_model
+from shardwright.cluster.config import MeshConfig
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.run.host_checkpoint import open_checkpoint
+from shardwright.run.opening import StagesChoice
+from shardwright.run.provenance import ROOT, keep_source, source_of
+from shardwright_data.flat_tokens import Writer
+from shardwright_data.loader import make_loader
+from shardwright_data.loader.origins import documents_of_batch
 from tools.replay import __main__ as program
 from tools.replay.__main__ import Config, compare, plain, replay
 from tools.replay.session import Done
 from tools.replay.sources import rebuilt
-from training_io.host_checkpoint import open_checkpoint
-from training_io.opening import StagesChoice
-from training_io.provenance import ROOT, keep_source, source_of
 
 GARBAGE = 260
 """The document of the dataset with a spike that has tokens as no other."""

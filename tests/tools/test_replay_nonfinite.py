@@ -11,13 +11,13 @@ import pytest
 import tiny
 from recipes import SOURCE, module_of
 
-from cluster.devices import make_mesh
-from input_loader import in_microbatches
-from modeling.model import load_model
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.run.microscope import StepWithoutStages
+from shardwright.run.stages import placement_of
+from shardwright_data.loader import in_microbatches
 from tools.replay import nonfinite
 from tools.replay.documents import _by_starts, on_host
-from training_io.microscope import StepWithoutStages
-from training_io.stages import placement_of
 
 pytestmark = pytest.mark.long
 

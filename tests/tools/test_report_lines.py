@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from written_runs import HLO, PICTURE, PROFILE, write_run, write_step
 
-from compiled.table import Table
+from shardwright.compiled.table import Table
 from tools.report import lines
 from tools.report.comparing import compare
 from tools.report.lines import step_by_line

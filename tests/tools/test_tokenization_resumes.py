@@ -10,9 +10,9 @@ import time
 import pytest
 from tokenization import config, driver, random_texts, small, tree, write_jsonl
 
-from flat_tokens import unfinished
-from flat_tokens.unfinished import Unfinished
-from text import definitions, worker_pool
+from shardwright_data.flat_tokens import unfinished
+from shardwright_data.flat_tokens.unfinished import Unfinished
+from shardwright_data.text import definitions, worker_pool
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens.config import TokenizerConfig, TokenizerKind
 

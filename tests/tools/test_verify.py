@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 from verifying import ROOT, verify
 
 import train
-from cluster.config import MeshConfig
-from input_loader import TokenBatch
 from shardlib import shardops
 from shardlib.shardtypes import Scope, dtype_name, typed_shard_map
+from shardwright.cluster.config import MeshConfig
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright_data.loader import TokenBatch
 from tools.verify import record as verify_record
 from tools.verify.__main__ import VerifyConfig, check, small
 from tools.verify.inputs import Inputs, with_planted
@@ -27,7 +28,6 @@ from tools.verify.names import line_of_field, name_of_site
 from tools.verify.program import find_sources, rewritten
 from tools.verify.record import Recorder, Site, summed_in_blocks
 from tools.verify.run import all_meshes, chosen, error_of
-from training_io.pipeline_config import PipelineConfig
 
 act = dtype_name("act")
 SOURCE = (ROOT / "train.py").read_text()
@@ -85,8 +85,15 @@ def test_what_is_saved_is_recorded_under_any_name():
 
 
 def test_sources_are_the_programs_own_modules():
-    found = find_sources("train", "models.gpt2")
-    assert {"train", "models.gpt2", "modeling.weights", "optimizers.muon", "modeling.rope", "jax_extra"} <= set(found)
+    found = find_sources("train", "gpt2")
+    assert {
+        "train",
+        "gpt2",
+        "shardwright.modeling.weights",
+        "shardwright.optimizers.muon",
+        "shardwright.modeling.rope",
+        "jax_extra",
+    } <= set(found)
     place = lambda name: ROOT / name.replace(".", "/")
     assert all(path in (place(name).with_suffix(".py"), place(name) / "__init__.py") for name, path in found.items())
     # A package is there as a whole, for its copy stands before it.

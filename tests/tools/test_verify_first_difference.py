@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardlib import marks
-from soundness.domain import UNIFORM, Dim, Part, Value, cut, whole
+from shardlib.proof.domain import UNIFORM, Dim, Part, Value, cut, whole
 from tools.verify.first_difference import Traced, assembled, first_difference
 
 SIZES = {"r": 2, "d": 2, "t": 2}

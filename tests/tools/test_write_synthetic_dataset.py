@@ -9,7 +9,7 @@ import pytest
 import zarr
 from numpy_checks import check_modules
 
-import flat_tokens
+from shardwright_data import flat_tokens
 from tools import write_synthetic_dataset as tool
 
 check_modules(flat_tokens, tool)

@@ -9,10 +9,10 @@ import pytest
 import tiny
 
 import train
-from input_loader import TokenBatch
-from modeling import rope
-from modeling.settings import ModelConfig
 from shardlib.shardtypes import f32
+from shardwright.modeling import rope
+from shardwright.modeling.settings import ModelConfig
+from shardwright_data.loader import TokenBatch
 
 
 def loss_and_gradients(batch: TokenBatch, dtype: str, c: ModelConfig):

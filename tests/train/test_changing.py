@@ -15,11 +15,11 @@ from jax.sharding import AbstractMesh, AxisType
 from recipes import PAGE, RECIPES, changed, hunks, module_of
 from verifying import verify
 
-from cluster.devices import make_mesh
-from input_loader import TokenBatch, batch_shapes
-from modeling.model import inputs_of, load_model
-from optimizers.config import GroupConfig
-from training_io.pipeline_config import PipelineConfig
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import inputs_of, load_model
+from shardwright.optimizers.config import GroupConfig
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright_data.loader import TokenBatch, batch_shapes
 
 TABLE = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (.*?) \|", PAGE, flags=re.M)
 MESHES = {"one device": (1, 1, 1, 1), "d=2 t=2": (1, 1, 2, 2), "p=2 d=2 t=2": (2, 1, 2, 2)}

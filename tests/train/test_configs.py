@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, AxisType
 from shipped import CONFIGS, RUNS, load
 
 import train
-from configuration.differences import config_differences
-from input_loader import batch_shapes
-from modeling.model import load_model
-from training_io.config import Config
-from training_io.resuming import fixed_settings, with_defaults
+from shardwright.modeling.model import load_model
+from shardwright.run.config import Config
+from shardwright.run.resuming import fixed_settings, with_defaults
+from shardwright.settings.differences import config_differences
+from shardwright_data.loader import batch_shapes
 
 PARAMETERS = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1074e6, "2b": 2147e6}
 DEVICES = {"a100x1": 1, "a100x8": 8, "a100x8x4": 32}

@@ -27,11 +27,11 @@ from shipped import load
 from simulated import xla_flags
 
 import train
-from cluster.devices import make_mesh
-from input_loader import FlatTokensLoader
-from modeling.model import COMPUTE_DTYPES, load_model
-from training_io import run as run_files
-from training_io.config import Config
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import COMPUTE_DTYPES, load_model
+from shardwright.run import run as run_files
+from shardwright.run.config import Config
+from shardwright_data.loader import FlatTokensLoader
 
 ROOT = Path(__file__).parents[2]
 DATASET = ROOT / "synthetic_dataset.zarr"

@@ -14,11 +14,10 @@ from losses_of_runs import losses
 from s3_server import S3Server
 
 import train
-import training_io.run
-from modeling.model import load_model
-from training_io.checkpoint import Checkpointer
-from training_io.initial_weights import find_checkpoint
-from training_io.resuming import choose_checkpoint
+from shardwright.modeling.model import load_model
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.initial_weights import find_checkpoint
+from shardwright.run.resuming import choose_checkpoint
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,15 +8,15 @@ import tiny
 from gradients import assert_same, loss_and_gradients
 from jax.sharding import PartitionSpec as P
 
+import gpt2
 import train
-from cluster.devices import make_mesh
-from modeling.model import compute_scope, load_model
-from modeling.weights import initialize
-from models import gpt2
 from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.shardtypes import make_partition_specs
 from shardlib.values import is_opaque
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import compute_scope, load_model
+from shardwright.modeling.weights import initialize
 
 AXES = ("p", "r", "d", "t")
 LLAMA = {  # of each weight: the dtype and the type that its uses see

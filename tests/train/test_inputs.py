@@ -15,14 +15,14 @@ import zarr
 from numpy_checks import check_modules
 from own_model import MINE
 
-import flat_tokens
 import train
-from cluster.devices import make_mesh
-from input_loader import DataConfig, SourceConfig, StreamConfig, make_loader
-from modeling.model import Tokens, load_model
-from sampling.drawing import Settings
-from sampling.sampler import Sampler
 from shardlib.shardtypes import bool_, make_shardings, u32
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import Tokens, load_model
+from shardwright.sampling.drawing import Settings
+from shardwright.sampling.sampler import Sampler
+from shardwright_data import flat_tokens
+from shardwright_data.loader import DataConfig, SourceConfig, StreamConfig, make_loader
 from tools.verify.inputs import random_batch
 from tools.verify.measure import type_check
 

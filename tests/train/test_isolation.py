@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 import train
-from input_loader import TokenBatch
+from shardwright_data.loader import TokenBatch
 
 
 @pytest.mark.long

@@ -12,15 +12,15 @@ import tiny
 from step_text import collectives, compile_step
 
 import train
-from cluster.devices import make_mesh
-from input_loader import FlatTokensConfig, FlatTokensLoader, TokenBatch, batch_shapes
 from shardlib import shardops
 from shardlib.layers import Extras
 from shardlib.pipeline import plan_training, run_training
 from shardlib.placement import Placement
 from shardlib.shardtypes import Array, f32, f64, pytree_dataclass, typed_shard_map
 from shardlib.tasks import in_a_ring
-from training_io.config import check_divides
+from shardwright.cluster.devices import make_mesh
+from shardwright.run.config import check_divides
+from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, TokenBatch, batch_shapes
 
 MESH = "r=2 d=2 t=2"
 

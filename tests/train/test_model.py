@@ -6,7 +6,7 @@ import pytest
 import tiny
 from llama_truth import compare, llama, llama_logits, losses_and_grads
 
-from input_loader import TokenBatch
+from shardwright_data.loader import TokenBatch
 
 
 @pytest.mark.parametrize(

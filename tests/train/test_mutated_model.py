@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from cluster.config import HardwareConfig, MeshConfig
-from input_loader import DataConfig, batch_shapes
-from modeling.model import load_model
-from modeling.settings import ModelConfig
-from optimizers.config import OptimizerConfig
 from shardlib.shardtypes import ShardError
-from training_io.config import Config, PathsConfig, TrainingConfig
+from shardwright.cluster.config import HardwareConfig, MeshConfig
+from shardwright.modeling.model import load_model
+from shardwright.modeling.settings import ModelConfig
+from shardwright.optimizers.config import OptimizerConfig
+from shardwright.run.config import Config, PathsConfig, TrainingConfig
+from shardwright_data.loader import DataConfig, batch_shapes
 
 pytestmark = pytest.mark.quick
 

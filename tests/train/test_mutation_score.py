@@ -28,15 +28,15 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from mutants import Mutant, mutants, spec_changes
 
-from cluster.config import HardwareConfig, MeshConfig
-from input_loader import DataConfig, batch_shapes
-from modeling.model import load_model
-from modeling.settings import ModelConfig
-from models import gpt2
-from optimizers.config import OptimizerConfig
+import gpt2
 from shardlib.parsing import PIPELINE_AXIS, OpSpec, ShardError, parse_op, parse_shape
-from training_io.config import Config, PathsConfig, TrainingConfig
-from training_io.pipeline_config import PipelineConfig
+from shardwright.cluster.config import HardwareConfig, MeshConfig
+from shardwright.modeling.model import load_model
+from shardwright.modeling.settings import ModelConfig
+from shardwright.optimizers.config import OptimizerConfig
+from shardwright.run.config import Config, PathsConfig, TrainingConfig
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright_data.loader import DataConfig, batch_shapes
 
 ROOT = Path(__file__).parents[2]
 SOURCE = (ROOT / "train.py").read_text()

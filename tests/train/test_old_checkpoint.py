@@ -10,9 +10,9 @@ import tiny
 from losses_of_runs import losses
 
 import train
-from modeling.model import load_model
-from training_io.initial_weights import find_checkpoint
-from training_io.resuming import config_of
+from shardwright.modeling.model import load_model
+from shardwright.run.initial_weights import find_checkpoint
+from shardwright.run.resuming import config_of
 
 ROOT = Path(__file__).parents[2]
 RECORDED = [6.082516670227051, 5.727694034576416, 5.811829090118408]

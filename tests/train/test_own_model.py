@@ -12,12 +12,12 @@ import step_text
 import tiny
 from own_model import MINE
 
-from cluster.devices import make_mesh
-from modeling.model import load_model
-from modeling.weights import initialize
-from sampling.drawing import Settings
-from sampling.sampler import Sampler
-from training_io.pipeline_config import PipelineConfig
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.modeling.weights import initialize
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.sampling.drawing import Settings
+from shardwright.sampling.sampler import Sampler
 
 PLACES = {  # name: p, r, d, t, layers of each stage
     "one device": (1, 1, 1, 1, None),

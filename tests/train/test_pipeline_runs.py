@@ -10,14 +10,14 @@ import zarr
 from processes import Run
 
 import train
-from cluster.devices import make_mesh
-from modeling.model import load_model
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_shardings
-from training_io.checkpoint import Checkpointer
-from training_io.config import Config
-from training_io.pipeline_config import PipelineConfig
-from training_io.stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.config import Config
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages
 
 PLACES = {  # name: p, r, d, t, pipeline settings
     "p=4 v=2": (4, 1, 1, 2, {"virtual_stages": 2}),

@@ -14,10 +14,10 @@ import rule_models as models
 import tiny
 
 import train
-from cluster.devices import make_mesh
-from input_loader import TokenBatch
-from modeling.attention_calls import describe_attention
-from modeling.blockwise import BLOCKS
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.attention_calls import describe_attention
+from shardwright.modeling.blockwise import BLOCKS
+from shardwright_data.loader import TokenBatch
 
 ROWS = 4
 LENGTHS = {"einsum": 16, "blockwise": BLOCKS["cpu"] + 32}

@@ -17,10 +17,10 @@ from shipped import RUNS
 from shipped import load as load_now
 
 import train
-from modeling.model import load_model
-from modeling.weights import check_table
+from shardwright.modeling.model import load_model
+from shardwright.modeling.weights import check_table
+from shardwright.run.config import Config, check_divides
 from tools.verify.measure import type_check
-from training_io.config import Config, check_divides
 
 ROOT = Path(__file__).parents[2]
 DEVICES = 2048

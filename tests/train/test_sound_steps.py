@@ -11,9 +11,9 @@ from recipes import module_of
 from shipped import RUNS, load
 
 import train
-from modeling.model import load_model
-from training_io.pipeline_config import PipelineConfig
-from training_io.soundness import find_unsound
+from shardwright.modeling.model import load_model
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.soundness import find_unsound
 
 SETTINGS = {  # what it is about: settings of training, of the model and of the optimizer, and the mesh
     "the demo": ({}, {}, {}, "r=2 d=2 t=2"),

@@ -21,13 +21,13 @@ from omegaconf import OmegaConf
 from simulated import xla_flags
 
 import train
-from cluster.devices import make_mesh
-from input_loader import TokenBatch
-from modeling.model import load_model
-from modeling.weights import initialize
 from shardlib.shardtypes import f32
-from training_io.config import check_booleans, check_divides, register_schema, to_config
-from training_io.metrics import RunLog
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.modeling.weights import initialize
+from shardwright.run.config import check_booleans, check_divides, register_schema, to_config
+from shardwright.run.metrics import RunLog
+from shardwright_data.loader import TokenBatch
 
 ROOT = Path(__file__).parents[2]
 

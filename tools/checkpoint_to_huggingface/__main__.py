@@ -32,22 +32,22 @@ import numpy as np
 from omegaconf import MISSING, OmegaConf
 
 import train
-from configuration.checks import check_choice, check_ranges, within
-from configuration.foreign import shown
-from configuration.program import run_program
-from modeling.model import inputs_of, load_model, module_of
-from models.huggingface import mapping_of
-from models.huggingface_check import check_rules, compare
-from text.huggingface import find_tokenizer, tokenizer_files
+from shardwright.modeling.model import inputs_of, load_model, module_of
+from shardwright.run.checkpoint_arrays import named_leaves
+from shardwright.run.config import WEIGHTS, check_weights
+from shardwright.run.host_checkpoint import StoredArray, open_checkpoint
+from shardwright.run.provenance import compare_source, provenance_of
+from shardwright.run.resuming import config_of, with_defaults
+from shardwright.run.saved import check_modules, literal, saved_config
+from shardwright.settings.program import run_program
+from shardwright_data.checks import check_choice, check_ranges, within
+from shardwright_data.foreign import shown
+from shardwright_data.text.huggingface import find_tokenizer, tokenizer_files
 from tools.checkpoint_to_huggingface.card import CARD, write_card
 from tools.checkpoint_to_huggingface.facts import Exported, read_run_until
 from tools.checkpoint_to_huggingface.hub import check_repository, push
-from training_io.checkpoint_arrays import named_leaves
-from training_io.config import WEIGHTS, check_weights
-from training_io.host_checkpoint import StoredArray, open_checkpoint
-from training_io.provenance import compare_source, provenance_of
-from training_io.resuming import config_of, with_defaults
-from training_io.saved import check_modules, literal, saved_config
+from tools.huggingface.check import check_rules, compare
+from tools.huggingface.mapping import mapping_of
 
 DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(jnp.bfloat16))}
 """Names in torch, and numpy dtypes."""

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from configuration.foreign import shown
+from shardwright_data.foreign import shown
 from tools.checkpoint_to_huggingface import facts
 from tools.checkpoint_to_huggingface.facts import Exported
 

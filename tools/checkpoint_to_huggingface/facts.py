@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configuration.differences import flat
+from shardwright.run.resuming import with_defaults
+from shardwright.settings.differences import flat
 from tools.report.reading import Run, number, read_run, smoothed
-from training_io.resuming import with_defaults
 
 SMOOTH = 50
 """Steps over which losses are averaged, or a tenth of all if that is fewer."""

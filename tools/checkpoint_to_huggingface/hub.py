@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from configuration.foreign import LARGE, read_object, shown
+from shardwright_data.foreign import LARGE, read_object, shown
 from tools.checkpoint_to_huggingface.card import CARD
 
 _ALWAYS = (CARD, "config.json", "generation_config.json")

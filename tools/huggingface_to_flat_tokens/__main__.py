@@ -12,15 +12,15 @@ import os
 from enum import Enum
 from typing import Any
 
-import flat_tokens
-from configuration.checks import check_ranges
-from configuration.differences import flat
-from configuration.program import run_program
-from flat_tokens import shards
-from flat_tokens.unfinished import Unfinished
-from text import hub, local_files, sources, tokenizers
-from text.tokenizers import TextTokenizer, Tokenizer
-from text.worker_pool import WorkerPool, available_cores
+from shardwright.settings.differences import flat
+from shardwright.settings.program import run_program
+from shardwright_data import flat_tokens
+from shardwright_data.checks import check_ranges
+from shardwright_data.flat_tokens import shards
+from shardwright_data.flat_tokens.unfinished import Unfinished
+from shardwright_data.text import hub, local_files, sources, tokenizers
+from shardwright_data.text.tokenizers import TextTokenizer, Tokenizer
+from shardwright_data.text.worker_pool import WorkerPool, available_cores
 from tools.huggingface_to_flat_tokens import inputs
 from tools.huggingface_to_flat_tokens.blocks import Tokenize
 from tools.huggingface_to_flat_tokens.config import SPLITS, Config

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-import flat_tokens
-from text.sources import Block
-from text.tokenizers import Tokenizer
+from shardwright_data import flat_tokens
+from shardwright_data.text.sources import Block
+from shardwright_data.text.tokenizers import Tokenizer
 
 
 class Tokenized(NamedTuple):

@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from configuration.checks import at_least_1, within
+from shardwright_data.checks import at_least_1, within
 
 SPLITS = ("train", "validation")
 

@@ -2,9 +2,9 @@
 
 import itertools
 
-from text import definitions, hub, libraries, local_files, sources, tokenizers
-from text.sources import Piece
-from text.tokenizers import Tokenizer
+from shardwright_data.text import definitions, hub, libraries, local_files, sources, tokenizers
+from shardwright_data.text.sources import Piece
+from shardwright_data.text.tokenizers import Tokenizer
 from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerKind
 
 

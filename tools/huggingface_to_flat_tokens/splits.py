@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-import flat_tokens
-from flat_tokens import shards
-from flat_tokens.progress import Progress
-from flat_tokens.unfinished import State, Unfinished
-from text.sources import Block, Piece
-from text.tokenizers import Tokenizer
-from text.worker_pool import WorkerPool
+from shardwright_data import flat_tokens
+from shardwright_data.flat_tokens import shards
+from shardwright_data.flat_tokens.progress import Progress
+from shardwright_data.flat_tokens.unfinished import State, Unfinished
+from shardwright_data.text.sources import Block, Piece
+from shardwright_data.text.tokenizers import Tokenizer
+from shardwright_data.text.worker_pool import WorkerPool
 from tools.huggingface_to_flat_tokens import blocks
 from tools.huggingface_to_flat_tokens.config import Config, SplitConfig
 

@@ -26,16 +26,16 @@ from omegaconf import MISSING
 from rich.console import Console
 
 import train
-from configuration.checks import at_least_1, check_choice, within
-from configuration.program import run_program
+from shardwright.run.microscope import Microscope
+from shardwright.run.opening import StagesChoice
+from shardwright.run.provenance import ROOT
+from shardwright.settings.program import run_program
+from shardwright_data.checks import at_least_1, check_choice, within
 from tools.replay import bisect, difference, show
 from tools.replay.documents import Document, codec_of, documents_of, on_host, token_losses, with_losses
 from tools.replay.nonfinite import Explainer, is_finite
 from tools.replay.session import Done, Session, common_checkpoint, logged, metrics_of, opened
 from tools.replay.sources import rebuilt
-from training_io.microscope import Microscope
-from training_io.opening import StagesChoice
-from training_io.provenance import ROOT
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from input_loader import TokenBatch
+from shardwright_data.loader import TokenBatch
 from tools.replay.documents import Document
 from tools.replay.session import Done, Session, logged
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from configuration.differences import flat
-from microscope.look import Look
-from microscope.statistics import bits
+from shardwright.microscope.look import Look
+from shardwright.microscope.statistics import bits
+from shardwright.run.checkpoint_arrays import named_leaves
+from shardwright.run.files import read_config
+from shardwright.run.resuming import with_defaults
+from shardwright.settings.differences import flat
 from tools.replay.documents import on_host
 from tools.replay.session import Session, logged, metrics_of
-from training_io.checkpoint_arrays import named_leaves
-from training_io.files import read_config
-from training_io.resuming import with_defaults
 
 OF_A_RUN = ("paths.", "hardware.", "distributed.")
 """Beginnings of the names of settings that change nothing that a step computes."""

@@ -10,14 +10,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import train
-from input_loader import TokenBatch
-from input_loader.codec import codec_of_data
-from input_loader.origins import pieces_of, sequences_of_batch
-from modeling.model import compute_scope
 from shardlib.shardtypes import f32, make_shardings, typed_shard_map, u32
-from text.codec import TextCodec
+from shardwright.modeling.model import compute_scope
+from shardwright.run.stages import folded_mesh, without_stages
+from shardwright_data.loader import TokenBatch
+from shardwright_data.loader.codec import codec_of_data
+from shardwright_data.loader.origins import pieces_of, sequences_of_batch
+from shardwright_data.text.codec import TextCodec
 from tools.replay.session import Session
-from training_io.stages import folded_mesh, without_stages
 
 
 @dataclasses.dataclass

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from input_loader import TokenBatch
-from microscope.origin import Finder, Origin, positions
+from shardwright.microscope.origin import Finder, Origin, positions
+from shardwright.run.checkpoint_arrays import named_leaves
+from shardwright.run.skipping import are_finite
+from shardwright_data.loader import TokenBatch
 from tools.replay.documents import Document
 from tools.replay.session import Session
-from training_io.checkpoint_arrays import named_leaves
-from training_io.skipping import are_finite
 
 METRICS = 2
 """The loss and the norm of the gradients: the first of train.Metrics."""

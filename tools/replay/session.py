@@ -13,24 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
-from cluster.devices import compile_program, known_options
-from configuration.foreign import SMALL, check_file, open_no_pipe, parse_json, shown
-from input_loader import TokenBatch, batch_of, batch_shapes, make_loader
-from modeling.attention import KERNELS
-from modeling.model import inputs_of, load_model
+from shardwright.cluster.devices import compile_program, known_options
+from shardwright.modeling.attention import KERNELS
+from shardwright.modeling.model import inputs_of, load_model
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.config import Config as RunConfig
+from shardwright.run.files import read_config
+from shardwright.run.initial_weights import find_checkpoint, last_step
+from shardwright.run.microscope import StepWithoutStages
+from shardwright.run.opening import StagesChoice, mesh_of_steps, read_state, trusted_options
+from shardwright.run.provenance import compare_source, provenance_of
+from shardwright.run.resuming import config_of
+from shardwright.run.run import fresh_state
+from shardwright.run.saved import saved_config
+from shardwright.run.skipping import SkippedSteps
+from shardwright.run.stages import placement_of, stack_orders
+from shardwright_data.foreign import SMALL, check_file, open_no_pipe, parse_json, shown
+from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, make_loader
 from tools.replay.sources import kept_by, provenance_kept
-from training_io.checkpoint import Checkpointer
-from training_io.config import Config as RunConfig
-from training_io.files import read_config
-from training_io.initial_weights import find_checkpoint, last_step
-from training_io.microscope import StepWithoutStages
-from training_io.opening import StagesChoice, mesh_of_steps, read_state, trusted_options
-from training_io.provenance import compare_source, provenance_of
-from training_io.resuming import config_of
-from training_io.run import fresh_state
-from training_io.saved import saved_config
-from training_io.skipping import SkippedSteps
-from training_io.stages import placement_of, stack_orders
 
 Write = Callable[[str], None]
 

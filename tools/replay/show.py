@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from configuration.foreign import one_line, shown
-from configuration.words import for_console
-from text.codec import TextCodec
+from shardwright.settings.words import for_console
+from shardwright_data.foreign import one_line, shown
+from shardwright_data.text.codec import TextCodec
 from tools.replay.documents import Document
 from tools.replay.session import Done
 

@@ -5,8 +5,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from configuration.foreign import open_no_pipe, parse_json
-from training_io.provenance import PROJECT, ROOT, source_of
+from shardwright.run.provenance import PROJECT, ROOT, source_of
+from shardwright_data.foreign import open_no_pipe, parse_json
 
 _OF_A_CHECKPOINT = ("source", "programs", "traced_by", "untraced")
 

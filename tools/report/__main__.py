@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from configuration.checks import at_least_1, check_ranges
-from configuration.foreign import shown
-from configuration.program import run_program
-from configuration.words import for_console
+from shardwright.run.files import REPORT
+from shardwright.settings.program import run_program
+from shardwright.settings.words import for_console
+from shardwright_data.checks import at_least_1, check_ranges
+from shardwright_data.foreign import shown
 from tools.report.comparing import Comparison, compare, name_of, remarks
 from tools.report.page import write
 from tools.report.reading import Run, find_runs, read_run
 from tools.report.sections import Report
-from training_io.files import REPORT
 
 
 @dataclass

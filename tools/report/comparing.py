@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configuration.foreign import shown
+from shardwright.run.files import duration
+from shardwright_data.foreign import shown
 from tools.report.reading import Run
-from training_io.files import duration
 
 
 def scaled(value: float, *units: tuple[float, str]) -> str:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from compiled.picture import KEPT_COLOUR, axis_colours
-from compiled.table import CollectiveRow, KeptRow, MatmulRow, Table, in_bytes, in_flops
-from configuration.foreign import parse_json, read_file
+from shardwright.compiled.picture import KEPT_COLOUR, axis_colours
+from shardwright.compiled.table import CollectiveRow, KeptRow, MatmulRow, Table, in_bytes, in_flops
+from shardwright.run.optional import why
+from shardwright_data.foreign import parse_json, read_file
 from tools.report.comparing import scaled
 from tools.report.reading import Run, number
-from training_io.optional import why
 
 _STEP, _TIMES = "training_step_optimized_hlo_*", "plugins/profile/*/profile_by_line.json"
 _MOST_BYTES, _MOST_BYTES_OF_PICTURE = 2**23, 2**21

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from configuration.foreign import shown
+from shardwright_data.foreign import shown
 from tools.report.plots import Panel, colour, log_ticks
 from tools.report.reading import Run, number
 

@@ -12,7 +12,7 @@ import numpy as np
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from configuration.foreign import shown
+from shardwright_data.foreign import shown
 from tools.report.plots import Panel
 from tools.report.sections import SECTIONS, Report, head
 

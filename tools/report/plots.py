@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from configuration.foreign import shown
+from shardwright_data.foreign import shown
 from tools.report.comparing import Comparison
 from tools.report.reading import Curve, Run, evenly, number
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from configuration.differences import flat
-from configuration.foreign import open_no_pipe, parse_json, read_object
+from shardwright.run.files import LOCK, OF_A_STEP, read_config
+from shardwright.run.optional import why
+from shardwright.settings.differences import flat
+from shardwright_data.foreign import open_no_pipe, parse_json, read_object
 from tools.report.thinning import Lines, read_lines
-from training_io.files import LOCK, OF_A_STEP, read_config
-from training_io.optional import why
 
 Curve = np.ndarray
 """A number for each step, f64; NaN is an unknown value. (jaxtyping would take a third of the time of a page.)"""

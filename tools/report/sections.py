@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardwright.run.files import duration
 from tools.report.comparing import (
     BYTES,
     IGNORED_SETTINGS,
@@ -27,7 +28,6 @@ from tools.report.lines import step_by_line
 from tools.report.microscope import microscope
 from tools.report.plots import colour, panels_of
 from tools.report.reading import Run, as_json, number, read_samples
-from training_io.files import duration
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
 """Number of steps whose samples are shown, and of events; characters of a text."""

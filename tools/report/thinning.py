@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from configuration.foreign import open_no_pipe
+from shardwright_data.foreign import open_no_pipe
 
 MOST_BYTES = 2**22
 """Bytes of the newest lines of a kind that are kept, and of the older ones."""

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from configuration.checks import within
-from configuration.program import run_program
-from configuration.words import for_console, picture_of
 from shardlib.parsing import did_you_mean
 from shardlib.schedule_simulator import Costs, Timeline, simulate, simulate_ticks
 from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import TickTable, tick_table
+from shardwright.settings.program import run_program
+from shardwright.settings.words import for_console, picture_of
+from shardwright_data.checks import within
 from tools.schedule.gantt import Chart, draw_text, text_legend
 
 _PICTURE_COLUMNS = 112

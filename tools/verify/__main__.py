@@ -22,17 +22,17 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from compiled.files import write_json
-from configuration.checks import check_choice, check_ranges, within
-from configuration.composing import Program
-from configuration.differences import flat
-from configuration.program import refusals_shown, start
-from modeling.model import module_name, module_of
+from shardwright.compiled.files import write_json
+from shardwright.modeling.model import module_of
+from shardwright.run.config import Config, register_schema, to_config
+from shardwright.run.launch import CONFIGS
+from shardwright.run.provenance import source_of
+from shardwright.settings.composing import Program
+from shardwright.settings.differences import flat
+from shardwright.settings.program import refusals_shown, start
+from shardwright_data.checks import check_choice, check_ranges, within
 from tools.verify.program import find_sources, write_copy
 from tools.verify.result import read_result
-from training_io.config import Config, register_schema, to_config
-from training_io.launch import CONFIGS
-from training_io.provenance import source_of
 
 
 @dataclass
@@ -92,7 +92,7 @@ def small(c: Config, devices: int) -> None:
 
 def run(c: Config, settings: VerifyConfig, title: str) -> int:
     """Verifies `c`: 0 if all meshes agree, 1 if one differs, 2 if tracing or a setting is refused."""
-    sources = find_sources("train", module_name(c.model.module))
+    sources = find_sources("train", c.model.module)
     status, results = 0, []
     if settings.output is not None:
         Path(settings.output).unlink(missing_ok=True)  # or else, of a step that is refused, an older result would stay

@@ -1,6 +1,6 @@
 """The first line of a step of which a value differs from one device: every value of the traced step is compared.
 
-The step is traced on the mesh and on one device. soundness/ says of which whole value each device holds a block, and
+The step is traced on the mesh and on one device. The proof says of which whole value each device holds a block, and
 both programs run once more, equation by equation, and give back what each equation computes.
 """
 
@@ -16,19 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
-from microscope.rerun import Path, Rerun, executed
-from modeling.model import load_model
 from shardlib.equations import CALLS
 from shardlib.marks import is_region
 from shardlib.parsing import PIPELINE_AXIS
+from shardlib.proof.alignment import Different
+from shardlib.proof.check import findings_and_facts
+from shardlib.proof.domain import UNIFORM, Value, devices
 from shardlib.values import planned_for
-from soundness.alignment import Different
-from soundness.check import findings_and_facts
-from soundness.domain import UNIFORM, Value, devices
+from shardwright.microscope.rerun import Path, Rerun, executed
+from shardwright.modeling.model import load_model
+from shardwright.run.config import Config
 from tools.verify.inputs import Inputs
 from tools.verify.measure import mesh_name, mesh_of, placed, placed_state
 from tools.verify.names import line_at
-from training_io.config import Config
 
 
 def is_compared(value: Value, aval: Any) -> bool:
@@ -132,7 +132,7 @@ AMPLIFIED = 1e3
 
 
 def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[list[str], First | None]:
-    """What soundness/ finds in a step on a mesh, and the first value that differs from that on one device.
+    """What the proof finds in a step on a mesh, and the first value that differs from that on one device.
 
     Args:
         here: the step on the mesh.
@@ -191,7 +191,7 @@ def _perturbed(arguments: list) -> list:
 def causes(c: Config, inputs: Inputs, sizes: Mapping[str, int], tolerance: float) -> list[str]:
     """The first value that differs on a mesh from one device, or from one device of each stage, with its line.
 
-    Before it, what soundness/ finds in the step.
+    Before it, what the proof finds in the step.
     """
     try:
         found = _causes(c, inputs, sizes, tolerance)

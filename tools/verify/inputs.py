@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from input_loader import TokenBatch, in_microbatches
-from modeling.model import inputs_of, load_model
-from training_io.config import Config
+from shardwright.modeling.model import inputs_of, load_model
+from shardwright.run.config import Config
+from shardwright_data.loader import TokenBatch, in_microbatches
 
 
 @dataclasses.dataclass
@@ -64,7 +64,7 @@ def with_planted(inputs: Inputs, vocab: int) -> Iterator[tuple[str, Inputs]]:
     It is the last entry of the first and of the last weight; and of the first table of `vocab` ids, an entry of an id
     that the batch lacks. On a mesh, lookups of other ids come near it, where devices hold blocks of the table.
 
-    The proof of soundness/ takes numbers for finite. What a step says of others, its metrics show: whether each is
+    The proof takes numbers for finite. What a step says of others, its metrics show: whether each is
     finite, and whether the step was skipped.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(inputs.state.weights)

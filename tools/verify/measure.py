@@ -18,10 +18,6 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import train
-from cluster.devices import make_mesh
-from input_loader import TokenBatch, batch_shapes, make_loader
-from modeling.model import compute_scope, inputs_of, load_model
-from modeling.weights import are_stacks
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.layers import Extras, LayerNumbers
 from shardlib.op_checks import varying
@@ -30,11 +26,15 @@ from shardlib.pipeline import StagedLoss
 from shardlib.placement import Placement
 from shardlib.shardtypes import make_partition_specs, make_shardings, u32
 from shardlib.values import pipeline_stage
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import compute_scope, inputs_of, load_model
+from shardwright.modeling.weights import are_stacks
+from shardwright.run.config import Config
+from shardwright.run.stages import has_stages, placement_of
+from shardwright_data.loader import TokenBatch, batch_shapes, make_loader
 from tools.verify.inputs import Inputs, random_batch, with_planted
 from tools.verify.names import line_of_field, line_of_function, name_of_site
 from tools.verify.record import Recorder, Site, recording, scan, summed_in_blocks
-from training_io.config import Config
-from training_io.stages import has_stages, placement_of
 
 AXES = ("p", "r", "d", "t")
 """Axes of the mesh, major to minor."""

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from microscope.names import function_and_target
+from shardwright.microscope.names import function_and_target
 from tools.verify.program import RECORD
 from tools.verify.record import Site
 

@@ -87,18 +87,11 @@ def _is_future(node: ast.stmt) -> bool:
     return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
-LIBRARY = (
-    "cluster",
-    "configuration",
-    "flat_tokens",
-    "input_loader",
-    "sampling",
-    "shardlib",
-    "text",
-    "tools",
-    "training_io",
-)
+LIBRARY = ("shardlib", "shardwright_data", "tools")
+LIBRARY += tuple(f"shardwright.{name}" for name in ("cluster", "compiled", "microscope", "run", "sampling", "settings"))
 """Packages that are not copied: they have no math of the training step."""
+WITH_LIBRARY = "shardwright"
+"""The package of which parts are copied: the copy finds the others in the original."""
 
 
 def find_sources(*modules: str) -> dict[str, Path]:
@@ -116,7 +109,7 @@ def find_sources(*modules: str) -> dict[str, Path]:
         if file is None or name in found:
             continue
         found[name] = file
-        if file.name == "__init__.py":
+        if file.name == "__init__.py" and name != WITH_LIBRARY:
             queue += [f"{name}.{path.stem}" for path in file.parent.glob("*.py") if path.stem != "__init__"]
             queue += [f"{name}.{path.parent.name}" for path in file.parent.glob("*/__init__.py")]
         for node in ast.walk(ast.parse(file.read_text(), str(file))):
@@ -129,8 +122,7 @@ def find_sources(*modules: str) -> dict[str, Path]:
 
 
 def _own_file(name: str) -> Path | None:
-    top = name.partition(".")[0]
-    if top in sys.stdlib_module_names or top in LIBRARY:
+    if name.partition(".")[0] in sys.stdlib_module_names or f"{name}.".startswith(tuple(f"{x}." for x in LIBRARY)):
         return None
     try:
         spec = importlib.util.find_spec(name)
@@ -149,4 +141,5 @@ def write_copy(sources: dict[str, Path], directory: Path, double: bool) -> None:
         place = directory / name.replace(".", "/")
         copy = place / "__init__.py" if path.name == "__init__.py" else place.with_suffix(".py")
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(rewritten(path.read_text(), double))
+        text = rewritten(path.read_text(), double)
+        copy.write_text(f"{text}\n__path__.append({str(path.parent)!r})\n" if name == WITH_LIBRARY else text)

@@ -140,7 +140,7 @@ def einsum(spec, *operands, **options):
 
 
 def shared_scale(peak: jax.Array, reason: str, spec: str) -> jax.Array:
-    """`marks.leave` for the peak of a block that modeling/fp8.py scales by: the peak of the blocks of all devices.
+    """`marks.leave` for the peak of a block that fp8.py scales by: the peak of the blocks of all devices.
 
     So all meshes round alike.
     """

@@ -21,11 +21,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from configuration.program import refusal
-from configuration.words import for_console
-from modeling.blockwise import small_blocks
-from modeling.model import COMPUTE_DTYPES, load_model
 from shardlib.places import shown_path
+from shardwright.modeling.blockwise import small_blocks
+from shardwright.modeling.model import COMPUTE_DTYPES, load_model
+from shardwright.run.config import Config, check_divides
+from shardwright.run.resuming import config_of
+from shardwright.run.stages import training_plan
+from shardwright.settings.program import refusal
+from shardwright.settings.words import for_console
 from tools.verify.first_difference import causes
 from tools.verify.inputs import make_inputs, random_batch
 from tools.verify.measure import (
@@ -44,9 +47,6 @@ from tools.verify.measure import (
 )
 from tools.verify.names import line_at
 from tools.verify.result import keep_result
-from training_io.config import Config, check_divides
-from training_io.resuming import config_of
-from training_io.stages import training_plan
 
 NOT_OF_WEIGHTS = ("activation", "loss", "step", "planted")
 """Kinds of tensors that are not part of a weight."""
@@ -114,7 +114,7 @@ class Outcome:
     data: str
     """The origin of the batch."""
     causes: list[str] = dataclasses.field(default_factory=list)
-    """Where a mesh first computes another value, and what soundness/ finds in its step."""
+    """Where a mesh first computes another value, and what the proof finds in its step."""
 
     def failures(self, result: MeshResult) -> list[Tensor]:
         """The tensors of a mesh that are beyond their limits."""

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from bench.throughput.peers.jax_peer import DTYPES, JaxContestant
 from bench.throughput.peers.job import Job
 from shardlib.products import einsum_with_gradients
-from training_io.flops import peak_flops
+from shardwright.run.flops import peak_flops
 
 
 def attention_share(job: Job) -> float:

@@ -13,14 +13,14 @@ from bench.nvidia import least_ms
 from bench.steps import load
 from bench.throughput.peers.jax_peer import JaxContestant
 from bench.throughput.peers.job import BOS_ID, Job, batches
-from cluster.devices import compile_program, known_options, make_mesh, start_devices
-from compiled.hlo import parse
-from compiled.times import kind_times
-from input_loader import TokenBatch, in_microbatches
-from modeling.attention_calls import describe_attention
-from modeling.model import load_model
 from shardlib.shardtypes import make_shardings
-from training_io.config import check_divides
+from shardwright.cluster.devices import compile_program, known_options, make_mesh, start_devices
+from shardwright.compiled.hlo import parse
+from shardwright.compiled.times import kind_times
+from shardwright.modeling.attention_calls import describe_attention
+from shardwright.modeling.model import load_model
+from shardwright.run.config import check_divides
+from shardwright_data.loader import TokenBatch, in_microbatches
 
 
 def config_of(job: Job):

@@ -1,0 +1,371 @@
+"""GPT-2 (Radford et al. 2019), a second model for train.py. The setting `model.module: gpt2` chooses it.
+
+    python -m train --config-name=gpt2_124m
+
+It has learned positions, LayerNorm with biases, GELU, one table for embedding and output, and dropout. Dims and axes
+are those of train.py, and P, the learned positions. A model has these parts: its settings (ModelConfig), its weights,
+their shapes and initial values (weight_table), its math (Model), and the exchange with Hugging Face.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_extra import save_for_backward
+from shardlib import shardops
+from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
+from shardwright.huggingface import check_names, check_tensors, tied, whole_number
+from shardwright.modeling.model import Tokens, act
+from shardwright.modeling.rules import CAUSAL
+from shardwright.modeling.weights import Weight, matrix, vector
+from shardwright_data.checks import at_least_0, within
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    """Settings of GPT-2."""
+
+    module: str = "gpt2"
+    vocab: int = 50304
+    """Number of token ids: the 50257 of GPT-2, rounded up for the mesh. Sharded over t and p."""
+    positions: int = within(1, 2**25, 1024)
+    """Number of learned positions, the length of the longest sequence. Sharded over t and p."""
+    d_model: int = within(1, 2**24, 768)
+    """Width of the residual stream. A multiple of t·d·p devices."""
+    layers: int = 12
+    heads: int = within(1, 2**24, 12)
+    """Sharded over t. The entries of a head, d_model / heads of them, are sharded over d at rest."""
+    dropout: float = within(0, 1, 0.0)
+    """Probability, in [0, 1), that an entry of embeddings, attention weights and layer outputs is 0 while training."""
+    norm_epsilon: float = at_least_0(1e-5)
+    """Added to the variance under the root of LayerNorm (arXiv 1607.06450)."""
+    init_std: float = at_least_0(0.02)
+    """Standard deviation of matrices and tables at init; divided by √(2·layers) for w_o and w_down."""
+    bos_id: int = 50256
+    """Token id before the first of each document: <|endoftext|>."""
+
+    sharded: ClassVar[dict[str, str]] = {
+        "vocab": "t·p",
+        "positions": "t·p",
+        "d_model": "t·d·p",
+        "heads": "t",
+        "d_head": "d",
+        "d_ff": "t·d",
+    }
+
+    @property
+    def d_head(self) -> int:
+        """Number of entries of a head."""
+        return self.d_model // self.heads
+
+    @property
+    def d_ff(self) -> int:
+        """Width of the MLP."""
+        return 4 * self.d_model
+
+    def check(self, seq_len: int) -> None:
+        """Raises ValueError if `heads` do not divide `d_model`, and for sequences longer than `positions`."""
+        if self.d_model % self.heads:
+            raise ValueError(f"model.d_model is {self.d_model}; it must be a multiple of model.heads = {self.heads}.")
+        if seq_len > self.positions:
+            raise ValueError(f"sequences have {seq_len} tokens, but model.positions is {self.positions}; raise it.")
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class GPT2Layer:
+    """Weights of one layer, each as it is at rest >> as the layer uses it."""
+
+    attention_gain: f32["M/t/d"] >> f32["M"]
+    attention_bias: f32["M/t/d"] >> f32["M"]
+    w_q: f32["M/d K/t D"] >> act["M K/t D"]
+    w_k: f32["M/d K/t D"] >> act["M K/t D"]
+    w_v: f32["M/d K/t D"] >> act["M K/t D"]
+    b_q: f32["K/t D/d"] >> act["K/t D"]
+    b_k: f32["K/t D/d"] >> act["K/t D"]
+    b_v: f32["K/t D/d"] >> act["K/t D"]
+    w_o: f32["K/t D M/d"] >> act["K/t D M"]
+    b_o: f32["M/t/d"] >> act["M"]
+    mlp_gain: f32["M/t/d"] >> f32["M"]
+    mlp_bias: f32["M/t/d"] >> f32["M"]
+    w_up: f32["M/d F/t"] >> act["M F/t"]
+    b_up: f32["F/t/d"] >> act["F/t"]
+    w_down: f32["F/t M/d"] >> act["F/t M"]
+    b_down: f32["M/t/d"] >> act["M"]
+
+
+@pytree_dataclass
+class GPT2:
+    """Weights of the model."""
+
+    embed: f32["V/t/p M/d"] >> act["V/t/p M"]
+    positions: f32["P/t/p M/d"] >> f32["P/t/p M"]
+    layers: Array["layers/p", GPT2Layer]
+    final_gain: f32["M/t/d/p"] >> f32["M"]
+    final_bias: f32["M/t/d/p"] >> f32["M"]
+
+
+def weight_table(c: ModelConfig) -> GPT2:
+    """Shape and initial values of each weight: normal with init_std; gains are 1, biases 0."""
+    n, model, heads, hidden = c.layers, (c.d_model,), (c.heads, c.d_head), (c.d_ff,)
+    into = lambda outputs: matrix(n, model, outputs, c.init_std * math.sqrt(c.d_model))
+    to_stream = lambda inputs: matrix(n, inputs, model, c.init_std * math.sqrt(math.prod(inputs) / (2 * n)))
+    return GPT2(
+        embed=Weight((c.vocab, c.d_model), "unembedding", c.init_std),
+        positions=Weight((c.positions, c.d_model), "embedding", c.init_std),
+        layers=GPT2Layer(
+            attention_gain=vector(n, c.d_model, value=1),
+            attention_bias=vector(n, c.d_model, value=0),
+            w_q=into(heads),
+            w_k=into(heads),
+            w_v=into(heads),
+            b_q=vector(n, *heads, value=0),
+            b_k=vector(n, *heads, value=0),
+            b_v=vector(n, *heads, value=0),
+            w_o=to_stream(heads),
+            b_o=vector(n, c.d_model, value=0),
+            mlp_gain=vector(n, c.d_model, value=1),
+            mlp_bias=vector(n, c.d_model, value=0),
+            w_up=into(hidden),
+            b_up=vector(n, c.d_ff, value=0),
+            w_down=to_stream(hidden),
+            b_down=vector(n, c.d_model, value=0),
+        ),
+        final_gain=vector(c.d_model, value=1),
+        final_bias=vector(c.d_model, value=0),
+    )
+
+
+# ---- forward pass -----------------------------------------------------------------------------------------------
+
+
+@typed
+def layer_norm(x: act["B/r/d L/t M"], gain: f32["M"], bias: f32["M"], epsilon: float) -> act["B/r/d L/t M"]:
+    """LayerNorm of each position (arXiv 1607.06450), in f32: mean 0 and variance 1, times the gain, plus the bias."""
+    x32 = jnp.float32(x)
+    centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    normed = centered * lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
+    scaled = shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", normed, gain)
+    return (scaled + shardops.broadcast("M -> B/r/d L/t M", bias)).astype(x.dtype)
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
+    """Sets entries of x to 0 with probability `rate`, and divides the others by 1 - rate.
+
+    `keys` has a random key for each leading index of x. None: x stays as it is.
+    """
+    if keys is None:
+        return x
+    trailing = x.shape[keys.ndim :]
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, trailing))(keys.reshape(-1)).reshape(x.shape)
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class DropoutKeys:
+    """Random keys that depend on the sequence and the place in it, but not on the mesh or on microbatches."""
+
+    keys: jax.Array | None
+    """Key of each sequence of this device, in this layer; None without dropout."""
+
+    def of_positions(self, site: int, length: int) -> jax.Array | None:
+        """Keys [B, length / t] of this device's own positions. `site` numbers the uses of dropout in a layer."""
+        return self._of_blocks(site, length // shardops.axis_size("t"))
+
+    def of_heads(self, site: int, heads: int) -> jax.Array | None:
+        """Keys [B, heads] of this device's own heads."""
+        return self._of_blocks(site, heads)
+
+    def _of_blocks(self, site: int, own: int) -> jax.Array | None:
+        if self.keys is None:
+            return None
+        index = shardops.axis_index("t") * own + jnp.arange(own)
+        at = lambda key: jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, site), i))(index)
+        return jax.vmap(at)(self.keys)
+
+
+class Model:
+    """The math of GPT-2."""
+
+    Weights = GPT2
+
+    def __init__(self, c: ModelConfig):
+        self.c, self.table = c, weight_table(c)
+
+    @typed
+    def embed(self, w: GPT2, tokens: Tokens) -> act["B/r/d L/t M"]:
+        """Residual stream before the first layer."""
+        # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
+        x = shardops.index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", w.embed.astype(jnp.float32), tokens.ids)
+        x = x + shardops.index_unreduced("[P/t/p] M, B/r/d L -> B/r/d L M +t +p", w.positions, tokens.positions)
+        x = shardops.psum_scatter("B/r/d L M +t +p -> B/r/d L/t M +p", x.astype(act.dtype))
+        x = shardops.psum("B/r/d L/t M +p -> B/r/d L/t M", x)
+        return dropout(x, self.c.dropout, DropoutKeys(tokens.keys).of_positions(3, tokens.ids.shape[1]))
+
+    @typed
+    def layer(
+        self, x: act["B/r/d L/t M"], w: GPT2Layer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/r/d L/t M"]:
+        """One transformer layer. Its weights are gathered."""
+        gather, broadcast = shardops.all_gather, shardops.broadcast
+        rate, epsilon, keys = self.c.dropout, self.c.norm_epsilon, DropoutKeys(tokens.keys)
+
+        nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.attention_gain, w.attention_bias, epsilon))
+
+        def heads(weight, bias):
+            product = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, weight)
+            return save_for_backward(product + broadcast("K/t D -> B/r/d L K/t D", bias))
+
+        q: act["B/r/d L K/t D"] = heads(w.w_q, w.b_q)
+        k: act["B/r/d L K/t D"] = heads(w.w_k, w.b_k)
+        v: act["B/r/d L K/t D"] = heads(w.w_v, w.b_v)
+        drop_weights = lambda weights: dropout(weights, rate, keys.of_heads(0, weights.shape[1]))
+        drop_weights = None if keys.keys is None else drop_weights
+        attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
+        attended: act["B/r/d L K/t D"] = save_for_backward(attended[..., 0, :])
+        out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", attended, w.w_o)
+        out = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
+        out = out + broadcast("M -> B/r/d L/t M", w.b_o)
+        x = save_for_backward(x + dropout(out, rate, keys.of_positions(1, nx.shape[1])))
+
+        nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.mlp_gain, w.mlp_bias, epsilon))
+        up = einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w.w_up)
+        up = save_for_backward(up + broadcast("F/t -> B/r/d L F/t", w.b_up))
+        hidden: act["B/r/d L F/t"] = jax.nn.gelu(up, approximate=True)
+        out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w.w_down)
+        out = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
+        out = out + broadcast("M -> B/r/d L/t M", w.b_down)
+        return x + dropout(out, rate, keys.of_positions(2, nx.shape[1]))
+
+    @typed
+    def logits(self, w: GPT2, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t/p"]:
+        """Logits of the token after each position."""
+        nx = layer_norm(x, w.final_gain, w.final_bias, self.c.norm_epsilon)
+        nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)
+        return shardops.einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, w.embed)
+
+
+# ---- exchange with transformers: docs/huggingface.md describes the two functions ---------------------------------
+
+_LAYER = {  # name of a tensor in transformers: our weights in it, side by side along its output dim
+    "ln_1.weight": ("attention_gain",),
+    "ln_1.bias": ("attention_bias",),
+    "attn.c_attn.weight": ("w_q", "w_k", "w_v"),
+    "attn.c_attn.bias": ("b_q", "b_k", "b_v"),
+    "attn.c_proj.weight": ("w_o",),
+    "attn.c_proj.bias": ("b_o",),
+    "ln_2.weight": ("mlp_gain",),
+    "ln_2.bias": ("mlp_bias",),
+    "mlp.c_fc.weight": ("w_up",),
+    "mlp.c_fc.bias": ("b_up",),
+    "mlp.c_proj.weight": ("w_down",),
+    "mlp.c_proj.bias": ("b_down",),
+}
+_WHOLE = {
+    "wte.weight": "embed",
+    "wpe.weight": "positions",
+    "ln_f.weight": "final_gain",
+    "ln_f.bias": "final_bias",
+}
+_FIXED = {  # our math, under transformers' names
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def to_huggingface(weights: GPT2, c: ModelConfig) -> tuple[dict, dict[str, Callable[[], np.ndarray]]]:
+    """Content of config.json and tensors of a GPT2LMHeadModel. Raises ValueError for weights that it does not have."""
+    check_names(weights, {*_WHOLE.values(), *(f"layers/{name}" for ours in _LAYER.values() for name in ours)}, "GPT-2")
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": c.vocab,
+        "n_positions": c.positions,
+        "n_embd": c.d_model,
+        "n_layer": c.layers,
+        "n_head": c.heads,
+        "n_inner": c.d_ff,
+        "resid_pdrop": c.dropout,
+        "embd_pdrop": c.dropout,
+        "attn_pdrop": c.dropout,
+        "layer_norm_epsilon": c.norm_epsilon,
+        "initializer_range": c.init_std,
+        **_FIXED,
+    }
+
+    def in_layer(i: int, names: tuple[str, ...]) -> np.ndarray:
+        inputs = c.d_ff if names == ("w_down",) else c.d_model
+        parts = [getattr(weights.layers, name)[i] for name in names]
+        return np.concatenate(
+            [x.reshape(inputs, -1) if name[0] == "w" else x.ravel() for name, x in zip(names, parts, strict=True)], -1
+        )
+
+    tensors = {f"transformer.{name}": partial(np.asarray, getattr(weights, ours)) for name, ours in _WHOLE.items()}
+    for i in range(c.layers):
+        tensors |= {f"transformer.h.{i}.{name}": partial(in_layer, i, ours) for name, ours in _LAYER.items()}
+    return config, tensors
+
+
+def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]:
+    """The model section and the weights of a GPT2LMHeadModel or GPT2Model.
+
+    Raises:
+        ValueError: config.json has other math, or a tensor is missing, unknown, or has another shape.
+    """
+    for name, ours in _FIXED.items():
+        if config.get(name, ours) != ours:
+            raise ValueError(f"{name} is {config[name]!r} in config.json; gpt2.py has {ours!r} only.")
+    rates = {config.get(f"{name}_pdrop", 0.1) for name in ("resid", "embd", "attn")}
+    if len(rates) > 1:
+        raise ValueError(f"resid_pdrop, embd_pdrop and attn_pdrop are {sorted(rates)}; gpt2.py has one rate for all.")
+    sizes = {
+        "vocab": "vocab_size",
+        "positions": "n_positions",
+        "d_model": "n_embd",
+        "layers": "n_layer",
+        "heads": "n_head",
+    }
+    c = ModelConfig(
+        **{ours: whole_number(config, name) for ours, name in sizes.items()},
+        dropout=rates.pop(),
+        norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
+        init_std=config.get("initializer_range", 0.02),
+        bos_id=config["bos_token_id"],
+    )
+    if (config.get("n_inner") or c.d_ff) != c.d_ff:
+        raise ValueError(f"n_inner is {config['n_inner']} in config.json; gpt2.py has 4·n_embd = {c.d_ff} only.")
+    table = weight_table(c)
+    prefix = "transformer." if "transformer.wte.weight" in tensors else ""
+    needed = {prefix + name for name in _WHOLE} | {f"{prefix}h.{i}.{name}" for i in range(c.layers) for name in _LAYER}
+    masks = {f"{prefix}h.{i}.attn.{name}" for i in range(c.layers) for name in ("bias", "masked_bias")}
+    # Older versions saved masks. The output projection is tied.
+    check_tensors(tensors, needed, masks | {"lm_head.weight"})
+
+    def read(name: str, ours: tuple[str, ...], part: int) -> np.ndarray:
+        shape = getattr(table.layers, ours[part]).shape[1:]
+        whole = tensors[prefix + name]
+        if whole.size != len(ours) * math.prod(shape):
+            raise ValueError(
+                f"{prefix}{name} is {list(whole.shape)}; config.json asks for {len(ours)} of {list(shape)}."
+            )
+        return np.split(whole, len(ours), axis=-1)[part].reshape(shape)
+
+    layers = {}
+    for name, ours in _LAYER.items():
+        for part, field in enumerate(ours):
+            layers[field] = [partial(read, f"h.{i}.{name}", ours, part) for i in range(c.layers)]
+    whole = {ours: partial(tensors.__getitem__, prefix + name) for name, ours in _WHOLE.items()}
+    whole["embed"] = tied(tensors, f"{prefix}wte.weight", "lm_head.weight")
+    return c, GPT2(layers=GPT2Layer(**layers), **whole)

@@ -1,1 +1,0 @@
-"""Models other than that of train.py, chosen by model.module."""

@@ -1,0 +1,390 @@
+"""Alignment of a per-device program with the same program on one device, an equation at a time.
+
+Both are traces of one source. Where a device has one entry of a dim, JAX adds or leaves out equations that only give
+entries another shape. Such equations are not compared by their number: what counts is that the other equations, which
+compute, take the same entries in the same shape. An equation that was left out here has its rule applied all the same,
+since it may add up the entries of several devices.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal
+
+from shardlib.equations import CALLS, body_of
+from shardlib.marks import is_region
+from shardlib.proof import choices, rings
+from shardlib.proof.equation import Equation, comparable
+from shardlib.proof.primitives import OF_SIZES
+
+AS_IS = frozenset("copy copy_p pvary pcast convert_element_type".split())  # noqa: SIM905
+"""Primitives that keep all entries and the shape, if they keep the dtype."""
+REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())  # noqa: SIM905
+SHAPING = REDUCTIONS | frozenset("transpose broadcast_in_dim squeeze expand_dims reshape slice".split())  # noqa: SIM905
+
+
+class Layout(NamedTuple):
+    """Entries that a value has on a device: those of the value `root`, by strides; 0 along a dim of one entry."""
+
+    root: object
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def laid_out(root: object, shape: tuple[int, ...]) -> Layout:
+    """All entries of `root`, in row-major order."""
+    strides = (math.prod(shape[i + 1 :]) if n > 1 else 0 for i, n in enumerate(shape))
+    return Layout(root, tuple(shape), tuple(strides))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """An equation of the per-device program, and the same one on one device.
+
+    Attributes:
+        eqn: the equation here; if JAX left it out, what it would be here.
+        twin: the equation on one device.
+        others: operands that are another value here than on one device.
+        is_own: whether it is in the per-device program, as it is on one device.
+        inner: of a call, the alignment of what it calls.
+    """
+
+    eqn: Any
+    twin: Any
+    others: frozenset[int] = frozenset()
+    is_own: bool = True
+    inner: "Aligned | None" = None
+
+
+class Different(Exception):
+    """The program is another one on one device."""
+
+    def __init__(self, here: Any, there: Any):
+        self.place = "?" if here is None else Equation(here, None, [], {}, {}).place()
+        names = [e.primitive.name if e is not None else "nothing more" for e in (here, there)]
+        super().__init__(
+            f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"
+        )
+
+    @classmethod
+    def between(cls, ours: Sequence, theirs: Sequence) -> "Different":
+        """The first difference of two lists of equations."""
+        pairs = itertools.zip_longest(ours, theirs)
+        return cls(*next((p for p in pairs if len({e and e.primitive.name for e in p}) > 1), (None, None)))
+
+
+ANY = Layout(object(), (), ())
+"""In place of the entries of what per-device code computes."""
+
+
+class Aligned(NamedTuple):
+    """Two jaxprs by pairs of equations.
+
+    Attributes:
+        ours: the jaxpr here, with one turn in place of each ring.
+        theirs: that on one device, with what it left out of a choice by the number of devices.
+        pairs: the equations, in the order on one device.
+        here: entries of each result of the per-device program.
+        there: entries that it has, by the program on one device.
+    """
+
+    ours: Any
+    theirs: Any
+    pairs: list[Pair]
+    here: list[Layout | None]
+    there: list[Layout | None]
+
+
+class Alignment:
+    """Alignments of the jaxprs within a program, each made once.
+
+    Args:
+        sizes: number of devices along each axis of the mesh.
+        twin_sizes: those of the mesh of one device: 1, but for axes that both have.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
+        self._sizes, self._twin_sizes = sizes, twin_sizes
+        counts = (itertools.combinations(sizes.values(), k) for k in range(len(sizes) + 1))
+        self._devices = {math.prod(n) for n in itertools.chain.from_iterable(counts)}
+        self._known: dict[tuple, Aligned] = {}
+
+    def of(self, ours: Any, theirs: Any, shapes: Sequence | None = None) -> Aligned:
+        """The alignment of two jaxprs.
+
+        Args:
+            ours: the jaxpr on a mesh, or a body in it.
+            theirs: that on one device.
+            shapes: shape that each argument of `theirs` has here; None: that of the argument of `ours`.
+
+        Raises:
+            Different: an equation is on one side alone, and does more than to give entries another shape.
+        """
+        if (len(ours.constvars), len(ours.invars)) != (len(theirs.constvars), len(theirs.invars)):
+            raise Different(next(iter(ours.eqns), None), next(iter(theirs.eqns), None))
+        shapes = tuple(map(_shape, ours.invars)) if shapes is None else tuple(shapes)
+        key = id(ours), id(theirs), shapes  # of objects that the two programs keep
+        if key not in self._known:
+            ours, theirs = rings.closed(ours, theirs, self._sizes, self._twin_sizes)
+            try:
+                self._known[key] = self._made(ours, theirs, shapes)
+            except Different:
+                complete = choices.completed(ours, theirs, self._twin_sizes)
+                if complete is theirs:
+                    raise
+                self._known[key] = self._made(ours, complete, shapes)
+        return self._known[key]
+
+    def _made(self, ours: Any, theirs: Any, shapes: tuple) -> Aligned:
+        here = {a: laid_out(b, _shape(a)) for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
+        there = {b: here[a] for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
+        for a, b, shape in zip(ours.invars, theirs.invars, shapes, strict=True):
+            here[a], there[b] = laid_out(b, _shape(a)), laid_out(b, shape)
+        rest, views, pairs = list(reversed(ours.eqns)), [], []
+        for eqn in theirs.eqns:
+            views += _views(rest, here)
+            x = _operand(eqn, there)
+            if x is not None and (own := self._view_of(views, eqn, x, here)):
+                views = [other for other in views if other is not own]
+                is_own, found = here[own.invars[0]] == x, here[own.outvars[0]]
+                pairs.append(Pair(own, eqn) if is_own else Pair(_cut(eqn, [x], found.shape), eqn, is_own=False))
+                there[eqn.outvars[0]] = found
+                continue
+            shape = None if x is None else _shape_here(eqn, x)
+            if shape is not None and (found := _view(eqn, x, shape)) is not None:
+                pairs.append(Pair(_cut(eqn, [x], shape), eqn, is_own=False))
+                there[eqn.outvars[0]] = found
+                continue
+            own = rest.pop() if rest else None
+            if own is None or own.primitive.name != eqn.primitive.name or is_region(own) != is_region(eqn):
+                raise Different(own, eqn)
+            if is_region(eqn):  # what it keeps for its backward pass, a ring for each of its turns, depends on the mesh
+                pairs.append(Pair(own, eqn))
+                here |= dict.fromkeys(own.outvars, ANY)
+                there |= dict.fromkeys(eqn.outvars, ANY)
+                continue
+            pair, results, wholes = self._paired(own, eqn, here, there)
+            pairs.append(pair)
+            here |= zip(own.outvars, results, strict=True)
+            there |= zip(eqn.outvars, wholes, strict=True)
+        views += _views(rest, here)
+        if rest or len(ours.outvars) != len(theirs.outvars):
+            raise Different(rest[-1] if rest else None, None)
+        layouts = (_layouts(jaxpr.outvars, known) for jaxpr, known in ((ours, here), (theirs, there)))
+        return Aligned(ours, theirs, pairs, *layouts)
+
+    def _view_of(self, views: list, eqn: Any, x: Layout, here: Mapping) -> Any:
+        """The equation among `views` that gives what `eqn` on one device gives; None if there is none."""
+        alike = [own for own in views if own.primitive is eqn.primitive]
+        for own in alike:
+            shape = _shape(own.outvars[0])
+            if self._fits(shape, _shape(eqn.outvars[0])) and _view(eqn, x, shape) == here[own.outvars[0]]:
+                return own
+        # Entries that stand for devices are as many as those, and one on one device.
+        reshaped = (own for own in alike if eqn.primitive.name == "reshape" and here[own.invars[0]] == x)
+        return next((own for own in reshaped if len(_shape(own.outvars[0])) == len(_shape(eqn.outvars[0]))), None)
+
+    def _fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
+        """Whether blocks of a shape may make a whole, by the numbers of devices that may cut a dim."""
+        sizes = zip(here, there, strict=True) if len(here) == len(there) else [(1, 0)]
+        return all(b == a or (a and b % a == 0 and b // a in self._devices) for a, b in sizes)
+
+    def _paired(self, own: Any, eqn: Any, here: Mapping, there: Mapping) -> tuple[Pair, list[Layout], list[Layout]]:
+        """The pair of two equations that compute, and the entries of their results."""
+        if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
+            raise Different(own, eqn)
+        xs, ys = _layouts(own.invars, here), _layouts(eqn.invars, there)
+        if inner := CALLS.get(own.primitive.name):
+            shapes = [_shape(a) if y in (None, ANY) else y.shape for a, y in zip(own.invars, ys, strict=True)]
+            found = self.of(body_of(own.params[inner])[0], body_of(eqn.params[inner])[0], shapes)
+            ours, theirs = [
+                [
+                    ANY if x is ANY else laid_out(b, _shape(a)) if x is None else x._replace(root=(b, x.root))
+                    for a, b, x in zip(own.outvars, eqn.outvars, side, strict=True)
+                ]
+                for side in (found.here, found.there)
+            ]
+            return Pair(own, eqn, others(xs, ys, same_entries), inner=found), ours, theirs
+        pair = Pair(own, eqn, others(xs, ys))
+        if own.primitive.name in FORMS and None not in (*xs, *ys) and not others(xs, ys, same_entries):
+            pair = _in_form(own, eqn, xs, ys) or pair
+        ours, theirs = (
+            [laid_out(b, _shape(a)) for a, b in zip(e.outvars, eqn.outvars, strict=True)] for e in (own, pair.eqn)
+        )
+        return pair, ours, theirs
+
+
+def others(ours: Sequence, theirs: Sequence, key: Callable | None = None) -> frozenset[int]:
+    """Which of some Layouts are others here than on one device, or have another key(Layout)."""
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    same = lambda x, y: x == y or (key is not None and None not in (x, y) and key(x) == key(y))
+    return frozenset(i for i, (x, y) in pairs if not same(x, y))
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return tuple(getattr(var.aval, "shape", ()))
+
+
+def _layouts(variables: Any, known: Mapping) -> list[Layout | None]:
+    """Entries of some variables; None of a literal."""
+    return [None if isinstance(var, Literal) else known[var] for var in variables]
+
+
+def _operand(eqn: Any, layouts: Mapping) -> Layout | None:
+    """Entries of the first operand of an equation that may give them another shape; None of any other equation."""
+    if eqn.primitive.name not in SHAPING | AS_IS or isinstance(eqn.invars[0], Literal):
+        return None  # JAX does not leave out what it makes of literals
+    found = layouts[eqn.invars[0]]
+    return None if found is ANY else found
+
+
+def _views(rest: list, here: dict) -> Iterator[Any]:
+    """Takes the equations off the end of `rest` that only give entries another shape."""
+    while rest and (x := _operand(rest[-1], here)) is not None:
+        if (found := _view(rest[-1], x, _shape(rest[-1].outvars[0]))) is None:
+            return
+        here[rest[-1].outvars[0]] = found
+        yield rest.pop()
+
+
+def _in_form(own: Any, eqn: Any, xs: list[Layout], ys: list[Layout]) -> Pair | None:
+    """The pair of two equations with the same entries, if they do the same to all dims of more than one entry."""
+    params = eqn.params
+    if own.primitive.name == "gather":
+        sizes = iter(n for n, size in zip(own.params["slice_sizes"], xs[0].shape, strict=True) if size > 1)
+        params = {**params, "slice_sizes": tuple(next(sizes) if n > 1 else 1 for n in ys[0].shape)}
+    form, shape = _form(own.primitive.name, params, [y.shape for y in ys])
+    if _form(own.primitive.name, own.params, [x.shape for x in xs])[0] != form or not _same_but_form(own, eqn):
+        return None
+    return (
+        None if (xs, shape) == (ys, _shape(own.outvars[0])) else Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
+    )
+
+
+SCATTERS = frozenset("scatter scatter-add scatter-max scatter-min scatter-mul".split())  # noqa: SIM905
+FORMS = REDUCTIONS | SCATTERS | {"dot_general", "gather"}
+"""Primitives that compute, with parameters that JAX gives other values where an operand has a dim of one entry."""
+
+
+def _same_but_form(own: Any, eqn: Any) -> bool:
+    """Whether two equations have the same parameters, but for those that say which dim is which."""
+    names = own.params.keys() - OF_SIZES - {"axes", "dimension_numbers"}
+    pairs = (map(comparable, (own.params[name], eqn.params[name])) for name in names)
+    return all(a == b or (a != a and b != b) or callable(a) for a, b in pairs)  # NaN is a value to fill in
+
+
+def same_entries(x: Layout) -> tuple:
+    """Entries of a value whatever its shape: its root, and the dims of more than one entry."""
+    return x.root, *((n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1)
+
+
+def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...]]:
+    """What the parameters of a primitive of FORMS say of the dims of more than one entry, and the result's shape."""
+    # Number of each dim of more than one entry among these.
+    ranks = [dict(zip((i for i, n in enumerate(s) if n > 1), itertools.count(), strict=False)) for s in shapes]
+    of = lambda k, dims: [ranks[k].get(i) for i in dims]
+    pairs = lambda a, b: [pair for pair in zip(of(0, a), of(1, b), strict=True) if pair != (None, None)]
+    if name in REDUCTIONS:
+        axes = params["axes"]
+        return {*of(0, axes)} - {None}, tuple(n for i, n in enumerate(shapes[0]) if i not in axes)
+    if name == "dot_general":
+        contracted, batch = params["dimension_numbers"]
+        gone = [{*contracted[k], *batch[k]} for k in (0, 1)]
+        free = [n for k in (0, 1) for i, n in enumerate(shapes[k]) if i not in gone[k]]
+        return (sorted(pairs(*contracted)), pairs(*batch)), (*(shapes[0][i] for i in batch[0]), *free)
+    numbers, (whole, index, *updates) = params["dimension_numbers"], shapes
+    if name == "gather":
+        windows, gone, to = numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map
+        batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+        sizes = params["slice_sizes"]
+    else:
+        windows, gone, to = (
+            numbers.update_window_dims,
+            numbers.inserted_window_dims,
+            numbers.scatter_dims_to_operand_dims,
+        )
+        batch = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    kept = [i for i in range(len(whole)) if i not in (*gone, *batch[0])]
+    if name != "gather":
+        window = dict(zip(kept, (updates[0][j] for j in windows), strict=True))
+        sizes = [window.get(i, 1) for i in range(len(whole))]
+    of_window, of_index = iter(kept), iter(range(len(index) - 1))
+    dims = [(0, next(of_window)) if j in windows else (1, next(of_index)) for j in range(len(kept) + len(index) - 1)]
+    shape = tuple(sizes[i] if k == 0 else index[i] for k, i in dims)
+    order = [(k, ranks[k].get(i)) for n, (k, i) in zip(shape, dims, strict=True) if n > 1]
+    form = [sizes[i] for i in ranks[0]], of(0, to), pairs(*batch), order
+    return form, shape if name == "gather" else tuple(whole)
+
+
+def _view(eqn: Any, x: Layout, shape: tuple[int, ...]) -> Layout | None:
+    """What an equation gives in a shape on a device, if it gives the entries of its operand another shape alone."""
+    name, params, strides = eqn.primitive.name, eqn.params, None
+    if name in AS_IS and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
+        strides = x.strides
+    elif name == "transpose":
+        strides = [x.strides[i] for i in params["permutation"]]
+    elif name == "broadcast_in_dim":
+        source = dict(zip(params["broadcast_dimensions"], range(len(x.shape)), strict=True))
+        strides = [x.strides[source[j]] if j in source else 0 for j in range(len(shape))]
+    elif name == "squeeze" or name in REDUCTIONS:
+        gone = params["dimensions" if name == "squeeze" else "axes"]
+        if all(x.shape[i] == 1 for i in gone):
+            strides = [s for i, s in enumerate(x.strides) if i not in gone]
+    elif name == "expand_dims":
+        old = iter(x.strides)
+        strides = [0 if j in params["dimensions"] else next(old) for j in range(len(shape))]
+    elif name == "slice" and shape == x.shape:
+        strides = x.strides
+    elif name == "reshape" and params.get("dimensions") is None:
+        if [n for n in shape if n > 1] == [n for n in x.shape if n > 1]:
+            old = iter(s for n, s in zip(x.shape, x.strides, strict=True) if n > 1)
+            strides = [next(old) if n > 1 else 0 for n in shape]
+        elif x == laid_out(x.root, x.shape) and math.prod(shape) == math.prod(x.shape):
+            return laid_out(x.root, shape)
+    return None if strides is None else Layout(x.root, tuple(shape), tuple(strides))
+
+
+def _shape_here(eqn: Any, x: Layout) -> tuple[int, ...] | None:
+    """Shape that the result of an equation on one device has here, for the operand `x`, if JAX left it out here."""
+    name, params, there = eqn.primitive.name, eqn.params, _shape(eqn.outvars[0])
+    if name in AS_IS:
+        return x.shape
+    if name == "slice":  # a part of a dim may be the one entry that there is here
+        sizes = zip(x.shape, _shape(eqn.invars[0]), there, strict=True)
+        return x.shape if all(b == a or (n == 1 < a and b > 0) for n, a, b in sizes) else None
+    if name == "transpose":
+        return tuple(x.shape[i] for i in params["permutation"])
+    if name == "broadcast_in_dim":
+        source = dict(zip(params["broadcast_dimensions"], x.shape, strict=True))
+        return tuple(source.get(j, 1) for j in range(len(there)))
+    if name == "squeeze" or name in REDUCTIONS:
+        gone = params["dimensions" if name == "squeeze" else "axes"]
+        return tuple(n for i, n in enumerate(x.shape) if i not in gone)
+    if name == "expand_dims":
+        old = iter(x.shape)
+        return tuple(1 if j in params["dimensions"] else next(old) for j in range(len(there)))
+    if name == "reshape":
+        old = [n for n, whole in zip(x.shape, _shape(eqn.invars[0]), strict=True) if whole > 1]
+        if len(old) == sum(n > 1 for n in there):
+            sizes = iter(old)
+            return tuple(next(sizes) if n > 1 else 1 for n in there)
+    return None
+
+
+def _cut(eqn: Any, xs: list[Layout], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
+    """An equation on one device, as it is here for the operands `xs` and a result of this shape."""
+    of = lambda var, shape: SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, var.aval.dtype))
+    sizes = {name: tuple(shape) for name in ("shape", "new_sizes", "limit_indices") if name in eqn.params}
+    sizes |= {"start_indices": (0,) * len(shape)} if eqn.primitive.name == "slice" else {}
+    return SimpleNamespace(
+        primitive=eqn.primitive,
+        params={**(params or eqn.params), **sizes},
+        invars=[of(var, x.shape) for var, x in zip(eqn.invars, xs, strict=True)],
+        outvars=[of(eqn.outvars[0], shape)],
+        source_info=eqn.source_info,
+    )

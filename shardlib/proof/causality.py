@@ -1,0 +1,261 @@
+"""Check of a traced forward pass: the logits of a position depend on no later token, and on no other document.
+
+The program is interpreted over soundness.reach, at its own sizes, on one device. Token ids and weights are unknown; the
+places of positions and documents are known numbers, so that masks are. See docs/soundness.md.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from shardlib.equations import CALLS, body_of, scan_counts
+from shardlib.proof.equation import Equation
+from shardlib.proof.primitives import jaxprs_of
+from shardlib.proof.reach import Reach, alike, constant, dtype_of, highest, joined, made, of_all, unknown
+from shardlib.proof.reach_moves import cut
+from shardlib.proof.reach_rules import FORM, apply
+
+TURNS = 2**16
+"""Largest number of passes of a loop that are followed one by one."""
+
+
+def tokens(batch: int, length: int) -> Reach:
+    """The tokens of a batch, [batch, length], each of which depends on itself."""
+    number = np.arange(batch * length, dtype=np.int32).reshape(batch, length)
+    return unknown((batch, length), np.dtype(np.uint32), number, number)
+
+
+def find_later(program: Any, args: list[Reach], starts: np.ndarray) -> str | None:
+    """Where the logits of a position come to depend on a token that the position must not see; None: nowhere.
+
+    Args:
+        program: a closed jaxpr, whose first result are the logits [B, L, V].
+        args: of its arguments, what is known.
+        starts: bool[B, L], whether a document begins at a position. The first position of a sequence begins one.
+            Entry [b, i] of the tokens is the target of position i, so that its logits may depend on those before it.
+    """
+    interpreter = Interpreter(starts)
+    logits = interpreter.run(program, args)[0]
+    if (problem := interpreter.problem_of(logits)) is None:
+        return None
+    place, name = logits.why or ("?", "the program")
+    return f"{place}: {name}: {problem}"
+
+
+class Interpreter:
+    """What is known of the results of a program, from what is known of its arguments.
+
+    Attributes:
+        last: last token that the logits of each position may depend on, [B, L].
+        first: first such token.
+    """
+
+    def __init__(self, starts: np.ndarray):
+        rows, length = starts.shape
+        self.shape = rows, length
+        number = np.arange(rows * length).reshape(rows, length)
+        self.first = np.maximum.accumulate(np.where(starts, number, number[:, :1]), axis=1)
+        self.last = number - 1
+        self._callers: list[Equation | None] = [None]
+        self._used: dict[int, tuple[Any, list[bool]]] = {}
+
+    def problem_of(self, logits: Reach) -> str | None:
+        """Which token a position sees that it must not see; None if there is none."""
+        lead = lambda x: x.reshape((*x.shape[:2], -1))
+        first, last = lead(logits.first).min(-1), lead(logits.last).max(-1)
+        first, last = (np.broadcast_to(x, self.shape) for x in (first, last))
+        has = last >= 0
+        for wrong, token in (((last > self.last) & has, last), ((first < self.first) & has, first)):
+            if wrong.any():
+                row, position = (int(i) for i in np.argwhere(wrong)[0])
+                of, at = divmod(int(token[row, position]), self.shape[1])
+                if of != row:
+                    return "the logits of a sequence depend on tokens of another sequence of the batch"
+                if self.first[of, at] != self.first[row, position] and at > position:
+                    text = f"on the token of position {at}, in a later document"
+                elif at >= position:
+                    text = f"on the token that it is to predict, or a later one, of position {at}"
+                else:
+                    text = f"on the token of position {at}, in an earlier document"
+                return f"the logits of position {position} depend {text}"
+        return None
+
+    def _is_right(self, x: Reach) -> bool:
+        """Whether a value has its positions along a dim, and entries that depend on nothing that these must not see."""
+        if x.is_free:
+            return True
+        shape, (rows, length) = np.broadcast_shapes(x.first.shape, x.last.shape), self.shape
+        first, last = (np.broadcast_to(a, shape) for a in (x.first, x.last))
+        has = last >= 0
+        by = lambda a, dims: a.reshape([n if i in dims else 1 for i, n in enumerate(shape)])
+        fits = lambda lower, upper: not (has & ((last > upper) | (first < lower))).any()
+        at = lambda size: [i for i, n in enumerate(shape) if n == size]
+        if any(fits(by(self.first.ravel(), [i]), by(self.last.ravel(), [i])) for i in at(rows * length)):
+            return True
+        for batch in at(rows):
+            start, places = np.arange(rows) * length, np.arange(length)
+            for i in at(length):
+                own = (self.first, self.last) if batch < i else (self.first.T, self.last.T)
+                if batch != i and fits(*(by(a, [batch, i]) for a in own)):
+                    return True
+                for j in at(length):  # a query and a key
+                    if len({i, j, batch}) == 3 and i < j:
+                        later = np.maximum(by(places, [i]), by(places, [j])) - 1
+                        if fits(by(start, [batch]), by(start, [batch]) + later):
+                            return True
+        return False
+
+    def run(self, jaxpr: Any, args: list[Reach]) -> list[Reach]:
+        """What is known of the results of a jaxpr, closed or open."""
+        body, consts = body_of(jaxpr)
+        env = dict(zip([*body.constvars, *body.invars], [*map(constant, consts), *args], strict=True))
+        read = lambda v: constant(np.asarray(v.val)) if isinstance(v, core.Literal) else env[v]
+        for eqn in body.eqns:
+            self._callers.append(Equation(eqn, None, [], {}, {}, self._callers[-1]))
+            try:
+                env.update(zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars))), strict=True))
+            finally:
+                self._callers.pop()
+        return list(map(read, body.outvars))
+
+    def _results(self, eqn: Any, ins: list[Reach]) -> list[Reach]:
+        name = eqn.primitive.name
+        if name in CALLS or name == "shard_map":
+            return self.run(eqn.params[CALLS.get(name, "jaxpr")], ins)
+        if name in ("scan", "while", "cond"):
+            return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eqn, ins)
+        found = apply(eqn, ins)
+        came = next((x.why for x in ins if x.why), None)
+        for x, var in zip(found, eqn.outvars, strict=True):
+            assert x.shape == tuple(getattr(var.aval, "shape", ())), (name, x.shape, var.aval)
+            if x.why is None and not self._is_right(x):
+                x.why = came or (self._callers[-1].place(), name)
+            elif x.why and self._is_right(x):
+                x.why = None
+        return found
+
+    # ---- loops and choices
+
+    def _scan(self, eqn: Any, ins: list[Reach]) -> list[Reach]:
+        consts, carried = scan_counts(eqn)
+        body, length = eqn.params["jaxpr"], eqn.params["length"]
+        fixed, carry, xs = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
+        used = self._uses(body_of(body)[0])
+        rows: list[list[Reach]] = []
+        known: dict[bytes, list[Reach]] = {}
+        for turn in range(length):
+            at = length - 1 - turn if eqn.params["reverse"] else turn
+            items = [_row(x, at) for x in xs]
+            args = [*fixed, *carry, *items]
+            key = _digest([x for x, is_used in zip(args, used, strict=True) if is_used])
+            if key not in known:
+                known[key] = self.run(body, args)
+            outs = known[key]
+            carry = outs[:carried]
+            rows.append(outs[carried:])
+        if eqn.params["reverse"]:
+            rows.reverse()
+        shapes = [var.aval.shape for var in eqn.outvars[carried:]]
+        return [*carry, *(_stacked([row[i] for row in rows], shape) for i, shape in enumerate(shapes))]
+
+    def _uses(self, body: Any) -> list[bool]:
+        """Which arguments of a jaxpr its results depend on, also within what it calls."""
+        if id(body) in self._used:
+            return self._used[id(body)][1]
+        needed = {v for v in body.outvars if not isinstance(v, core.Literal)}
+        for eqn in reversed(body.eqns):
+            if eqn.effects or any(v in needed for v in eqn.outvars):
+                inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
+                uses = self._uses(body_of(inner)[0]) if inner is not None else [True] * len(eqn.invars)
+                needed |= {v for v, u in zip(eqn.invars, uses, strict=True) if u and not isinstance(v, core.Literal)}
+        self._used[id(body)] = body, [v in needed for v in body.invars]
+        return self._used[id(body)][1]
+
+    def _while(self, eqn: Any, ins: list[Reach]) -> list[Reach]:
+        p = eqn.params
+        of_test, of_body = ins[: p["cond_nconsts"]], ins[p["cond_nconsts"] :][: p["body_nconsts"]]
+        carry = ins[p["cond_nconsts"] + p["body_nconsts"] :]
+        for _ in range(TURNS):
+            (go,) = self.run(p["cond_jaxpr"], [*of_test, *carry])
+            if not go.is_known:
+                break
+            if not go.number.item():
+                return carry
+            carry = self.run(p["body_jaxpr"], [*of_body, *carry])
+        types = [dtype_of(var.aval) for var in eqn.outvars]
+        for _ in range(TURNS):  # how often it runs is not known, and may depend on tokens
+            (go,) = self.run(p["cond_jaxpr"], [*of_test, *carry])
+            outs = self.run(p["body_jaxpr"], [*of_body, *carry])
+            pairs = zip(carry, outs, types, strict=True)
+            new = [_settled(_decided(go, joined([a, b], dtype), dtype), dtype) for a, b, dtype in pairs]
+            if _digest(new) == _digest(carry):
+                return carry
+            carry = new
+        return [unknown(x.shape, dtype, *of_all(ins)) for x, dtype in zip(carry, types, strict=True)]
+
+    def _cond(self, eqn: Any, ins: list[Reach]) -> list[Reach]:
+        which, *args = ins
+        branches = eqn.params["branches"]
+        if which.is_known:
+            return self.run(branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args)
+        outs = [self.run(branch, args) for branch in branches]
+        types = [dtype_of(var.aval) for var in eqn.outvars]
+        pairs = zip(zip(*outs, strict=True), types, strict=True)
+        return [_decided(which, joined(list(parts), dtype), dtype) for parts, dtype in pairs]
+
+
+def _decided(by: Reach, x: Reach, dtype: np.dtype) -> Reach:
+    """`x`, which was chosen by a value."""
+    first, last = of_all([by])
+    known = x.known & (last < 0)
+    result = made(x.shape, x.number, known, np.minimum(x.first, first), np.maximum(x.last, last), dtype)
+    result.why = x.why or by.why
+    return result
+
+
+def _settled(x: Reach, dtype: np.dtype) -> Reach:
+    """`x` without what its unknown numbers do not exceed, which may grow with each pass of a loop."""
+    result = made(x.shape, np.where(x.known, x.number, highest(dtype)), x.known, x.first, x.last, dtype)
+    result.why = x.why
+    return result
+
+
+def _row(x: Reach, at: int) -> Reach:
+    row = cut(x, [at, *[0] * (len(x.shape) - 1)], [at + 1, *x.shape[1:]])
+    result = row.moved(lambda a: a.reshape(a.shape[1:]), x.shape[1:])
+    result.why = x.why
+    return result
+
+
+def _stacked(rows: list[Reach], shape: tuple[int, ...]) -> Reach:
+    if not rows:
+        return constant(np.zeros(shape))
+    if all(row is rows[0] for row in rows):
+        result = rows[0].moved(lambda a: a[None], shape)
+    else:
+        together = lambda arrays: np.stack(np.broadcast_arrays(*arrays))
+        result = alike(Reach(tuple(shape), *map(together, zip(*(row.arrays() for row in rows), strict=True))))
+    result.why = next((row.why for row in rows if row.why), None)
+    return result
+
+
+def _digest(values: list[Reach]) -> bytes:
+    """The same for the same values."""
+    found = hashlib.blake2b(digest_size=16)
+    for value in values:
+        for x in value.arrays():
+            found.update(repr((x.shape, x.dtype.str)).encode())
+            found.update(np.ascontiguousarray(x).tobytes())
+    return found.digest()
+
+
+def operations(program: Any) -> Iterator[str]:
+    """The primitives of a program that compute, in their order, also of what it calls."""
+    for eqn in body_of(program)[0].eqns:
+        if eqn.primitive.name not in FORM:
+            yield eqn.primitive.name
+        for inner in jaxprs_of(eqn):
+            yield from operations(inner)

@@ -1,0 +1,314 @@
+"""Check of traced programs."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from shardlib.parsing import ShardError
+from shardlib.proof.alignment import Different
+from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
+from shardlib.proof.equation import WHOLE_SIZE, Equation, Refused
+from shardlib.proof.interpreter import Interpreter, block_of, read_array
+from shardlib.proof.primitives import jaxprs_of
+from shardlib.values import noting_arguments, planned_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What is wrong with a program, or not proved: where, what the value is, what to do."""
+
+    text: str
+    is_wrong: bool = False
+    """Whether the value contradicts its type; else nothing proves that the program is right."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def findings(program: Any, twin: Any = None, types: list | None = None) -> list[Finding]:
+    """What is wrong with each jax.shard_map in a traced program, and what depends on the mesh outside of it.
+
+    Args:
+        program: what jax.make_jaxpr or jax.jit(f).trace(...).jaxpr gives.
+        twin: the same program traced on a mesh whose axes have one device each. Without it, numbers and sizes that
+            depend on the mesh are taken for whole ones: `x.shape[0]` is not noticed.
+        types: the specs of the arguments of each shard_map, whose names of dims messages show; None: no names.
+
+    Raises:
+        Different: the twin has other operations.
+    """
+    return findings_and_facts(program, twin, types)[0]
+
+
+Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
+"""Each equation within a shard_map, with the facts about its results: Interpreter.noted."""
+
+
+def findings_and_facts(
+    program: Any, twin: Any = None, types: list | None = None, arrays: bool = True
+) -> tuple[list[Finding], Facts]:
+    """`findings`, and what is known of the results of each equation.
+
+    Without `arrays`, those that were made outside of the program may differ in the twin.
+    """
+    found: list[Finding] = []
+    facts: Facts = {}
+    theirs = list(_shard_maps(twin)) if twin is not None else None
+    ours = list(_shard_maps(program))
+    if theirs is not None and len(theirs) != len(ours):
+        raise Different(None, None)
+    found += map(Finding, dict.fromkeys(_outside(program, twin, arrays)) if twin is not None else ())
+    for i, eqn in enumerate(ours):
+        other = theirs[i] if theirs is not None else None
+        found += _of_shard_map(eqn, other, types[i] if types and len(types) == len(ours) else None, facts)
+    return found, facts
+
+
+def _shard_maps(jaxpr: Any) -> Iterator[Any]:
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "shard_map":
+            yield eqn
+            continue
+        for inner in jaxprs_of(eqn):
+            yield from _shard_maps(inner)
+
+
+def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
+    """What depends on the mesh outside of jax.shard_map: numbers, and arrays that become arguments of it."""
+    remedy = "compute it within jax.shard_map, or let it be the same on every mesh"
+    ours, theirs = (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in (program, twin))
+    consts, twin_consts = (getattr(jaxpr, "consts", ()) for jaxpr in (program, twin))
+    names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]
+    if names(ours) != names(theirs) or len(consts) != len(twin_consts):
+        raise Different.between(ours.eqns, theirs.eqns)
+    for value, here in zip(map(read_array, consts, twin_consts), consts, strict=True):
+        if arrays and (value.wild or value.is_local or (value.is_constant and value.known[0] != value.known[1])):
+            text = f"{here.dtype}{list(here.shape)}"
+            yield f"an array that was made outside of the program depends on the mesh: {text}\n  remedy: {remedy}"
+    pairs = dict(zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True))
+    is_same = lambda a, b: isinstance(a, Literal) or pairs.get(a) is b
+    for eqn, other in zip([*ours.eqns, ours], [*theirs.eqns, theirs], strict=True):
+        a, b = (e.outvars if e in (ours, theirs) else e.invars for e in (eqn, other))
+        if len(a) != len(b) or not all(map(is_same, a, b)):
+            place = "" if eqn is ours else f"{Equation(eqn, None, [], {}, {}).place()}: "
+            yield f"{place}another value is used outside of jax.shard_map than on one device\n  remedy: {remedy}"
+        if eqn is ours:
+            break
+        pairs.update(zip(eqn.outvars, other.outvars, strict=True))
+        if eqn.primitive.name == "shard_map":
+            continue
+        if _numbers(eqn) != _numbers(other):
+            place = Equation(eqn, None, [], {}, {}).place()
+            problem = f"{eqn.primitive.name}: a number outside of jax.shard_map depends on the mesh"
+            yield f"{place}: {problem}\n  remedy: {remedy}"
+        for inner, twins in zip(jaxprs_of(eqn), jaxprs_of(other), strict=True):
+            yield from _outside(inner, twins, arrays)
+
+
+def _numbers(eqn: Any) -> list:
+    """The literals of an equation, and the parameters that are numbers."""
+    literals = [str(var.val) if isinstance(var, Literal) else "" for var in eqn.invars]
+    return literals + [(name, value) for name, value in eqn.params.items() if _is_plain(value)]
+
+
+def _is_plain(parameter: Any) -> bool:
+    """Whether a parameter is made of numbers alone."""
+    return isinstance(parameter, int | float) or (isinstance(parameter, tuple) and all(map(_is_plain, parameter)))
+
+
+def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
+    entries = [*spec, *([None] * (ndim - len(spec)))]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
+def _place_of(var: Any, body: Any) -> str:
+    """`file.py:line: ` of the code that makes a result."""
+    made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    while (eqn := made.get(var)) is not None:
+        place = Equation(eqn, None, [], {}, {}).place()
+        if place != "?":  # but for a cast that JAX added
+            return f"{place}: "
+        var = eqn.invars[0] if not isinstance(eqn.invars[0], Literal) else None
+    return ""
+
+
+def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
+    return tuple(n * devices(sizes, a) for n, a in zip(aval.shape, axes, strict=True))
+
+
+def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list[Finding]:
+    manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
+    sizes = Sizes({axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual})
+    twin_sizes = dict(twin.params["mesh"].shape) if twin is not None else dict.fromkeys(sizes, 1)
+    interpreter = Interpreter(sizes, twin_sizes, is_unchecked=not eqn.params.get("check_vma", True))
+    inner, other = eqn.params["jaxpr"], twin.params["jaxpr"] if twin is not None else None
+    body = getattr(inner, "jaxpr", inner)
+    # Constants of the caller come before the arguments.
+    known = [[dim.name for dim in spec.dims] for spec in types or ()]
+    names = [None] * (len(body.invars) - len(known)) + known
+    args = [
+        block_of(_axes(spec, len(var.aval.shape)), var.aval.shape, sizes, names=name)
+        for spec, var, name in zip(eqn.params["in_specs"], body.invars, names, strict=True)
+    ]
+    if twin is None:
+        interpreter.twin_sizes = interpreter.sizes  # numbers are as they are on this mesh
+    outs = interpreter.run(inner, other, args)
+    facts |= interpreter.noted
+    found = [Finding(str(wild)) for wild in interpreter.problems]
+    for i, (spec, value, var) in enumerate(zip(eqn.params["out_specs"], outs, body.outvars, strict=True)):
+        axes = _axes(spec, len(var.aval.shape))
+        there = (
+            None if other is None else _whole_shape(getattr(other, "jaxpr", other).outvars[i].aval, axes, twin_sizes)
+        )
+        if value.wild:
+            found.append(Finding(str(value.wild)))
+        elif value.folded or (value.ratio != 1.0 and value.scaled is not None):
+            origin = value.folding if value.folded else value.scaled
+            try:
+                origin.unscaled(origin.unfolded(value))
+            except Refused as refusal:
+                found.append(Finding(str(interpreter.explain(origin, refusal))))
+        elif problem := _leaving(value, axes, var.aval, sizes, there):
+            found.append(Finding(f"{_place_of(var, body)}result {i} {problem}", is_wrong=True))
+    return list(dict.fromkeys(found))
+
+
+def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> str | None:
+    """What is wrong with a result that is declared to be sharded over `axes`; None if nothing is."""
+    declared = block_of(axes, aval.shape, sizes)
+    fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
+    here = _whole_shape(aval, axes, sizes)
+    if value.is_finished and fits and value.ratio == 1.0:
+        if there is None or here == there:
+            return None
+        return (
+            f"is of shape {here} here and {there} on one device\n  remedy: compute the shape from whole sizes, "
+            "shardops.size(name); what does not grow with the mesh is declared without axes"
+        )
+    text = f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
+    text += describe(declared, aval.shape, aval.dtype, sizes)
+    return f"{text}\n  remedy: {DECLARED if value.ratio == 1.0 else WHOLE_SIZE}"
+
+
+DECLARED = (
+    "declare it as it is, or make it what is declared: psum or psum_scatter for a partial sum, all_gather for blocks, "
+    "this device's block, at axis_index times its size, for what is whole"
+)
+WRONG = "wrong: it does not compute what is declared"
+NOT_PROVED = "not proved, though it may be right: docs/refused.md has right programs of this kind, and how they pass"
+UNTRACED = "on one device the program does not trace"
+BOUND = (
+    "the program is bound to a mesh, so that it cannot be traced on one device: give what each device computes, with "
+    "its specs, as in check(body, *args, mesh=mesh, in_specs=..., out_specs=...)"
+)
+ONE_PROGRAM = (
+    "let no choice in the code depend on the size of a block or the number of devices: jnp.where and lax.cond choose "
+    "by values; code that is right on every mesh though it differs says so: shardops.per_device(...) with the reason"
+)
+Trace = Callable[[], dict[str, Any]]
+"""Traces programs on the mesh in force; gives the jaxpr of each by its name."""
+
+
+def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None) -> list[Finding]:
+    """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
+
+    Args:
+        trace: traces the programs, on the mesh in force.
+        mesh: the mesh; None: the one in force.
+        keep: axes that have another number of devices than one on the mesh of comparison, and that number.
+
+    Raises:
+        ValueError: a shard_map is bound to a mesh.
+    """
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    mesh = getattr(mesh, "abstract_mesh", mesh)
+    sizes = dict(mesh.shape)
+    keep = keep or {}
+    alone = {axis: keep.get(axis, 1) for axis in sizes}
+
+    def on(numbers: tuple[int, ...]) -> dict[str, tuple[Any, list]]:
+        abstract = AbstractMesh(numbers, mesh.axis_names, axis_types=mesh.axis_types)
+        # Through no mesh at all: JAX does not change from one mesh to another of a different size.
+        none = AbstractMesh((), ())
+        on_mesh = jax.sharding.use_abstract_mesh(abstract)
+        with jax.sharding.use_abstract_mesh(none), on_mesh, planned_for(sizes), noting_arguments() as types:
+            try:
+                programs = trace()
+            except ValueError as error:
+                if "mesh passed to shard_map" in str(error):
+                    raise ValueError(BOUND) from None
+                raise
+        counts = itertools.accumulate((len(list(_shard_maps(p))) for p in programs.values()), initial=0)
+        spans = itertools.pairwise(counts)
+        return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
+
+    ours = on(tuple(sizes.values()))
+    try:
+        theirs = on(tuple(alone.values()))
+    except Exception as error:  # whatever the program does there
+        if str(error) == BOUND:
+            raise
+        lines = str(error).splitlines() or [""]
+        return [Finding(f"{UNTRACED}: {type(error).__name__}: {lines[0]}")]
+    # With another number of stages the arrays of their schedule are others.
+    arrays = all(sizes[axis] == n for axis, n in keep.items())
+    found: list[Finding] = []
+    for name, (program, types) in ours.items():
+        twin = theirs[name][0]
+        if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):
+            raise ValueError(BOUND)
+        try:
+            found += findings_and_facts(program, twin, types, arrays)[0]
+        except Different as different:
+            found.append(Finding(f"{different.place}: {different}\n  remedy: {ONE_PROGRAM}"))
+    return list({str(finding): finding for finding in found}.values())
+
+
+def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> None:
+    """Refuses a function that does not compute, on a mesh, what it computes on one device. It is traced, not run.
+
+    Args:
+        function: what each device computes, with `specs`. Without them, a function that calls typed_shard_map, or
+            jax.shard_map without its `mesh`: it is traced on several meshes.
+        *args: its arguments, of whole shapes: arrays, jax.ShapeDtypeStruct, and pytrees of them.
+        mesh: the mesh, a jax.sharding.Mesh or AbstractMesh; None: the one in force.
+        **specs: in_specs, out_specs and other options of jax.shard_map.
+
+    Raises:
+        ShardError: with file and line of the first value that is not a block of what one device computes, and whether
+            the function is wrong, or not proved.
+        ValueError: no mesh, or a function that is bound to one.
+    """
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    mesh = getattr(mesh, "abstract_mesh", mesh)
+    if mesh.empty:
+        raise ValueError("no mesh is given, and none is in force: check(..., mesh=jax.make_mesh((2, 4), ('d', 't')))")
+    run = function
+    if specs:
+        run = lambda *args: jax.shard_map(function, **specs)(*args)  # not bound to the mesh of an earlier trace
+        kinds = (AxisType.Auto,) * len(mesh.axis_names)  # arguments need not be sharded
+        mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
+
+    raise_for(prove(lambda: {"": jax.make_jaxpr(run)(*jax.tree.map(_placed, args))}, mesh))
+
+
+def raise_for(found: list[Finding], shown: int | None = None) -> None:
+    """Raises ShardError if anything was found, with the first `shown` findings, or all, and what they amount to."""
+    if found:
+        more = [f"… and {len(found) - shown} more"] if shown is not None and len(found) > shown else []
+        verdict = WRONG if any(finding.is_wrong for finding in found) else NOT_PROVED
+        raise ShardError("\n".join([*map(str, found[:shown]), *more]), context=verdict, place="")
+
+
+def _placed(x: Any) -> Any:
+    """An array's shape, dtype and PartitionSpec, for the mesh in force."""
+    if not hasattr(x, "dtype"):
+        return x
+    spec = getattr(getattr(x, "sharding", None), "spec", None)
+    sharding = None if spec is None else NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -1,0 +1,252 @@
+"""Rules of loops and conditionals: by their bodies, and by what decides them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from shardlib.equations import scan_counts
+from shardlib.proof.domain import UNIFORM, Dim, Value, Wild, constant, real, whole
+from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.primitives import COLLECTIVES, jaxprs_of
+
+
+def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
+    """Axes over which JAX says that a value differs; all, where it does not say."""
+    kind = getattr(aval, "manual_axis_type", None)
+    axes = getattr(kind, "varying", getattr(aval, "vma", None))
+    unreduced = getattr(kind, "unreduced", frozenset())
+    return frozenset(a for a in (sizes if axes is None else axes | unreduced) if sizes[a] > 1)
+
+
+def ndim(var: Any) -> int:
+    """Number of dims of a variable."""
+    return len(getattr(var.aval, "shape", ()))
+
+
+def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
+    """What holds of a value that is one or the other."""
+    if a.wild or b.wild:
+        return a if a.wild else b
+    if a == b:
+        return _anonymous(a)
+    try:
+        values = [eq.block(a), eq.block(b)]
+        return Value(
+            eq.joined_dims(values),
+            eq.joined_partial(values),
+            _joined_extreme(eq, values),
+            eq.joined_ratio(values),
+            a.scaled or b.scaled,
+            known=a.known if a.is_constant and b.is_constant and a.known == b.known else None,
+        )
+    except Refused as refusal:
+        return Value(a.dims, wild=interpreter.explain(eq, refusal))
+
+
+def _joined_extreme(eq: Equation, values: list[Value]) -> Any:
+    """Extremes of one kind; a finished value is one whose extreme was taken already, so it may join as well."""
+    found = {value.extreme for value in values if value.extreme}
+    if len(found) > 1:
+        for value in values:
+            eq.finished(value)
+    return found.pop() if found else None
+
+
+def _anonymous(value: Value) -> Value:
+    """`value` without what it was computed of: that may be of another pass of a loop, or of another branch."""
+    unknown = dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
+    return dataclasses.replace(unknown, components=())
+
+
+def _fixed_point(interpreter: Any, eq: Equation, carry: list[Value], body: Any) -> list[Value]:
+    """The facts about carried values that a pass of a loop's body keeps."""
+    carry = [_anonymous(value) for value in carry]
+    for _ in range(4 * len(carry) + 8):
+        outs = body(carry)
+        new = [_join(eq, a, b, interpreter) for a, b in zip(carry, outs, strict=True)]
+        if new == carry:
+            return carry
+        carry = new
+    raise AssertionError(f"{eq.place()}: the facts about the carried values do not settle")
+
+
+def _own_rows(eq: Equation, xs: list[Value], carries: list[tuple[Any, Any]]) -> Dim | None:
+    """How the first dim of `xs` is cut, if a loop may run over each device's own rows; None if it may not.
+
+    It does the same to each row and may add up, so that its results are blocks, and its sums partial. Devices are at
+    different rows: nothing may be exchanged between them, and no result of a row be cut, or pending, over their axes.
+
+    Args:
+        eq: the loop.
+        xs: facts about what it runs over.
+        carries: of each carry, the variable of the body that comes in and the one that goes out.
+    """
+    body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
+    for before, after in carries:
+        uses = [e for e in body.eqns if any(var is before for var in e.invars)]
+        if len(uses) != 1 or uses[0].primitive.name not in ("add", "add_any") or uses[0].outvars[0] is not after:
+            return None
+        if uses[0].invars[0] is uses[0].invars[1] or sum(var in (before, after) for var in body.outvars) > 1:
+            return None
+    dims = {x.dims[0] for x in xs if not x.wild and x.dims[0] is not UNIFORM}
+    if (
+        len(dims) != 1
+        or not (axes := frozenset(map(real, (rows := dims.pop()).axes)))
+        or _collectives(eq.params["jaxpr"], axes)
+    ):
+        return None
+    return rows
+
+
+def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
+    """The sum of what a loop adds to `start` for each of a device's own rows."""
+    if start.wild or row.wild:
+        return start if start.wild else row
+    axes = frozenset(map(real, rows.axes))
+    try:
+        eq.block(start)
+        if axes & (row.partial | row.sharded) or row.extreme:
+            eq.finished(row)
+            eq.uncut(Value((rows,)), 0, "a loop runs")
+        total = Value(eq.block(row).dims, row.partial | axes, ratio=row.ratio)
+        values = [start, total]
+        return Value(eq.joined_dims(values), eq.joined_partial(values), None, eq.joined_ratio(values))
+    except Refused as refusal:
+        return Value(row.dims, wild=interpreter.explain(eq, refusal))
+
+
+def _scan(interpreter: Any, eq: Equation) -> list[Value]:
+    body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
+    consts, carried = scan_counts(eq.eqn)
+    first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
+    twin = eq.twin and eq.twin.params["jaxpr"]
+    rows = _own_rows(eq, xs, list(zip(body.invars[consts : consts + carried], body.outvars[:carried], strict=True)))
+    items = []
+    for x in xs:
+        try:
+            if not x.wild and eq.block(x).dims[0] != rows:
+                eq.uncut(x, 0, "a loop runs")
+            gone = dataclasses.replace(x, dims=x.dims[1:], count=(), components=(), known=None if x.count else x.known)
+            gone = _anonymous(gone)
+        except Refused as refusal:
+            gone = Value(x.dims[1:], wild=interpreter.explain(eq, refusal))
+        items.append(gone)
+    if eq.twin is not None and eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
+        reason = Refused(
+            f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
+            "loop over a whole size; over its own rows a device may map, and add up with `+`, without collectives; a "
+            "ring over devices is shardops.per_device(...) with the reason",
+        )
+        outs = interpreter.wild(eq, interpreter.explain(eq, reason))
+        args = [*first, *(Value(c.dims, wild=outs[0].wild) for c in carry), *items]
+        interpreter.run(eq.params["jaxpr"], twin, args)
+        return outs
+    run = lambda carry: interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items])
+    if rows is None:
+        carry = _fixed_point(interpreter, eq, carry, lambda carry: run(carry)[:carried])
+        outs = run(carry)
+        results = list(carry)
+    else:
+        outs = run([constant(len(value.dims), 0, 0) for value in carry])
+        results = [_total(interpreter, eq, *pair, rows) for pair in zip(carry, outs[:carried], strict=True)]
+    for out in outs[carried:]:
+        n = eq.params["length"]
+        dims = (rows or (whole(n) if n > 1 else UNIFORM), *out.dims)
+        try:
+            out = out if out.wild else eq.block(out)
+            if rows and out.extreme and out.extreme[1] & set(rows.axes):
+                eq.finished(out)
+            known = None if out.count else out.known
+            results.append(dataclasses.replace(_anonymous(out), dims=dims, count=(), known=known))
+        except Refused as refusal:
+            results.append(Value(dims, wild=interpreter.explain(eq, refusal)))
+    return results
+
+
+def _is_certain(eq: Equation, predicate: Value) -> bool:
+    """Whether a predicate is the same on all devices, and as on one device."""
+    try:
+        return not predicate.wild and bool(eq.unscaled(eq.finished(predicate)))
+    except Refused:
+        return False
+
+
+def _collectives(jaxpr: Any, axes: frozenset[str]) -> Any:
+    """The first collective over one of the axes in a jaxpr; None if there is none."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name in COLLECTIVES:
+            names = eqn.params.get("axis_name", eqn.params.get("axes"))
+            if axes & set(names if isinstance(names, tuple | list) else (names,)):
+                return eqn
+        for inner in jaxprs_of(eqn):
+            if found := _collectives(inner, axes):
+                return found
+    return None
+
+
+def _under_predicate(interpreter: Any, eq: Equation, predicate: Value, var: Any, bodies: Any) -> Wild | None:
+    """Why results that depend on a predicate are not known. Notes a collective that not all devices reach."""
+    if _is_certain(eq, predicate):
+        return None
+    axes = frozenset(eq.sizes) if interpreter.is_unchecked else varying(var.aval, eq.sizes)
+    over = ", ".join(sorted(axes)) or "the mesh"
+    reason = predicate.wild or interpreter.explain(
+        eq,
+        Refused(
+            f"the condition differs between devices of {over}: they take different branches",
+            "reduce the condition over these axes first, e.g. with psum or pmax",
+        ),
+    )
+    if id(eq.eqn) not in interpreter.seen:
+        for body in bodies:
+            found = _collectives(body, axes) if axes else None
+            if found is not None:
+                interpreter.seen.add(id(eq.eqn))
+                name = found.primitive.name
+                problem = f"{eq.name}: devices of {over} decide for themselves, and {name} within waits for all of them"
+                interpreter.problems.append(
+                    Wild(eq.place(), problem, "reduce the condition first, or communicate outside", eq.operand_texts())
+                )
+                break
+    return reason
+
+
+def _while(interpreter: Any, eq: Equation) -> list[Value]:
+    consts, body_consts = eq.params["cond_nconsts"], eq.params["body_nconsts"]
+    of_cond, of_body = eq.ins[:consts], eq.ins[consts : consts + body_consts]
+    carry = eq.ins[consts + body_consts :]
+    test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
+    twin_test, twin_body = (eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]) if eq.twin else (None, None)
+    step = lambda carry: interpreter.run(body, twin_body, [*of_body, *carry])
+    carry = _fixed_point(interpreter, eq, carry, step)
+    (go,) = interpreter.run(test, twin_test, [*of_cond, *carry])
+    if reason := _under_predicate(interpreter, eq, go, test.jaxpr.outvars[0], [test, body]):
+        return interpreter.wild(eq, reason)
+    return carry
+
+
+def _cond(interpreter: Any, eq: Equation) -> list[Value]:
+    which, *args = eq.ins
+    branches = eq.params["branches"]
+    twins = eq.twin.params["branches"] if eq.twin else [None] * len(branches)
+    if len(twins) != len(branches):
+        raise Refused("the number of branches depends on the mesh", "let no choice in the code depend on sizes")
+    outs = [interpreter.run(branch, twin, args) for branch, twin in zip(branches, twins, strict=True)]
+    if reason := _under_predicate(interpreter, eq, which, eq.eqn.invars[0], branches):
+        return interpreter.wild(eq, reason)
+    result = outs[0]
+    for other in outs[1:]:
+        result = [_join(eq, a, b, interpreter) for a, b in zip(result, other, strict=True)]
+    return result
+
+
+def _linear_solve(interpreter: Any, eq: Equation) -> list[Value]:
+    """By the function that solves; the others are for derivatives, in which JAX calls them."""
+    names, counts = zip(*eq.params["const_lengths"]._asdict().items(), strict=True)
+    start = sum(counts[: names.index("solve")])
+    args = [*eq.ins[start : start + counts[names.index("solve")]], *eq.ins[sum(counts) :]]
+    return interpreter.run(eq.params["jaxprs"].solve, eq.twin and eq.twin.params["jaxprs"].solve, args)
+
+
+CONTROL = {"custom_linear_solve": _linear_solve, "scan": _scan, "while": _while, "cond": _cond}
+"""Rules of primitives that run a body, by name. They take the Interpreter, which runs it."""

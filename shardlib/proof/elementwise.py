@@ -1,0 +1,247 @@
+"""Rules of elementwise primitives."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.proof import positions
+from shardlib.proof.domain import Number, Value, constant, moved, near
+from shardlib.proof.equation import Equation
+
+FOLDS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b,
+    "add_any": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "neg": lambda a: -a,
+    "max": max,
+    "min": min,
+    "abs": abs,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda a: a**-0.5,
+    "square": lambda a: a * a,
+    "sign": lambda a: (a > 0) - (a < 0),
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "log": math.log,
+    "exp": math.exp,
+    "rem": math.fmod,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+}
+"""What primitives do with known numbers."""
+
+UNARY_LINEAR = {"neg", "convert_element_type", "reduce_precision", "real", "imag", "conj", "copy", "copy_p"}
+ADDITIONS = {"add", "add_any", "sub"}
+COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+SELECTIONS = {"max", "min", "select_n", "clamp"}
+
+NONLINEAR = set(
+    """
+    pow integer_pow square sqrt rsqrt cbrt exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan sinh cosh
+    asinh acosh atanh erf erfc erf_inv lgamma digamma sign floor ceil round abs and or xor not is_finite rem shift_left
+    shift_right_logical shift_right_arithmetic nextafter atan2 population_count clz random_fold_in
+    threefry2x32 igamma igammac bessel_i0e bessel_i1e regularized_incomplete_beta polygamma zeta complex
+    one_minus_square lt_to le_to
+    """.split()  # noqa: SIM905
+)
+ELEMENTWISE = UNARY_LINEAR | ADDITIONS | COMPARISONS | SELECTIONS | NONLINEAR | {"mul", "div"}
+
+POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "neg": 1.0, "abs": 1.0}
+"""The power of a factor that passes through a primitive of one operand."""
+
+
+def elementwise(eq: Equation) -> Value:
+    """Facts about the result of an elementwise primitive."""
+    ndim = len(eq.result_shape)
+    ins = [_spread(value, ndim) for value in eq.ins]
+    if folded := _fold(eq, ins, ndim):
+        return folded
+    if eq.name == "select_n" and ins[0].is_constant and ins[0].known[0] == ins[0].known[1]:
+        return ins[1 + int(ins[0].known[0])]
+    if (found := positions.of(eq, ins)) is not None:
+        return found
+    if any(v.looked_up is not None for v in ins):
+        return _of_rows(eq, ins)
+    for value in ins:
+        eq.block(value)
+    dims = eq.joined_dims(ins)
+    if eq.name == "mul" and any(v.is_zero for v in ins):
+        return constant(ndim, 0, 0)
+    if any(v.folded for v in ins):
+        return _folded(eq, ins, dims)
+    partial, masked = _partial(eq, ins), next((v for v in ins if v.masked), None)
+    if masked is None or eq.name not in (*UNARY_LINEAR, "mul", "div"):
+        return Value(dims, partial, _extreme(eq, ins), _ratio(eq, ins))
+    return Value(dims, partial, None, _ratio(eq, ins), masked=masked.masked, origin=masked.origin)
+
+
+def _of_rows(eq: Equation, ins: list[Value]) -> Value:
+    """The same of each looked-up entry: those out of range are to be masked still, by the same index."""
+    rows = [v for v in ins if v.looked_up is not None]
+    if any((v.looked_up, v.origin) != (rows[0].looked_up, rows[0].origin) or v.origin is None for v in rows):
+        eq.block(rows[0])
+    bare = [dataclasses.replace(v, looked_up=None, drops=False) for v in ins]
+    found, drops = elementwise(dataclasses.replace(eq, ins=bare)), any(v.drops for v in rows)
+    eq.block(found)
+    return dataclasses.replace(found, looked_up=rows[0].looked_up, drops=drops, origin=rows[0].origin, known=None)
+
+
+def _spread(value: Value, ndim: int) -> Value:
+    """A scalar operand as a uniform array."""
+    return value if len(value.dims) == ndim else moved(value, (None,) * ndim)
+
+
+def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
+    """The result for known numbers; None if it is not known."""
+    if not all(value.is_constant for value in ins) or any(value.partial or value.extreme for value in ins):
+        return None
+    pairs = [value.known for value in ins]
+    if eq.name in ("convert_element_type", "copy", "copy_p", "reduce_precision"):
+        fold: Any = lambda a: _converted(a, eq.result_type())
+    elif eq.name == "integer_pow":
+        fold = lambda a: a ** eq.params["y"]
+    elif eq.name == "div":
+        exact = eq.is_integer(eq.result_type())
+        fold = lambda a, b: int(a / b) if exact else a / b
+    elif eq.name == "pow":
+        fold = lambda a, b: float(a) ** b
+    else:
+        fold = FOLDS.get(eq.name)
+    if fold is None:
+        return None
+    try:
+        return constant(ndim, *(_wrapped(fold(*numbers), eq.result_type()) for numbers in zip(*pairs, strict=True)))
+    except (ArithmeticError, ValueError, TypeError):
+        return None
+
+
+def _wrapped(number: Number, dtype: Any) -> Number:
+    """A number as its dtype has it: too large an integer wraps around, and a float is rounded."""
+    if dtype == np.float32:
+        with np.errstate(over="ignore"):
+            return float(np.float32(number))
+    if not isinstance(dtype, np.dtype) or not np.issubdtype(dtype, np.integer):
+        return number
+    info = np.iinfo(dtype)
+    return (int(number) - info.min) % (info.max - info.min + 1) + info.min
+
+
+def _converted(number: Number, dtype: Any) -> Number:
+    """A number as one of another dtype. Raises ArithmeticError, TypeError or ValueError where it is not certain."""
+    if not isinstance(dtype, np.dtype) or np.issubdtype(dtype, np.complexfloating):
+        raise TypeError(dtype)
+    if np.issubdtype(dtype, np.bool_):
+        return bool(number)
+    if not np.issubdtype(dtype, np.integer):
+        return float(number)
+    if isinstance(number, float) and _wrapped(int(number), dtype) != int(number):
+        raise OverflowError(number)
+    return int(number)
+
+
+# ---- partial sums, extremes, factors ----------------------------------------------------------------------------
+
+
+def _partial(eq: Equation, ins: list[Value]) -> frozenset[str]:
+    name = eq.name
+    if not any(v.partial for v in ins):
+        return frozenset()
+    if name in ADDITIONS:
+        return eq.joined_partial(ins)
+    if name == "mul" and not (ins[0].partial and ins[1].partial):
+        return ins[0].partial | ins[1].partial
+    if name == "div" and not ins[1].partial and not eq.is_integer(eq.result_type()):
+        return ins[0].partial
+    if name == "convert_element_type" and not _is_linear(*_dtypes(eq)):
+        return eq.finished(ins[0]).partial
+    if name in UNARY_LINEAR:
+        return ins[0].partial
+    if name == "select_n" and not ins[0].partial:
+        return eq.joined_partial(ins[1:])
+    for value in ins:
+        eq.finished(value)
+    raise AssertionError(name)
+
+
+def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
+    """Linear in entries that are sums of those of different blocks, as in a partial sum."""
+    live = [v for v in ins if not v.is_zero]
+    if len({v.folded for v in live}) > 1 or (eq.name == "convert_element_type" and not _is_linear(*_dtypes(eq))):
+        for value in ins:
+            eq.unfolded(value)
+    folding = next(v.folding for v in ins if v.folded)
+    return Value(dims, _partial(eq, ins), None, _ratio(eq, ins), folded=live[0].folded, folding=folding)
+
+
+def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | None:
+    found = {v.extreme for v in ins if v.extreme}
+    if not found:
+        return None
+    (kind, axes) = next(iter(found))
+    if eq.name in ("max", "min") and len(found) == 1 and kind == eq.name:
+        return kind, axes  # of this and another value: still to be taken
+    if eq.name == "neg" and not jnp.issubdtype(eq.result_type(), jnp.unsignedinteger):  # there 0 stays the least
+        return ("min" if kind == "max" else "max"), axes
+    if eq.name == "copy" or (eq.name == "convert_element_type" and _is_rising(*_dtypes(eq))):
+        return kind, axes
+    for value in ins:
+        eq.finished(value)
+    raise AssertionError(eq.name)
+
+
+def _ratio(eq: Equation, ins: list[Value]) -> float:
+    name, ratios = eq.name, [v.ratio for v in ins]
+    if all(ratio == 1.0 for ratio in ratios):
+        return 1.0
+    if name == "mul":
+        return near(ratios[0] * ratios[1])
+    if name == "div" and not eq.is_integer(eq.result_type()):
+        return near(ratios[0] / ratios[1])
+    if name in ADDITIONS or name in ("max", "min"):
+        return eq.joined_ratio(ins)
+    if name == "select_n":
+        eq.unscaled(ins[0])
+        return eq.joined_ratio(ins[1:])
+    if name in POWERS:
+        return near(ratios[0] ** POWERS[name])
+    if name == "integer_pow":
+        return near(ratios[0] ** eq.params["y"])
+    if name in UNARY_LINEAR and jnp.issubdtype(eq.result_type(), jnp.inexact):
+        return ratios[0]
+    for value in ins:
+        eq.unscaled(value)
+    return 1.0
+
+
+def _dtypes(eq: Equation) -> tuple[np.dtype, np.dtype]:
+    """Dtypes of the operand and of the result of a conversion."""
+    return eq.eqn.invars[0].aval.dtype, eq.result_type()
+
+
+def _is_rising(before: np.dtype, after: np.dtype) -> bool:
+    """Whether a conversion keeps the order of numbers."""
+    return jnp.issubdtype(after, jnp.inexact) or np.can_cast(before, after)
+
+
+def _is_linear(before: np.dtype, after: np.dtype) -> bool:
+    """Whether a conversion of a sum is the sum of the conversions: modulo 2^n for integers.
+
+    Signed integers of 32 bits are taken not to wrap around.
+    """
+    integers = [jnp.issubdtype(d, jnp.integer) for d in (before, after)]
+    if jnp.issubdtype(before, jnp.unsignedinteger) and not integers[1]:
+        return False  # a term below 0 has wrapped around
+    if integers[0] and before.itemsize < 4:
+        return integers[1] and after.itemsize <= before.itemsize
+    return jnp.issubdtype(after, jnp.inexact) or all(integers)

@@ -1,0 +1,287 @@
+"""One equation of a traced program, beside the same equation of the program traced on one device."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlib.places import is_users, place
+from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, whole
+
+_JAX = str(Path(jax.__file__).parent)
+
+
+WHOLE_SIZE = "divide by the whole size: shardops.size(name), or jax.lax.psum of the count"
+
+
+MASKED = (
+    "to write a part of a dim that is sharded, each device masks its block by positions: "
+    "jnp.where(shardops.positions('L/t') == i, new, old)"
+)
+WHOLE_NUMBER = f"shardops.size(name) is the whole size of a dim, which an index counts into; {MASKED}"
+ONE_SEED = "a key is the same on every mesh; for other bits in each row fold its position in: shardops.positions('B/d')"
+
+
+FOLDING = frozenset("psum psum2 psum_invariant psum_invariant_p pvary pcast".split())  # noqa: SIM905
+FOLDING |= frozenset("reduce_sum add add_any sub neg convert_element_type".split())  # noqa: SIM905
+"""Linear primitives whose rules take sums of different blocks, of which the sum along the dim is still to come."""
+
+
+class Refused(Exception):
+    """A value that is not a block of a whole value. `remedy` says what to do; `at` is the Equation to blame."""
+
+    def __init__(self, problem: str, remedy: str = "", at: "Equation | None" = None):
+        super().__init__(problem)
+        self.problem, self.remedy, self.at = problem, remedy, at
+
+
+@dataclasses.dataclass
+class Equation:
+    """An equation, its operands, and the same equation on one device (None if the program was not traced there)."""
+
+    eqn: Any
+    twin: Any
+    ins: list[Value]
+    sizes: Mapping[str, int]
+    twin_sizes: Mapping[str, int]
+    caller: "Equation | None" = None
+    inner: Any = None
+    """Of a call, the alignment of what it calls."""
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Parameters of the primitive."""
+        return self.eqn.params
+
+    def param(self, *names: str) -> Any:
+        """The first of these parameters that there is."""
+        return next(self.params[name] for name in names if name in self.params)
+
+    def shape(self, i: int = 0) -> tuple[int, ...]:
+        """Shape of operand i on a device."""
+        return self.eqn.invars[i].aval.shape
+
+    def twin_shape(self, i: int = 0) -> tuple[int, ...]:
+        """Shape of operand i on one device; without a twin, the shape that its facts say."""
+        if self.twin is not None:
+            return self.twin.invars[i].aval.shape
+        return tuple(self.whole_size(d, n) for d, n in zip(self.ins[i].dims, self.shape(i), strict=True))
+
+    def whole_size(self, dim: Dim | None, size: int) -> int:
+        """Size on one device of a dim that has `size` entries here."""
+        if dim is UNIFORM:
+            return size
+        return math.prod(n * devices(self.sizes, axes) // devices(self.twin_sizes, axes) for n, axes in dim.parts)
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Shape of the first result on a device."""
+        return self.eqn.outvars[0].aval.shape
+
+    def result_type(self, i: int = 0) -> np.dtype:
+        """Dtype of result i."""
+        return self.eqn.outvars[i].aval.dtype
+
+    def is_integer(self, dtype: Any) -> bool:
+        """Whether a dtype is one of integers."""
+        return isinstance(dtype, np.dtype) and dtype != jax.dtypes.float0 and np.issubdtype(dtype, np.integer)
+
+    # ---- what rules ask of their operands
+
+    def same(self, *names: str) -> None:
+        """Refuses parameters that depend on the mesh."""
+        for name in names if self.twin is not None else ():
+            here, there = (comparable(eqn.params.get(name)) for eqn in (self.eqn, self.twin))
+            if here != there and not (here != here and there != there):
+                values = f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
+                raise Refused(
+                    f"its {name} depends on the mesh{values}",
+                    "compute it from whole sizes: shardops.size(name) is the whole size of a dim",
+                )
+
+    def unfolded(self, value: Value) -> Value:
+        """`value`, if its entries are not sums of those of different blocks."""
+        if value.folded:
+            raise Refused(
+                f"a sum over {', '.join(sorted(value.folded))} adds different blocks of a sharded dim, entry by entry",
+                "sum along the dim first; to have all blocks gather them",
+                value.folding,
+            )
+        return value
+
+    def block(self, value: Value) -> Value:
+        """`value`, if it is a block of a whole value, or a term of a sum. Refuses it otherwise."""
+        if self.name not in FOLDING:
+            self.unfolded(value)
+        if value.offset:
+            axes = ", ".join(axis for axis, _ in value.offset)
+            raise Refused(
+                f"a value differs between devices of {axes} by their index, and is no position in a dim",
+                "positions of a sharded dim are shardops.positions('L/t'); say shardops.per_device(...) if it differs "
+                "on purpose",
+            )
+        if value.valid or value.is_index or value.looked_up is not None:
+            raise Refused(
+                "entries were looked up by an index that is out of range on other devices, and were not masked",
+                "mask them by the same range: jnp.where((0 <= i) & (i < size), found, 0)",
+            )
+        if value.mask:
+            raise Refused("a mask says which indices are in this device's block", "mask what was looked up by them")
+        if value.is_local:
+            raise Refused(
+                "positions count from the start of this device's block",
+                "shardops.positions('L/t') gives the positions in the whole dim",
+            )
+        return value
+
+    def finished(self, value: Value) -> Value:
+        """`value`, if it is a block and no term of a sum or maximum."""
+        self.block(value)
+        if value.partial:
+            axes = ", ".join(sorted(value.partial))
+            raise Refused(
+                f"{self.name} of a partial sum over {axes}: the sum of the results is not the result of the sum",
+                "reduce it first, with psum or psum_scatter",
+            )
+        if value.extreme:
+            kind, axes = value.extreme
+            raise Refused(
+                f"a {kind}imum over this device's block is used before it is taken over {', '.join(sorted(axes))}",
+                f"take it over the devices first: shardops.p{kind}, jax.lax.p{kind}",
+            )
+        return value
+
+    def unscaled(self, value: Value) -> Value:
+        """`value`, if no number that depends on the mesh was multiplied into it."""
+        if not math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
+            how, remedy = "such as the size of this device's block in place of the whole size", WHOLE_SIZE
+            if value.scaled is not None and value.scaled.name.startswith("psum"):
+                how = "as each device adds a value that is whole already"
+                remedy = (
+                    "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed "
+                    "again in the gradient: differentiate each device's term, and take psum of the gradient"
+                )
+            elif value.known is not None and not any(isinstance(number, float) for number in value.known):
+                here, there = value.known
+                problem = f"a number that depends on the mesh, {here} here and {there} on one device"
+                raise Refused(problem, ONE_SEED if self.name.startswith("random") else WHOLE_NUMBER)
+            problem = f"a number that depends on the mesh was multiplied into a value, {how}"
+            raise Refused(problem, remedy, value.scaled)
+        return value
+
+    def uncut(self, value: Value, i: int, verb: str) -> None:
+        """Refuses to do `verb` along dim i if it is sharded."""
+        dim = value.dims[i]
+        if dim is not UNIFORM and dim.axes:
+            axes = ", ".join(dim.axes)
+            name = f"dim {dim.name}" if dim.name else f"dim {i}"
+            remedy = f"gather it over {axes} first, or reduce over {axes} what each device computes"
+            problem = f"{verb} along {name}, which is sharded over {axes}: each device sees its own block alone"
+            raise Refused(problem, MASKED if verb.endswith("written") else remedy)
+
+    def joined(self, i: int, dims: Iterable[Dim | None]) -> Dim | None:
+        """The one way in which dim i of several operands is cut."""
+        found: list[Dim] = []
+        for dim in dims:
+            if dim is not UNIFORM and dim not in found:
+                found.append(dim)
+        if len(found) > 1:
+            texts = [describe(Value((dim,)), (0,), np.dtype("f4"), self.sizes)[4:-1] for dim in found[:2]]
+            raise Refused(
+                f"dim {i} is {texts[0]} in one operand and {texts[1]} in another: they hold different entries of it",
+                "gather the sharded one, or take this device's block of the other",
+            )
+        return found[0] if found else UNIFORM
+
+    def joined_dims(self, values: list[Value]) -> tuple[Dim | None, ...]:
+        """The dims of operands of one shape."""
+        return tuple(self.joined(i, dims) for i, dims in enumerate(zip(*(v.dims for v in values), strict=True)))
+
+    def joined_partial(self, values: Iterable[Value]) -> frozenset[str]:
+        """The axes over which all of the values, but for zeros, are partial sums."""
+        live = {value.partial for value in values if not value.is_zero}
+        if len(live) > 1:
+            first, *_, last = sorted((", ".join(sorted(axes)) for axes in live), reverse=True)
+            other = f"one over {last}" if last else "a value that is none"
+            raise Refused(
+                f"a partial sum over {first} is combined with {other}, which each device would count once",
+                "reduce the partial sum first, with psum or psum_scatter",
+            )
+        return live.pop() if live else frozenset()
+
+    def joined_ratio(self, values: Iterable[Value]) -> float:
+        """The ratio that all of the values have, but for zeros."""
+        live = [value.ratio for value in values if not value.is_zero]
+        if any(not math.isclose(ratio, live[0], rel_tol=ROUNDING) for ratio in live):
+            for value in values:
+                self.unscaled(value)
+            raise Refused("values multiplied by different numbers that depend on the mesh are combined", "")
+        return live[0] if live else 1.0
+
+    def joined_extreme(self, values: Iterable[Value]) -> tuple[str, frozenset[str]] | None:
+        """The extreme that all of the values are."""
+        found = {value.extreme for value in values}
+        if len(found) > 1:
+            raise Refused("a maximum over a block meets another value", "take it over the devices first")
+        return found.pop() if found else None
+
+    def whole_dim(self, size: int) -> Dim | None:
+        """A dim of `size` entries that is not sharded."""
+        return whole(size)
+
+    # ---- texts
+
+    def place(self) -> str:
+        """`file.py:line` of the user's code that made the equation; ? if none did."""
+        found = self.line()
+        return place(*found) if found else "?"
+
+    def line(self) -> tuple[str, int] | None:
+        """File and line of the user's code that made the equation; None if none did.
+
+        JAX traces its own jitted functions once. Their equations know the first caller, so this caller is asked.
+        """
+        if self.caller is not None and self.caller.is_of_jax():
+            return self.caller.line()
+        users = [(file, line) for file, line in frames_of(self.eqn) if is_users(file)]
+        if users:
+            return users[-1]
+        return None if self.caller is None else self.caller.line()
+
+    def is_of_jax(self) -> bool:
+        """Whether the equation calls a jitted function of JAX itself."""
+        jaxpr = self.params.get("jaxpr")
+        info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
+        return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
+
+    def operand_texts(self) -> tuple[str, ...]:
+        """The types of the operands, a line each."""
+        pairs = zip(self.ins, self.eqn.invars, strict=True)
+        return tuple(
+            f"operand {i}: {describe(value, var.aval.shape, var.aval.dtype, self.sizes)}"
+            for i, (value, var) in enumerate(pairs, 1)
+        )
+
+
+def comparable(parameter: Any) -> Any:
+    """A parameter, or its text where equal ones are different objects: jaxprs."""
+    return str(parameter) if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr") else parameter
+
+
+def frames_of(eqn: Any) -> list[tuple[str, int]]:
+    """File and line of each call on the way to an equation, outermost first."""
+    traceback, found = eqn.source_info.traceback, []
+    traceback = traceback.as_python_traceback() if traceback is not None else None
+    while traceback is not None:
+        found.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return found

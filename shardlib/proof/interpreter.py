@@ -1,0 +1,275 @@
+"""Interpretation of a per-device program over facts about its values, beside the same program on one device."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from shardlib.equations import CALLS
+from shardlib.marks import STAGES, Mark, is_region, mark_of
+from shardlib.parsing import parse_shape
+from shardlib.proof import collectives, elementwise, entries, kernels, lookups, primitives, rings, shapes, sums
+from shardlib.proof.alignment import Aligned, Alignment, Pair, others, same_entries
+from shardlib.proof.control import CONTROL, ndim, varying
+from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
+from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.primitives import KEEPING, OF_SIZES
+
+RULES = primitives.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES | rings.RULES
+PLACING = (
+    KEEPING
+    | elementwise.ELEMENTWISE
+    | RULES.keys() & primitives.RULES.keys()
+    | frozenset(
+        """
+    scatter scatter-add scatter-max scatter-min scatter-mul dynamic_slice dynamic_update_slice random_fold_in
+    """.split()  # noqa: SIM905
+    )
+)
+"""Primitives that take such operands."""
+
+
+class Interpreter:
+    """Facts about the results of a program, and what is wrong with it whatever becomes of its results.
+
+    Attributes:
+        sizes: number of devices along each axis of the mesh.
+        twin_sizes: those of the mesh on which the twin was traced: 1, but for axes that both have.
+        is_unchecked: whether JAX does not say over which axes a value differs: check_vma=False.
+        problems: collectives that not all devices reach, as they stand below a condition that differs.
+        noted: each equation, with the facts about its results, in program order, by the path to it: the ids of the
+            equations of the program that call it, outermost first, and its own.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
+        self.sizes, self.twin_sizes, self.is_unchecked = Sizes(sizes), SizesOnOne(twin_sizes), is_unchecked
+        self.problems: list[Wild] = []
+        self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
+        self.seen: set[int] = set()
+        self._entered: dict[str, Value] = {}
+        self._in_stages = False
+        self._alignment = Alignment(self.sizes, self.twin_sizes)
+        self._callers: list[Equation | None] = [None]
+
+    def run(self, jaxpr: Any, twin: Any, args: list[Value], known: Aligned | None = None) -> list[Value]:
+        """Facts about the results of a jaxpr, closed or open, from those about its arguments.
+
+        `known` is its alignment if a call's facts may be about other shapes than here, of the same entries.
+        """
+        closed, twin_closed = isinstance(jaxpr, core.ClosedJaxpr), isinstance(twin, core.ClosedJaxpr)
+        consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
+        jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
+        pairs = [Pair(eqn, None) for eqn in jaxpr.eqns]
+        wrong: frozenset[int] = frozenset()
+        is_as_traced = True
+        if twin is not None:
+            found = known or self._alignment.of(jaxpr, twin)
+            is_as_traced = found.ours is jaxpr and found.theirs is twin
+            pairs, jaxpr, twin = found.pairs, found.ours, found.theirs
+            wrong = others(found.here, found.there, same_entries if known else None)
+        constants = [
+            read_array(c, None if twin_consts is None else t)
+            for c, t in zip(consts, twin_consts or consts, strict=True)
+        ]
+        of = jaxpr if twin is None else twin
+        env = dict(zip([*of.constvars, *of.invars], [*constants, *args], strict=True))
+        for pair in pairs:
+            of_eqn = pair.eqn if twin is None else pair.twin
+            eq = Equation(pair.eqn, pair.twin, [], self.sizes, self.twin_sizes, self._callers[-1], pair.inner)
+            if is_region(pair.eqn):  # which may have other operands and results here
+                env |= dict.fromkeys(of_eqn.outvars, next(iter(self.apply(eq)), None))
+                continue
+            operands = enumerate(zip(pair.eqn.invars, of_eqn.invars, strict=True))
+            eq.ins = [self._read(env, a, b, i in pair.others, eq) for i, (a, b) in operands]
+            env.update(zip(of_eqn.outvars, self.apply(eq, pair.is_own and is_as_traced), strict=True))
+        results, last = enumerate(zip(jaxpr.outvars, of.outvars, strict=True)), self._callers[-1]
+        return [self._read(env, a, b, i in wrong, last) for i, (a, b) in results]
+
+    def _read(self, env: Mapping, var: Any, twin: Any, is_other: bool, eq: Equation | None) -> Value:
+        """Facts about a variable, by the one that it is on one device, or about a literal."""
+        if is_other:
+            problem = "another value is used here than on one device"
+            reason = Wild(eq.place() if eq else "?", problem, "let no choice in the code depend on sizes", ())
+            return Value((UNIFORM,) * ndim(var), wild=reason)
+        if isinstance(var, core.Literal):
+            return read_array(var.val, None if twin is var else twin.val)
+        return env[twin]
+
+    def apply(self, eq: Equation, is_noted: bool = True) -> list[Value]:
+        """Facts about the results of one equation."""
+        self._callers.append(eq)
+        try:
+            found = self._applied(eq)
+            if is_noted:
+                self.noted[tuple(id(caller.eqn) for caller in self._callers[1:])] = eq, found
+            return found
+        finally:
+            self._callers.pop()
+
+    def _applied(self, eq: Equation) -> list[Value]:
+        mark = mark_of(eq.eqn)
+        try:
+            if mark is not None or (eq.name in PLACING and eq.name not in CONTROL):
+                for value in filter(lambda value: value.folded, eq.ins):
+                    eq.block(value)
+            if mark is not None:
+                return [self._marked(eq, mark)]
+            if is_region(eq.eqn):
+                return self.wild(eq, Wild(eq.place(), "a value of per-device code is used outside of it", "", ()))
+            if control := CONTROL.get(eq.name):
+                eq.same("reverse", "cond_nconsts", "body_nconsts")
+                return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
+            if inner := CALLS.get(eq.name):
+                return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins, eq.inner)
+            if eq.name != "ring_index" and (wild := next((v.wild for v in eq.ins if v.wild), None)):
+                return self.wild(eq, wild)
+            eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
+            if eq.name not in PLACING:
+                for value in eq.ins:
+                    eq.block(value)
+            if eq.name in elementwise.ELEMENTWISE:
+                found = elementwise.elementwise(eq)
+            else:
+                found = RULES.get(eq.name, primitives.everything_whole)(eq)
+            found = found if isinstance(found, list) else [found]
+            return [self._checked(eq, i, value) for i, value in enumerate(found)]
+        except Refused as refusal:
+            return self.wild(eq, self.explain(eq, refusal))
+
+    def explain(self, eq: Equation, refusal: Refused) -> Wild:
+        """The refusal with its place and the types of the operands."""
+        eq = refusal.at or eq
+        return Wild(eq.place(), f"{eq.name}: {refusal.problem}", refusal.remedy, eq.operand_texts())
+
+    def wild(self, eq: Equation, reason: Wild) -> list[Value]:
+        """Results of which nothing is known."""
+        return [Value((UNIFORM,) * ndim(var), wild=reason) for var in eq.eqn.outvars]
+
+    def _checked(self, eq: Equation, i: int, value: Value) -> Value:
+        """`value`, if it is one of the result's shape that can be: also of the shape that it has on one device."""
+        aval = eq.eqn.outvars[i].aval
+        shape = getattr(aval, "shape", ())
+        if value.wild:
+            return value
+        assert len(value.dims) == len(shape), (eq.name, value, shape)
+        if any(value is x for x in eq.ins):
+            return value  # the same value, not one more with the same facts
+        if eq.name not in KEEPING and eq.name not in elementwise.ELEMENTWISE:
+            eq.block(value)
+        if eq.twin is not None and aval.dtype != eq.twin.outvars[i].aval.dtype:
+            raise Refused(f"the result is {aval.dtype} here and {eq.twin.outvars[i].aval.dtype} on one device", "")
+        value = entries.combined(eq, value)
+        axes = [real(axis) for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
+        if len(set(axes)) < len(axes):
+            again = next(axis for axis in axes if axes.count(axis) > 1)
+            raise Refused(
+                f"axis {again} would shard two dims of the result: each device sees only the matching pairs of blocks",
+                f"gather one of the two over {again} first",
+            )
+        if value.partial and jnp.issubdtype(aval.dtype, jnp.floating) and jnp.finfo(aval.dtype).bits < 16:
+            raise Refused(
+                f"each device rounds its term of a sum to {aval.dtype}, so that the sum depends on the mesh",
+                "sum in 16 bits or more, as with preferred_element_type, and cast the sum",
+            )
+        if both := value.partial & set(axes):
+            raise Refused(
+                f"the result is sharded over {', '.join(sorted(both))}, over which it is also a partial sum",
+                "reduce the partial sum first, with psum or psum_scatter",
+            )
+        if math.isnan(value.ratio) and not value.is_constant:
+            raise Refused("a number is zero, or of another sign, on some meshes alone", "compute it from whole sizes")
+        if eq.twin is not None:
+            for k, (dim, here, there) in enumerate(zip(value.dims, shape, eq.twin.outvars[i].aval.shape, strict=True)):
+                if dim is UNIFORM or (k in value.count and value.is_local):
+                    continue
+                if eq.whole_size(dim, here) != there:
+                    raise Refused(
+                        f"dim {k} of the result has {eq.whole_size(dim, here)} entries here and {there} on one device",
+                        "a device's own size was taken for the whole size (x.shape[0], jnp.arange, bits from one key): "
+                        "shardops.size and shardops.positions give the whole; fold positions into a key",
+                    )
+        if any(d is not UNIFORM and d.parts == ((1, ()),) for d in value.dims):
+            dims = tuple(UNIFORM if d is not UNIFORM and d.parts == ((1, ()),) else d for d in value.dims)
+            value = dataclasses.replace(value, dims=dims)
+        if value.is_constant and not value.partial and not value.extreme:
+            found = constant(len(shape), *value.known)
+            made = next((v.scaled for v in eq.ins if v.scaled), eq)
+            return dataclasses.replace(found, scaled=made) if found.ratio != 1 else found
+        if value.ratio != 1:
+            scaled = value.scaled or next((v.scaled for v in eq.ins if v.scaled), eq)
+            value = dataclasses.replace(value, scaled=scaled)
+        return dataclasses.replace(value, token=object())
+
+    def _marked(self, eq: Equation, mark: Mark) -> Value:
+        """A value that enters or leaves code that is per-device on purpose."""
+        (x,) = eq.ins
+        shape, aval = eq.result_shape, eq.eqn.outvars[0].aval
+        if of_stages := mark.label.startswith(STAGES):  # between its marks lies the pipeline's executor
+            self._in_stages = False
+        if mark.kind == "enters":
+            known = self._entered.setdefault(mark.label, x)
+            if known.dims != x.dims and not x.wild:
+                self._entered[mark.label] = dataclasses.replace(x, wild=self._ambiguous(eq, mark))
+            try:
+                # Nothing looks into the code, so that it would hide what is wrong with its arguments.
+                problem = None if self._in_stages else x.wild or (eq.unscaled(eq.block(x)) and None)
+            except Refused as refusal:
+                problem = self.explain(eq, refusal)
+            self.problems += [problem] if problem else []
+            self._in_stages |= of_stages
+            return dataclasses.replace(x, wild=Wild(eq.place(), f"within per_device: {mark.label}", "", ()))
+        if mark.kind == "leaves":
+            spec = parse_shape(mark.spec)
+            axes = [tuple(a for a in dim.axes if a in self.sizes) for dim in spec.dims]
+            return block_of(axes, shape, self.sizes, spec.partial, [dim.name for dim in spec.dims])
+        entered = self._entered[mark.label]
+        # Of a copy that each device uses by itself the gradient is a partial sum: it varies, and is not cut.
+        over = (varying(aval, self.sizes) if not self.is_unchecked else frozenset()) - entered.sharded
+        return Value(entered.dims, over, wild=entered.wild)
+
+    def _ambiguous(self, eq: Equation, mark: Mark) -> Wild:
+        return Wild(
+            eq.place(), f"two uses of per_device have the reason {mark.label!r}", "give each its own reason", ()
+        )
+
+
+def block_of(
+    axes: Any, shape: tuple[int, ...], sizes: Mapping[str, int], partial: Any = (), names: Any = None
+) -> Value:
+    """A device's block of an array, of which each dim is sharded over `axes`."""
+    live = [tuple(axis for axis in a if sizes[axis] > 1) for a in axes]
+    names = names or [""] * len(shape)
+    dims = tuple(
+        UNIFORM if n == 1 and not a else cut(n, a, name) for n, a, name in zip(shape, live, names, strict=True)
+    )
+    return Value(dims, frozenset(axis for axis in partial if sizes[axis] > 1))
+
+
+def read_array(here: Any, there: Any) -> Value:
+    """Facts about a constant array: a number, a count, or an array that is the same on both meshes."""
+    if isinstance(here, jax.Array) and jax.dtypes.issubdtype(here.dtype, jax.dtypes.prng_key):
+        bits = read_array(jax.random.key_data(here), None if there is None else jax.random.key_data(there))
+        return Value((UNIFORM,) * here.ndim, wild=bits.wild) if bits.wild else Value(tuple(map(whole, here.shape)))
+    array = np.asarray(here)
+    if array.dtype == jax.dtypes.float0 or array.dtype == object:
+        return Value(tuple(whole(n) for n in array.shape))
+    other = array if there is None else np.asarray(there)
+    if array.size and other.size and (array == array.flat[0]).all() and (other == other.flat[0]).all():
+        return constant(array.ndim, array.flat[0].item(), other.flat[0].item())
+    if array.shape == other.shape and np.array_equal(array, other, equal_nan=array.dtype.kind in "fc"):
+        return Value(tuple(whole(n) if n > 1 else UNIFORM for n in array.shape))
+    if array.ndim == 1 and _counts(array) and _counts(other):
+        return Value((whole(len(array)),), known=(0, 0), count=(0,), is_local=True)
+    return Value(
+        (UNIFORM,) * array.ndim,
+        wild=Wild("?", f"a constant array, {array.dtype}{list(array.shape)}, depends on the mesh", "", ()),
+    )
+
+
+def _counts(array: np.ndarray) -> bool:
+    return array.dtype.kind in "iu" and np.array_equal(array, np.arange(len(array)))

@@ -1,0 +1,310 @@
+"""Rules of the arithmetic of positions, and of masks that say whether an index is in this device's block."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from shardlib.proof.domain import (
+    UNIFORM,
+    Mask,
+    Offset,
+    Range,
+    Subtracted,
+    Value,
+    add_offsets,
+    axes_of_offset,
+    constant,
+    cut,
+    devices,
+    whole,
+)
+from shardlib.proof.equation import Equation, Refused
+
+
+def of(eq: Equation, ins: list[Value]) -> Value | None:
+    """The result of an elementwise primitive on positions, offsets or masks; None if no rule here is about it."""
+    name = eq.name
+    if any(v.places is not None for v in ins):
+        return _index_into_own_block(eq, ins)
+    if name == "eq" and (best := _best(eq, ins)):
+        return best
+    if name in _NEGATED and any(v.offset or v.is_local for v in ins):
+        return _compared(eq, name, *ins)
+    if any(v.offset or v.count for v in ins) and (placed := _position(eq, ins)) is not None:
+        return placed
+    if name in ("and", "or", "not") and all(v.mask for v in ins):
+        return _combined(eq, ins)
+    if (masked := _masked(eq, ins)) is not None:
+        return masked
+    return _replaced(eq, ins) if name == "select_n" and ins[0].mask else None
+
+
+def _index_into_own_block(eq: Equation, ins: list[Value]) -> Value | None:
+    """What jnp does with an index before it looks up by it: no index is negative."""
+    index, *others = ins
+    if eq.name in ("convert_element_type", "copy"):
+        return index if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
+    if index.places is None or not others or not others[0].is_constant:
+        return None
+    if eq.name in ("lt", "ge") and others[0].is_zero:
+        return constant(len(index.dims), eq.name == "ge", eq.name == "ge")
+    return dataclasses.replace(index, places=None) if eq.name == "add" else None
+
+
+def _labels(value: Value) -> Subtracted:
+    """`value` as the index that an offset is subtracted from."""
+    return Subtracted(value.token, tuple(range(len(value.dims))))
+
+
+def _position(eq: Equation, ins: list[Value]) -> Value | None:
+    """Sums, multiples, conversions and bounds of positions and offsets."""
+    name = eq.name
+    if name in ("convert_element_type", "copy"):
+        return ins[0] if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
+    if name in ("add", "add_any", "sub"):
+        return _added(eq, *ins, -1 if name == "sub" else 1)
+    if name == "mul":
+        a, b = ins if ins[1].is_constant else ins[::-1]
+        if b.is_constant and a.offset and a.known is not None and not (a.count or a.valid):
+            known = tuple(x * y for x, y in zip(a.known, b.known, strict=True))
+            return Value(a.dims, offset=tuple((axis, c * b.known[0]) for axis, c in a.offset), known=known)
+    if name in ("max", "min", "clamp") and sum(bool(v.offset) for v in ins) == 1:
+        (index,), bounds = [v for v in ins if v.offset], [v for v in ins if not v.offset]
+        if index.count or not all(v.is_constant for v in bounds) or (name == "clamp" and index is not ins[1]):
+            return None
+        low = Range(low=bounds[0].known) if name != "min" else Range()
+        high = Range(high=bounds[-1].known) if name != "max" else Range()
+        return dataclasses.replace(index, valid=low & high & index.valid, drops=False)
+    return None
+
+
+def _holds_positions(before: Any, after: Any) -> bool:
+    """Whether a conversion leaves positions as they are."""
+    is_integer = lambda dtype: isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
+    if is_integer(after):
+        return is_integer(before) and np.iinfo(after).max >= 2**31 - 1
+    return after != np.bool_ and is_integer(before)
+
+
+def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
+    """A + sign · b."""
+    offset = add_offsets(a.offset, b.offset, sign)
+    if a.is_index or b.is_index:
+        return _first_index(eq, a, b, offset)
+    if a.valid or b.valid:
+        # Another index than the clipped one: jnp wraps a negative one so, before it selects the one that is none.
+        return dataclasses.replace(a, origin=None, drops=False) if a.valid and b.is_constant else None
+    both = None
+    if a.known is not None and b.known is not None:
+        both = tuple(x + sign * y for x, y in zip(a.known, b.known, strict=True))
+    at = range(len(eq.shape()))
+    is_whole = a.count and not a.is_local and all(eq.shape()[i] == eq.twin_shape()[i] for i in at if i in a.count)
+    if sign < 0 and is_whole and not a.offset and not b.count and b.offset and b.known == (0, 0):
+        a, both = dataclasses.replace(a, count=(), known=None), None  # whole indices, less the offset of a block
+    if a.count or b.count:
+        if b.count and (a.count or sign < 0):
+            return None
+        counting, other = (b, a) if b.count else (a, b)
+        moved = dataclasses.replace(counting, offset=offset)
+        if both is not None and all(d is UNIFORM for d in other.dims):
+            if both[0] != both[1]:
+                return dataclasses.replace(moved, known=None, is_local=True)
+            return resolved(eq, dataclasses.replace(moved, known=both))
+        found, rest = resolved(eq, moved), dataclasses.replace(other, offset=())
+        if found.count or found.offset or sign < 0:
+            return None
+        eq.unscaled(eq.finished(rest))
+        return Value(eq.joined_dims([found, rest]))
+    if offset and (a.is_constant or b.is_constant) and both is None and sign * (1 if b.is_constant else 0) >= 0:
+        index, number = (a, b) if b.is_constant else (b, a)
+        if number.known[0] != number.known[1]:  # jnp wraps a negative index so: right nowhere, so that no mask fits it
+            return dataclasses.replace(index, origin=None, valid=Range(), drops=False)
+    for value in (a, b):
+        eq.finished(dataclasses.replace(value, offset=()))
+        if both is None:
+            eq.unscaled(value)
+    if both is not None and not offset:
+        return constant(len(a.dims), *both)
+    # An index less this device's offset: a lookup by it and a mask of it belong together.
+    origin = _labels(a) if not a.offset and b.known == (0, 0) else None
+    return Value(eq.joined_dims([a, b]), offset=offset, known=both, origin=origin)
+
+
+def resolved(eq: Equation, value: Value) -> Value:
+    """A count with an offset: the positions of a sharded dim, if the offset is that of this device's block."""
+    if not value.count or not value.offset:
+        return value
+    shape = eq.result_shape
+    axes = axes_of_offset(value.offset, math.prod(shape[i] for i in value.count), eq.sizes)
+    if axes is None or value.known is None or value.known[0] != value.known[1]:
+        return value
+    there = shape if eq.twin is None else eq.twin.outvars[0].aval.shape
+    first = next((i for i in value.count if there[i] > 1), value.count[0])
+    dims = [
+        cut(shape[i], axes) if i == first else whole(shape[i]) if i in value.count else d
+        for i, d in enumerate(value.dims)
+    ]
+    return Value(tuple(dims))
+
+
+# ---- masks ------------------------------------------------------------------------------------------------------
+
+_NEGATED = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
+_TURNED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
+_INSIDE = {"in", "from 0", "below", "clipped from 0"}
+"""Masks that are true of the indices in this device's block; their negations are false of them."""
+_NOT = {"in": "out", "from 0": "under 0", "below": "beyond"}
+_NOT |= {b: a for a, b in _NOT.items()}
+
+
+def _compared(eq: Equation, name: str, a: Value, b: Value) -> Value:
+    """A comparison of positions within this device's block, or of an index less this device's offset."""
+    ndim, offset = len(eq.result_shape), add_offsets(a.offset, b.offset, -1)
+    is_start = a.offset and a.known is not None and not a.count and not a.valid
+    if is_start and b.is_zero and name in ("lt", "ge") and min(*a.known, *(c for _, c in a.offset)) >= 0:
+        return constant(ndim, name == "ge", name == "ge")  # the start of a block is never negative
+    for this, other, sign in ((a, b, 1), (b, a, -1)):
+        if this.count and not other.count and this.known is not None and this.known[0] == this.known[1]:
+            if this is a and b.is_zero and not offset and this.known[0] >= 0 and name in ("lt", "ge"):
+                return constant(ndim, name == "ge", name == "ge")  # a count is never negative
+            signed = tuple((axis, sign * c) for axis, c in offset)
+            found = resolved(eq, dataclasses.replace(this, offset=signed, is_local=False))
+            if not found.offset and not found.count:
+                rest = eq.unscaled(eq.finished(dataclasses.replace(other, offset=())))
+                return Value(eq.joined_dims([found, rest]))
+    is_bound = lambda v: v.known is not None and not (v.count or v.valid or v.is_index)
+    if not is_bound(b) and is_bound(a):
+        return _compared(eq, _TURNED[name], b, a)
+    integers = all(eq.is_integer(var.aval.dtype) for var in eq.eqn.invars)
+    if is_bound(b) and integers and not a.count and name not in ("eq", "ne"):
+        return _bounded(eq, name, a, b, offset)
+    eq.block(a), eq.block(b)
+    raise AssertionError(name)
+
+
+def _bounded(eq: Equation, name: str, a: Value, b: Value, offset: Offset) -> Value:
+    """Whether an index is before or past an end of this device's block."""
+    inside = name in ("ge", "gt")  # true of indices from this end on
+    end = tuple(x + (name in ("le", "gt")) for x in b.known)
+    origin = a.origin if not b.offset else None if a.offset else _labels(a)
+    if a.valid:
+        if end == (0, 0) and min(a.valid.low) >= 0 and not b.offset:
+            return Value(a.dims, mask=Mask("clipped from 0" if inside else "clipped under 0", offset), origin=origin)
+        eq.block(a)
+    eq.unscaled(eq.finished(dataclasses.replace(a, offset=())))
+    if end == (0, 0):
+        return Value(a.dims, mask=Mask("from 0" if inside else "under 0", offset), origin=origin)
+    axes = axes_of_offset(tuple((axis, -c) for axis, c in offset), end[0], eq.sizes)
+    if not axes or end[0] * devices(eq.sizes, axes) != end[1] * devices(eq.twin_sizes, axes):
+        raise Refused("an index is compared with what is no end of this device's block", "compare it with both ends")
+    if np.issubdtype(eq.eqn.invars[0].aval.dtype, np.unsignedinteger):  # an index before the block wraps around
+        test = "out" if inside else "in"
+    else:
+        test = "beyond" if inside else "below"
+    return Value(a.dims, mask=Mask(test, offset, end), origin=origin)
+
+
+def _combined(eq: Equation, ins: list[Value]) -> Value:
+    masks = [value.mask for value in ins]
+    if eq.name == "not" and masks[0].test in _NOT:
+        return dataclasses.replace(ins[0], mask=masks[0]._replace(test=_NOT[masks[0].test]))
+    tests = {mask.test for mask in masks}
+    expected, test = ({"from 0", "below"}, "in") if eq.name == "and" else ({"under 0", "beyond"}, "out")
+    if eq.name == "not" or tests != expected or not _is_of(ins[0], masks[1].offset, ins[1]):
+        raise Refused("these comparisons are not the two ends of one block", "compare one index with both ends")
+    size = masks[0].size or masks[1].size
+    return Value(eq.joined_dims(ins), mask=Mask(test, masks[0].offset, size), origin=ins[0].origin)
+
+
+def _is_of(mask: Value, offset: Offset | None, index: Value) -> bool:
+    """Whether a mask is one of an index, or of what was looked up by it."""
+    return mask.origin is not None and mask.mask.offset == offset and mask.origin == index.origin
+
+
+def _masked(eq: Equation, ins: list[Value]) -> Value | None:
+    """What a mask leaves of looked-up entries: a partial sum, as each entry is in the block of one device alone."""
+    if eq.name == "select_n" and ins[0].mask and ins[0].mask.test == "best" and len(ins) == 3:
+        return _best_index(eq, *ins)
+    if eq.name == "mul" and sum(v.mask is not None for v in ins) == 1:
+        which, value = ins if ins[0].mask else ins[::-1]
+        if which.mask.test != "in":
+            return None
+        if value.drops:
+            raise Refused(
+                "entries that are out of range on this device are NaN, which a product with a mask does not remove",
+                "select with the mask: jnp.where((0 <= i) & (i < size), found, 0)",
+            )
+    elif eq.name == "select_n" and len(ins) == 3 and ins[0].mask and ins[0].mask.test in ("in", "out"):
+        which, outside, value = ins if ins[0].mask.test == "in" else (ins[0], ins[2], ins[1])
+        if not outside.is_zero or value.offset:
+            return None
+    elif eq.name == "convert_element_type" and ins[0].mask and ins[0].mask.test == "in":
+        return ins[0]
+    else:
+        return None
+    if value.looked_up is not None and not _is_of(which, value.looked_up, value):
+        raise Refused("entries are masked by another index than the one they were looked up by", "mask by that index")
+    value = dataclasses.replace(value, looked_up=None, drops=False)
+    eq.block(value)
+    if value.extreme:
+        eq.finished(value)
+    offset, size = which.mask.offset, which.mask.size[0]
+    axes = frozenset(axes_of_offset(tuple((axis, -c) for axis, c in offset), size, eq.sizes))
+    if axes & value.partial:
+        eq.finished(value)
+    partial, dims = value.partial | axes, eq.joined_dims([which, value])
+    return Value(dims, partial, ratio=value.ratio, masked=offset, origin=which.origin)
+
+
+def _replaced(eq: Equation, ins: list[Value]) -> Value:
+    """An index of which the entries out of range were replaced, as jnp does with negative ones."""
+    which, *cases = ins
+    test, size = which.mask.test, which.mask.size
+    inside, outside = (cases[1], cases[0]) if test in _INSIDE else (cases[0], cases[-1])
+    if len(cases) != 2 or test == "best" or not inside.offset or not _is_of(which, inside.offset, inside):
+        eq.block(inside)
+        raise Refused("a mask says which indices are in this device's block", "mask what was looked up by them")
+    valid = Range() if test in ("below", "beyond") else Range(low=(0, 0))
+    drops = test.startswith("clipped") and inside.drops
+    if size is not None:
+        valid &= Range(high=(size[0] - 1, size[1] - 1))
+        past = outside.is_constant and all(x >= n for x, n in zip(outside.known, size, strict=True))
+        drops = test in ("in", "out") and past
+    return dataclasses.replace(inside, dims=eq.joined_dims([which, inside]), valid=valid & inside.valid, drops=drops)
+
+
+# ---- the index of an extreme ------------------------------------------------------------------------------------
+
+
+def _best(eq: Equation, ins: list[Value]) -> Value | None:
+    """Whether this device's extreme is that of all devices: which devices may give its index."""
+    values = [v for v in ins if not v.is_index]
+    local = next((v for v in values if v.extreme and v.source is not None), None)
+    taken = next((v for v in values if v.is_taken), None)
+    if local is None or taken is None or local.source != taken.source:
+        return None
+    return Value(eq.joined_dims(ins), mask=Mask("best", source=local.source))
+
+
+def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
+    """The index of the first extreme of a block, from the start of the whole dim."""
+    index, start = (a, b) if a.is_index else (b, a)
+    axes = axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
+    source = index.source
+    if index.offset or eq.name == "sub" or source is None or axes != source.axes or start.known != (0, 0):
+        eq.block(start)
+        eq.block(index)
+    whole_size = index.known[0] * devices(eq.sizes, axes)
+    known = (whole_size, whole_size)
+    return dataclasses.replace(index, dims=eq.joined_dims([a, b]), known=known, is_taken=True)
+
+
+def _best_index(eq: Equation, which: Value, others: Value, index: Value) -> Value:
+    """The index of the first extreme, on the devices that have it."""
+    if not (index.is_index and index.is_taken and index.source == which.mask.source and others.is_constant):
+        raise Refused("a mask says which devices have the extreme", "take the index of the extreme by it")
+    if min(others.known) < index.known[0]:
+        raise Refused("devices without the extreme give an index that may be the smallest", "give them 2**30")
+    return Value(eq.joined_dims([which, index]), extreme=("min", index.extreme[1]))

@@ -1,0 +1,368 @@
+"""Rules of primitives that make arrays, and of those that change shapes."""
+
+import dataclasses
+
+from shardlib.proof import entries
+from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
+from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.primitives import Rules
+
+RULES = Rules()
+rule = RULES.of
+
+
+@rule("iota")
+def _iota(eq: Equation) -> Value:
+    k, shape = eq.params["dimension"], eq.result_shape
+    dims = tuple(whole(n) if i == k else UNIFORM for i, n in enumerate(shape))
+    local = eq.twin is not None and eq.twin.outvars[0].aval.shape[k] != shape[k]
+    return Value(dims, known=(0, 0), count=(k,), is_local=local)
+
+
+@rule("axis_index")
+def _axis_index(eq: Equation) -> Value:
+    axis = eq.params["axis_name"]
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    offset = tuple((a, devices(eq.sizes, axes[i + 1 :])) for i, a in enumerate(axes) if eq.sizes[a] > 1)
+    return Value((), offset=tuple(sorted(offset)), known=(0, 0))
+
+
+@rule("random_bits", "random_split", "random_unwrap", "random_seed")
+def _from_keys(eq: Equation) -> Value:
+    (x, *_), shape = eq.ins, eq.result_shape
+    eq.unscaled(eq.finished(x))
+    return Value((*x.dims, *(whole(n) for n in shape[len(x.dims) :])))
+
+
+@rule("random_wrap")
+def _wrap_key(eq: Equation) -> Value:
+    (x,) = eq.ins
+    eq.uncut(eq.finished(x), len(x.dims) - 1, "a key is made")
+    return Value(x.dims[:-1])
+
+
+@rule("empty", "empty2", "create_token")
+def _empty(eq: Equation) -> Value:
+    return constant(len(eq.result_shape), 0, 0)
+
+
+# ---- shapes ----
+
+
+def _with(x: Value, result: Value) -> Value:
+    """`result`, which is `x` in other dims. Refuses a count that is lost."""
+    if not x.count or result.count:
+        return result
+    if x.offset or x.is_local:
+        raise Refused(
+            "positions within this device's block are rearranged before they are positions in the whole dim",
+            "add this device's offset first: shardops.positions('L/t')",
+        )
+    return dataclasses.replace(result, known=None)
+
+
+@rule("broadcast_in_dim")
+def _broadcast(eq: Equation) -> Value:
+    (x, *_), shape, to = eq.ins, eq.params["shape"], eq.params["broadcast_dimensions"]
+    source: list[int | None] = [None] * len(shape)
+    for i, j in enumerate(to):
+        if eq.shape()[i] == shape[j]:
+            source[j] = i
+        elif x.dims[i] is not UNIFORM and x.dims[i].axes:
+            raise Refused(f"dim {i}, of which each device holds one entry, is repeated", "gather it first")
+    return _with(x, moved(x, source))
+
+
+@rule("transpose")
+def _transpose(eq: Equation) -> Value:
+    (x,), order = eq.ins, eq.params["permutation"]
+    return _with(x, moved(x, list(order)))
+
+
+@rule("squeeze")
+def _squeeze(eq: Equation) -> Value:
+    (x,), gone = eq.ins, eq.params["dimensions"]
+    for i in gone:
+        eq.uncut(x, i, "the one entry is taken")
+    return _with(x, moved(x, [i for i in range(len(x.dims)) if i not in gone]))
+
+
+@rule("expand_dims")
+def _expand_dims(eq: Equation) -> Value:
+    (x,), new = eq.ins, eq.params["dimensions"]
+    old = iter(range(len(x.dims)))
+    return _with(x, moved(x, [None if j in new else next(old) for j in range(len(x.dims) + len(new))]))
+
+
+@rule("bitcast_convert_type")
+def _bitcast(eq: Equation) -> Value:
+    (x,), ndim = eq.ins, len(eq.result_shape)
+    eq.unscaled(eq.finished(x))
+    if ndim < len(x.dims):
+        eq.uncut(x, ndim, "entries become one")
+    return Value((*x.dims, *map(whole, eq.result_shape[len(x.dims) :]))[:ndim])
+
+
+@dataclasses.dataclass
+class _Piece:
+    """A factor of the entries of an array, as a reshape sees it."""
+
+    size: int
+    whole: int
+    axes: tuple[str, ...]
+    is_uniform: bool
+    is_loose: bool
+    name: str = ""
+    is_counted: bool = False
+    is_mixed: bool = False
+
+
+@rule("reshape")
+def _reshape(eq: Equation) -> Value:
+    (x, *_), new = eq.ins, eq.result_shape
+    shape, twin_shape = eq.shape(), eq.twin_shape()
+    if (order := eq.params.get("dimensions")) is not None:  # transposed first
+        x, shape, twin_shape = _with(x, moved(x, list(order))), *([s[i] for i in order] for s in (shape, twin_shape))
+    pieces: list[_Piece] = []
+    for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
+        counted = i in x.count
+        if dim is UNIFORM:
+            pieces.append(_Piece(here, there, (), True, here != there, is_counted=counted))
+        elif counted and x.is_local:
+            pieces.append(_Piece(here, there, (), False, False, dim.name, counted))
+        else:
+            sizes = [(part, eq.whole_size(Dim((part,)), part.size)) for part in dim.parts]
+            pieces += [_Piece(n, whole, axes, False, False, dim.name, counted) for (n, axes), whole in sizes]
+    pieces = [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
+    twins = eq.twin.outvars[0].aval.shape if eq.twin is not None else [None] * len(new)
+    dims, count, mixed = [], [], False
+    for j, (size, there) in enumerate(zip(new, twins, strict=True)):
+        if (
+            there == 1 < size
+            and pieces
+            and (first := pieces[0]).size % size == 0
+            and first.whole > 1  # or the twin has more devices along an axis that both have
+            and not first.is_uniform
+            and not any(axis.startswith(ENTRIES) for axis in first.axes)
+        ):
+            # On one device all of the dim is one block: the entries stand for devices.
+            axes = (*first.axes, f"{BLOCKS}{size}")
+            pieces[0] = dataclasses.replace(first, size=first.size // size, axes=axes)
+            dims.append(cut(size, (f"{ENTRIES}{size}",)))
+            count += [j] if first.is_counted else []
+            continue
+        taken = _take(pieces, size, there, last=all(n == 1 for n in new[j + 1 :]))
+        if any(p.is_counted for p in taken):
+            count.append(j)
+            mixed |= not all(p.is_counted and not p.is_mixed for p in taken)
+        if all(p.is_uniform for p in taken):
+            dims.append(UNIFORM)
+            continue
+        if any(p.is_loose for p in taken):
+            raise Refused("repeated entries, as many as the mesh decides, are merged with a dim", "")
+        dims.append(_merged(taken))
+    if pieces:
+        raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
+    source = _kept(tuple(shape), new)
+    if source is None and (x.is_index or (x.mask and x.mask.source)):
+        eq.block(x)
+    x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None, source=None)
+    count = () if mixed else tuple(count)
+    return _with(x, dataclasses.replace(x_there, dims=tuple(dims), count=count, components=()))
+
+
+def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None:
+    """For each new dim the old one, where a reshape adds or removes dims of size 1 alone; None elsewhere."""
+    if [n for n in old if n > 1] != [n for n in new if n > 1]:
+        return None
+    found: list[int | None] = []
+    rest = list(enumerate(old))
+    for n in new:
+        while n > 1 and rest[0][1] == 1:
+            rest.pop(0)
+        found.append(rest.pop(0)[0] if rest and rest[0][1] == n else None)
+    return found
+
+
+def _take(pieces: list[_Piece], size: int, there: int | None, last: bool) -> list[_Piece]:
+    """The next factors, of `size` together on a device, and of `there` on one. Splits the last of them if it must."""
+    taken, product, product_there = [], 1, 1
+    while pieces:
+        piece, need, rest = pieces[0], size // product, there and there // product_there
+        is_last = last and piece.size == 1 and (there is None or piece.whole == 1)
+        if need == 1 and rest in (None, 1) and not is_last:
+            break
+        if need % piece.size == 0 and (there is None or piece.is_uniform or rest % piece.whole == 0):
+            taken.append(pieces.pop(0))
+            product, product_there = product * piece.size, product_there * piece.whole
+        elif need and piece.size % need == 0 and size % product == 0 and (need > 1 or piece.whole > piece.size):
+            uncut = piece.size // need
+            taken.append(dataclasses.replace(piece, size=need, whole=piece.whole // uncut, name=""))
+            pieces[0] = dataclasses.replace(piece, size=uncut, whole=uncut, axes=(), name="")
+            product, product_there = size, product_there * taken[-1].whole
+        elif len(pieces) > 1 and not pieces[1].axes:  # two factors that no cut separates are one
+            merged = dataclasses.replace(
+                piece,
+                size=piece.size * pieces[1].size,
+                whole=piece.whole * pieces[1].whole,
+                is_uniform=piece.is_uniform and pieces[1].is_uniform,
+                is_loose=piece.is_loose or pieces[1].is_loose,
+                is_counted=piece.is_counted or pieces[1].is_counted,
+                is_mixed=piece.is_mixed or pieces[1].is_mixed or piece.is_counted != pieces[1].is_counted,
+                name="",
+            )
+            pieces[:2] = [merged]
+        else:
+            break
+    if product != size:
+        raise Refused(
+            "a reshape joins entries of different blocks of a sharded dim, or cuts across them",
+            "reshape only so that the sharded dim stays the outermost of those that it is split into; "
+            "shardops.rearrange names the dims",
+        )
+    return taken
+
+
+def _merged(taken: list[_Piece]) -> Dim:
+    parts: list[Part] = []
+    for piece in taken:
+        if parts and not piece.axes:
+            parts[-1] = Part(parts[-1].size * piece.size, parts[-1].axes)
+        else:
+            parts.append(Part(piece.size, piece.axes))
+    if len(parts) > 1 and parts[0] == Part(1, ()):
+        parts = parts[1:]
+    parts = entries.joined(parts)
+    return Dim(tuple(parts), taken[0].name if len(taken) == 1 else "")
+
+
+@rule("concatenate")
+def _concatenate(eq: Equation) -> Value:
+    k, ndim = eq.params["dimension"], len(eq.result_shape)
+    if (
+        k == ndim - 1
+        and all(shape[k] == 1 for shape in map(eq.shape, range(len(eq.ins))))
+        and any(v.count or v.offset for v in eq.ins)
+    ):
+        # A local count gives no dim: as an index into a sharded dim it says how the dim that it counts along is cut.
+        bare = [tuple(UNIFORM if v.is_local and i in v.count else d for i, d in enumerate(v.dims)) for v in eq.ins]
+        dims = [eq.joined(i, (b[i] for b in bare)) for i in range(ndim - 1)]
+        return Value((*dims, whole(len(eq.ins))), is_local=True, components=tuple(eq.ins))
+    for i, value in enumerate(eq.ins):
+        eq.block(value)
+        eq.uncut(value, k, "arrays are joined")
+        if eq.shape(i)[k] != eq.twin_shape(i)[k]:
+            raise Refused(f"arrays are joined along dim {k}, whose size depends on the mesh", "")
+    dims = [whole(eq.result_shape[k]) if i == k else eq.joined(i, (v.dims[i] for v in eq.ins)) for i in range(ndim)]
+    return Value(tuple(dims), eq.joined_partial(eq.ins), eq.joined_extreme(eq.ins), eq.joined_ratio(eq.ins))
+
+
+@rule("stack")
+def _stack(eq: Equation) -> Value:
+    dims = list(eq.joined_dims(eq.ins))
+    dims.insert(eq.params["axis"], whole(len(eq.ins)))
+    return Value(tuple(dims), eq.joined_partial(eq.ins), eq.joined_extreme(eq.ins), eq.joined_ratio(eq.ins))
+
+
+@rule("unstack")
+def _unstack(eq: Equation) -> list[Value]:
+    (x,), k = eq.ins, eq.params["axis"]
+    eq.uncut(x, k, "an array is taken apart")
+    dims = (*x.dims[:k], *x.dims[k + 1 :])
+    return [Value(dims, x.partial, x.extreme, x.ratio) for _ in eq.eqn.outvars]
+
+
+@rule("split")
+def _split(eq: Equation) -> list[Value]:
+    (x,), k = eq.ins, eq.params["axis"]
+    eq.uncut(x, k, "an array is split")
+    return [_piece_of(eq, x, var.aval.shape) for var in eq.eqn.outvars]
+
+
+def _piece_of(eq: Equation, x: Value, shape: tuple[int, ...]) -> Value:
+    """Facts about a piece of `x` that holds whole dims or some entries of unsharded ones."""
+    dims = [
+        d if d is UNIFORM or a == b else whole(b, d.name) for d, a, b in zip(x.dims, eq.shape(), shape, strict=True)
+    ]
+    eq.block(x)
+    return Value(tuple(dims), x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
+
+
+@rule("slice")
+def _slice(eq: Equation) -> Value:
+    (x,), p = eq.ins, eq.params
+    twin = eq.twin.params if eq.twin is not None else p
+    for i, (a, b) in enumerate(zip(eq.shape(), eq.result_shape, strict=True)):
+        there = eq.twin_shape()[i]
+        bounds = [(q["start_indices"][i], q["limit_indices"][i], q["strides"] and q["strides"][i]) for q in (p, twin)]
+        if a == b and twin["limit_indices"][i] - twin["start_indices"][i] == there:
+            continue
+        if x.components and i == len(x.dims) - 1 and b == 1 and not (p["strides"] and p["strides"][i] != 1):
+            continue
+        eq.uncut(x, i, "a part is taken")
+        if bounds[0] != bounds[1] and x.dims[i] is not UNIFORM:
+            raise Refused(
+                f"the part taken of dim {i} depends on the mesh: {bounds[0][:2]} here, {bounds[1][:2]} on one device",
+                "compute its ends from whole sizes",
+            )
+    if x.components and eq.result_shape == (*eq.shape()[:-1], 1):
+        return x.components[p["start_indices"][-1]]
+    return _piece_of(eq, x, eq.result_shape)
+
+
+@rule("rev")
+def _rev(eq: Equation) -> Value:
+    (x,) = eq.ins
+    for i in eq.params["dimensions"]:
+        eq.uncut(x, i, "the order is reversed")
+    return Value(x.dims, x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
+
+
+@rule("pad")
+def _pad(eq: Equation) -> Value:
+    x, fill = eq.ins
+    eq.finished(fill)
+    dims = list(x.dims)
+    for i, config in enumerate(eq.params["padding_config"]):
+        if any(config):
+            eq.uncut(x, i, "entries are added")
+            dims[i] = whole(eq.result_shape[i])
+            if eq.twin is not None and (
+                eq.twin.params["padding_config"][i] != config or eq.shape()[i] != eq.twin_shape()[i]
+            ):
+                raise Refused(f"dim {i} is padded by a number that depends on the mesh", "compute it from whole sizes")
+    spread = dataclasses.replace(fill, dims=(UNIFORM,) * len(dims))
+    values = [dataclasses.replace(x, count=(), known=None if x.count else x.known), spread]
+    if x.is_zero and fill.is_zero:
+        return constant(len(dims), 0, 0)
+    return Value(tuple(dims), eq.joined_partial(values), eq.joined_extreme(values), eq.joined_ratio(values))
+
+
+@rule("select_and_gather_add", "select_and_scatter_add", "reduce_window", "reduce_window_sum", "reduce_window_max")
+@rule("reduce_window_min")
+def _windows(eq: Equation) -> Value:
+    arrays = [value for value in eq.ins if value.dims]
+    for value in eq.ins:
+        eq.unscaled(eq.finished(value))
+    dims = []
+    for i, (n, size) in enumerate(zip(eq.params["window_dimensions"], eq.result_shape, strict=True)):
+        if n == 1 and not any(eq.params["padding"][i]) and eq.shape()[i] == size:
+            dims.append(eq.joined(i, (v.dims[i] for v in arrays)))
+            continue
+        for value in arrays:
+            eq.uncut(value, i, "a window slides")
+        dims.append(whole(size))
+    return Value(tuple(dims))
+
+
+@rule("fft")
+def _fft(eq: Equation) -> Value:
+    (x,) = eq.ins
+    if x.extreme:
+        eq.finished(x)
+    eq.same("fft_type", "fft_lengths")
+    dims = list(x.dims)
+    for i in range(len(dims) - len(eq.params["fft_lengths"]), len(dims)):
+        eq.uncut(x, i, "a Fourier transform runs")
+        dims[i] = whole(eq.result_shape[i])
+    return Value(tuple(dims), x.partial, ratio=x.ratio)

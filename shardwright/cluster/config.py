@@ -1,0 +1,109 @@
+"""Settings of the devices: mesh, compiler and environment, and the processes of a run."""
+
+import dataclasses
+from typing import Any
+
+from shardwright_data.checks import check_choice, check_range, within
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """Number of devices along each axis. At most one may be -1, which takes the devices that are left."""
+
+    p: int = within(1, 2**20, 1)
+    """Devices that each hold some of the layers, as stages of a pipeline (docs/pipeline.md)."""
+    r: int = within(-1, 2**20, 1)
+    """Replicas: each has all weights."""
+    d: int = within(-1, 2**20, -1)
+    """Devices over which the batch, and the weights at rest, are sharded (FSDP)."""
+    t: int = within(-1, 2**20, 1)
+    """Devices of tensor parallelism."""
+
+
+@dataclasses.dataclass
+class HardwareConfig:
+    """Settings of the devices, their compiler and their environment."""
+
+    name: str = "any"
+    """The devices that the run is meant for, in words."""
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of XLA for the compilation of the steps: its flags without their dashes, and what else it takes for a
+    program. An option that is null is left out. One that the installed XLA does not know is left out too, and a line
+    is printed for it. Flags in the environment's XLA_FLAGS hold for all programs, and an unknown one there ends the
+    run."""
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Environment variables, such as NCCL's, that are set before the devices start. A variable that is set already
+    keeps its value."""
+    simulated_devices: int | None = within(1, 4097, None)
+    """Number of devices, at most 4096, that this host's CPU simulates where JAX uses the CPU; null: one. Without effect
+    on other devices, and where XLA_FLAGS in the environment has xla_force_host_platform_device_count."""
+    memory_fraction: float | None = None
+    """Part of a GPU's memory that JAX reserves when it starts, in (0, 1]; null: JAX's own default, 0.75. The variable
+    XLA_CLIENT_MEM_FRACTION, or XLA_PYTHON_CLIENT_MEM_FRACTION, overrides it."""
+    compilation_cache: str | None = "~/.cache/shardwright/compiled"
+    """Directory in which compiled programs are kept for the next run of the same step; null: none. Let nobody write
+    there whom you would not let run programs as you. It grows, and what is in it can be deleted at any time. A run of
+    several processes, of which the first writes and all read, does not use the default, since each host may have its
+    own: give a directory that all hosts share. The variable JAX_COMPILATION_CACHE_DIR overrides it."""
+
+
+@dataclasses.dataclass
+class DistributedConfig:
+    """The processes of a run, on one host or on many. docs/multi-host.md shows how to start them."""
+
+    auto: bool = False
+    """Whether JAX finds the processes by itself, as it can under Slurm, Open MPI, Kubernetes and on Cloud TPU.
+    Otherwise there is one process, or coordinator, count and id describe them."""
+    count: int | None = within(1, 2**31, None)
+    """Number of processes, at least 1. Null: one; with auto, as many as there are."""
+    coordinator: str | None = None
+    """Address and port of process 0, as address:port, the same in all processes. The port has to be free there."""
+    id: int | None = None
+    """Number of this process, in [0, count)."""
+    devices: str = "all"
+    """all: a process uses all devices that it sees. one: it uses the one with its number on the host, which needs
+    auto, and Slurm or Open MPI."""
+    join_timeout: int = within(1, 2**31, 300)
+    """Seconds, at least 1, that the processes have to find one another."""
+    heartbeat_timeout: int = within(1, 2**31, 60)
+    """Seconds, at least 1. When a process has sent no heartbeat for so long, JAX ends the others."""
+    stall_timeout: int = within(1, 2**31, 600)
+    """Seconds, at least 1. A process that stays so long at one place of a step has stalled, and ends."""
+    pause_timeout: int = within(1, 2**31, 3600)
+    """The same for places that may take longer: start, compilation, first step, checkpoints, validation, end."""
+
+    stopped_exit_code: int = within(0, 256, 0)
+    """Exit code, in [0, 255], of a run that a signal stopped before its last step. 0 is that of a finished run too;
+    another one lets a scheduler know that there is more to do."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one process for certain, which then looks for no others."""
+        return not self.auto and self.count in (None, 1)
+
+
+def check_distributed(c: DistributedConfig) -> None:
+    """Raises ValueError for a setting that is out of its range or contradicts another one."""
+    check_range("distributed.id", c.id, 0, c.count or 2**31)
+    check_choice("distributed.devices", c.devices, ("all", "one"))
+    given = {f"distributed.{name}": getattr(c, name) for name in ("coordinator", "count", "id")}
+    if c.auto:
+        for name in ("distributed.coordinator", "distributed.id"):
+            if given[name] is not None:
+                raise ValueError(f"{name} is {given[name]}; set distributed.auto=false, or leave it out.")
+        return
+    if c.devices == "one":
+        raise ValueError("distributed.devices is one, which needs distributed.auto=true.")
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < 3 and c.count != 1:
+        said = ", ".join(f"{name} is {value}" for name, value in given.items() if value is not None)
+        raise ValueError(
+            f"{said}; give {' and '.join(missing)} too, or distributed.auto=true alone where JAX finds the processes "
+            "by itself: under Slurm, Open MPI, Kubernetes, and on Cloud TPU."
+        )
+    if c.coordinator is not None:
+        address, _, port = c.coordinator.rpartition(":")
+        if not address or not (port.isdecimal() and 1 <= int(port) < 2**16):
+            raise ValueError(
+                f"distributed.coordinator is {c.coordinator!r}; write it as address:port, the port in [1, 65535]."
+            )

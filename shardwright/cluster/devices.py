@@ -1,0 +1,264 @@
+"""The devices of a run: their mesh, their compiler, and the processes that they belong to."""
+
+import contextlib
+import ctypes
+import itertools
+import math
+import os
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from shardwright.cluster.config import DistributedConfig, HardwareConfig
+from shardwright.settings.words import say
+
+
+def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1) -> jax.sharding.Mesh:
+    """The mesh of all `devices` with axes r, d, t, and with p outermost where p > 1. Neighbours along t are nearest.
+
+    One size may be -1, which takes the devices that are left. Raises ValueError, with the sizes that fit, for sizes
+    that do not.
+    """
+    sizes = [p, r, d, t]
+    if sizes.count(-1) == 1:
+        sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
+    named = lambda sizes: zip("prdt", sizes, strict=True)
+    shown = lambda sizes: " ".join(f"{axis}={n}" for axis, n in named(sizes) if axis != "p" or n != 1)
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+        fits = itertools.product([sizes[0]], *[divisors] * 3)
+        shapes = [shown(fit) for fit in fits if math.prod(fit) == len(devices)]
+        shapes = shapes or [f"p={n} …" for n in divisors]
+        more = f" and {len(shapes) - 24} more" if len(shapes) > 24 else ""
+        kind, wanted = devices[0].platform, math.prod(abs(n) for n in (p, r, d, t))
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
+        simulate = f" {flag}, or in train hardware.simulated_devices={wanted}, simulates {wanted}." * (kind == "cpu")
+        raise ValueError(
+            f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
+            f"{', '.join(shapes[:24])}{more}. (-1, for one axis, takes what is left.) "
+            f"Set mesh.<axis>.{simulate if 0 < wanted <= 4096 else ''}"
+        )
+    axes = ("r", "d", "t")
+    if sizes[0] > 1:
+        axes = ("p", *axes)
+    # Without stages the mesh has no axis p, and neither has any spec.
+    return jax.make_mesh(sizes[-len(axes) :], axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
+
+
+def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> None:
+    """Applies the settings of `hardware` and joins the other processes of the run, if there are any.
+
+    Must be called before anything else uses devices. Ends this process, with a message and exit code 1, if the
+    processes do not find one another within processes.join_timeout: JAX waits outside of Python, and would abort.
+
+    Raises:
+        ValueError: JAX does not find the processes, or process 0 cannot use its port.
+    """
+    for name, value in hardware.environment.items():
+        os.environ.setdefault(name, value)
+    simulate_devices(hardware)
+    # Under its older name too, with which JAX refuses the new one.
+    if hardware.memory_fraction is not None and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
+    # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
+    unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
+    if directory := jax.config.jax_compilation_cache_dir:
+        _check_kept(directory)
+    elif hardware.compilation_cache is not None and not unshared:
+        _keep_programs(os.path.expanduser(hardware.compilation_cache))
+    if processes.is_single or jax.distributed.is_initialized():
+        return
+    named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
+    named |= {"process_id": processes.id, "cluster_detection_method": "deactivate"}
+    if not processes.auto and processes.id == 0:
+        _check_port(processes.coordinator)
+        # Without it, JAX listens on all addresses of the host, 127.0.0.1 or not.
+        named["coordinator_bind_address"] = processes.coordinator
+    waiting = threading.Timer(processes.join_timeout, _give_up_joining, [processes])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        jax.distributed.initialize(
+            **({} if processes.auto else named),
+            # None: under Slurm and Open MPI, the one device with the process's number on its host.
+            local_device_ids=None if processes.devices == "one" else [],
+            # Longer than join_timeout: _give_up_joining ends the process first, with a message of its own.
+            initialization_timeout=processes.join_timeout + 30,
+            heartbeat_timeout_seconds=processes.heartbeat_timeout,
+            # At the end the others wait for process 0, which writes the last files.
+            shutdown_timeout_seconds=processes.pause_timeout,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise _cannot_listen(processes.coordinator or "the port that JAX chose", error) from error
+    except ValueError as error:
+        raise ValueError(
+            f"distributed.auto is true, but JAX finds no cluster here ({error}) Start the processes with srun, mpirun, "
+            "or as a Kubernetes job, or give distributed.coordinator, count and id: see docs/multi-host.md."
+        ) from error
+    finally:
+        waiting.cancel()
+
+
+def simulate_devices(hardware: HardwareConfig) -> None:
+    """Applies hardware.simulated_devices. Has no effect once devices have started."""
+    count = hardware.simulated_devices
+    if count is None or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    with contextlib.suppress(RuntimeError):  # in a later job of a sweep
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def kept_programs(name: str) -> Path | None:
+    """Directory of this name beside the compiled programs that JAX keeps; None if this process keeps none.
+
+    None with several processes too, since all must do the same, and each may have kept other files.
+    """
+    directory = jax.config.jax_compilation_cache_dir
+    keeps = directory and jax.config.jax_enable_compilation_cache and jax.process_count() == 1
+    if not keeps or "://" in directory:
+        return None
+    path = Path(directory) / name
+    return None if path.exists() and others_write(path) else path
+
+
+def others_write(directory: Path) -> str | None:
+    """Why another user could put files into `directory`, with a remedy; None if none can, but the administrator.
+
+    He could where he owns it or a directory above it, or may write in one. In one with the sticky bit, such as /tmp, he
+    may add names but not replace them.
+    """
+    own, given = (0, os.getuid()) if hasattr(os, "getuid") else None, Path(os.path.abspath(directory))
+    if own is None:
+        return None
+    for path in dict.fromkeys([given, *given.resolve().parents, given.resolve(), *given.parents]):
+        if not os.path.lexists(path):
+            continue
+        about = path.lstat()
+        if about.st_uid not in own:
+            return f"{path} belongs to another user (number {about.st_uid}): choose another directory"
+        is_kept = path in (given, given.resolve())
+        writable = about.st_mode & 0o022 and (is_kept or not about.st_mode & stat.S_ISVTX)
+        if writable and not path.is_symlink():
+            return f"others may write in {path}: chmod go-w it, or choose another directory"
+    return None
+
+
+def _check_kept(directory: str) -> None:
+    """Makes JAX keep no compiled programs, and prints a line, where others could put some into `directory`."""
+    if "://" not in directory and (why := others_write(Path(directory))):
+        say(f"hardware.compilation_cache: compiled programs are neither read nor kept, as {why}.")
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+def _keep_programs(directory: str) -> None:
+    """Makes JAX keep compiled programs in `directory`. Prints a line and keeps none where it cannot be written."""
+    try:
+        if "://" not in directory:
+            path = Path(os.path.abspath(directory))
+            for missing in reversed([parent for parent in (path, *path.parents) if not parent.exists()]):
+                missing.mkdir(mode=0o700, exist_ok=True)  # whatever the umask says, nobody else writes there
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+    except OSError as error:
+        say(f"hardware.compilation_cache cannot be written, so compiled programs are not kept: {error}")
+        return
+    jax.config.update("jax_compilation_cache_dir", directory)
+    _check_kept(directory)
+    # Short compilations too: a start has some fifty, which together take as long as a small model's step.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+EARLIER = {
+    "xla_gpu_pipeline_all_gather": (
+        "xla_gpu_enable_pipelined_all_gather",  # until jax 0.10
+        {"COLLECTIVE_PIPELINING_MODE_ON": True, "COLLECTIVE_PIPELINING_MODE_OFF": False},
+    )
+}
+"""Options that XLA had under another name before: that name, and its values for those of today."""
+
+
+def known_options(options: Mapping[str, Any], print_line: Callable[[str], None]) -> dict[str, Any]:
+    """The compiler options that the installed XLA knows. `print_line` is called with a line about each other one.
+
+    An option that it knows under an earlier name has that name. Options that are None are left out. Raises ValueError
+    for a value that XLA does not take. Starts the devices.
+    """
+    known = {name: value for name, value in options.items() if value is not None}
+    for name in known:
+        if name.startswith("-"):
+            raise ValueError(f"hardware.compiler_options has {name}; write it without dashes: {name.lstrip('-')}.")
+    program = jax.jit(lambda: 0).lower()
+    while known:
+        try:
+            program.compile(compiler_options=known)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            unknown = [name for name in known if f"No such compile option: '{name}'" in str(error)]
+            if not unknown:
+                raise ValueError(f"hardware.compiler_options: {error}") from error
+            value, (earlier, values) = known.pop(unknown[0]), EARLIER.get(unknown[0], (None, {}))
+            if value in values:
+                known.setdefault(earlier, values[value])
+                continue
+            print_line(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
+        except (TypeError, ValueError) as error:  # raised by JAX, before XLA sees the value
+            raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}: {error}") from error
+    return known
+
+
+def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """The compiled program. Afterwards the memory that the compiler used is given back to the system.
+
+    The process would keep it otherwise: 220 MiB for the step of a small model on a CPU.
+    """
+    compiled = lowered.compile(compiler_options=options)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # in glibc alone
+        libc.malloc_trim(0)
+    return compiled
+
+
+def _check_port(address: str) -> None:
+    """Raises ValueError if process 0 cannot listen at its address, on which JAX may crash without a message."""
+    host, _, port = address.rpartition(":")
+    try:
+        family = socket.getaddrinfo(host.strip("[]"), None)[0][0]
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
+    except OSError as error:
+        raise _cannot_listen(address, error) from error
+
+
+def _cannot_listen(address: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"process 0 cannot listen at {address}: {error}. Is the port in use? Give an address of its own host, and "
+        "a free port, in distributed.coordinator, or a port in JAX_COORDINATOR_PORT with distributed.auto."
+    )
+
+
+def _give_up_joining(processes: DistributedConfig) -> None:
+    """Prints what is missing, and ends the process."""
+    who, where = f"process {processes.id}", processes.coordinator
+    within = f"within {processes.join_timeout} s (distributed.join_timeout)"
+    if processes.auto:
+        problem = "not all processes found one another, in the cluster that JAX detected from the environment"
+        who = "a process"
+    elif processes.id == 0:
+        problem = f"not all of the {processes.count} processes came to {where}"
+    else:
+        address, _, port = where.rpartition(":")
+        try:
+            with socket.create_connection((address.strip("[]"), int(port)), timeout=5):
+                problem = f"process 0 answers at {where}, but not all of the {processes.count} processes have come"
+        except OSError as error:
+            problem = f"process 0 does not answer at {where} ({error}); is it started, and is that its address"
+    try:
+        os.write(2, f"Error: {who} on {socket.gethostname()}: {problem}, {within}.\n".encode())
+    finally:
+        os._exit(1)

@@ -1,0 +1,172 @@
+"""Runs of several processes: one that stalls shows where and ends, and one that fails ends with its own error.
+
+JAX ends all processes of a run when one of them dies or sends no heartbeat (distributed.heartbeat_timeout). It leaves
+alone a process that is alive but never comes to its next step, for which all others wait. The watch ends that process,
+so that JAX ends the others.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shardwright.cluster.config import DistributedConfig
+from shardwright.settings.words import say
+
+EXIT_CODE = 75
+"""Exit code of a process that stalled: EX_TEMPFAIL of sysexits.h, "try again"."""
+_INTERVAL_S = 1.0
+_GRACE_S = 3.0
+
+
+class _Place(NamedTuple):
+    what: str = "starting"
+    step: int | None = None
+    paused: bool = True
+
+
+_place = _Place()
+"""Place of the main thread. Each call of `now_at` makes another object."""
+
+
+def now_at(what: str, step: int | None = None, *, paused: bool = False) -> None:
+    """Notes the place of the main thread from now on.
+
+    Args:
+        what: the place, in words.
+        step: index of the step, counted from 0; None: the same as before.
+        paused: whether distributed.pause_timeout limits the time here, instead of stall_timeout.
+    """
+    global _place
+    _place = _Place(what, _place.step if step is None else step, paused)
+
+
+@contextlib.contextmanager
+def pause(what: str) -> Iterator[None]:
+    """Context in which the place of the main thread is `what`, where it may stay for longer than a step takes."""
+    before = _place
+    now_at(what, paused=True)
+    yield
+    now_at(before.what, paused=before.paused)
+
+
+def watched_batches(batches: Iterator[Any], start: int) -> Iterator[Any]:
+    """The same batches, of the steps from `start`. Notes when the main thread waits for one, and when it has it.
+
+    The first step may take longer, since devices and networks are set up in it.
+    """
+    for step in itertools.count(start):
+        now_at("waiting for a batch", step, paused=step == start)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        now_at("in the training step", paused=step == start)
+        yield batch
+
+
+@contextlib.contextmanager
+def watched(c: DistributedConfig) -> Iterator[None]:
+    """Context that ends this process with a message and EXIT_CODE if its main thread stays too long at one place.
+
+    After an exception the process shows it and ends with exit code 1, without waiting for the others. Does nothing
+    where there is one process.
+
+    Raises:
+        ValueError: another number of processes found one another than distributed.count.
+    """
+    global _place
+    count, host = jax.process_count(), socket.gethostname()
+    if c.count not in (None, count):
+        raise ValueError(
+            f"distributed.count is {c.count}, but {count} processes found one another. Start one process for each, "
+            "e.g. with srun, or set distributed.count."
+        )
+    if count == 1:
+        yield
+        return
+    _place, over = _Place(), threading.Event()
+    who = f"process {jax.process_index()} on {host}"
+    ended = _said_if_aborted(who, c.heartbeat_timeout)
+    threading.Thread(target=_watch, args=(c, who, over, ended), name="watch", daemon=True).start()
+    try:
+        # JAX's messages have the number of a process only, as that of a task.
+        name = np.frombuffer(host.encode()[:64].ljust(64, b"\0"), np.uint8)
+        hosts = [bytes(sent).rstrip(b"\0").decode() for sent in multihost_utils.process_allgather(name)]
+        if jax.process_index() == 0:
+            say("processes  " + ", ".join(f"{i} on {host}" for i, host in enumerate(hosts)), flush=True)
+        yield
+    except BaseException:
+        now_at("ending after an error")
+        atexit.register(_end_after_error, ended)
+        raise
+    over.set()
+    ended()
+
+
+def _said_if_aborted(who: str, seconds: int) -> Callable[[], None]:
+    """Has a shell say that this process was aborted, in which no Python runs, unless the result is called before."""
+    text = (
+        f"shardwright: {who} was aborted: by JAX, since another process died or sent no heartbeat for {seconds} s, or "
+        "by the system. Look at the output of the others. Start all again with the same command: the run resumes from "
+        "its last checkpoint."
+    )
+    command = ["/bin/sh", "-c", 'read -r _ || echo "$1" >&2', "sh", text]
+    # In a session of its own, so that no signal to the process reaches it.
+    shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def ended() -> None:
+        shell.communicate(b"\n")
+
+    return ended
+
+
+def _watch(c: DistributedConfig, who: str, over: threading.Event, ended: Callable[[], None]) -> None:
+    place, seconds = _place, 0.0
+    while not over.wait(_INTERVAL_S):
+        # Only the seconds in which this process ran count: one that was stopped and continued has not stalled.
+        seconds = seconds + _INTERVAL_S if _place is place else 0.0
+        place = _place
+        limit = c.pause_timeout if place.paused else c.stall_timeout
+        if seconds >= limit:
+            ended()
+            _end_stalled(place, f"{limit} s (distributed.{'pause' if place.paused else 'stall'}_timeout)", who)
+
+
+def _end_stalled(place: _Place, limit: str, who: str) -> None:
+    try:
+        show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""
+        where = place.what if place.step is None else f"{place.what}, at step {place.step}"
+        message = (
+            f"\n{show_cursor}shardwright: {who} stalled: it was {where}, for {limit}.\n"
+            "It ends, and so do the others. Where several stall, they wait for the one at the earliest place. Start "
+            "all processes again with the same command: the run resumes from its last checkpoint. The threads of this "
+            "one:\n"
+        )
+        os.write(2, message.encode())  # sys.stderr may be locked by the thread that hangs
+        faulthandler.dump_traceback(file=2, all_threads=True)
+    finally:
+        os._exit(EXIT_CODE)
+
+
+def _end_after_error(ended: Callable[[], None]) -> None:
+    """At exit, in place of JAX's own shutdown, which would wait for the other processes."""
+    if jax.process_index() == 0:
+        # JAX's service ends with process 0, and JAX aborts the others, which may be about to show the same error.
+        time.sleep(_GRACE_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ended()
+    os._exit(1)

@@ -1,0 +1,40 @@
+"""Files of a compiled step: its HLO text, and beside that its table and its picture."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwright.compiled.hlo import Program, parse
+from shardwright.compiled.step import Step, describe
+from shardwright.compiled.table import read_source
+from shardwright_data.foreign import read_file
+
+_MOST_BYTES = 2**30
+"""Of an HLO text."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that has this name only once it is complete."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes data as a JSON file that has this name only once it is complete."""
+    write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_program(path: Path) -> tuple[Program, Step, Mapping[str, str]]:
+    """The program of an HLO text, the step, and the text of its lines as far as it did not change since.
+
+    Raises ValueError for a text that is none, and OSError for one that cannot be read.
+    """
+    program = parse(read_file(path, _MOST_BYTES).decode(errors="replace"))
+    step = describe(program)
+    return program, step, read_source(step, path.stat().st_mtime)

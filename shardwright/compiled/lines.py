@@ -1,0 +1,117 @@
+"""The source line of each operation of a compiled program."""
+
+from pathlib import PurePath
+from typing import NamedTuple
+
+from shardlib.places import is_installed
+from shardwright.compiled.hlo import Computation, Frame, Instruction, Program
+
+_HELPERS = ("jax_extra.py",)
+_LIBRARY = "shardlib"
+
+
+class Place(NamedTuple):
+    """A line of a user's file.
+
+    Attributes:
+        file: path, relative to the checkout if it is in it.
+        line: counted from 1.
+        inferred: whether the compiler dropped the line, so that this is the line of a neighbour.
+    """
+
+    file: str
+    line: int
+    inferred: bool = False
+
+    def __str__(self) -> str:
+        return f"{'~' * self.inferred}{self.file}:{self.line}"
+
+
+class CallSite(NamedTuple):
+    """Where an operation comes from: its line, and JAX's name and the calls of the operation with that line."""
+
+    place: Place | None
+    op_name: str
+    frames: tuple[Frame, ...]
+
+    @property
+    def phase(self) -> str:
+        """As phase_of says."""
+        return phase_of(self.op_name)
+
+
+class Places:
+    """Finds the source lines of a program's operations.
+
+    Attributes:
+        root: directory of the checkout with which the program was compiled; empty if it has none of its files.
+    """
+
+    def __init__(self, program: Program):
+        self._program = program
+        libraries = [PurePath(file).parent.parent for file in program.files if PurePath(file).parent.name == _LIBRARY]
+        self.root = str(libraries[0]) if libraries else ""
+        self._users = {file: self._is_users(file) for file in program.files}
+
+    def _is_users(self, file: str) -> bool:
+        inside = self.relative(file)
+        return not (inside.startswith(f"{_LIBRARY}/") or inside in _HELPERS or is_installed(file))
+
+    def relative(self, file: str) -> str:
+        """The path as it is shown."""
+        return file.removeprefix(f"{self.root}/") if self.root else file
+
+    def of_frames(self, frames: tuple[Frame, ...]) -> Place | None:
+        """The innermost line of a user's file, as shardlib.places has it."""
+        frame = next((frame for frame in frames if self._users[frame.file]), None)
+        return Place(self.relative(frame.file), frame.line) if frame else None
+
+    def of_instruction(self, instruction: Instruction) -> "CallSite":
+        """Where the instruction itself says that it comes from."""
+        place = self.of_frames(instruction.frames) if instruction.op_name else None
+        return CallSite(place, instruction.op_name, instruction.frames)
+
+    def of(self, computation: Computation, instruction: Instruction) -> "CallSite":
+        """Where an instruction comes from; a fusion, where what it mostly computes comes from.
+
+        XLA drops the name of some operations that it rewrites, such as batched matmuls on CPUs, and gives them the line
+        of the whole loop. The place then is the one of an operation that reads it, or that it reads.
+        """
+        found = self._own(instruction)
+        if found is None:
+            readers = computation.readers.get(instruction.name, ())
+            sources = [computation.instructions.get(name) for name in instruction.operands]
+            for neighbour in [*readers, *sources]:
+                if neighbour and neighbour.opcode not in _NEVER and (found := self._own(neighbour)):
+                    return found._replace(place=found.place._replace(inferred=True))
+        return found or CallSite(None, "", ())
+
+    def _own(self, instruction: Instruction) -> "CallSite | None":
+        inside = []
+        if instruction.opcode in ("fusion", "async-start", "call"):
+            for name in instruction.called:
+                inside += reversed(self._program.computations[name].instructions.values())
+        # A fusion with a matmul is that matmul, though it may end with another operation.
+        heavy = [other for other in inside if other.opcode in ("dot", "convolution")]
+        for candidate in [*heavy, instruction, *inside]:
+            if candidate.op_name and candidate.opcode not in _NEVER and (place := self.of_frames(candidate.frames)):
+                return CallSite(place, candidate.op_name, candidate.frames)
+            if heavy and candidate is heavy[-1]:
+                return None
+        return None
+
+
+_NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
+"""Opcodes whose line says nothing of their neighbours."""
+
+
+def phase_of(op_name: str) -> str:
+    """The part of automatic differentiation that an operation belongs to.
+
+    "forward", "backward", "again" for what the backward pass computes again of the forward pass, or "" for others.
+    """
+    if "rematted_computation" in op_name:
+        return "again"
+    if "transpose(" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else ""

@@ -1,0 +1,1 @@
+"""A traced step run again, to look into it."""

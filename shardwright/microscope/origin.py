@@ -1,0 +1,255 @@
+"""The operation of a step whose numbers, not finite, reach its results.
+
+Many operations make an infinity or NaN of finite numbers that is masked later. So the step runs again, where all but
+one put 0 in place of such entries: its results are finite unless this one is a cause. The turn, the device and the
+entry are found in the same way, by halving.
+"""
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardlib.equations import values_of
+from shardlib.parsing import sort_axes
+from shardlib.proof.elementwise import ELEMENTWISE, SELECTIONS
+from shardlib.proof.equation import Equation
+from shardlib.proof.primitives import COLLECTIVES
+from shardwright.microscope.names import function_and_target
+from shardwright.microscope.points import callers, equations, is_loop_over_layers, loops_around
+from shardwright.microscope.rerun import Note, Path, Rerun, executed, on_all_devices
+
+KINDS = ("finite", "an infinity", "NaN")
+"""What the worst entry of a value is, by its level."""
+FINITE = SELECTIONS | frozenset(
+    """
+    abs all_gather all_gather_invariant all_gather_reduced all_to_all broadcast_in_dim concatenate copy cos erf iota
+    dynamic_slice dynamic_update_slice logistic name neg optimization_barrier pmax pmin ppermute pvary reduce_max
+    reduce_min reduced_vary_cast_p reshape rev sign sin slice split squeeze stop_gradient tanh transpose
+    vary_unreduced_cast_p
+    """.split()  # noqa: SIM905
+)
+"""Primitives that give finite numbers of finite ones."""
+ALL = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The first operation of a step that makes numbers that are not finite, of finite ones, and that reach its results.
+
+    Or one that makes NaN of infinities that no operation made, such as constants.
+
+    Attributes:
+        place: `file.py:line`.
+        name: the function there, and what it assigns to: `Llama.layer gate`.
+        operation: name of the primitive.
+        kind: an infinity, or NaN.
+        is_backward: whether it belongs to the backward pass of that line.
+        layers: the first and the last of the layers that the turn of the loop computes; None outside.
+        microbatch: number of the microbatch; None outside of their loop.
+        device: of the first of these entries, the index along each axis over which the result differs.
+        index: of this entry in the result of the device.
+        shape: of the result on a device.
+    """
+
+    place: str
+    name: str
+    operation: str
+    kind: str
+    is_backward: bool
+    layers: tuple[int, int] | None
+    microbatch: int | None
+    device: dict[str, int]
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _is_float(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype != jax.dtypes.float0
+
+
+def _axes(x: Any) -> tuple[str, ...]:
+    return sort_axes(jax.typeof(x).manual_axis_type.varying)
+
+
+def _level(x: Any) -> jax.Array:
+    """Index of KINDS that each entry of a value is."""
+    return jnp.where(jnp.isnan(x), 2, jnp.where(jnp.isinf(x), 1, 0)).astype(jnp.int32)
+
+
+def _is_nan(x: Any) -> bool:
+    """Whether an operand is a constant NaN. It counts as finite, so that its use is what is worse."""
+    return isinstance(x, np.ndarray) and _is_float(x) and bool(np.isnan(x).any())
+
+
+def _worst(values: list) -> jax.Array:
+    """Level of the worst entry of the values."""
+    levels = [jnp.max(_level(on_all_devices(jnp.asarray(x)))) for x in values if _is_float(x) and np.size(x)]
+    return functools.reduce(jnp.maximum, levels, on_all_devices(jnp.int32(0)))
+
+
+def _number(digits: Iterable[tuple[Any, int]]) -> Any:
+    """The number with these digits, each with what it is below, the most significant first."""
+    return functools.reduce(lambda n, digit: n * digit[1] + digit[0], digits, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Worse:
+    """A value that is worse than its operands, the first time that it is: when, and both levels."""
+
+    when: list[int]
+    note: Note
+    level: int
+    of: int
+
+
+class Finder:
+    """Finds the Origin in a traced program: (*arguments) -> results. It is compiled once for all arguments.
+
+    Args:
+        program: the jaxpr.
+        layers: number of layers of the model.
+        results: how many of the results count: the state, the loss and the norm of the gradients, which come first.
+    """
+
+    def __init__(self, program: Any, layers: int, results: int):
+        self._layers, self._count = layers, results
+        self._equations: dict[Path, Equation] = dict(equations(program))
+        wanted = {
+            path: [i for i, var in enumerate(eq.eqn.outvars) if _is_float(var.aval)]
+            for path, eq in self._equations.items()
+            if eq.name not in FINITE or any(_is_nan(x) for e in (eq, *callers(eq)) for x in values_of(e.eqn.invars, {}))
+        }
+        self._keys = {(path, i): n for n, (path, i) in enumerate((path, i) for path, ii in wanted.items() for i in ii)}
+        levels = lambda path, operands, x: jnp.stack([_worst([y for y in operands if not _is_nan(y)]), _worst([x])])
+        self._replay = Rerun(program, wanted, levels, change=self._contained)
+        self._program = jax.jit(lambda knobs, *args: self._replay.with_results(*args, knobs=knobs))
+
+    def _contained(self, path: Path, result: int, turns: tuple, operands: list, x: Any, knobs: dict[str, Any]) -> Any:
+        """A result of an equation, with 0 where it is worse than operands that are below a level.
+
+        But of the cause that the knobs name, all is left until a turn, a device and an entry.
+        """
+        if (key := self._keys.get((path, result))) is None:
+            return x
+        mesh, axes, name = jax.sharding.get_abstract_mesh(), _axes(x), self._equations[path].name
+        given, device = jnp.int32(0), 0
+        for y in (jnp.asarray(y) for y in operands if _is_float(y) and not _is_nan(y)):
+            level = _level(y)
+            if name not in ELEMENTWISE or y.shape != x.shape:
+                level = jnp.max(level, initial=0)
+            over = sort_axes({*_axes(y)} - set(() if name in COLLECTIVES else axes))
+            given = jnp.maximum(given, lax.pmax(level, over) if over else level)
+        if mesh.manual_axes:
+            device = _number((lax.axis_index(axis), mesh.shape[axis]) for axis in axes)
+        is_after = lax.iota(jnp.int32, x.size).reshape(x.shape) > knobs["entry"]
+        for here, last in ((device, knobs["device"]), (_number(turns), knobs["turn"])):
+            is_after = (here > last) | ((here == last) & is_after)
+        is_removed = (_level(x) > given) & (given < knobs["below"]) & (is_after | (knobs["cause"] != key))
+        return jnp.where(is_removed, jnp.zeros_like(x), x)
+
+    def _run(self, arguments: list, below: int, cause: int = -1, turn: int = ALL, device: int = ALL, entry: int = ALL):
+        """The results that count, and the levels, if what is worse than operands `below` one is 0 but for a cause."""
+        knobs = {"below": below, "cause": cause, "turn": turn, "device": device, "entry": entry}
+        results, levels = self._program({name: np.int32(value) for name, value in knobs.items()}, *arguments)
+        return results[: self._count], levels
+
+    def find(self, *arguments: Any) -> tuple[Origin | None, list]:
+        """The Origin for these arguments, None if no operation is; and the results that count."""
+        arguments = jax.tree.leaves(arguments)
+        is_bad = lambda below, **knobs: not _are_finite(self._run(arguments, below, **knobs)[0])
+        results, levels = self._run(arguments, 0)
+        if _are_finite(results):
+            return None, results
+        below = 1
+        if is_bad(1):  # of infinities that no operation made, such as constants
+            below, (_, levels) = 2, self._run(arguments, 1)
+        found = [x for x in _worse(self._replay.notes, levels) if x.of < below]
+        reach = (x for x in found if is_bad(below, cause=self._keys[x.note.path, x.note.result]))
+        if (origin := next(reach, None)) is None:
+            return None, results
+        var = self._equations[origin.note.path].eqn.outvars[origin.note.result].aval
+        knobs, kind = {"cause": self._keys[origin.note.path, origin.note.result]}, var.manual_axis_type
+        mesh, axes = jax.sharding.get_mesh().shape, sort_axes(kind.varying | kind.unreduced | kind.reduced)
+        turns, over = [n for n, _ in origin.note.loops], [mesh[axis] for axis in axes]
+        for knob, n in (("turn", math.prod(turns)), ("device", math.prod(over)), ("entry", var.size)):
+            is_found = lambda last, knob=knob: is_bad(below, **knobs, **{knob: last})
+            knobs[knob] = bisect.bisect_left(range(n - 1), True, key=is_found)
+        digits = lambda n, sizes: tuple(map(int, np.unravel_index(n, sizes))) if sizes else ()
+        device = dict(zip(axes, digits(knobs["device"], over), strict=True))
+        where = {"device": device, "index": digits(knobs["entry"], var.shape), "shape": var.shape}
+        return self._described(origin, digits(knobs["turn"], turns), **where), results
+
+    def _described(self, found: Worse, ran: tuple[int, ...], **where: Any) -> Origin:
+        eq = self._equations[found.note.path]
+        turns = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(ran, found.note.loops, strict=True)]
+        loops = loops_around(eq)
+        of_layers = [i for i, loop in enumerate(loops) if is_loop_over_layers(loop)]
+        layers = None
+        if of_layers:
+            period = self._layers // loops[of_layers[0]].params["length"]
+            layers = turns[of_layers[0]] * period, (turns[of_layers[0]] + 1) * period - 1
+        line = eq.line()
+        name = " ".join(filter(None, function_and_target(*line))) if line else ""
+        stacks = [str(e.eqn.source_info.name_stack) for e in (eq, *loops)]
+        is_backward = any("transpose" in stack for stack in stacks) or any(loop.params["reverse"] for loop in loops)
+        microbatch = turns[0] if loops and 0 not in of_layers else None
+        return Origin(eq.place(), name, eq.name, KINDS[found.level], is_backward, layers, microbatch, **where)
+
+
+def _are_finite(results: list) -> bool:
+    return all(bool(jnp.isfinite(x).all()) for x in results if _is_float(x))
+
+
+def _worse(notes: list[Note], levels: list) -> list[Worse]:
+    """The values that are worse than their operands, in order, by the levels of both on each device in each turn."""
+    found = []
+    for note, both in zip(notes, map(np.asarray, levels), strict=True):
+        both = both.max(tuple(range(both.ndim - len(note.loops) - 1)))  # of all devices
+        turns = map(tuple, np.argwhere(both[..., 1] > both[..., 0]).tolist())
+        if times := [(executed(note, turn), *both[turn].tolist()) for turn in turns]:
+            when, of, level = min(times)
+            found.append(Worse(when, note, level, of))
+    return sorted(found, key=lambda x: x.when)
+
+
+def positions(origin: Origin, batch: int, length: int) -> tuple[int, int | None] | None:
+    """Sequence of the microbatch and position of the entry that is not finite. None for no activation.
+
+    An activation is known by its shape: its first dim has a device's sequences, and the second, or the one before the
+    last of scores of pairs, its positions. A reduction that scatters positions has them first, and then the sequences.
+    The position is None if the shape does not show it.
+
+    Args:
+        origin: the origin.
+        batch: sequences of a microbatch.
+        length: tokens of a sequence.
+    """
+    mesh, shape = jax.sharding.get_mesh().shape, origin.shape
+    if any(mesh[axis] > 1 and axis not in origin.device for axis in ("r", "d")):
+        return None
+    at = {axis: origin.device.get(axis, 0) for axis in mesh}
+    rows, t = batch // (mesh["r"] * mesh["d"]), mesh["t"]
+    dims = [(0, 1), (0, len(shape) - 2), (1, 0)]
+    if len(shape) > 3 and shape[-1] == shape[-2] == length:
+        dims = dims[1:]
+    if "reduce_scatter" in origin.operation:
+        dims = dims[::-1]
+    fits = lambda row, along: (
+        0 <= along < len(shape) > row and shape[row] == rows and shape[along] in (length, length // t)
+    )
+    row, along = next((pair for pair in dims if fits(*pair)), (0, None))
+    if origin.microbatch is None or not shape or shape[row] != rows:
+        return None
+    sequence = (at["r"] * mesh["d"] + at["d"]) * rows + origin.index[row]
+    if along is None:
+        return sequence, None
+    return sequence, origin.index[along] + (at["t"] * shape[along] if shape[along] < length else 0)

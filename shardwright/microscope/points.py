@@ -1,0 +1,97 @@
+"""The points of a traced step that are looked at: what it saves for the backward pass, and its gradients."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax_extra
+from shardlib import layers
+from shardlib.equations import CALLS
+from shardlib.places import is_installed
+from shardlib.proof.equation import Equation, frames_of
+from shardwright.microscope.names import function_and_target
+from shardwright.microscope.rerun import Path
+
+GRADIENT = "gradient"
+"""Name with which train.make_training_step marks each gradient, in the order of the weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A named value of a step.
+
+    Attributes:
+        name: the function around it, and what it is assigned to: `Llama.layer q`.
+        place: `file.py:line`.
+        paths: of its equations in one turn of the loops around it, in program order. Several if the line runs several
+            times, as in the layers of a period.
+        of_layers: of each loop around it, outermost first, whether it is that over the layers.
+    """
+
+    name: str
+    place: str
+    paths: tuple[Path, ...]
+    of_layers: tuple[bool, ...]
+
+
+def equations(jaxpr: Any, path: Path = (), caller: Equation | None = None) -> Iterator[tuple[Path, Equation]]:
+    """Each equation that a Rerun runs by itself, in program order, with its path."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        equation, name = Equation(eqn, None, [], {}, {}, caller), eqn.primitive.name
+        if name == "shard_map":
+            yield from equations(eqn.params["jaxpr"])
+        elif name == "scan" or name in CALLS:
+            yield from equations(eqn.params[CALLS.get(name, "jaxpr")], (*path, id(eqn)), equation)
+        else:
+            yield (*path, id(eqn)), equation
+
+
+def callers(equation: Equation) -> list[Equation]:
+    """The loops and calls around an equation, outermost first."""
+    return [] if equation.caller is None else [*callers(equation.caller), equation.caller]
+
+
+def loops_around(equation: Equation) -> list[Equation]:
+    """The loops around an equation, outermost first."""
+    return [caller for caller in callers(equation) if caller.name == "scan"]
+
+
+def is_loop_over_layers(loop: Equation) -> bool:
+    """Whether shardlib/layers.py made a loop."""
+    own = [file for file, _ in frames_of(loop.eqn) if not is_installed(file)]
+    return own[-1:] == [layers.__file__]
+
+
+def is_again(equation: Equation) -> bool:
+    """Whether the backward pass computes it, again or only there."""
+    return any(caller.params.get("differentiated", False) for caller in callers(equation))
+
+
+def saved_points(program: Any) -> list[Point]:
+    """The points at which the step saves a value, in program order. What is computed again counts once."""
+    found: dict[tuple, list[tuple[Path, Equation]]] = {}
+    for path, eq in equations(program):
+        if eq.name == "name" and eq.params["name"] == jax_extra.SAVED:
+            found.setdefault((eq.line(), eq.result_type()), []).append((path, eq))
+    points = []
+    for (line, _), places in found.items():
+        # As the first of them: in the same loops, and not of the backward pass if that is not.
+        kind = lambda eq: (is_again(eq), [loop.eqn for loop in loops_around(eq)])
+        first = min(places, key=lambda place: is_again(place[1]))[1]
+        paths = tuple(path for path, eq in places if kind(eq) == kind(first))
+        function, target = function_and_target(*line) if line else ("", "")
+        name = " ".join(filter(None, (function, target))) or "saved"
+        points.append(Point(name, first.place(), paths, tuple(map(is_loop_over_layers, loops_around(first)))))
+    return points
+
+
+def gradient_paths(program: Any) -> list[Path]:
+    """The paths of the gradients, in the order of the weights."""
+    return [path for path, eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT]
+
+
+def unique_names(points: list[Point]) -> list[str]:
+    """The names of the points; where several share one, each with its line."""
+    names = [point.name for point in points]
+    line = lambda point: point.place.rpartition(":")[2]
+    return [n if names.count(n) == 1 else f"{n} {line(p)}" for n, p in zip(names, points, strict=True)]

@@ -1,0 +1,68 @@
+"""Statistics of values: how large they are, and what a smaller format would round to zero."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardlib.parsing import sort_axes
+from shardwright.modeling import fp8
+
+NAMES = ("rms", "max", "zeros", "bf16", "fp8")
+"""Root mean square; largest magnitude; share of zeros; shares of the other entries that bf16 rounds to zero, and FP8
+with the scale of shardwright/modeling/fp8.py, here one scale for the whole value."""
+
+
+def sums(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Array:
+    """What `finished` takes, f32[6] or with `rows` f32[6, rows], the same on all devices.
+
+    Inside shard_map, over the blocks of all devices: the sums over the axes over which `x` differs. Outside, of `x`.
+
+    Args:
+        x: floats, at most 2**31 on a device.
+        rows: whether each row of the first dim is a value of its own.
+        of_gradient: whether FP8 is that of gradients, e5m2, and not e4m3.
+    """
+    over, within = sort_axes(jax.typeof(x).manual_axis_type.varying), tuple(range(int(rows), x.ndim))
+    reduced = lambda collective, x: collective(x, over) if over else x
+    x32, dtype = x.astype(jnp.float32), fp8.GRADIENTS if of_gradient else fp8.FORWARD
+    peak = reduced(lax.pmax, jnp.max(jnp.abs(x32), axis=within, initial=0.0))
+    scaled = x32 / jnp.expand_dims(fp8.scale_of(peak, dtype), within)
+    is_zero = x32 == 0
+    of_bf16, of_fp8 = (~is_zero & (y == 0) for y in (x32.astype(jnp.bfloat16), scaled.astype(dtype)))
+    # Exact on a device as integers, and rounded once.
+    counts = [jnp.sum(y, axis=within, dtype=jnp.int32) for y in (is_zero, of_bf16, of_fp8, jnp.ones_like(is_zero))]
+    total = jnp.stack([jnp.sum(jnp.square(x32), axis=within), *(count.astype(jnp.float32) for count in counts)])
+    return jnp.concatenate([reduced(lax.psum, total), peak[None]])
+
+
+def bits(x: jax.Array, rows: bool = False, of_gradient: bool = False) -> jax.Array:
+    """Sum of a hash of each entry's bits and place, u32[1] or with `rows` u32[1, rows]. Arguments as for `sums`.
+
+    Values that differ have another one, but for one in billions; those that differ in signs alone, or in the order of
+    entries, too. It is to be compared on one mesh. `of_gradient` makes no difference.
+    """
+    over = sort_axes(jax.typeof(x).manual_axis_type.varying)
+    words = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(4, x.dtype.itemsize)}")).astype(jnp.uint32)
+    place = lax.iota(jnp.uint32, words.size).reshape(words.shape)
+    if over:
+        place += jnp.uint32(words.size) * lax.axis_index(over).astype(jnp.uint32)
+    total = jnp.sum(_mixed(words ^ _mixed(place)), axis=tuple(range(int(rows), words.ndim)), dtype=jnp.uint32)
+    return (lax.psum(total, over) if over else total)[None]
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A hash of each u32, one to one: the finalizer of MurmurHash3, after the place of 0 is moved."""
+    x = x + jnp.uint32(0x9E3779B9)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def finished(found: np.ndarray) -> dict[str, np.ndarray]:
+    """The statistics by NAMES, of what `sums` gave: f32[6, parts, values], each with one entry for each value."""
+    squares, zeros, bf16, of_fp8, count = found[:5].astype(np.float64).sum(1)
+    nonzero = np.maximum(count - zeros, 1)
+    shares = squares / count, zeros / count, bf16 / nonzero, of_fp8 / nonzero
+    largest = np.where(np.isnan(squares), np.nan, found[5].max(0))  # which some devices compute as if NaN were absent
+    return dict(zip(NAMES, (np.sqrt(shares[0]), largest, *shares[1:]), strict=True))

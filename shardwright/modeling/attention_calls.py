@@ -1,0 +1,245 @@
+"""The calls of attention in a model's layers, found by tracing them, and checks of them before the first step.
+
+einsum is train.attention. Results and gradients of any other path that `training.attention` names are compared with
+those of einsum, on random tokens in several documents.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib import shardops
+from shardlib.layers import split_extras
+from shardlib.parsing import PIPELINE_AXIS
+from shardlib.program_hash import hash_of
+from shardlib.shardtypes import f32, typed_shard_map
+from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
+from shardwright.modeling.attention import KERNELS, choose
+from shardwright.modeling.blockwise import small_blocks
+from shardwright.modeling.model import Tokens, act, blank_tokens, compute_scope, period_of
+from shardwright.modeling.rules import Places, Rule
+from shardwright.modeling.splash import LANES
+from shardwright.modeling.weights import shapes_of
+
+TOLERANCE = {"bf16": 2**-4, "f32": 2**-12}
+"""Largest difference of two paths, divided by the largest entry: four times what rounding causes on random tokens."""
+PAIRS = 2**22
+"""Largest number of pairs of positions, times query heads of a device, that is compared; LANES positions at least."""
+LEAST_BLOCKS, DOCUMENTS = 4, 5
+"""Numbers of blocks (or more) and of documents in the sequence that is compared."""
+NEAR = 64
+"""Number of positions that check_rules checks at each of three places in a document."""
+
+
+class Call(NamedTuple):
+    """One call of `attend` in a layer, on each device."""
+
+    turn: int
+    """Place of the layer in its period."""
+    rule: Rule
+    q: Any
+    """Shape and dtype of the queries. `learned` and `sinks` have those of the weights and of the sinks, if any."""
+    learned: tuple
+    sinks: Any
+    dropout: bool
+
+
+def calls_of(forward: Any, length: int) -> list[Call]:
+    """The calls of `attend` in the layers of one period, on the current mesh.
+
+    Args:
+        forward: train.Forward of the model.
+        length: positions of a sequence.
+    """
+    model, calls = forward.model, []
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def note(turn, q, k, v, rule, *learned, sinks=None, drop=None):
+        calls.append(Call(turn, rule, shape(q), *jax.tree.map(shape, (learned, sinks)), drop is not None))
+        return q
+
+    @typed_shard_map
+    def per_device(w: model.Weights) -> f32[""]:
+        with pipeline_stage(alone=False):
+            layers(forward.gathered(shardops.replicate("... -> ... *r", w)))
+        return jnp.zeros(())
+
+    def layers(w: Any) -> None:
+        tokens = blank_tokens(model, length)
+        x = varying(model.embed(w, tokens), stage_axes())
+        for turn in range(period_of(model)):
+            w_layer = jax.tree.map(lambda stack, turn=turn: stack[turn], w.layers)
+            tokens, attend = tokens.in_layer(jnp.int32(turn), turn), functools.partial(note, turn)
+            x, _ = split_extras(model.layer(x, w_layer, tokens, attend, forward.einsum))
+
+    with compute_scope(forward.training.compute_dtype):
+        jax.eval_shape(per_device, _of_a_period(model))
+    return calls
+
+
+def _of_a_period(model: Any) -> Any:
+    """Shapes of the weights with one period of layers in each stage, so that any number of layers will do."""
+    w, layers = shapes_of(model.table), period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
+    of_layers = lambda x: jax.ShapeDtypeStruct((layers, *x.shape[1:]), x.dtype)
+    return dataclasses.replace(w, layers=jax.tree.map(of_layers, w.layers))
+
+
+def distinct(calls: list[Call]) -> list[Call]:
+    """The calls without repeats, each with `turn` 0: calls that differ only in `turn` are the same."""
+    return list(dict.fromkeys(call._replace(turn=0) for call in calls))
+
+
+def describe_attention(forward: Any, length: int) -> list[str]:
+    """The path of each layer of a period, and its reason. Raises ValueError if training.attention cannot compute it."""
+    period, lines = period_of(forward.model), []
+    for call in calls_of(forward, length):
+        path, why = path_of(forward, call)
+        layer = f"layer {call.turn} of {period}: " if period > 1 else ""
+        lines.append(f"{path}{f' (auto: {why})' if why else ''}; {layer}{call.rule}")
+    return lines
+
+
+def path_of(forward: Any, call: Call) -> tuple[str, str]:
+    """Path of a call of attention, and the reason where `auto` chose it. Raises ValueError if it cannot compute it."""
+    rule, sinks = forward.rule(call.rule), call.sinks is not None
+    return choose(forward.training.attention, rule, call.q, call.dropout, sinks)
+
+
+def with_path(forward: Any, path: str) -> Any:
+    """The same forward pass with another `training.attention`."""
+    return dataclasses.replace(forward, training=dataclasses.replace(forward.training, attention=path))
+
+
+def check_paths(forward: Any, length: int, cache: Path | None = None) -> None:
+    """Compares each path that the layers take, other than einsum, with train.attention: results and gradients.
+
+    Each device of the current mesh compares one sequence of DOCUMENTS documents, with its own number of heads. PAIRS
+    limits the length of the sequence, which has at least LEAST_BLOCKS blocks. The comparison is in f32, where rounding
+    hides less, unless the path does not take f32.
+
+    Args:
+        forward: train.Forward of the model.
+        length: positions of a sequence.
+        cache: directory that records which programs were compared, so that each is compared once; None: no record.
+
+    Raises:
+        ValueError: they differ by more than TOLERANCE, or some position sees no key by a rule.
+    """
+    check_rules(forward, length)
+    for call in distinct(calls_of(forward, length)):
+        path, _ = path_of(forward, call)
+        if path == "einsum":
+            continue
+        heads = math.prod(call.q.shape[2:4])
+        compared = min(length, max(LANES, int((PAIRS / heads) ** 0.5) // LANES * LANES))
+        # Named, since `auto` might take another path for a shorter sequence.
+        program = _comparison(with_path(forward, path).attend, with_path(forward, "einsum").attend, call, compared)
+        dtype = forward.training.compute_dtype if path in KERNELS else "f32"
+        exactly = jax.default_matmul_precision("highest")  # some devices round f32 operands otherwise
+        with compute_scope(dtype), exactly, small_blocks(-(-compared // LEAST_BLOCKS)):
+            traced = jax.jit(program).trace()
+            versions = jax.__version__, importlib.metadata.version("jaxlib")
+            device = jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS")
+            key = hashlib.sha256(repr((hash_of(traced), versions, device)).encode()).hexdigest()[:32]
+            known = cache and cache / f"{path}-{key}"
+            if known and known.exists():
+                continue
+            errors = {name: float(error) for name, error in traced.lower().compile()().items()}
+        worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+        if not errors[worst] <= TOLERANCE[dtype]:
+            raise ValueError(
+                f"attention by {path} is not what train.attention (einsum) computes for the rule `{call.rule}`: of "
+                f"{compared} positions, {worst} differs by {errors[worst]:.2g} of its largest entry, more than "
+                f"{TOLERANCE[dtype]:.2g}. State who attends to whom in the model's Rule, which all paths follow; or "
+                "set training.attention=einsum."
+            )
+        if known:
+            known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            known.touch()
+
+
+def check_rules(forward: Any, length: int) -> None:
+    """Raises ValueError for a rule by which some position sees no key, not even itself: its attention would be NaN.
+
+    Checks positions at the beginning, in the middle and at the end of one document.
+    """
+    index = np.arange(length, dtype=np.int32)
+    at = np.unique(np.concatenate([index[:NEAR], index[length // 2 :][:NEAR], index[-NEAR:]]))
+    places = lambda index: Places.in_one_document(jnp.asarray(index)[None])
+    for call in dict.fromkeys(calls_of(forward, length)):
+        if call.sinks is not None:
+            continue
+        seen = jax.jit(forward.rule(call.rule).sees)(places(at).as_queries(), places(index).as_keys())
+        seen = np.broadcast_to(np.any(np.asarray(seen), -1)[0, 0, 0], at.shape)
+        if not seen.all():
+            raise ValueError(
+                f"by the rule `{call.rule}` of layer {call.turn} position {at[~seen][0]} of a document sees no key, so "
+                "that its attention is NaN; let each position see itself at least."
+            )
+
+
+def sees_later(rule: Rule, length: int) -> bool:
+    """Whether by a rule some position of a text of `length` tokens sees one after it."""
+    # Places are arguments: XLA would compute what follows from constants while it compiles.
+    sees = jax.jit(
+        lambda q, k: jnp.any(rule.sees(q.as_queries(), k.as_keys()) & (k.as_keys().index > q.as_queries().index))
+    )
+    queries, index = min(length, max(1, 4 * PAIRS // length)), np.arange(length, dtype=np.int32)[None]
+    places = lambda index: Places(index, index, np.zeros_like(index))
+    return any(bool(sees(places(index[:, i : i + queries]), places(index))) for i in range(0, length, queries))
+
+
+def random_operands(call: Call, length: int, seed: int = 0) -> tuple[Any, ...]:
+    """Random q, k, v, learned weights and sinks for `call`, of one sequence. The same on all devices."""
+    q = jax.ShapeDtypeStruct((1, length, *call.q.shape[2:]), call.q.dtype)
+    kv = jax.ShapeDtypeStruct((1, length, call.q.shape[2], call.q.shape[4]), call.q.dtype)
+    leaves, structure = jax.tree.flatten((q, kv, kv, call.learned, call.sinks))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    # So large that some weights are near 1. A pair that only one path sees is then not lost among all others.
+    drawn = [2 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+    dtype = lambda x: act.dtype if x.dtype == call.q.dtype else x.dtype
+    return structure.unflatten([value.astype(dtype(x)) for value, x in zip(drawn, leaves, strict=True)])
+
+
+def distance(found: jax.Array, expected: jax.Array) -> jax.Array:
+    """Largest difference, in f32, divided by the largest entry of `expected`."""
+    found, expected = jnp.float32(found), jnp.float32(expected)
+    return jnp.max(jnp.abs(found - expected)) / jnp.maximum(jnp.max(jnp.abs(expected)), 1e-30)
+
+
+def _comparison(attend_of: Callable, reference_of: Callable, call: Call, length: int) -> Callable:
+    """Program that computes the differences of two ways to attend, by name, each divided by the largest entry."""
+    axes = tuple(mesh_axes())
+    names = ["the result", *(f"the gradient of {x}" for x in ("the queries", "the keys", "the values"))]
+    names += ["the gradient of the rule's weights"] * len(call.learned)
+    names += ["the gradient of the sinks"] * (call.sinks is not None)
+    # One long document, for pairs that are far apart, and shorter ones.
+    starts = np.array([0, *(length - (length >> i) for i in range(3, 2 + DOCUMENTS))])
+
+    @typed_shard_map
+    def per_device() -> f32["N"]:
+        is_start = varying(jnp.isin(jnp.arange(length), starts)[None], ("r", "d"))
+        tokens = Tokens.before(varying(jnp.zeros((1, length), jnp.uint32), ("r", "d")), is_start, bos_id=0)
+        operands = random_operands(call, length), random_operands(call, length, seed=1)[0]
+        tokens, (given, g) = varying((tokens, operands), axes)
+
+        def run(attend: Callable) -> list[jax.Array]:
+            of = lambda q, k, v, learned, sinks: attend(None, q, k, v, call.rule, *learned, sinks=sinks)[0]
+            out, vjp = jax.vjp(of, *given)
+            return jax.tree.leaves((out, vjp(g)))
+
+        with pipeline_stage():
+            pairs = list(zip(run(attend_of(tokens)), run(reference_of(tokens)), strict=True))
+        return jax.lax.pmax(jnp.stack([distance(a, b) for a, b in pairs]), axes)
+
+    return lambda: dict(zip(names, per_device(), strict=True))

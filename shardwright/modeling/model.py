@@ -1,0 +1,270 @@
+"""Interface of a model: its settings, its weights, and the math of one layer. docs/models.md builds a model.
+
+A module of a model has two parts: `ModelConfig`, the dataclass of its settings, and `Model`, the class of the model.
+The loop over layers, checkpointing, stages and caches belong to the trainer.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.op_checks import varying
+from shardlib.parsing import did_you_mean
+from shardlib.shardtypes import Scope, bool_, dtype_name, i32, pytree_dataclass, typed, u32
+from shardlib.values import devices_along, stage_axes
+from shardwright.modeling.rules import Places
+
+act = dtype_name("act")
+"""The compute dtype, which `compute_scope` sets where a step is traced."""
+
+COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
+"""Values of `training.compute_dtype`, and the dtype of each."""
+
+
+def compute_scope(name: str) -> Scope:
+    """Context in which `act`, the compute dtype, is COMPUTE_DTYPES[name]."""
+    return Scope(act=COMPUTE_DTYPES[name])
+
+
+@pytree_dataclass
+class Tokens:
+    """The tokens that a model reads, on each device."""
+
+    ids: u32["B/r/d L"]
+    """Token ids: `bos_id` before the first target of a document, elsewhere the target before."""
+    positions: i32["B/r/d L"]
+    """Places in the document, counted from 0."""
+    document: i32["B/r/d L"] | None = None
+    """Number of the document in its sequence, not decreasing along L. None in decoding, where each position belongs to
+    a different text."""
+    keys: Any = None
+    """Random keys for dropout, one for each sequence, which differ at each step and in each layer. None where nothing
+    is random, as in evaluation and sampling."""
+    shared: Any = None
+    """Result of the model's `prepare`, computed once for all layers."""
+    turn: int = dataclasses.field(default=0, metadata={"static": True})
+    """Place of the layer in its period, in [0, Model.period)."""
+    inputs: u32["B/r/d L inputs"] | None = None
+    """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is the `bos_id` before
+    a document. None for a model that reads none."""
+
+    @property
+    def places(self) -> Places:
+        """Places of the positions, for a Rule."""
+        index = jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None]
+        return Places(index, self.positions, self.document)
+
+    @classmethod
+    @typed
+    def before(
+        cls,
+        targets: u32["B/r/d L"],
+        starts: bool_["B/r/d L"],
+        bos_id: int,
+        seeds: u32["B/r/d"] | None = None,
+        document_mask: bool = True,
+        inputs: u32["B/r/d L inputs"] | None = None,
+    ) -> Self:
+        """The token before each target, `bos_id` before the first of a document. Per-device code.
+
+        Args:
+            targets: tokens to predict.
+            starts: whether a document begins with this target.
+            bos_id: the token before each document.
+            seeds: a random number for each sequence; None: nothing is random.
+            document_mask: whether documents begin where `starts` says; otherwise each sequence is one document.
+            inputs: further values of each target in the dataset.
+        """
+        place = jnp.arange(targets.shape[1], dtype=jnp.int32)
+        if not document_mask:
+            starts = jnp.zeros_like(starts).at[:, 0].set(True)
+        before = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=bos_id)
+        ids = jnp.where(starts, jnp.uint32(bos_id), before)
+        document = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+        positions = place - lax.cummax(jnp.where(starts, place, 0), axis=1)
+        if inputs is not None:
+            inputs = jnp.pad(inputs[:, :-1], ((0, 0), (1, 0), (0, 0)))
+            inputs = jnp.where(starts[..., None], jnp.uint32(0), inputs)
+        keys = None if seeds is None else jax.vmap(jax.random.key)(seeds)
+        return cls(ids, positions, document, keys, inputs=inputs)
+
+    def prepared(self, model: "LanguageModel") -> Self:
+        """The tokens with the result of the model's `prepare`, if it has one."""
+        prepared = model.prepare(self) if hasattr(model, "prepare") else self
+        if not isinstance(prepared, Tokens):
+            raise ValueError(f"prepare of {model.c.module} gives a {type(prepared).__name__}; it must give the Tokens.")
+        return prepared
+
+    def in_layer(self, index: jax.Array, turn: int) -> Self:
+        """The tokens in layer `index`, number `turn` of its period, with random keys of its own."""
+        of_layer = lambda key: jax.random.fold_in(key, index)
+        keys = None if self.keys is None else jax.vmap(of_layer)(self.keys)
+        return dataclasses.replace(self, keys=keys, turn=turn)
+
+
+class LanguageModel(Protocol):
+    """The parts of a model. `Model(c)` makes one from its ModelConfig. The methods are per-device code.
+
+    A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared` for
+    all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike. `tokens.turn`
+    is the place of a layer in its period. `inputs` names further values of each token in the dataset
+    (docs/flat-tokens.md), which the model finds in `tokens.inputs`.
+    """
+
+    c: Any
+    """The ModelConfig."""
+    Weights: type
+    """The pytree_dataclass of the weights, with the stack of layers in its field `layers`."""
+    table: Any
+    """A Weights with a modeling.weights.Weight in the place of each array."""
+
+    def embed(self, w: Any, tokens: Tokens) -> Any:
+        """Residual stream before the first layer: act['B/r/d L/t M']."""
+
+    def layer(self, x: Any, w: Any, tokens: Tokens, attend: Callable, einsum: Callable) -> Any:
+        """Residual stream after a layer, of the type of `x`; or a tuple of it and Extras.
+
+        Args:
+            x: residual stream before the layer, act['B/r/d L/t M'].
+            w: weights of the layer.
+            tokens: the tokens, with their place in documents.
+            attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> output of attention. `rule` says
+                who attends to whom (rules.py), with the weights `learned` if it needs any. `sinks`,
+                f32['B/r/d K/t Q'], are scores of keys without values. `drop` applies dropout to attention weights.
+                All that a position learns from others must pass through `attend`, or decoding has no cache.
+            einsum: `shardops.einsum_unreduced`, or the same in FP8, for products with weights.
+        """
+
+    def logits(self, w: Any, x: Any) -> Any:
+        """Logits act['B/r/d L V/t/p'] from the residual stream after the last layer."""
+
+
+def period_of(model: LanguageModel) -> int:
+    """Number of layers after which the pattern of the model's layers repeats; 1 where all are alike."""
+    return getattr(model, "period", 1)
+
+
+def inputs_of(model: LanguageModel) -> tuple[str, ...]:
+    """Names of the further values of each token that the model reads from a dataset; usually none."""
+    return tuple(getattr(model, "inputs", ()))
+
+
+def blank_tokens(model: LanguageModel, length: int) -> Tokens:
+    """One sequence of zeros, to trace a part of the model with. Per-device code."""
+    zeros = varying(jnp.zeros((1, length), jnp.int32), stage_axes())
+    ids, count = jnp.uint32(zeros), len(inputs_of(model))
+    keys = jax.vmap(jax.random.key)(ids[:, 0]) if getattr(model.c, "dropout", 0) else None
+    inputs = jnp.repeat(ids[..., None], count, axis=-1) if count else None
+    return Tokens(ids, zeros, zeros, keys, inputs=inputs).prepared(model)
+
+
+SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded", "check")
+"""Settings that train.py and the tools read from any ModelConfig."""
+
+METHODS = {
+    "embed": ("w", "tokens"),
+    "layer": ("x", "w", "tokens", "attend", "einsum"),
+    "logits": ("w", "x"),
+    "prepare": ("tokens",),
+}
+"""The methods of a Model, and their arguments."""
+OPTIONAL = ("prepare",)
+"""Methods that a Model may lack."""
+
+
+SHIPPED = ("train", "gpt2")
+"""The modules of models that stand beside this package."""
+
+
+def is_shipped(name: str) -> bool:
+    """Whether `model.module: name` names a model of SHIPPED, by its place and not by what Python finds."""
+    return name in SHIPPED and (Path(__file__).parents[2] / f"{name}.py").is_file()
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a model. Raises ValueError if there is no such module, or it lacks a part."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # a module that it imports is missing
+            raise
+        raise ValueError(
+            f"model.module is {name!r}, and Python finds no module of that name; put {name}.py where you start, or its "
+            f"directory into PYTHONPATH.{did_you_mean(name, ('train', 'gpt2', 'gpt2'))}"
+        ) from None
+    _check_has(name, "which", module, ("ModelConfig", "Model"))
+    if not dataclasses.is_dataclass(module.ModelConfig):
+        raise _refusal(name, "whose ModelConfig is not a dataclass")
+    fields = {field.name for field in dataclasses.fields(module.ModelConfig)}
+    _check_has(name, "whose ModelConfig", module.ModelConfig, [x for x in SETTINGS if x not in fields])
+    _check_has(name, "whose Model", module.Model, ["Weights", *(x for x in METHODS if x not in OPTIONAL)])
+    for method, arguments in METHODS.items():
+        if not hasattr(module.Model, method):
+            continue
+        try:
+            signature = inspect.signature(getattr(module.Model, method))
+            signature.bind("self", *arguments)
+            names = [name for name in signature.parameters if name in arguments]
+            if names != [name for name in arguments if name in names]:
+                raise TypeError(f"its arguments are ({', '.join(names)})")
+        except TypeError as error:
+            problem = f"whose Model.{method} does not take ({', '.join(arguments)}): {error}"
+            raise _refusal(name, problem) from None
+    return module
+
+
+def _refusal(name: str, problem: str) -> ValueError:
+    return ValueError(f"model.module is {name!r}, {problem}; see docs/models.md for what a module must have.")
+
+
+def _check_has(name: str, owner: str, thing: Any, parts: Any) -> None:
+    if missing := [part for part in parts if not hasattr(thing, part)]:
+        raise _refusal(name, f"{owner} has no {', '.join(missing)}")
+
+
+def load_model(c: Any) -> LanguageModel:
+    """The model of a ModelConfig. Raises ValueError if its module lacks a part, or its table has another class."""
+    name, kind = c.module, module_of(c.module).Model
+    try:
+        model = kind(c)
+    except TypeError as error:
+        raise _refusal(name, f"whose Model is not made from a ModelConfig alone: {error}") from error
+    _check_has(name, "whose Model", model, ("c", "table"))
+    if model.c is not c:
+        raise _refusal(name, "whose Model has another c than the ModelConfig it is made from")
+    inputs = getattr(model, "inputs", ())
+    if not isinstance(inputs, tuple | list) or len({name for name in inputs if isinstance(name, str)}) != len(inputs):
+        raise _refusal(name, f"whose Model has inputs {inputs!r}; it must be a tuple of names, each once: ('kind',)")
+    if not (isinstance(kind.Weights, type) and dataclasses.is_dataclass(kind.Weights)):
+        raise _refusal(name, "whose Weights is not a pytree_dataclass")
+    if not isinstance(model.table, model.Weights):
+        table, Weights = type(model.table).__name__, model.Weights.__name__
+        raise _refusal(name, f"whose table is a {table}; it must be a {Weights}, with a Weight in place of each array")
+    if "layers" not in {field.name for field in dataclasses.fields(kind.Weights)}:
+        raise _refusal(name, "whose Weights has no field `layers`, for the stack of layers")
+    for weight in jax.tree.leaves(model.table.layers):
+        if hasattr(weight, "shape") and weight.shape[:1] != (c.layers,):
+            problem = f"whose table has a stack of shape {weight.shape} in `layers`; "
+            raise _refusal(name, f"{problem}its first dim must be model.layers = {c.layers}")
+    return model
+
+
+def checked_logits(model: LanguageModel, w: Any, x: Any) -> Any:
+    """model.logits(w, x). Raises ValueError for another number of token ids than model.vocab. Per-device code."""
+    logits = model.logits(w, x)
+    vocab = logits.shape[-1] * devices_along(("t", "p"))
+    if vocab != model.c.vocab:
+        raise ValueError(
+            f"model.module is {model.c.module!r}, whose logits have {vocab} token ids; they must have model.vocab = "
+            f"{model.c.vocab}, and be act['B/r/d L V/t/p'], sharded over t and p."
+        )
+    return logits

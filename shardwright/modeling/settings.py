@@ -1,0 +1,78 @@
+"""Settings of the Llama in train.py."""
+
+import dataclasses
+from typing import ClassVar
+
+from shardwright_data.checks import above_0, at_least_0, at_least_1, check_choice, within
+
+
+@dataclasses.dataclass
+class RopeScaling:
+    """Scaling of the rotary wavelengths of a model that was trained on shorter sequences."""
+
+    kind: str
+    """linear: divides positions by `factor` (arXiv 2306.15595). llama3: stretches only long wavelengths (Llama 3.1)."""
+    factor: float = at_least_1()
+    """Length of the new sequences over that of the first training; at least 1."""
+    original_length: int = at_least_1(8192)
+    """llama3: tokens in a sequence of the first training."""
+    low_frequency_factor: float = at_least_1(1.0)
+    """llama3: wavelengths above original_length divided by this are stretched by `factor`."""
+    high_frequency_factor: float = at_least_1(4.0)
+    """llama3: wavelengths below original_length divided by this stay; those between are interpolated."""
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    """Settings of the transformer in train.py. docs/models.md lists those that another model must have."""
+
+    module: str = "train"
+    """Python module of the model. The other fields of this section are those of its own ModelConfig."""
+    vocab: int = dataclasses.field(kw_only=True)
+    """Number of token ids, more than the largest id of the data. A multiple of t·p devices, over which tables of it are
+    sharded: round it up, since an id that no data has costs a row of them and nothing else."""
+    d_model: int = within(1, 2**24, kw_only=True)
+    """Width of the residual stream. A multiple of t·d·p devices, over which the final norm is sharded."""
+    layers: int = dataclasses.field(kw_only=True)
+    n_kv: int = within(1, 2**24, kw_only=True)
+    """Key/value heads. Sharded over t."""
+    n_q_per_kv: int = within(1, 2**24, kw_only=True)
+    """Query heads for each key/value head: 1 is multi-head attention, more is grouped-query attention."""
+    d_head: int = within(1, 2**24, kw_only=True)
+    """Entries of one head; even, since RoPE turns pairs."""
+    d_ff: int = within(1, 2**24, kw_only=True)
+    """Hidden width of the MLP (SwiGLU). Sharded over t."""
+    rope_base: float = above_0(10_000.0)
+    """Base of the rotary wavelengths (arXiv 2104.09864)."""
+    rope_scaling: RopeScaling | None = None
+    """Null: no scaling."""
+    norm_epsilon: float = at_least_0(1e-5)
+    """Added to the mean square under the root of RMSNorm (arXiv 1910.07467)."""
+    tied_embeddings: bool = False
+    """Whether the embedding table is also the output projection."""
+    embed_init_scale: float | None = at_least_0(None)
+    """Standard deviation of the embedding table at init; null: 1, or 1/sqrt(d_model) if tied."""
+    weight_init_scale: float = at_least_0(1.0)
+    """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
+    qk_norm: bool = False
+    """RMSNorm over each head of the queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388). Its weights are
+    sharded over t and d, so that d_head must be a multiple of t·d devices."""
+    logit_softcap: float | None = above_0(None)
+    """Logits x become softcap·tanh(x/softcap) (arXiv 2408.00118, section 2). Null: no cap."""
+    bos_id: int = 0
+    """Token id before the first token of each document, in [0, vocab)."""
+
+    sharded: ClassVar[dict[str, str]] = {"vocab": "t·p", "d_model": "t·d·p", "n_kv": "t", "d_ff": "t"}
+    """Sizes that axes of the mesh must divide, and the axes."""
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.n_kv * self.n_q_per_kv
+
+    def check(self, seq_len: int) -> None:
+        """Raises ValueError for settings that contradict each other, or do not suit sequences of `seq_len` tokens."""
+        if self.d_head % 2:
+            raise ValueError(f"model.d_head is {self.d_head}; RoPE turns pairs of entries, so it must be even.")
+        if self.rope_scaling is not None:
+            check_choice("model.rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3"))

@@ -1,0 +1,123 @@
+"""Attention on TPUs by splash attention, a Pallas kernel that comes with JAX, for the conditions of rules.py.
+
+Its memory grows linearly with L. It skips the blocks that causal and Window leave out, not those of other documents.
+Per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jax_extra import SAVED
+from shardlib import shardops
+from shardlib.op_checks import varying
+from shardlib.shardtypes import typed
+from shardlib.values import stage_axes, target_device
+from shardwright.modeling.model import act
+from shardwright.modeling.rules import Places, Rule, Window, causal, same_document
+
+LANES = 128
+"""Sequences are a multiple of so many positions, as are blocks."""
+BLOCK, COMPUTED = 1024, 512
+"""Largest numbers of positions in a block, and of keys in the part of a block that is computed at a time. They are not
+measured. Smaller blocks would read keys and values faster than a v6e's memory gives them."""
+
+
+class _Task(NamedTuple):
+    """Static arguments of the kernel."""
+
+    rule: Rule
+    length: int
+    heads: int
+
+
+@typed
+def splash(
+    q: act["B/r/d L K/t Q D"], k: act["B/r/d L K/t D"], v: act["B/r/d L K/t D"], places: Places, rule: Rule
+) -> act["B/r/d L K/t Q D"]:
+    """train.attention by splash attention, without dropout, sinks and learned scores. L is a multiple of LANES."""
+    # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
+    axes = {axis for x in (q, k, v, places.document) for axis in jax.typeof(x).manual_axis_type.varying}
+    axes |= set(stage_axes())
+    task = _Task(rule, q.shape[1], math.prod(q.shape[2:4]))
+    # In f32, because bf16 would round the scale itself.
+    scaled = (jnp.float32(q) * rule.scale_of(q.shape[-1])).astype(q.dtype)
+    heads_first = (
+        shardops.rearrange("B/r/d L K/t Q D -> B/r/d (K/t Q) L D", scaled),
+        shardops.rearrange("B/r/d L K/t D -> B/r/d K/t L D", k),
+        shardops.rearrange("B/r/d L K/t D -> B/r/d K/t L D", v),
+    )
+    out = shardops.per_device(
+        "B/r/d H/t L D",
+        functools.partial(_attend, task),
+        *(varying(x, axes) for x in (*heads_first, places.document)),
+        reason="the kernel computes each head of each sequence by itself",
+    )
+    return shardops.rearrange("B/r/d (K/t Q) L D -> B/r/d L K/t Q D", out)
+
+
+def block_of(length: int) -> int:
+    """Number of positions in a block of a sequence of `length` positions."""
+    return math.gcd(length, BLOCK)
+
+
+def _kernel(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
+    # A heavy import, for TPUs alone.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    length, rule = task.length, task.rule
+    ahead = 0 if causal in rule.visible else None
+    windows = [condition.size - 1 for condition in rule.visible if isinstance(condition, Window)]
+    if windows:
+        mask = masks.LocalMask((length, length), (min(windows), ahead), 0)
+    else:
+        mask = (masks.CausalMask if causal in rule.visible else masks.FullMask)((length, length))
+    block = block_of(length)
+    part = min(block, COMPUTED)
+    kernel = kernels.make_splash_mha_single_device(
+        masks.MultiHeadMask([mask] * task.heads),
+        block_sizes=kernels.BlockSizes(block, block, part, block, block, part, block, block),
+        attn_logits_soft_cap=rule.score.cap if rule.score else None,
+        residual_checkpoint_name=SAVED,
+        interpret=target_device().platform == "cpu",  # in tests
+    )
+    segments = kernels.SegmentIds(document, document) if same_document in rule.visible else None
+    return jax.vmap(kernel)(q, k, v, segments)
+
+
+def _unchecked(fn: Callable, *args: Any) -> Any:
+    """fn(*args), without JAX's check over which axes values vary: the kernel does not state it of its results.
+
+    All axes are manual already, so that this `shard_map` cuts nothing.
+    """
+    # Results of operations in there vary over no axes, as do the kernel's. Its arguments have to be such results too.
+    alike = lambda tree: jax.tree.map(lambda x: jnp.squeeze(jnp.expand_dims(x, 0), 0), tree)
+    within = jax.shard_map(lambda args: fn(*alike(args)), in_specs=(P(),), out_specs=P(), check_vma=False)
+    axes = {axis for x in jax.tree.leaves(args) for axis in jax.typeof(x).manual_axis_type.varying}
+    return jax.tree.map(lambda x: varying(x, axes), within(args))
+
+
+# The gradient is defined here, since JAX would sum those of values that it takes for the same on all devices.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
+    return _unchecked(functools.partial(_kernel, task), q, k, v, document)
+
+
+def _attend_forward(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> tuple:
+    def run(q, k, v, document):
+        return jax.vjp(lambda q, k, v: _kernel(task, q, k, v, document), q, k, v)
+
+    return _unchecked(run, q, k, v, document)
+
+
+def _attend_backward(task: _Task, vjp: Callable, g: jax.Array) -> tuple:
+    return *_unchecked(lambda vjp, g: vjp(g), vjp, g), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

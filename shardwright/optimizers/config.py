@@ -1,0 +1,92 @@
+"""Settings of the optimizer and of the learning rate."""
+
+import dataclasses
+import math
+
+from shardwright.modeling.model import COMPUTE_DTYPES
+from shardwright.modeling.weights import KINDS
+from shardwright_data.checks import above_0, at_least_0, at_least_1, check_choice, check_ranges, within
+
+
+@dataclasses.dataclass
+class GroupConfig:
+    """Weights, chosen by name, that are updated in another way than the rest. Null: as the rest."""
+
+    match: str
+    """Pattern of names, such as layers.w_*, embed or *norm*, with the wildcards * ? [ ] of a shell."""
+    rate: float | None = at_least_0(None)
+    """Factor on the learning rate."""
+    weight_decay: float | None = at_least_0(None)
+    """Replaces optimizer.weight_decay, for every kind of weight."""
+    algorithm: str | None = None
+    """Replaces optimizer.algorithm. frozen: the weights stay as they are, and do not count in grad_norm."""
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    """Settings of the optimizer."""
+
+    learning_rate: float = at_least_0()
+    """Peak learning rate, reached at the end of the warmup."""
+    warmup_steps: int = within(0, 2**31)
+    """Steps of linear warmup, at least 0. With a warmup, step 0 has learning rate 0."""
+    schedule_steps: int | None = at_least_1(None)
+    """Step at which the learning rate reaches its floor; more than warmup_steps. Null for schedule=constant, which has
+    no floor."""
+    schedule: str = "cosine"
+    """After the warmup. cosine: half a cosine down to the floor (arXiv 1608.03983). linear: a line down to it.
+    wsd: the peak, then a line down to the floor in the last cooldown_steps (arXiv 2405.18392). constant: the peak."""
+    cooldown_steps: int | None = at_least_1(None)
+    """wsd: number of steps of the decay, which ends at schedule_steps; at least 1."""
+    final_fraction: float = within(0, math.nextafter(1, 2), 0.1)
+    """The floor of the decay as a fraction of the peak, in [0, 1]."""
+    algorithm: str = "adamw"
+    """adamw: all weights (arXiv 1711.05101). muon: matrices by Muon (arXiv 2502.16982), all other weights by AdamW. Or
+    another name of train.OPTIMIZERS."""
+    adam_b1: float = within(0, 1, 0.9)
+    adam_b2: float = within(0, 1, 0.95)
+    adam_epsilon: float = at_least_0(1e-8)
+    """Added to the root of the second moment."""
+    weight_decay: float = at_least_0(0.1)
+    """Decoupled weight decay (arXiv 1711.05101), multiplied by the learning rate."""
+    decay_on: list[str] = dataclasses.field(default_factory=lambda: list(KINDS))
+    """The kinds of weights that decay: matrix, embedding, unembedding (tied tables too), vector (norms, biases)."""
+    groups: list[GroupConfig] = dataclasses.field(default_factory=list)
+    """Weights that are updated in another way. If two groups match a weight, the later one decides."""
+    muon_momentum: float = within(0, 1, 0.95)
+    """Nesterov momentum of the gradients of matrices, in [0, 1)."""
+    muon_iterations: int = within(1, 101, 5)
+    """Number of Newton-Schulz iterations that orthogonalize an update, in [1, 100]."""
+    muon_rms: float = above_0(0.2)
+    """Root mean square of the entries of a matrix's update, before the learning rate. 0.2 is about that of AdamW, so
+    that AdamW's learning rates fit (arXiv 2502.16982, section 2.2)."""
+    state_dtype: str = "f32"
+    """Dtype of adam_mu and adam_nu between steps; a step computes in f32. bf16: rounded at random, so that they are
+    right on average. It takes half the memory: 4 bytes less for each weight under AdamW, 2 under Muon."""
+    clip_norm: float = above_0(1.0)
+    """Gradients of a larger global norm are scaled down to it."""
+    z_loss: float = at_least_0(0.0)
+    """Factor on the squared log of the softmax normalizer (arXiv 2204.02311, section 5); 0 turns it off."""
+
+
+def check_optimizer(c: OptimizerConfig) -> None:
+    """Raises ValueError for a setting that is not allowed, or contradicts another one."""
+    check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
+    check_choice("optimizer.state_dtype", c.state_dtype, tuple(COMPUTE_DTYPES))
+    for kind in c.decay_on:
+        check_choice("optimizer.decay_on", kind, KINDS)
+    for i, group in enumerate(c.groups):
+        check_ranges(f"optimizer.groups[{i}]", group)
+    needed = {"schedule_steps": c.schedule != "constant", "cooldown_steps": c.schedule == "wsd"}
+    for name, wanted in needed.items():
+        if wanted != (getattr(c, name) is not None):
+            raise ValueError(
+                f"optimizer.schedule is {c.schedule} and optimizer.{name} {getattr(c, name)}; "
+                + (f"give {name}." if wanted else "leave it null.")
+            )
+    if c.schedule_steps is not None and c.warmup_steps >= c.schedule_steps - (c.cooldown_steps or 0):
+        cooldown = f", cooldown_steps {c.cooldown_steps}" if c.cooldown_steps else ""
+        raise ValueError(
+            f"optimizer.warmup_steps is {c.warmup_steps} and optimizer.schedule_steps {c.schedule_steps}{cooldown}; "
+            "the warmup must end before the decay does."
+        )

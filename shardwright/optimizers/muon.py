@@ -1,0 +1,187 @@
+"""Muon for the matrices of any model. Other weights are updated by AdamW, which is in train.py.
+
+Muon's update of a matrix is its momentum, orthogonalized by Newton-Schulz. That needs the whole matrix, but each device
+holds a block of every matrix in a stack of layers. So the matrices are distributed over the devices by one all_to_all
+for each axis, here for w_down:
+
+    'group stack F/t M/d -> group stack/d F/t M'      each device of d then has some of the layers, with all of M
+    'group/d stack F/t M -> group/d stack/t F M'      each device of t then has some of these layers, whole
+
+`group` is a dim of one entry on each device. It is sharded over the axes along which devices have different layers
+already. Each device orthogonalizes its own matrices without communication, and two all_to_all in the other direction
+return the blocks. Each matrix is orthogonalized once among the devices of d and t. All replicas (r) do the same work.
+docs/optimizers.md counts bytes and FLOPs.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib import shardops
+from shardlib.array_types import ABSENT, ArrayType, arrays_of
+from shardlib.parsing import Dim, sort_axes
+from shardlib.shardtypes import f32, i32, scope, typed
+from shardwright.modeling.model import act
+from shardwright.modeling.weights import Weight
+from shardwright.optimizers.config import OptimizerConfig
+from shardwright.optimizers.rates import Update
+
+W = TypeVar("W")
+
+NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
+"""Coefficients of X, X³ and X⁵, https://kellerjordan.github.io/posts/muon/. They are steep at 0, and leave singular
+values anywhere in about [0.7, 1.2]."""
+
+NORM_FLOOR = 1e-8
+"""Added to the norm of a matrix before dividing by it, as in optax, so that zero momentum gives a zero update."""
+
+
+@typed
+def muon(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: Any):
+    """One Muon update (arXiv 2502.16982, algorithm 1 and section 2.2) of the weights that `updates` assigns to muon.
+
+    `state` is train.State; its adam_mu holds the momentum. A weight is a stack of matrices [*inputs, *outputs], each
+    orthogonalized as a whole: in w_q, all heads together.
+    """
+    weights: W = state.weights
+    average = lambda m, g: c.muon_momentum * m + (1 - c.muon_momentum) * g
+    own = lambda update: update.algorithm == "muon"
+    momentum = jax.tree.map(lambda u, m, g: average(m, g) if own(u) else m, updates, state.adam_mu, g)
+    # Nesterov's look-ahead: the average after the same gradient once more.
+    directions: W = jax.tree.map(lambda u, m, g: average(m, g) if own(u) else g, updates, momentum, g)
+    directions = orthogonalized(directions, updates, c.muon_iterations)
+
+    def updated(update: Update, w, direction):
+        if not own(update):
+            return w
+        weight = update.weight
+        sides = weight.shape[-weight.inputs - weight.outputs :]
+        longer = max(math.prod(sides[: weight.inputs]), math.prod(sides[weight.inputs :]))
+        # A matrix with all singular values 1 has entries of root mean square 1/√longer.
+        change = c.muon_rms * math.sqrt(longer) * direction + update.decay * w
+        return w - rate * update.rate * change
+
+    return dataclasses.replace(state, weights=jax.tree.map(updated, updates, weights, directions), adam_mu=momentum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Sharding of a stack of matrices, such as `layers M/d F/t`, without the names of the dims of the stack."""
+
+    rows: tuple[Dim, ...]
+    columns: tuple[Dim, ...]
+    stack_axes: tuple[str, ...] = ()
+
+
+def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, str]:
+    """The layout of a weight, and the spec of the weight in this layout.
+
+    Transposing commutes with orthogonalizing. It makes w_down (`F/t M/d`) a matrix like w_up (`M/d F/t`), and w_o one
+    like w_q: the side whose dims come first in the alphabet becomes the rows.
+    """
+    dims = array.spec.dims
+    first = len(dims) - weight.inputs - weight.outputs
+    inputs, outputs = dims[first : first + weight.inputs], dims[first + weight.inputs :]
+    stack_axes = sort_axes(axis for dim in dims[:first] for axis in dim.axes)
+    rows, columns = sorted((inputs, outputs), key=lambda side: [dim.name for dim in side])
+    return Layout(rows, columns, stack_axes), spec_of(*dims[:first], *rows, *columns)
+
+
+def spec_of(*dims: Dim) -> str:
+    """The spec of an array with these dims."""
+    return " ".join(map(str, dims))
+
+
+@typed
+def orthogonalized(x: W, updates: Any, iterations: int) -> W:
+    """Replaces each matrix M = UΣVᵀ of Muon in `x` by about UVᵀ. Other arrays stay as they are.
+
+    Weights with the same layout form one stack, for fewer collectives and fewer devices without a matrix.
+    """
+    leaves, structure = jax.tree.flatten(x)
+    types = [array for _, array, leaf in arrays_of(type(updates), x) if leaf is not ABSENT]
+    stacks: dict[Layout, list] = {}
+    for i, (update, array) in enumerate(zip(jax.tree.leaves(updates), types, strict=True)):
+        if update.algorithm == "muon":
+            layout, spec = layout_of(update.weight, array)
+            stacks.setdefault(layout, []).append((i, str(array.spec), spec))
+
+    for layout, members in stacks.items():
+        dims = (*layout.rows, *layout.columns)
+        by_rows = lambda i, at_rest, spec: shardops.rearrange(f"{at_rest} -> {spec}", leaves[i].astype(act.dtype))
+        arrays = [by_rows(*member) for member in members]
+        fn = functools.partial(newton_schulz_stack, rows=len(layout.rows), iterations=iterations)
+        new = shardops.per_device(
+            ", ".join(spec for _, _, spec in members),
+            functools.partial(on_stacks, fn, dims, layout.stack_axes),
+            *arrays,
+            reason=f"each device takes some of the matrices {' '.join(map(str, dims))} whole, each by itself",
+        )
+        for (i, at_rest, spec), x in zip(members, jax.tree.leaves(new), strict=True):
+            leaves[i] = shardops.rearrange(f"{spec} -> {at_rest}", x).astype(leaves[i].dtype)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def on_stacks(fn: Callable, dims: tuple[Dim, ...], axes: tuple[str, ...], *arrays: jax.Array) -> list[jax.Array]:
+    """on_whole_matrices for arrays[…, *dims], which are joined to one stack for it."""
+    parts = [x.reshape(-1, *x.shape[-len(dims) :]) for x in arrays]
+    stack = on_whole_matrices(fn, dims, axes, jnp.concatenate(parts))
+    split = jnp.split(stack, list(itertools.accumulate(map(len, parts[:-1]))))
+    return [part.reshape(x.shape) for part, x in zip(split, arrays, strict=True)]
+
+
+@scope  # each exchange has a stack of its own size
+def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], done: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Applies fn, which takes a stack of whole matrices, to the matrices whose blocks are in x[stack, *dims].
+
+    There is one all_to_all before fn and one after it for each axis that shards `dims`. A stack that the axis does not
+    divide is padded with zeros in between. Devices along the axes `done` have different matrices already.
+    """
+    axes = sort_axes(axis for dim in dims for axis in dim.axes)
+    if not axes:
+        return fn(x)
+    # The last axis is also the last of its dim, so it can be removed. Thus d comes before t, which has faster links:
+    # padding to a multiple of t·d is exchanged over t alone.
+    axis, count = axes[-1], len(x)
+    without = tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in dims)
+    # `group` has one entry on each device.
+    own = Dim("group", done)
+    blocks, whole = spec_of(own, Dim("stack"), *dims), spec_of(own, Dim("stack", (axis,)), *without)
+    x = jnp.pad(x, [(0, -count % shardops.axis_size(axis)), *[(0, 0)] * len(dims)])
+    x = shardops.all_to_all(f"{blocks} -> {whole}", x[None])[0]
+    x = on_whole_matrices(fn, without, sort_axes((*done, axis)), x)
+    return shardops.all_to_all(f"{whole} -> {blocks}", x[None])[0][:count]
+
+
+def newton_schulz_stack(x: jax.Array, rows: int, iterations: int) -> jax.Array:
+    """Applies newton_schulz to each matrix of x[stack, *rows, *columns]; `rows` is the number of dims of the rows."""
+    matrices = x.reshape(len(x), math.prod(x.shape[1 : 1 + rows]), -1)
+    # One after the other: each fills a device, and the memory beside the stack is that of one matrix.
+    return lax.map(lambda matrix: newton_schulz(matrix, iterations), matrices).reshape(x.shape)
+
+
+def newton_schulz(x: jax.Array, iterations: int) -> jax.Array:
+    """Maps x[rows, columns] = UΣVᵀ to U p(Σ) Vᵀ, with p(σ) in about [0.7, 1.2] unless σ is far below the largest.
+
+    p divides σ by the Frobenius norm, then applies σ -> aσ + bσ³ + cσ⁵ `iterations` times. Products are in x's dtype,
+    summed in f32. https://kellerjordan.github.io/posts/muon/
+    """
+    a, b, c = NEWTON_SCHULZ
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    if x.shape[0] > x.shape[1]:  # so that the Gram matrix is the smaller one
+        return newton_schulz(x.T, iterations).T
+    x32 = jnp.float32(x)
+
+    def iterate(_, x):
+        gram = product(x, x.T).astype(x.dtype)
+        polynomial = (b * gram + c * product(gram, gram)).astype(x.dtype)
+        return (a * x + product(polynomial, x)).astype(x.dtype)
+
+    return lax.fori_loop(0, iterations, iterate, (x32 / (jnp.linalg.norm(x32) + NORM_FLOOR)).astype(x.dtype))

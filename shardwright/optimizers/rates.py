@@ -1,0 +1,92 @@
+"""The learning rate of each step, and the algorithm, rate and decay by which each weight is updated."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.parsing import did_you_mean
+from shardlib.shardtypes import f32, i32
+from shardwright.modeling.weights import Weight
+from shardwright.optimizers.config import OptimizerConfig
+from shardwright_data.checks import check_choice
+
+
+def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
+    """Learning rate: linear warmup to the peak at warmup_steps, then c.schedule to the floor at schedule_steps."""
+    step, end = jnp.float32(step), c.schedule_steps
+    height = 1.0  # above the floor, as a fraction
+    if c.schedule != "constant":
+        begin = end - c.cooldown_steps if c.schedule == "wsd" else c.warmup_steps
+        progress = jnp.clip((step - begin) / (end - begin), 0, 1)
+        height = 0.5 * (1 + jnp.cos(jnp.pi * progress)) if c.schedule == "cosine" else 1 - progress
+    decay = c.final_fraction + (1 - c.final_fraction) * height
+    return c.learning_rate * jnp.where(step < c.warmup_steps, step / max(c.warmup_steps, 1), decay)
+
+
+FROZEN = "frozen"
+"""Algorithm of a weight that stays as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """Algorithm, rate and decay of one weight."""
+
+    weight: Weight
+    """Entry of the weight in the model's table."""
+    algorithm: str
+    """A name of train.OPTIMIZERS, or FROZEN."""
+    rate: float
+    """Factor on the learning rate."""
+    decay: float
+    """Decoupled weight decay, multiplied by the learning rate of the weight."""
+
+
+def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> Any:
+    """The Update of each weight, in a tree like the model's `table`.
+
+    With muon as the algorithm, weights that are not matrices are updated by adamw. Then each of c.groups, in order,
+    changes the weights whose names it matches.
+
+    Args:
+        c: settings of the optimizer.
+        table: a Weight for each array.
+        algorithms: names of the algorithms.
+
+    Raises:
+        ValueError: an unknown algorithm, one that cannot update a weight, or a group that matches no weight.
+    """
+    names = []
+
+    def update(path, weight: Weight) -> Update:
+        names.append(jax.tree_util.keystr(path, simple=True, separator="."))  # such as layers.w_q
+        algorithm = "adamw" if c.algorithm == "muon" and weight.kind != "matrix" else c.algorithm
+        found = Update(weight, algorithm, 1.0, c.weight_decay if weight.kind in c.decay_on else 0.0)
+        for group in c.groups:
+            if fnmatch.fnmatchcase(names[-1], group.match):
+                changed = {"algorithm": group.algorithm, "rate": group.rate, "decay": group.weight_decay}
+                found = dataclasses.replace(found, **{k: v for k, v in changed.items() if v is not None})
+        if found.algorithm == "muon" and not (weight.inputs and weight.outputs):
+            raise ValueError(
+                f"{names[-1]} is to be updated by muon, which is for matrices, but its Weight counts {weight.inputs} "
+                f"dims of inputs and {weight.outputs} of outputs; make it with weights.matrix, another kind, or "
+                "another algorithm by optimizer.groups."
+            )
+        return found
+
+    updates = jax.tree_util.tree_map_with_path(update, table)
+    known = (*algorithms, FROZEN)
+    check_choice("optimizer.algorithm", c.algorithm, known)
+    for i, group in enumerate(c.groups):
+        check_choice(f"optimizer.groups[{i}].algorithm", group.algorithm or FROZEN, known)
+        if not fnmatch.filter(names, group.match):
+            raise ValueError(
+                f"optimizer.groups[{i}].match is {group.match!r}, which matches no weight; choose among "
+                f"{', '.join(names)}.{did_you_mean(group.match, names)}"
+            )
+    if all(update.algorithm == FROZEN for update in jax.tree.leaves(updates)):
+        raise ValueError("optimizer.groups freezes every weight, so that nothing is trained; let a group match fewer.")
+    return updates

@@ -1,0 +1,378 @@
+"""Checkpoints: a directory for each step, with a zarr v3 array for each leaf and a manifest that is written last.
+
+The format is specified in docs/pytree-zarr-checkpoint.md.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shardwright.cluster.watch import pause
+from shardwright.run.checkpoint_arrays import (
+    NO_ORDERS,
+    HostArray,
+    Orders,
+    StoredArray,
+    as_stored,
+    chunk_cache,
+    copy_to_host,
+    named_leaves,
+    read_array,
+    start_copies,
+    write_arrays,
+)
+from shardwright.run.manifest import (
+    DTYPES,
+    Damaged,
+    SavedArray,
+    check_json,
+    commit,
+    directory_of,
+    read_manifest,
+    saved_arrays,
+    with_checksums,
+)
+from shardwright.run.stores import MANIFEST, Store, in_parallel
+from shardwright.settings.words import say
+
+T = TypeVar("T")
+
+COMMIT_TIMEOUT_S = 1800.0
+"""Seconds that a process waits for the others to finish writing, before the save fails."""
+REMEDY = "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
+_STEP = re.compile(r"\d{10}")
+_MESSAGE_BYTES = 2000
+
+
+class Checkpointer:
+    """Saves and restores pytrees of jax.Arrays under `<place>/<step, 10 digits>/<leaf path>`.
+
+    With several processes, all reach the same `place`, all make the same calls in the same order, and each writes its
+    own shards only (those with replica_id 0).
+
+    Args:
+        place: path in a file system that all processes share, created by the first save; or a URL, as for Store.
+        keep: number of the latest complete checkpoints that are kept, at least 1; None keeps all. Older ones are
+            removed when a new one is complete.
+
+    Raises:
+        ValueError: `keep` is below 1, or a URL cannot be read.
+    """
+
+    def __init__(self, place: str | os.PathLike, *, keep: int | None = None):
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep is {keep}; keep at least 1 checkpoint, or None for all.")
+        self.store = Store(place)
+        self._keep = keep
+        self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: concurrent.futures.Future | None = None
+        self.rotates = True
+        """Whether a complete checkpoint removes older ones than the latest `keep`."""
+        self.check_owner: Callable[[], None] = lambda: None
+        """Called by process 0 before anything is written, and before a checkpoint is complete. It may raise OSError."""
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, ascending. A directory without a manifest is not a checkpoint."""
+        return sorted(int(name) for name, done in self.store.directories().items() if done and _STEP.fullmatch(name))
+
+    def lost(self) -> list[int]:
+        """Steps of checkpoints whose manifest is gone. At a URL they are what killed saves left, and not listed."""
+        found = self.store.directories().items() if self.store.path else ()
+        return sorted(int(name) for name, done in found if not done and _STEP.fullmatch(name))
+
+    def latest_step(self, without: Iterable[int] = ()) -> int | None:
+        """Step of the last complete checkpoint, or None. With several processes all get the answer of process 0.
+
+        Args:
+            without: steps to leave out.
+        """
+        latest = agreed(lambda: max({*self.steps()} - {*without}, default=-1))
+        if jax.process_count() > 1:
+            # Two 5-digit halves: without x64, JAX would cut a larger integer to 32 bits.
+            halves = multihost_utils.broadcast_one_to_all(np.array(divmod(latest, 10**5), np.int32))
+            latest = int(halves[0]) * 10**5 + int(halves[1])
+        return None if latest < 0 else latest
+
+    def metadata(self, step: int) -> dict:
+        """The metadata that `save` was given for this step."""
+        return self.manifest(step)["metadata"]
+
+    @pause("saving a checkpoint")
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metadata: dict,
+        orders: Orders = NO_ORDERS,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copies `state` to host memory, then writes it in the background.
+
+        Afterwards the buffers of `state` may be donated or deleted. Waits for the previous save first, and raises its
+        error. If the store fails here, that too is told by the next `save` or `wait`.
+
+        Args:
+            step: 0 to 9,999,999,999; not saved before.
+            state: a pytree of jax.Arrays of booleans, integers, f16, f32, or f64, in containers with named or numbered
+                children (dataclasses, dicts, tuples, lists). Names become directory names.
+            metadata: what json can write, without NaN or infinity. Kept in the manifest. `check` may add to it.
+            orders: by name, the orders of the stacks of layers, which are written in the order of the layers.
+            check: called in every process before it waits for the devices. Nothing is written if it raises. A check
+                that waits for the step that computes `state` belongs here, as all work before it overlaps that step.
+
+        Raises:
+            ValueError: a step, leaf or name that cannot be saved, by name.
+            OSError: the previous save failed.
+        """
+        self.wait()
+        directory_of(step)
+        leaves = named_leaves(state)
+        for name, leaf in leaves.items():
+            if not isinstance(leaf, jax.Array):
+                raise ValueError(f"cannot save {name!r}: it is a {type(leaf).__name__}; make it a jax.Array.")
+            if str(leaf.dtype) not in DTYPES:
+                raise ValueError(
+                    f"cannot save {name!r}: zarr readers do not share a {leaf.dtype} type. "
+                    f"Keep it as one of {', '.join(sorted(DTYPES))} (jax.random.key_data turns keys into integers)."
+                )
+        shards = start_copies(leaves)
+        check_json(metadata)
+        try:
+            # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
+            # copies below have to wait for the running step anyway.
+            agreed(lambda: self._make_room(step) if jax.process_index() == 0 else None)
+        except OSError as error:
+            self._saving = concurrent.futures.Future()
+            self._saving.set_exception(self._not_saved(step, error))
+        check()
+        if self._saving is not None:
+            return
+        arrays = copy_to_host(leaves, shards, orders)
+        self._saving = self._executor.submit(self._write, step, arrays, metadata)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of the save that is being written, if it has failed. `wait` raises it."""
+        return self._saving.exception() if self._saving is not None and self._saving.done() else None
+
+    @pause("waiting for a checkpoint to be written")
+    def wait(self) -> None:
+        """Waits until the save that is being written is complete. Raises OSError if it failed."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def close(self) -> None:
+        """Waits as `wait` does, then ends the background thread."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+
+    @pause("restoring a checkpoint")
+    def restore(
+        self,
+        step: int,
+        like: Any,
+        *,
+        part: str = "",
+        leave: tuple[str, ...] = (),
+        orders: Orders = NO_ORDERS,
+    ) -> Any:
+        """The state that was saved at `step`, with the shardings of `like`.
+
+        The process of each device reads the device's own region, leaf after leaf, each chunk once. Meanwhile the whole
+        of each chunk that overlaps the region is in host memory. All processes raise an error if one finds damage.
+
+        Args:
+            step: step of a complete checkpoint.
+            like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh.
+            part: beginning of the names of the arrays that are read, such as `weights/`. `like` holds these alone.
+            leave: beginnings of the names of arrays that are not read.
+            orders: as for `save`; padding is 0.
+
+        Raises:
+            ValueError: the checkpoint has other arrays than `like`. The message names them.
+            Damaged: an array is missing, or not what was saved at this step.
+            OSError: the store fails.
+        """
+        name = directory_of(step)
+        path, manifest = f"{self.store.url}/{name}", agreed(lambda: self.manifest(step))
+        every = saved_arrays(manifest).items()
+        saved = {key: array for key, array in every if key.startswith(part) and not key.startswith(leave)}
+        expected = named_leaves(like)
+        unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
+        if unplaced:
+            raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
+        _check_same_arrays(path, saved, as_stored(expected, orders))
+
+        cache = chunk_cache()
+
+        def read(key: str) -> jax.Array:
+            return read_array(StoredArray(self.store, name, saved[key], cache), expected[key], orders.get(key))
+
+        arrays = agreed(lambda: in_parallel([functools.partial(read, key) for key in expected]))
+        return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+    def manifest(self, step: int) -> dict:
+        """The checkpoint's manifest. Raises ValueError if there is no such checkpoint, Damaged if it is damaged."""
+        name = directory_of(step)
+        if self.store.read(f"{name}/{MANIFEST}") is None:
+            raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; there are {self.steps()}.")
+        return read_manifest(self.store, name, step)
+
+    def probe(self) -> None:
+        """Writes a file and removes it again. Raises OSError, with the place, if that is not possible."""
+        key = f".probe-{jax.process_index()}"
+        self.store.write(key, b"")
+        self.store.remove_file(key)
+
+    def remove_leftovers(self) -> None:
+        """Removes what killed and failed saves left. One process calls this. What cannot be removed is told."""
+        for name, done in self.store.directories().items():
+            unfinished = _STEP.fullmatch(name) and not done and not self.store.path
+            if unfinished or re.fullmatch(r"\d{10}\.tmp", name):
+                self._try_to_remove(name)
+
+    def _try_to_remove(self, name: str) -> None:
+        try:
+            self.store.remove(name)
+        except OSError as error:
+            say(f"WARNING: {name}, in {self.store.url}, cannot be removed: {error}. Remove it, or leave it there.")
+
+    def _make_room(self, step: int) -> None:
+        """Makes sure that nothing is where the checkpoint goes. Raises ValueError if a checkpoint is."""
+        self.check_owner()
+        name = directory_of(step)
+        if self.store.read(f"{name}/{MANIFEST}") is not None or (self.store.path and (self.store.path / name).exists()):
+            raise ValueError(
+                f"cannot save step {step}: {self.store.url}/{name} is there already. Save each step once, or move it "
+                "away."
+            )
+        self.remove_leftovers()
+        self.store.remove(self._temporary(name))  # or this save fails: what is there would be taken for a part of it
+
+    def remove(self, step: int) -> None:
+        """Removes a checkpoint. It never passes for a complete one when it is half removed."""
+        self.store.remove(directory_of(step))
+
+    def _temporary(self, name: str) -> str:
+        """Where a checkpoint is written. A directory gets its name when it is complete; a URL has no directories."""
+        return f"{name}.tmp" if self.store.path else name
+
+    def _write(self, step: int, arrays: list[HostArray], metadata: dict) -> None:
+        temporary = self._temporary(directory_of(step))
+        try:
+            self._write_all(step, temporary, arrays, metadata)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                if jax.process_count() > 1:
+                    self._tell_others(temporary, {"failed": str(error)})
+                else:
+                    self.check_owner()  # what is there may be another run's
+                    self.store.remove(temporary)  # it may have filled the disk, which the metrics need
+            raise self._not_saved(step, error) from error
+        if self._keep and self.rotates and jax.process_index() == 0:
+            try:
+                for old in self.steps()[: -self._keep]:
+                    self._try_to_remove(directory_of(old))
+            except OSError as error:
+                say(f"WARNING: no older checkpoint was removed: {error}")
+
+    def _write_all(self, step: int, temporary: str, arrays: list[HostArray], metadata: dict) -> None:
+        written = write_arrays(self.store, temporary, arrays)
+        if jax.process_index() != 0:
+            self.store.sync(temporary)
+            self._tell_others(temporary, {"written": written})
+            self._await(temporary, [0], lambda: self.store.read(f"{directory_of(step)}/{MANIFEST}") is not None)
+            return
+        others = self._await(temporary, range(1, jax.process_count()))
+        whole = with_checksums([array.saved for array in arrays], [written, *others])
+        for process in range(1, jax.process_count()):
+            self.store.remove_file(f"{temporary}/.written-{process}")
+        self.check_owner()
+        commit(self.store, temporary, step, whole, metadata)
+
+    def _tell_others(self, temporary: str, content: dict) -> None:
+        self.store.write(f"{temporary}/.written-{jax.process_index()}", json.dumps(content).encode())
+
+    def _not_saved(self, step: int, error: OSError) -> OSError:
+        return OSError(
+            f"checkpoint {self.store.url}/{directory_of(step)} was not saved: {error} Those before it, "
+            "if there are any, stay as they are."
+        )
+
+    def _await(self, temporary: str, processes: Iterable[int], done: Callable[[], bool] = lambda: False) -> list[dict]:
+        """What these processes wrote, or nothing once `done`.
+
+        A barrier made of files. A collective on this background thread could come between the collectives of the
+        training step in another order on each host, and hang them all.
+        """
+        deadline = time.monotonic() + COMMIT_TIMEOUT_S
+        found: dict[int, dict] = {process: {} for process in processes}
+        while not (done() or all(found.values())):
+            for process in [process for process, content in found.items() if not content]:
+                content = self.store.read(f"{temporary}/.written-{process}")
+                found[process] = {} if content is None else json.loads(content)
+                if "failed" in found[process]:
+                    raise OSError(f"another process failed to write its part: {found[process]['failed']}")
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"the other processes did not finish within {COMMIT_TIMEOUT_S:g} s. "
+                    "Is the directory on a file system that all hosts share?"
+                )
+            time.sleep(0.2 if self.store.path else 1.0)
+        return [content["written"] for content in found.values() if content]
+
+
+def agreed(read: Callable[[], T]) -> T:
+    """The result of `read`, which all processes call. If it raises Damaged, OSError or ValueError in one, all raise."""
+    if jax.process_count() == 1:
+        return read()
+    kinds, raised, result, sent = (Damaged, OSError, ValueError), None, None, b""
+    try:
+        result = read()
+    except kinds as error:
+        raised = error
+        kind = next(i for i, kind in enumerate(kinds) if isinstance(error, kind))
+        sent = f"{kind}{error}".encode(errors="replace")[:_MESSAGE_BYTES]
+    sent = np.frombuffer(sent.ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
+    texts = [bytes(text).rstrip(b"\0").decode(errors="replace") for text in multihost_utils.process_allgather(sent)]
+    if raised is not None:
+        raise raised
+    if failed := next(filter(None, texts), ""):
+        raise kinds[int(failed[0])](failed[1:])
+    return result
+
+
+def _check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, jax.ShapeDtypeStruct]) -> None:
+    wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in expected.items()}
+    found = {name: f"{array.dtype}{list(array.shape)}" for name, array in saved.items()}
+    problems = [
+        f"{name}: {found.get(name, 'not')} in the checkpoint, "
+        + (f"expected {wanted[name]}" if name in wanted else "not expected")
+        for name in wanted | found
+        if found.get(name) != wanted.get(name)
+    ]
+    if problems:
+        more = f"\n  … and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise ValueError(
+            f"the checkpoint {path} does not fit this run:\n  " + "\n  ".join(problems[:10]) + more + "\n" + REMEDY
+        )

@@ -1,0 +1,97 @@
+"""The compiled training step and its files: the optimized HLO text, and beside that a table and a picture."""
+
+import concurrent.futures
+import contextlib
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardwright.cluster.devices import compile_program
+from shardwright.cluster.watch import pause
+from shardwright.compiled.files import write_whole
+from shardwright.compiled.hlo import with_mesh
+from shardwright.run.beside import FAILURES, run_beside
+from shardwright.run.directory import remove_older
+from shardwright.settings.words import say
+
+NO_PICTURE = "picture    none"
+"""Beginning of the line that says why there is no picture of the step."""
+DRAWN_WITHIN_S = 120.0
+
+
+@pause("compiling the training step")
+def compile_step(
+    lowered: jax.stages.Lowered, directory: Path, options: dict[str, Any] | None = None
+) -> tuple[jax.stages.Compiled, Path | None]:
+    """Compiles a step for the current mesh, and keeps its optimized HLO text. Prints why, if it keeps none.
+
+    Of earlier starts, all but the newest few texts, tables and pictures are removed.
+
+    Args:
+        lowered: the lowered training step.
+        directory: where `training_step_optimized_hlo_<date>.txt` is written.
+        options: of the compiler.
+
+    Returns:
+        The compiled step and the path of the text, which has the source lines of now. The path is None where the text
+        cannot be written, and on processes other than 0.
+    """
+    with _lines_in_cache_key():
+        compiled = compile_program(lowered, options)
+    return compiled, _keep_hlo(compiled, directory) if jax.process_index() == 0 else None
+
+
+@contextlib.contextmanager
+def _lines_in_cache_key() -> Iterator[None]:
+    """Context in which a program from JAX's compilation cache has the source lines that it has now.
+
+    Without it, one that was compiled before a comment was added would have the lines of that time.
+    """
+    before = jax.config.jax_compilation_cache_include_metadata_in_key
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
+
+
+def _keep_hlo(compiled: jax.stages.Compiled, directory: Path) -> Path | None:
+    path = directory / f"training_step_optimized_hlo_{time.strftime('%Y_%m_%d_%H_%M_%S')}.txt"
+    try:
+        text = compiled.as_text()
+        if text is None:
+            raise NotImplementedError("the compiler gives none")
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(path, with_mesh(text, jax.sharding.get_mesh().shape))
+        remove_older(path, "training_step_optimized_hlo_*")
+    except (OSError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        say(f"HLO text: none, {path} cannot be written: {getattr(error, 'strerror', None) or error}")
+        return None
+    return path
+
+
+def draw_step(hlo: Path) -> str:
+    """Writes the table and the picture of the step beside its HLO text, in a process of low priority.
+
+    Returns a line for the user: where the picture is, or why there is none.
+    """
+    try:
+        return (
+            f"picture    {run_beside('shardwright.compiled.show', hlo, timeout=DRAWN_WITHIN_S, patient=True).strip()}"
+        )
+    except subprocess.TimeoutExpired:
+        return f"{NO_PICTURE}, drawing {hlo} was stopped after {DRAWN_WITHIN_S:g} s"
+    except FAILURES as error:
+        return f"{NO_PICTURE}, {hlo} cannot be drawn: {error}"
+
+
+def start_drawing(hlo: Path) -> concurrent.futures.Future[str]:
+    """Starts `draw_step` on a background thread. The future gives its line."""
+    executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="draw_step")
+    drawing = executor.submit(draw_step, hlo)
+    executor.shutdown(wait=False)
+    return drawing

@@ -1,0 +1,304 @@
+"""All settings of a run with their types, against which configs/*.yaml and the command line are checked.
+
+The configuration of a run has to set each field that has no default. The other sections are in ../modeling/settings.py,
+../optimizers/config.py, ../cluster/config.py, shardwright_data/loader/config.py, pipeline_config.py and trackers.py.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from jax_extra import KEPT
+from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
+from shardwright.modeling.attention import PATHS
+from shardwright.modeling.model import COMPUTE_DTYPES, module_of
+from shardwright.optimizers.config import OptimizerConfig, check_optimizer
+from shardwright.run.pipeline_config import PipelineConfig, check_pipeline
+from shardwright.run.trackers import TrackersConfig, check_trackers
+from shardwright.settings.composing import wrong_setting
+from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_range, check_ranges, within
+from shardwright_data.loader import DataConfig
+
+WEIGHTS = ("weights", "ema")
+"""Weights of a state that can be evaluated, sampled or exported: fields of train.State."""
+
+
+@dataclasses.dataclass
+class TrainingConfig:
+    """Settings of the training loop, its step, and what it does between steps."""
+
+    batch_size: int = within(1, 2**24)
+    """Sequences in a step, over all devices. A multiple of the r·d devices."""
+    seq_len: int = within(1, 2**25)
+    """Tokens in a sequence. A multiple of the t devices."""
+    steps: int | None = at_least_1(None)
+    """Length of the run in steps. Give one of steps, tokens and epochs."""
+    tokens: int | None = within(1, 2**50, None)
+    """Length of the run in tokens, padding included; a last batch that would exceed it is left out."""
+    epochs: float | None = within(0, 2**20, None)
+    """Length of the run in passes over the dataset."""
+    seed: int = within(0, 2**63, 0)
+    """Random seed of the initial weights, in [0, 2**63)."""
+    init_from: str | None = None
+    """Directory or URL of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its
+    model must be the same. A resumed run reads its own checkpoint instead."""
+    resume_step: int | None = at_least_0(None)
+    """Step of the checkpoint that the run goes on from; later ones are set aside. If the latest was made by a run that
+    went back to this step already, that one. Null: the latest that is whole."""
+    other_source: bool = False
+    """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
+    microbatches: int = within(1, 2**16, 1)
+    """Parts of the batch that go through the model one after the other, each with the same consecutive sequences on
+    every mesh. batch_size must be a multiple of r·d times this number. For interleaved_1f1b the number must be a
+    multiple of p."""
+    gather_weights: str = "auto"
+    """layer: weights are cast, and gathered over d, where they are used, in each microbatch. step: once a step, before
+    the microbatches, and their gradients are scattered once after them; each device of d then holds all weights and
+    gradients, in the compute dtype. auto: step where d is 1, else layer."""
+    compute_dtype: str = "bf16"
+    """bf16, or f32 for exact work. Weights and optimizer state are f32 with both."""
+    attention: str = "auto"
+    """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
+    scores at a time. cudnn: NVIDIA's fused kernel. splash: a kernel for TPUs. auto: the path that suits device and
+    seq_len, which the run prints when it starts (shardwright/modeling/attention.py)."""
+    document_mask: bool = True
+    """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document. That makes
+    cudnn faster, which otherwise needs a mask of seq_len² entries for each sequence."""
+    fp8: bool = False
+    """Whether the products of a layer with its weights have operands rounded to FP8: faster on NVIDIA GPUs from Hopper
+    on, slower elsewhere, and less exact (shardwright/modeling/fp8.py)."""
+    loss_chunk: int | None = within(1, 2**25, None)
+    """Positions of each sequence whose logits are in memory at a time: a multiple of t that divides seq_len. Null: all,
+    which is faster while they fit."""
+    save: str = "marked"
+    """Values that the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: those
+    that the model marks with save_for_backward. offload: the same, in the memory of the device's host. It needs a loop
+    over layers, and with stages pipeline.recompute. nothing: the layer's input only. dots: products with weights.
+    everything: all that it needs."""
+    unroll: int | None = within(1, 2**16, 1)
+    """Layers in one iteration of the loop over layers, at least 1. Null: all, so that there is no loop. That takes
+    longer to compile, and a GPU copies less of what is kept for the backward pass."""
+    eval_batches: int = within(0, 2**31, 8)
+    """Largest number of batches of the validation split in an evaluation; 0 for no evaluations."""
+    eval_interval: int | None = at_least_1(None)
+    """Steps between evaluations. There is one after the last step too. Null: only that one."""
+    sample_interval: int | None = at_least_1(None)
+    """Steps between samples, texts that the model writes into samples.jsonl. There are some before the first step and
+    after the last too. Null: none."""
+    sample_prompts: list[str] = dataclasses.field(default_factory=lambda: [""])
+    """Beginnings of the samples. An empty one is the beginning of a document."""
+    sample_tokens: int = within(1, 2**24, 64)
+    """Tokens to add to each prompt, at least 1; fewer where a document ends."""
+    sample_temperature: float = at_least_0(0.8)
+    """Number that logits are divided by, at least 0; 0 always takes the likeliest token."""
+    sample_top_k: int | None = at_least_1(None)
+    """Number of the likeliest tokens to draw from, at least 1; null: all."""
+    ema_decay: float | None = within(0, 1, None)
+    """Factor on the moving average of the weights at each step, in [0, 1). The new weights have the factor 1 minus
+    this. The average begins with the first weights, or with those of a checkpoint that has no average. Null: there is
+    no average."""
+    eval_weights: str = "weights"
+    """Weights for the validation and the samples. weights: those that are trained; ema: their average."""
+    skip_above: float | None = within(1, math.inf, None)
+    """A step is skipped if the norm of its gradients is above this many times the median of the last 128 steps: the
+    state stays as it was. At least 1; 4 is a usual value. It begins when 16 norms are known. Null: only steps are
+    skipped whose loss or gradients are not finite."""
+    max_skipped: int | None = at_least_1(10)
+    """Skipped steps in a row that end the run, at least 1; null: they never do."""
+    microscope_interval: int | None = at_least_1(None)
+    """Steps between looks at the step with the microscope, whose statistics are events in metrics.jsonl
+    (docs/replay.md). Null: none."""
+    log_interval: int = at_least_1(10)
+    """Steps between progress lines where the output is not a terminal."""
+    checkpoint_interval: int = at_least_1(1000)
+    """Steps between checkpoints. There is one after the last step too."""
+    keep_checkpoints: int | None = at_least_1(3)
+    """Number of the latest checkpoints that are kept, at least 1; null: all."""
+    report: bool = True
+    """Whether the run keeps a page in its directory, report.html, and makes it anew while it trains: at most once a
+    minute, and in at most a thirtieth of the time (shardwright/run/page.py)."""
+
+
+@dataclasses.dataclass
+class PathsConfig:
+    """Settings of the directory of a run."""
+
+    root_working_dir: str = "runs"
+    """Directory of all runs, in a file system. `~` at its beginning is your home."""
+    model_name: str | None = None
+    """The run's directory inside of root_working_dir. If it has a run, that is resumed. Null: name of the
+    configuration, and the time."""
+    checkpoints: str | None = None
+    """Directory, or URL that tensorstore knows, such as s3://bucket/runs. The run's checkpoints are in it, in
+    <model_name>/checkpoints; all other files stay in the run's directory. Null: they too."""
+
+
+@dataclasses.dataclass
+class Config:
+    """All settings of a run, by section."""
+
+    model: Any
+    """The ModelConfig of the module that model.module names."""
+    optimizer: OptimizerConfig
+    mesh: MeshConfig
+    data: DataConfig
+    training: TrainingConfig
+    hardware: HardwareConfig
+    paths: PathsConfig
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    trackers: TrackersConfig = dataclasses.field(default_factory=TrackersConfig)
+
+
+def register_schema() -> None:
+    """Registers the types of all fields with Hydra. Required fields have no value, but overrides can set them."""
+    schema = OmegaConf.structured(Config)
+    for section in dataclasses.fields(Config):
+        if section.name != "model":
+            schema[section.name] = OmegaConf.structured(section.type)
+    # Only the model's module knows its fields, and Hydra's composition chooses that module: see to_config.
+    schema.model = OmegaConf.create({"module": "train"}, flags={"struct": False})
+    ConfigStore.instance().store(name="config_schema", node=schema)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """The configuration that Hydra composed, with types: for the model those of its own ModelConfig.
+
+    Raises ValueError for a setting that is missing, unknown, or out of its range.
+    """
+    config = composed.copy()
+    name = config.model.module
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"model.module is {name!r}; give the name of a Python module, such as train or gpt2.")
+    module = module_of(name)
+    try:
+        config.model = OmegaConf.merge(OmegaConf.structured(module.ModelConfig), config.model)
+    except OmegaConfBaseException as error:
+        raise ValueError(wrong_setting(module.ModelConfig, error, prefix="model.")) from None
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>, or a group that sets it.")
+    c: Config = OmegaConf.to_object(config)
+    check_config(c)
+    return c
+
+
+def check_config(c: Config) -> None:
+    """Raises ValueError for a setting out of its range."""
+    for section in dataclasses.fields(c):
+        check_ranges(section.name, getattr(c, section.name))
+    check_range("model.vocab", c.model.vocab)
+    check_range("model.layers", c.model.layers, 1, 2**16)
+    check_range("model.bos_id", c.model.bos_id, 0, c.model.vocab)
+    c.model.check(c.training.seq_len)
+    check_optimizer(c.optimizer)
+    check_pipeline(c.pipeline)
+    check_distributed(c.distributed)
+    check_trackers(c.trackers)
+    if c.trackers.num_hosts > 1 and not c.distributed.is_single:
+        raise ValueError(
+            f"trackers.num_hosts is {c.trackers.num_hosts}, whose places ClearML gives, but distributed.auto "
+            "or distributed.count is set too. Set one of the two."
+        )
+    fraction = c.hardware.memory_fraction
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"hardware.memory_fraction is {fraction}; it must be above 0 and at most 1.")
+    for axis in ("r", "d", "t"):
+        if (size := getattr(c.mesh, axis)) == 0:
+            raise ValueError(f"mesh.{axis} is {size}; give the number of devices, or -1 for those that are left.")
+    tasks = c.training.microbatches * c.mesh.p * c.pipeline.virtual_stages
+    if c.mesh.p > 1 and tasks >= 2**18:
+        raise ValueError(
+            f"training.microbatches {c.training.microbatches} · mesh.p {c.mesh.p} · pipeline.virtual_stages "
+            f"{c.pipeline.virtual_stages} are {tasks} tasks of the schedule; it must have fewer than 2**18."
+        )
+    check_choice("training.gather_weights", c.training.gather_weights, ("auto", "layer", "step"))
+    check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
+    check_choice("training.attention", c.training.attention, PATHS)
+    check_choice("training.save", c.training.save, tuple(KEPT))
+    _check_offload(c)
+    check_weights("training.eval_weights", c.training.eval_weights, c.training.ema_decay)
+    if getattr(c.model, "dropout", 0) and c.training.attention not in ("auto", "einsum"):
+        raise ValueError(
+            f"training.attention is {c.training.attention}, which has no dropout, and model.dropout {c.model.dropout}; "
+            "choose einsum or auto, or set model.dropout=0."
+        )
+    if c.training.loss_chunk is not None and c.training.seq_len % c.training.loss_chunk:
+        raise ValueError(
+            f"training.loss_chunk is {c.training.loss_chunk}; it must divide training.seq_len = {c.training.seq_len}."
+        )
+    if not c.distributed.is_single and c.paths.model_name is None:
+        raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
+    if c.training.init_from == "":
+        raise ValueError("training.init_from is empty; give the directory of a run or of a checkpoint, or null.")
+
+
+def _check_offload(c: Config) -> None:
+    """Raises ValueError where training.save=offload cannot be done, or would save no memory."""
+    if c.training.save != "offload":
+        return
+    unroll = c.training.unroll
+    if unroll is None or unroll >= c.model.layers > 1:
+        raise ValueError(
+            f"training.save is offload and training.unroll {unroll or 'null'}: without a loop over layers the compiler "
+            "copies so late that the device holds as much as with marked. Set training.unroll=1, or choose marked."
+        )
+    if c.mesh.p > 1 and not c.pipeline.recompute:
+        raise ValueError(
+            f"training.save is offload and mesh.p {c.mesh.p}: what stages keep for their backward pass stays on the "
+            "devices. Set pipeline.recompute=true, or choose marked."
+        )
+
+
+def check_weights(name: str, which: str, ema_decay: float | None) -> None:
+    """Raises ValueError for a setting `name` that is not one of WEIGHTS, or is the average in a run without one."""
+    check_choice(name, which, WEIGHTS)
+    if which == "ema" and ema_decay is None:
+        raise ValueError(
+            f"{name} is ema, but training.ema_decay is null: the run keeps no average of its weights. Set "
+            "training.ema_decay, or choose weights."
+        )
+
+
+def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:
+    """Raises ValueError for a size that the axes of the mesh do not divide, and for a `sharded` with unknown names.
+
+    `of_batch`: whether to check sizes of the batch too, not only of weights.
+    """
+    for name, axes in c.model.sharded.items():
+        if not hasattr(c.model, name) or not set(axes.split("·")) <= {"p", *mesh}:
+            raise ValueError(
+                f"the sharded of {c.model.module}.ModelConfig has {name!r}: {axes!r}; it maps names of settings to "
+                "axes of the mesh, with · between them: t, d, t·d or t·d·p."
+            )
+    model = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
+    if getattr(c.model, "qk_norm", False):
+        model["model.d_head"] = "t·d"
+    training = {"training.seq_len": "t", "training.batch_size": "r·d·training.microbatches"}
+    if c.training.loss_chunk is not None:
+        training["training.loss_chunk"] = "t"
+    mesh = {"p": 1, **mesh}
+    shown = {axis: size for axis, size in mesh.items() if axis != "p" or size > 1}
+    factors = {**mesh, "training.microbatches": c.training.microbatches}
+    for name, axes in {**model, **(training if of_batch else {})}.items():
+        section, field = name.split(".")
+        axes = "·".join(axis for axis in axes.split("·") if axis in shown or axis not in mesh)
+        value, devices = getattr(getattr(c, section), field), math.prod(factors[axis] for axis in axes.split("·"))
+        if value % devices:
+            raise ValueError(
+                f"{name} is {value}; on the mesh {' '.join(f'{axis}={size}' for axis, size in shown.items())} it must "
+                f"be a multiple of {axes} = {devices}."
+            )
+
+
+def check_booleans(overrides: Sequence[str], config) -> None:
+    """Raises ValueError for an override such as `data.shuffle=2`, which OmegaConf would take as true."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if isinstance(OmegaConf.select(config, key), bool) and value.lower().strip("'\"") not in ("true", "false"):
+            raise ValueError(f"{key} is {value}; it must be true or false.")

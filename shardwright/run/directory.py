@@ -1,0 +1,333 @@
+"""The directory of a run: one run at a time in it, tried before the first step, and gone again if no step was done.
+
+A run locks `.lock` in its directory. The kernel releases the lock when the process ends, however it ends. What a start
+has not finished is named `*.tmp`, and the next start removes it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shardlib.places import shown_path
+from shardwright.run.files import LOCK, REPORT
+from shardwright.run.optional import why
+from shardwright.settings.words import say
+from shardwright_data.foreign import open_no_link, parse_json
+
+TRACE = "trace.tmp"
+"""Directory in that of a run in which JAX writes a trace."""
+_UNFINISHED = ("metrics.jsonl.tmp", "samples.jsonl.tmp", "training_step_optimized_hlo_*.tmp", f"{REPORT}.*.tmp", TRACE)
+_OF_A_START = (*_UNFINISHED, "metrics.jsonl", "samples.jsonl", "config.yaml", "source", "training_step_optimized_hlo_*")
+_OF_A_START += (REPORT,)
+"""Files that a start may write before its first step."""
+_OF_A_RUN = (*_OF_A_START, LOCK, "checkpoints", "plugins", "trackers.json*", "events.out.tfevents*", "wandb")
+"""Files and directories that a run writes."""
+KEPT_STARTS = 3
+"""Starts whose compiled step and profile stay in the directory of a run."""
+_DATE = re.compile(r"\d{4}(_\d\d){5}")
+_PROBE_BYTES = 2**20
+_LONGEST_PATH = 3000
+"""Bytes of a run's path. Linux takes 4,096, of which the files of a checkpoint need some hundred."""
+_MESSAGE_BYTES = 6000
+
+
+def check_place(root: str, name: str | None) -> None:
+    """Raises ValueError if paths.root_working_dir and paths.model_name cannot be those of a run. Looks at no disk."""
+    for setting, value in {"paths.root_working_dir": root, "paths.model_name": name or "x"}.items():
+        if "://" in value:
+            raise ValueError(
+                f"{setting} is {value!r}, a URL, but the metrics of a run need a file system. Give a directory here; "
+                "only paths.checkpoints may be a URL."
+            )
+        if not value.isprintable():
+            raise ValueError(f"{setting} is {value!a}; leave out the characters that cannot be printed.")
+    if root == "":
+        raise ValueError("paths.root_working_dir is empty; give a directory, . for the current one.")
+    if name is None:
+        return
+    if name == "":
+        raise ValueError("paths.model_name is empty; give the run a name.")
+    inside = os.path.normpath(name)
+    if inside == "." or name.startswith("~") or os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
+        raise ValueError(
+            f"paths.model_name is {name!r}, which is no directory inside of paths.root_working_dir; give the run a "
+            "name, and the place of all runs in paths.root_working_dir."
+        )
+
+
+def place(root: str, name: str) -> Path:
+    """The directory of the run, without `..`, which tensorstore does not take. Absolute if not below the current one.
+
+    Raises ValueError for a path that is too long, for one with a backslash, which tensorstore takes for a slash, and
+    for the home directory of a user that there is not.
+    """
+    try:
+        # Symbolic links in the name stay: they may lead to another disk.
+        directory = Path(shown_path(str(Path(root).expanduser().resolve() / os.path.normpath(name))))
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"paths.root_working_dir is {root!r}: {why(error)}.") from error
+    if (length := len(os.fsencode(directory.absolute()))) > _LONGEST_PATH:
+        raise ValueError(
+            f"the path of the run has {length:,} bytes; it may have {_LONGEST_PATH:,}. Give a shorter "
+            "paths.root_working_dir or paths.model_name."
+        )
+    if "\\" in str(directory):
+        raise ValueError(
+            f"the path of the run is {str(directory)!r}; checkpoints cannot be written to a path with a backslash. "
+            "Give another paths.root_working_dir or paths.model_name."
+        )
+    return directory
+
+
+def quoted(text: str) -> str:
+    """The text as a value on Hydra's command line, in double quotes."""
+    return '"' + re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + '\\"' * bool(found[2]), text) + '"'
+
+
+def override(setting: str, value: str) -> str:
+    """The argument, quoted for a shell where that is needed, that gives a setting this value."""
+    plain = re.fullmatch(r"[\w+./:-]+", value, re.ASCII)
+    return f"{setting}={value}" if plain else shlex.quote(f"{setting}={quoted(value)}")
+
+
+def make_default(root: str, config: str) -> tuple[str, Path, list[Path]]:
+    """Name and directory of a run without a name: the configuration and the time. And the directories made here.
+
+    The directory is made, so that two starts in the same second get two.
+    """
+    stem = f"{config}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
+    for name in itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(2))):
+        directory = place(root, name)
+        made = missing(directory)
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            directory.mkdir()
+        except FileExistsError:
+            if not directory.exists():  # a file is where a parent should be
+                raise _cannot_write(directory, NotADirectoryError(errno.ENOTDIR, "a parent is a file")) from None
+            continue
+        except OSError as error:
+            raise _cannot_write(directory, error) from error
+        return name, directory, made
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[str, Path]]:
+    """Name and directory of a run. Inside the context no other run is in it; it can be written; no rest is in it.
+
+    With several processes all call this: process 0 makes and locks the directory, and all try to write there. If one
+    fails, all raise the same error. After an error before the first step, what this start made is removed. An OSError
+    about a file in the directory is raised again with the path and the reason alone.
+
+    Args:
+        root: paths.root_working_dir.
+        name: paths.model_name; None only with one process.
+        config: name of the configuration, for the run's name if it has none.
+
+    Raises:
+        ValueError: another run is in the directory, or it cannot be written.
+    """
+    if name is None:
+        name, directory, made = make_default(root, config)
+    else:
+        directory = place(root, name)
+        made = missing(directory)
+    with contextlib.ExitStack() as cleanup:
+        _in_all(lambda: _prepare(directory, made, cleanup) if jax.process_index() == 0 else None)
+        _in_all(lambda: _try(directory))
+        try:
+            yield name, directory
+        except OSError as error:
+            if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(directory):
+                raise
+            raise OSError(f"{os.fsdecode(error.filename)}: {why(error)}.") from error
+
+
+def missing(directory: Path) -> list[Path]:
+    """The directory and those above it, as far as they are missing, from below."""
+    return list(itertools.takewhile(lambda path: not os.path.exists(path), (directory, *directory.parents)))
+
+
+def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -> None:
+    try:
+        cleanup.push(lambda kind, *_: remove_empty(made) if kind else None)
+        _check_entries(directory)
+        cleanup.enter_context(locked(directory))
+        # Before the lock is released.
+        cleanup.push(lambda kind, *_: _remove_start(directory) if kind and directory in made else None)
+        if (directory / "metrics.jsonl").exists() or (directory / "config.yaml").exists():  # else it is of no run
+            for path in itertools.chain(*map(directory.glob, _UNFINISHED)):
+                _remove(path)
+        if not (checkpoints := directory / "checkpoints").exists():
+            checkpoints.mkdir()
+            cleanup.push(lambda kind, *_: remove_empty([checkpoints]) if kind else None)
+    except OSError as error:
+        raise _cannot_write(directory, error) from error
+
+
+def _check_entries(directory: Path) -> None:
+    """Raises ValueError for a link where a run writes, or a pipe: the directory may be a stranger's.
+
+    A link would lead the run to files of the user, and a pipe would let it wait.
+    """
+    own = (path for path in directory.glob("*") if any(map(path.match, _OF_A_RUN)))
+    below = (path for name in ("source", "plugins") for path in (directory / name).rglob("*"))
+    for path in itertools.chain(own, below):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(
+                f"{directory} has {str(path.relative_to(directory))!r}, where a run writes, as a link, a pipe or a "
+                "device. Remove it. To keep checkpoints on another disk give paths.checkpoints."
+            )
+
+
+def _try(directory: Path) -> None:
+    if not (directory / LOCK).exists():
+        raise ValueError(
+            f"process {jax.process_index()} on {socket.gethostname()} does not see {directory / LOCK}, which process 0 "
+            "made. Give a paths.root_working_dir in a file system that all hosts share."
+        )
+    for path in (directory, directory / "checkpoints"):
+        try:
+            with tempfile.TemporaryFile(dir=path) as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Context in which no other process, on any host, locks this directory.
+
+    Prints a line and locks nothing where the file system has no locks.
+
+    Raises:
+        ValueError: another process has it. The message names that process.
+        OSError: the lock cannot be written.
+    """
+    path = directory / LOCK
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", opener=open_no_link)  # noqa: SIM115 (closed below)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                with file:
+                    holder = _holder(file)
+                raise ValueError(
+                    f"{directory} is in use by {holder}. Wait for that run or end it, or start another one with a new "
+                    "paths.model_name."
+                ) from None
+            say(f"lock       none on this file system ({why(error)}): start no second run in {directory}")
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            break
+        file.close()  # the process that had it removed it in between
+    with file:
+        file.truncate(0)
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        file.write(json.dumps(who) + "\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _holder(file: Any) -> str:
+    """Words for the process that has the lock. The file is not trusted."""
+    try:
+        file.seek(0)
+        who = parse_json(file.read(1000))
+        words = f"process {who['pid']} on {who['host']}, since {who['since']}"
+        return words if words.isprintable() else "another process"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _in_all(action: Callable[[], None]) -> None:
+    """Calls `action` in each process. Where any raises a ValueError, all raise the first one."""
+    message = ""
+    try:
+        action()
+    except ValueError as error:
+        if jax.process_count() == 1:
+            raise
+        message = str(error)
+    if jax.process_count() > 1:
+        sent = np.frombuffer(message.encode(errors="replace")[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
+        messages = [bytes(x).rstrip(b"\0").decode(errors="replace") for x in multihost_utils.process_allgather(sent)]
+        if failed := [message for message in messages if message]:
+            raise ValueError(failed[0])
+
+
+def _remove_start(directory: Path) -> None:
+    """Removes what a start wrote, if no step was logged or saved. What is not known stays."""
+    checkpoints = directory / "checkpoints"
+    if (checkpoints.is_dir() and any(checkpoints.iterdir())) or has_begun(directory):
+        return
+    for path in itertools.chain(*map(directory.glob, _OF_A_START)):
+        _remove(path)
+    remove_empty([checkpoints])
+
+
+def remove_older(newest: Path, pattern: str) -> None:
+    """Removes what starts left beside the path `newest`, by the pattern of its name, but for the last KEPT_STARTS.
+
+    The last 19 characters before the suffix are the date. What has none there stays.
+    """
+    dates = {path: path.stem[-19:] for path in newest.parent.glob(pattern) if _DATE.fullmatch(path.stem[-19:])}
+    kept = {newest.stem[-19:], *sorted({*dates.values()} - {newest.stem[-19:]})[1 - KEPT_STARTS :]}
+    for path, date in dates.items():
+        if date not in kept:
+            _remove(path)
+
+
+def remove_empty(directories: list[Path]) -> None:
+    """Removes these directories, until one is not empty."""
+    with contextlib.suppress(OSError):
+        for path in directories:
+            if path.exists():
+                path.rmdir()
+
+
+def has_begun(directory: Path) -> bool:
+    """Whether the log has the line of a step. Those of events have "event"."""
+    log = directory / "metrics.jsonl"
+    if not log.is_file():
+        return False
+    with open(log, errors="replace") as file:
+        return any('"event": ' not in line for line in file)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _cannot_write(path: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"{path} cannot be written: {why(error)}. See to its room, its rights and files in the way, or choose "
+        "another paths.root_working_dir."
+    )

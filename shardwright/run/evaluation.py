@@ -1,0 +1,31 @@
+"""Validation: the mean loss over a fixed set of batches."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from shardwright.cluster.watch import pause
+
+
+def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: int) -> dict[str, float]:
+    """Mean loss in nats a token over the first `batches` batches of the validation split, no sequence twice.
+
+    Also in bits for each UTF-8 byte of the text of these targets, where the bytes of the tokens are known.
+
+    Args:
+        evaluation_step: (weights, batch) -> (nats summed over the batch's targets, number of targets).
+        weights: weights of the model.
+        validation: loader of the validation split.
+        batches: at least 1. Where the split is shorter, fewer are used, but always one.
+    """
+    once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
+    with pause("in the validation"):
+        sums, sizes = [], []
+        for i in range(max(1, min(batches, once))):
+            sums.append(evaluation_step(weights, validation.load(i)))
+            sizes.append(validation.utf8_bytes(i))
+        nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
+    result = {"loss": nats / targets, "targets": int(targets)}
+    if None not in sizes and (size := sum(sizes)):
+        result |= {"utf8_bytes": size, "bits_per_byte": nats / math.log(2) / size}
+    return result

@@ -1,0 +1,141 @@
+"""The state with which a new run starts, and weights of another run for it."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.placement import Placement
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders
+from shardwright.run.config import Config
+from shardwright.run.directory import has_begun
+from shardwright.run.files import read_config
+from shardwright.run.resuming import fixed_by_weights, warning_of_module, with_defaults
+from shardwright.run.saved import saved_config
+from shardwright.run.stages import stack_orders
+from shardwright.settings.differences import config_differences
+from shardwright.settings.words import say
+
+
+def find_checkpoint(
+    path: str | os.PathLike,
+    step: int | None = None,
+    latest: Callable[[Checkpointer], int | None] = Checkpointer.latest_step,
+) -> tuple[Checkpointer, int]:
+    """Checkpoints of a run, which the caller closes, and the step of one of them.
+
+    Args:
+        path: directory or URL of a run, or of one checkpoint.
+        step: step of the checkpoint; None for the last.
+        latest: returns the last step. The default returns the same step in all processes.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    place = os.fspath(path).rstrip("/")
+    above, _, name = place.rpartition("/")
+    if re.fullmatch(r"\d{10}", name) and not os.path.isdir(f"{place}/checkpoints"):
+        if step not in (None, int(name)):
+            raise ValueError(f"{place} is the checkpoint of step {int(name)}, but step is {step}; give one of the two.")
+        return Checkpointer(above or "."), int(name)
+    checkpoints = Checkpointer(f"{place}/checkpoints")
+    found = latest(checkpoints) if step is None else step
+    if found is None:
+        checkpoints.close()
+        raise ValueError(
+            f"no complete checkpoint in {checkpoints.store.url}: give a run's directory, such as runs/<name>, or that "
+            "of one checkpoint, such as runs/<name>/checkpoints/0000000500. If the run set paths.checkpoints, they are "
+            "there."
+        )
+    return checkpoints, found
+
+
+def check_begins(directory: Path, checkpoints: str | None) -> None:
+    """Raises ValueError for a run that found no checkpoint, but did steps with another paths.checkpoints.
+
+    Args:
+        directory: of the run.
+        checkpoints: its paths.checkpoints.
+    """
+    try:
+        paths = read_config(directory / "config.yaml")["paths"]
+    except (KeyError, ValueError):  # what is wrong with that file is not what is being told
+        return
+    if "checkpoints" in paths and paths["checkpoints"] != checkpoints and has_begun(directory):
+        saved, given = ("null" if place is None else repr(place) for place in (paths["checkpoints"], checkpoints))
+        raise ValueError(
+            f"the run in {directory} did steps with paths.checkpoints={saved}, and has no checkpoint where "
+            f"paths.checkpoints={given}. Give what it had, if you trust that, or start another run with a new "
+            "paths.model_name."
+        )
+
+
+def checkpoints_of(place: str, name: str) -> str:
+    """Path or URL of the checkpoints of the run `name`, where paths.checkpoints is `place`."""
+    return f"{place.rstrip('/')}/{name}/checkpoints"
+
+
+def last_step(checkpoints: Checkpointer) -> int | None:
+    """Step of the last complete checkpoint, without starting the devices to ask other processes."""
+    return max(checkpoints.steps(), default=None)
+
+
+def read_weights(
+    path: str | os.PathLike,
+    like: Any,
+    config: dict,
+    orders: Orders = NO_ORDERS,
+) -> Any:
+    """The weights of another run, with the shardings of `like`. Each process reads its own part.
+
+    Prints the differences of the models that are allowed.
+
+    Args:
+        path: directory or URL of a run, for its last checkpoint, or of one checkpoint.
+        like: weights of the new run.
+        config: configuration of the new run.
+        orders: orders of the arrays `weights/…`, as for `Checkpointer.restore`.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is of another model or has other arrays.
+        OSError: it is damaged.
+    """
+    checkpoints, step = find_checkpoint(path)
+    with checkpoints:
+        saved = with_defaults(saved_config(checkpoints.metadata(step)), config["model"].get("module"))
+        if differences := config_differences(saved, config, fixed_by_weights(config)):
+            raise ValueError(
+                f"training.init_from is {path}, which has the weights of another model:\n  "
+                + "\n  ".join(differences)
+                + "\nChange these to what the checkpoint has, or start from another one."
+                + warning_of_module(saved, config)
+            )
+        weights = checkpoints.restore(step, {"weights": like}, part="weights/", orders=orders)["weights"]
+    if jax.process_index() == 0:
+        say(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
+        for line in config_differences(saved, config, ("model",)):
+            say(f"           {line}")
+    return weights
+
+
+def fresh_state(c: Config, placement: Placement, init: Callable[[jax.Array], Any], State: Any) -> Any:
+    """State of a run before its first step, on the current mesh, with the weights of training.init_from if given.
+
+    Args:
+        c: the configuration.
+        placement: of the layers.
+        init: as for `Run.begin`.
+        State: as for `Run.begin`.
+    """
+    state = jax.jit(init)(jax.random.key(c.training.seed))
+    if c.training.init_from is not None:
+        orders = stack_orders(placement, State, state)
+        state.weights = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)
+        state.ema = jax.tree.map(jnp.copy, state.weights) if jax.tree.leaves(state.ema) else state.ema
+    return state

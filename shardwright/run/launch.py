@@ -1,0 +1,79 @@
+"""Start of a run: Hydra, the configuration, the devices, the model."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from shardwright.cluster.devices import make_mesh, start_devices
+from shardwright.cluster.watch import watched
+from shardwright.modeling.model import LanguageModel, load_model, module_of
+from shardwright.run.config import Config, check_booleans, check_divides, register_schema, to_config
+from shardwright.run.directory import check_place, run_directory
+from shardwright.run.memory import check_memory
+from shardwright.run.optional import Forgiving
+from shardwright.run.sweeps import PickledByName
+from shardwright.run.trackers import check_or_enqueue, with_edits
+from shardwright.settings.composing import Program
+from shardwright.settings.program import start
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line.
+
+    `run` returns the name of the signal that stopped it, or None. The exit code is then distributed.stopped_exit_code.
+    """
+
+    @functools.wraps(run)
+    def job(config: Any) -> Any:
+        stopped_by = run(config)
+        if stopped_by and HydraConfig.get().mode == RunMode.RUN and (code := config.distributed.stopped_exit_code):
+            sys.exit(code)
+        return stopped_by
+
+    @functools.wraps(run)
+    def main() -> Any:
+        register_schema()
+        doc = inspect.getmodule(run).__doc__ or ""
+        sections = lambda: {"model": module_of("train").ModelConfig}
+        about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, doc)
+        sys.argv[1:] = with_edits(sys.argv[1:])
+        return start(about, PickledByName(job), sections, "1.3")
+
+    return main
+
+
+@contextlib.contextmanager
+def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
+    """The configuration, model and directory of a run. Inside the context its mesh is set and the run is watched.
+
+    Raises ValueError for a setting that is missing, unknown or out of its range, before anything is computed.
+    """
+    c = to_config(composed)
+    check_place(c.paths.root_working_dir, c.paths.model_name)
+    check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
+    name = c.paths.model_name or HydraConfig.get().job.config_name
+    hosts = check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
+    c.distributed = dataclasses.replace(c.distributed, **hosts)
+    start_devices(c.distributed, c.hardware)
+    sizes = c.mesh.r, c.mesh.d, c.mesh.t
+    output = contextlib.redirect_stdout(Forgiving(sys.stdout))
+    with output, watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
+        check_divides(c, jax.sharding.get_mesh().shape)
+        model = load_model(c.model)
+        check_memory(c, model)
+        where = run_directory(c.paths.root_working_dir, c.paths.model_name, HydraConfig.get().job.config_name)
+        with where as (name, directory):
+            c.paths = dataclasses.replace(c.paths, model_name=name)
+            yield c, model, directory

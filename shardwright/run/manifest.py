@@ -1,0 +1,262 @@
+"""Manifests of checkpoints, which bind every file of a checkpoint to its place and step by a checksum.
+
+The format is specified in docs/pytree-zarr-checkpoint.md.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwright.run.stores import MANIFEST, Damaged, Store, in_parallel
+from shardwright_data.foreign import parse_json
+
+FORMAT = "pytree-zarr-checkpoint"
+FORMAT_VERSION = 3
+VERSIONS = (2, FORMAT_VERSION)
+"""Versions that are read. Version 2 also has checksums of the zarr.json of the arrays, which are not needed."""
+CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+CHECKSUM_BYTES = 4
+DTYPES = frozenset(
+    """
+    bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 bfloat16
+    """.split()  # noqa: SIM905
+)
+"""Types that tensorstore reads and writes, and zarr-python too, but for bfloat16."""
+ANOTHER = " Restore another step, or copy it again."
+"""Remedy for a damaged checkpoint, at the end of a message."""
+
+
+class SavedArray(NamedTuple):
+    """An array of a checkpoint.
+
+    Attributes:
+        name: its path.
+        shape: its global shape.
+        dtype: name of its NumPy dtype.
+        chunk: shape of its chunks.
+        checksums: crc32c of each chunk, in C order of the grid of chunks; empty while it is written.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    checksums: tuple[int, ...] = ()
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks in each dim."""
+        return tuple(-(-size // part) for size, part in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of the file of a chunk."""
+        return math.prod(self.chunk) * np.dtype(self.dtype).itemsize + CHECKSUM_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the files of all chunks."""
+        return math.prod(self.grid) * self.chunk_bytes
+
+    def chunks(self) -> Iterable[tuple[int, ...]]:
+        """Index of each chunk, in C order."""
+        return itertools.product(*map(range, self.grid))
+
+    def number(self, index: tuple[int, ...]) -> int:
+        """Place of a chunk in C order."""
+        return int(np.ravel_multi_index(index, self.grid)) if index else 0
+
+    def box(self, index: tuple[int, ...]) -> tuple[slice, ...]:
+        """The region of a chunk."""
+        sizes = zip(index, self.chunk, self.shape, strict=True)
+        return tuple(slice(i * part, min(size, (i + 1) * part)) for i, part, size in sizes)
+
+    def overlapping(self, box: Sequence[slice]) -> Iterable[tuple[int, ...]]:
+        """Index of each chunk that has a part of `box`, a region with bounds."""
+        spans = [range(at.start // part, -(-at.stop // part)) for at, part in zip(box, self.chunk, strict=True)]
+        return itertools.product(*spans) if all(at.start < at.stop for at in box) else ()
+
+    def key(self, index: tuple[int, ...]) -> str:
+        """Key of the file of a chunk, in the checkpoint."""
+        return "/".join([self.name, "c", *map(str, index)])
+
+
+def directory_of(step: int) -> str:
+    """Name of the directory of a checkpoint. Raises ValueError for a step out of range."""
+    if not 0 <= step < 10**10:
+        raise ValueError(f"step {step} is outside 0 … 9,999,999,999.")
+    return f"{step:010}"
+
+
+def is_name(name: str) -> bool:
+    """Whether an array may have this name: each part between slashes is one that a directory can have."""
+    return all(
+        re.fullmatch(r"[\w\-+=. ]+", part) and not part.startswith(".") and part != "zarr.json"
+        for part in name.split("/")
+    )
+
+
+def array_metadata(array: SavedArray) -> dict[str, Any]:
+    """What the file zarr.json of an array says, which is all that tensorstore has to know of it."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": array.shape,
+        "data_type": array.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": CODECS,
+        "fill_value": False if array.dtype == "bool" else 0,
+        "attributes": {},
+    }
+
+
+def group_text(attributes: Mapping[str, Any]) -> str:
+    """Content of the file zarr.json of a group."""
+    group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    return json.dumps(group, indent=1, allow_nan=False) + "\n"
+
+
+def metadata_files(arrays: Iterable[SavedArray]) -> dict[str, str]:
+    """Content of each zarr.json of a checkpoint but the manifest, by its key in the checkpoint."""
+    files = {f"{array.name}/zarr.json": json.dumps(array_metadata(array)) + "\n" for array in arrays}
+    groups = {str(parent) for name in files for parent in PurePosixPath(name).parents[1:]} - {"."}
+    return files | {f"{group}/zarr.json": group_text({}) for group in groups}
+
+
+def check_json(metadata: Any) -> None:
+    """Raises ValueError for metadata of a checkpoint that is not JSON."""
+    try:
+        json.dumps(metadata, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the checkpoint's metadata cannot be written as JSON: {error}.") from error
+
+
+def _digest(attributes: Mapping[str, Any]) -> str:
+    kept = {key: value for key, value in attributes.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def manifest_text(step: int, arrays: Iterable[SavedArray], metadata: Any) -> str:
+    """Text of a manifest of `arrays` with their checksums."""
+    entries = {
+        array.name: {
+            "shape": array.shape,
+            "dtype": array.dtype,
+            "chunk_shape": array.chunk,
+            "crc32c": "".join(f"{checksum:08x}" for checksum in array.checksums),
+        }
+        for array in arrays
+    }
+    attributes = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "arrays": entries,
+        "metadata": metadata,
+    }
+    return group_text(attributes | {"sha256": _digest(attributes)})
+
+
+def with_checksums(
+    arrays: Iterable[SavedArray], written: Iterable[Mapping[str, Mapping[Any, int]]]
+) -> list[SavedArray]:
+    """The arrays with their checksums. Raises OSError if a chunk has none.
+
+    Args:
+        arrays: all arrays.
+        written: for each process, what write_arrays returned.
+    """
+    parts, whole = list(written), []
+    for array in arrays:
+        found = {int(number): value for part in parts for number, value in part[array.name].items()}
+        if len(found) != math.prod(array.grid):
+            raise OSError(f"the array {array.name!r} has chunks that no process wrote.")
+        whole.append(array._replace(checksums=tuple(found[i] for i in range(len(found)))))
+    return whole
+
+
+def commit(store: Store, temporary: str, step: int, arrays: list[SavedArray], metadata: dict) -> None:
+    """Turns the chunks in the directory `temporary` into a checkpoint: writes all metadata, and the manifest last.
+
+    Args:
+        store: where the checkpoints are.
+        temporary: where the chunks are. It gets the name of the step if it has another.
+        step: the step.
+        arrays: all arrays, with their checksums.
+        metadata: what the program adds to the manifest.
+
+    Raises:
+        OSError: the store failed.
+    """
+    files = metadata_files(arrays)
+    in_parallel([functools.partial(store.write, f"{temporary}/{key}", text.encode()) for key, text in files.items()])
+    store.write(f"{temporary}/{MANIFEST}", manifest_text(step, arrays, metadata).encode())
+    store.sync(temporary)
+    if temporary != directory_of(step):
+        store.rename(temporary, directory_of(step))
+
+
+def saved_arrays(manifest: Mapping[str, Any]) -> dict[str, SavedArray]:
+    """The arrays of a manifest, by name."""
+    arrays = {}
+    for name, entry in manifest["arrays"].items():
+        text = entry["crc32c"]
+        checksums = tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
+        arrays[name] = SavedArray(name, tuple(entry["shape"]), entry["dtype"], tuple(entry["chunk_shape"]), checksums)
+    return arrays
+
+
+def _check_manifest(manifest: Mapping[str, Any], step: int) -> None:
+    """Raises ValueError for what no run writes: a manifest is data, and may be somebody else's."""
+    if manifest["step"] != step:
+        raise ValueError(f"it is of step {manifest['step']!r}: another checkpoint was copied over it")
+    manifest["metadata"], manifest["saved_at"]
+    for name, array in saved_arrays(manifest).items():
+        sizes = (*array.shape, *array.chunk)
+        if not (
+            is_name(name)
+            and array.dtype in DTYPES
+            and all(type(size) is int and size >= 0 for size in sizes)
+            and 0 not in array.chunk
+            and math.prod(array.grid) == len(array.checksums)
+        ):
+            raise ValueError(f"{name!r} is no array with a name, a dtype, and a checksum for each chunk")
+
+
+def read_manifest(store: Store, directory: str, step: int) -> dict:
+    """The attributes of the manifest of the checkpoint in `directory`, of step `step`.
+
+    Raises:
+        Damaged: it is missing, or is not what was written.
+        ValueError: it is of a version that this program does not read.
+    """
+    where = f"{store.url}/{directory}/{MANIFEST}"
+    content = store.read(f"{directory}/{MANIFEST}")
+    if content is None:
+        raise Damaged(f"{where} is missing.")
+    try:
+        manifest = parse_json(content)["attributes"]
+        known = manifest["format"] == FORMAT and manifest["format_version"] in VERSIONS
+        if (known or "sha256" in manifest) and manifest["sha256"] != _digest(manifest):
+            raise ValueError("its own checksum differs")
+        if known:
+            _check_manifest(manifest, step)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{where} is not the manifest that was written ({error!r}).") from error
+    if not known:
+        raise ValueError(
+            f"{where} is of format {manifest['format']!r} version {manifest['format_version']!r}; this program reads "
+            f"{FORMAT!r} versions {VERSIONS}. Restore it with the version of the program that wrote it."
+        )
+    return manifest

@@ -1,0 +1,421 @@
+"""The metrics of a run: lines of JSON in metrics.jsonl, also shown on the terminal."""
+
+import collections
+import errno
+import itertools
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from shardlib.layers import LayerMetrics
+from shardwright.cluster.watch import now_at
+from shardwright.run.files import OF_A_STEP, duration
+from shardwright.run.flops import Speed
+from shardwright.run.optional import optional
+from shardwright.run.terminal import Terminal
+from shardwright_data.foreign import parse_json
+
+_SPEED_WINDOW = 20
+"""Steps over which the speed on the terminal is averaged."""
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+PATIENCE_S = 60.0
+"""Seconds that lines wait in memory for a file that cannot be written, before the run is to end."""
+
+
+class RunLog:
+    """Writes `<directory>/metrics.jsonl` and shows them on the terminal.
+
+    Steps count from 0. The line of a step holds the metrics given to `log`, as floats, and
+
+        step               index of the step
+        tokens             tokens that the run has trained on after the step, those before it was resumed included
+        seconds            from the end of the step before to the end of this one, with whatever ran between them
+        tokens_per_second
+        mfu                with causal attention counted half (ModelFlops.causal)
+        mfu_full_attention with attention counted in full (ModelFlops.full)
+
+    The last four are not in the first line of a run, which has no step before it. NaN and the infinities, which JSON
+    does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event",
+    which no step's line has.
+
+    With several processes all make the same calls, and process 0 writes and prints.
+
+    Lines that cannot be written wait in memory, and are tried again with the next one. After PATIENCE_S seconds
+    `failure` says so, until they are written.
+
+    Args:
+        directory: of the run; created if missing.
+        total_steps: steps of the whole run, those before it was resumed included.
+        start_step: the first step to be run. Lines of it and of later steps, left by an earlier run, are removed.
+        speed: gives the metrics of a step from its time.
+        print_every: steps from one plain line to the next, at least 1. The first and the last step always have one.
+        console: where to show progress; stdout by default.
+        see: called in all processes with each step and its values, after they were written.
+        send: called with each line of the file, as a dict, from the thread that has it; it must wait for nothing.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        total_steps: int,
+        start_step: int,
+        speed: Speed,
+        print_every: int = 10,
+        console: Console | None = None,
+        see: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
+        send: Callable[[dict[str, Any]], Any] = lambda record: None,
+    ):
+        self.directory, self.total_steps, self.start_step, self.speed = Path(directory), total_steps, start_step, speed
+        self._see, self._send = see, send
+        self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
+        self._later: list[tuple[int, str, Mapping[str, Any]]] = []
+        self.events: list[tuple[int, str]] = []
+        """Step and name of each event that was logged."""
+        self._last_end: float | None = None
+        self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
+        self._validation: float | str | None = None
+        self._not_finite: set[tuple[str, str]] = set()
+        self._path = self._file = self._terminal = None
+        self.highest_mfu = 0.0
+        """Highest MFU over several steps so far."""
+        self._unwritten = b""
+        self._failing: tuple[float, OSError] | None = None
+        if jax.process_index() != 0:
+            return
+        self._path = path = self.directory / "metrics.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._terminal = Terminal(console or Console(), start_step, total_steps, print_every)
+        if start_step == 0 and path.exists() and path.stat().st_size:
+            self._print(f"{path}: of a run without a checkpoint, kept as {keep_metrics(self.directory).name}")
+            path.unlink()
+        dropped = remove_later_lines(path, start_step)
+        if dropped:
+            self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
+        # Without a buffer, so that it is known which bytes were written.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (close closes it)
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def log(self, step: int, metrics: Mapping[str, jax.Array], source_tokens: Mapping[str, int] | None = None) -> None:
+        """Takes the metrics of a step that was just dispatched, and writes those of the step before.
+
+        Reading the metrics of a step waits for it. By then the next one is queued, so that the devices do not wait. The
+        last step of the run has no next one, and is written at once.
+
+        Args:
+            step: index of the step.
+            metrics: by name: scalars, the same on all devices; vectors and LayerMetrics, of which the terminal shows
+                the mean; or None. The terminal shows "loss" first.
+            source_tokens: by name, tokens of each source of the data in the step's batch. They are in the file if there
+                are any.
+        """
+        for value in jax.tree.leaves(dict(metrics)):
+            value.copy_to_host_async()
+        self.flush()
+        self._pending = (step, metrics, source_tokens)
+        if step == self.total_steps - 1:
+            self.flush()  # no step follows that would have to be dispatched first
+
+    def flush(self) -> None:
+        """Writes the metrics of the last step, and so waits for the devices. The time of that step ends here."""
+        if self._pending is None:
+            return
+        (step, metrics, source_tokens), self._pending = self._pending, None
+        values = _fetch(metrics)
+        if not values.get("skipped"):  # the lines of other steps do without it
+            values.pop("skipped", None)
+        now = time.perf_counter()
+        seconds = None if self._last_end is None else now - self._last_end
+        self._last_end = now
+        record = {"step": step, **values, "tokens": (step + 1) * self.speed.tokens_per_step}
+        if source_tokens:
+            record["source_tokens"] = dict(source_tokens)
+        if seconds is not None:
+            self._durations.append(seconds)
+            record |= {"seconds": seconds} | self.speed.of_step(seconds)
+        self._write_line(record)
+        if "skipped" not in values:  # `see` tells more of such a step
+            self._warn_if_not_finite(step, values)
+        self._show(step, values)
+        later, self._later = self._later, []
+        for known, event, found in later:
+            self._write_line({"step": known, "event": event} | found)
+        self._see(step, values)
+
+    def log_later(self, step: int, event: str, get: Callable[[], Mapping[str, Any]]) -> None:
+        """Writes an event of a step that is dispatched next, right after its metrics. Prints nothing.
+
+        Waits for the devices.
+
+        Args:
+            step: index of the step.
+            event: its name.
+            get: computes its JSON values before the step. The time is counted for no step.
+        """
+        self.flush()
+        self._later.append((step, event, get()))
+        self.events.append((step - 1, event))  # it is computed between the steps
+        self._pass_time()
+
+    def _pass_time(self) -> None:
+        """Counts the time since the last step for no step."""
+        if self._last_end is not None:
+            self._last_end = time.perf_counter()
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        """Writes and prints an event after step `step`, such as a validation. Waits for the devices.
+
+        Args:
+            step: index of the step.
+            event: its name, such as "validation".
+            values: scalars, strings, or anything JSON can hold, by name; or a function that computes them, whose time
+                is counted for no step.
+        """
+        self.flush()
+        self.events.append((step, event))
+        values = _fetch(values() if callable(values) else values)
+        self._write_line({"step": step, "event": event} | values)
+        self._print(f"step {step + 1}  {event}  " + "  ".join(_text(name, value) for name, value in values.items()))
+        if event == "validation":
+            self._validation = values.get("loss")
+        self._warn_if_not_finite(step, values, event)
+        self._pass_time()
+
+    def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
+        """Writes an event of an earlier step that became known later. Waits for nothing, and prints only if it cannot.
+
+        May come from any thread, and after `close`.
+
+        Args:
+            step: index of the step.
+            event: its name.
+            values: as for `log_event`, but no arrays.
+        """
+        if self._path is not None:
+            record = {"step": step, "event": event} | {name: _plain(x) for name, x in values.items()}
+            self._send(record)
+            with optional(f"the event {event} of step {step}"), open(self._path, "a") as file:
+                file.write(_line(record))
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run is to end: the file, and why it cannot be written. None as long as it may go on."""
+        if self._failing is None or time.monotonic() - self._failing[0] < PATIENCE_S:
+            return None
+        return self._problem(self._failing[1])
+
+    def close(self) -> None:
+        """Writes the metrics of the last step and ends the bar. Further calls do nothing.
+
+        Raises OSError, with the path, if lines are missing in the file.
+        """
+        now_at("ending", paused=True)
+        try:
+            self.flush()
+        finally:
+            if self._terminal is not None:
+                self._terminal.close()
+            file, self._file = self._file, None
+            if file is not None:
+                try:
+                    with file:
+                        self._write(file)
+                        os.fsync(file.fileno())
+                except OSError as error:
+                    raise OSError(f"{self._problem(error)}; lines of its last steps are lost.") from error
+
+    def sync(self) -> None:
+        """Writes the metrics of the last step, and waits until the disk has all lines."""
+        self.flush()
+        if self._file is not None:
+            with optional(str(self._path)):
+                os.fsync(self._file.fileno())
+
+    def _write_line(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        self._send(record)
+        self._unwritten += _line(record).encode()
+        try:
+            self._write(self._file)
+        except OSError as error:
+            if self._failing is None:
+                self._failing = time.monotonic(), error
+                self._print(f"WARNING: {self._problem(error)}; trying again for {PATIENCE_S:g} s")
+        else:
+            if self._failing is not None:
+                self._failing = None
+                self._print(f"{self._path} is written again; nothing is lost")
+
+    def _write(self, file: Any) -> None:
+        """Writes all lines that are not written yet. Raises OSError where it cannot, or if the file is not there."""
+        if not os.path.samestat(os.stat(self._path), os.fstat(file.fileno())):
+            raise FileNotFoundError(errno.ENOENT, "another file is in its place")
+        while self._unwritten:
+            self._unwritten = self._unwritten[file.write(self._unwritten) :]
+
+    def _problem(self, error: OSError) -> str:
+        return f"{self._path} cannot be written: {error.strerror or error}"
+
+    def _warn_if_not_finite(self, step: int, values: Mapping[str, Any], event: str = "training") -> None:
+        for name, value in values.items():
+            if not any(x in _NOT_FINITE for x in (value if isinstance(value, list) else [value])):
+                self._not_finite.discard((event, name))
+            elif (event, name) not in self._not_finite:
+                self._not_finite.add((event, name))
+                self._print(f"WARNING: the {event} {name} is {value} at step {step}")
+
+    def _show(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._terminal is None:
+            return
+        named = lambda names: [f"{name} {_short(values[name])}" for name in names]
+        parts, eta = named(["loss"] if "loss" in values else []), ""
+        if self._validation is not None:
+            parts.append(f"validation {_short(self._validation)}")
+        if self._durations:
+            seconds = sum(self._durations) / len(self._durations)
+            speed = self.speed.of_step(seconds)
+            if len(self._durations) == _SPEED_WINDOW:
+                self.highest_mfu = max(self.highest_mfu, speed["mfu"])
+            parts += [f"{_si(speed['tokens_per_second'])} tokens/s"]
+            parts += [f"MFU {100 * speed['mfu']:.1f}%" if speed["mfu"] <= 1 else "MFU over 100%"]
+            eta = duration((self.total_steps - step - 1) * seconds)
+        parts += named(sorted(values.keys() - {"loss"}))
+        self._terminal.show(step + 1, eta, values.get("loss"), parts)
+
+    def _print(self, text: str) -> None:
+        if self._terminal is not None:
+            self._terminal.print(text)
+
+
+def has_event(directory: str | os.PathLike, step: int, event: str) -> bool:
+    """Whether metrics.jsonl has a line of this event at this step."""
+    path = Path(directory) / "metrics.jsonl"
+    if not path.exists():
+        return False
+    with open(path, errors="replace") as file:
+        return any(f'"event": "{event}"' in line and f'"step": {step},' in line for line in file)
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def keep_metrics(directory: Path) -> Path | None:
+    """Copies the metrics of a run that begins again at an earlier step. Returns the copy; None if it has none.
+
+    The copy is on the disk as a whole or not at all, and replaces none of the same second.
+    """
+    path = Path(directory) / "metrics.jsonl"
+    if not path.exists():
+        return None
+    temporary = path.with_name(path.name + ".tmp")
+    with open(path, "rb") as source, open(temporary, "wb") as copy:
+        shutil.copyfileobj(source, copy)
+        copy.flush()
+        os.fsync(copy.fileno())
+    stem = f"metrics_{time.strftime('%Y_%m_%d_%H_%M_%S', time.gmtime())}"
+    names = itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(2)))
+    free = (kept for name in names if not (kept := path.with_name(f"{name}.jsonl")).exists())
+    return temporary.rename(next(free))
+
+
+def remove_later_lines(path: Path, step: int) -> int:
+    """Removes the lines of `step` and later from a file of JSON lines, and those that are not JSON.
+
+    Returns the number of the latter.
+    """
+    if not path.exists():
+        return 0
+    unreadable = 0
+    temporary = path.with_name(path.name + ".tmp")
+    with open(path, errors="replace") as lines, open(temporary, "w") as file:
+        for line in lines:
+            try:
+                earlier = parse_json(line)["step"] < step
+            except (ValueError, KeyError, TypeError):
+                unreadable += 1
+                continue
+            if earlier:
+                file.write(line.removesuffix("\n") + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return unreadable
+
+
+def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
+    # A list, because device_get sorts the keys of a dict.
+    fetched = jax.device_get(list(values.values()))
+    found = {}
+    for name, value in zip(values, fetched, strict=True):
+        if isinstance(value, LayerMetrics):
+            found |= {name: [_plain(x) for x in of_layers] for name, of_layers in value.by_name().items()}
+        elif value is not None:
+            found[name] = _plain(value)
+    return found
+
+
+def check_metrics(metrics: Any) -> None:
+    """Raises ValueError for metrics of a step that RunLog cannot write. Their shapes are enough."""
+    for name, value in vars(metrics).items():
+        if name in OF_A_STEP:
+            raise ValueError(
+                f"the step's Metrics have a field {name!r}, which the log has itself; choose another name."
+            )
+        if isinstance(value, LayerMetrics):
+            taken = {*OF_A_STEP, *vars(metrics)} & set(value.names)
+            if taken:
+                raise ValueError(
+                    f"a layer gives a metric {sorted(taken)[0]!r} in its Extras, a name that the step has already; "
+                    "choose another."
+                )
+        elif value is not None and len(value.shape) > 1:
+            raise ValueError(
+                f"the step's Metrics have {name} of shape {value.shape}; the log takes scalars and vectors. Reduce it, "
+                "or make it several fields."
+            )
+
+
+def _plain(value: Any) -> Any:
+    """The value for JSON: Python numbers at full precision, strings for what is not finite, lists for vectors."""
+    if getattr(value, "ndim", 0) == 1:
+        return [_plain(x) for x in value]
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)  # one of _NOT_FINITE
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    """Name and value for people to read; bytes in MiB."""
+    if name.endswith("_bytes"):
+        return f"{name.removesuffix('_bytes')} {value / 2**20:,.1f} MiB"
+    return f"{name} {_short(value)}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):  # of the layers
+        finite = [x for x in value if x not in _NOT_FINITE]
+        return f"{sum(finite) / len(finite):.4g}" if len(finite) == len(value) else "NaN"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _si(value: float) -> str:
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.1f}{suffix}"
+    return f"{value:.1f}"

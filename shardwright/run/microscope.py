@@ -1,0 +1,99 @@
+"""The microscope of a run: statistics of its step, every training.microscope_interval steps."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from shardlib.placement import Placement
+from shardlib.shardtypes import Array, make_shardings
+from shardwright.cluster.watch import pause
+from shardwright.microscope.look import Look, worst
+from shardwright.modeling.model import inputs_of
+from shardwright.run.config import Config, check_divides
+from shardwright.run.stages import folded_mesh, without_stages
+from shardwright_data.loader import TokenBatch, batch_shapes
+
+MATTERS = 0.1
+"""Share of the non-zero entries of a value that its format rounds to zero, from which the terminal tells it."""
+
+
+class StepWithoutStages:
+    """The training step on the current mesh without its pipeline stages, traced, to be looked at.
+
+    Args:
+        c: configuration of the run.
+        model: the model.
+        placement: of its layers.
+        programs: train.programs.
+
+    Attributes:
+        mesh: without stages.
+        program: the traced step, a ClosedJaxpr.
+
+    Raises:
+        ValueError: with stages, a batch that the devices without them do not divide.
+    """
+
+    def __init__(self, c: Config, model: Any, placement: Placement, programs: Callable):
+        self.mesh, self._placement, t = folded_mesh(c), placement, c.training
+        try:
+            check_divides(c, self.mesh.shape)
+        except ValueError as error:
+            raise ValueError(f"a step is looked at without stages, whose devices d takes: {error}") from None
+        with jax.set_mesh(self.mesh):
+            batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
+            self.program = programs(c, model, batch)["training"].jaxpr
+
+    @contextlib.contextmanager
+    def arguments(self, state: Any, batch: TokenBatch) -> Iterator[tuple[Any, TokenBatch]]:
+        """A state and a batch of the current mesh on that without stages, which is the current one meanwhile."""
+        state = self.state(state)
+        with jax.set_mesh(self.mesh):
+            yield state, jax.tree.map(jax.device_put, batch, make_shardings(Array["m", TokenBatch], like=batch))
+
+    def state(self, state: Any) -> Any:
+        """A state of the current mesh on that without stages, with layers in their order."""
+        return without_stages(state, self._placement, self.mesh)
+
+
+class Microscope:
+    """Looks at the steps of a run, and leaves them as they are. With pipeline stages it looks at the step without them.
+
+    Args:
+        c, model, placement, programs: as of StepWithoutStages.
+        options: compiler options.
+
+    Raises:
+        ValueError: as StepWithoutStages.
+    """
+
+    def __init__(self, c: Config, model: Any, placement: Placement, programs: Callable, options: dict[str, Any]):
+        self._c, self._known = c, False
+        self._step = StepWithoutStages(c, model, placement, programs)
+        self._look = Look(self._step.program, model.table)
+        self._program = jax.jit(self._look, compiler_options=options)
+
+    def look(
+        self, state: Any, batch: TokenBatch, step: Any, tell: Callable[[str], Any] = lambda line: None
+    ) -> dict[str, Any]:
+        """Statistics of the step that begins with `state`, as Look.described says. Tells a line of the worst of them.
+
+        Waits for the devices. `tell` is not called if nothing matters.
+        """
+        with self._step.arguments(state, batch) as arguments, contextlib.ExitStack() as first:
+            if not self._known:
+                first.enter_context(pause("compiling the microscope"))
+            statistics = self._look.described(jax.device_get(self._program(*arguments, step)))
+        self._known = True
+        if told := self.told(statistics):
+            tell(f"microscope step {step}: {told}")
+        return statistics
+
+    def told(self, described: dict[str, Any]) -> str | None:
+        """A sentence on the value of which most is rounded to zero, if it is much. None: nothing to tell."""
+        t = self._c.training
+        which, name = ("fp8", "FP8") if t.fp8 else ("bf16", "bf16")
+        share, what = worst(described, which)
+        return f"{name} rounds {share:.0%} of {what}, to zero" if share >= MATTERS else None

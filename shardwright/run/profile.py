@@ -1,0 +1,199 @@
+"""A few profiled training steps: their time, MFU, a trace for Perfetto, how long devices wait, and time by line."""
+
+import concurrent.futures
+import contextlib
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardwright.cluster.watch import pause
+from shardwright.compiled.times import top_lines
+from shardwright.run.beside import FAILURES, run_beside
+from shardwright.run.directory import TRACE, remove_older
+from shardwright.run.metrics import RunLog
+from shardwright.settings.words import say
+
+MODULE = "jit_training_step"
+"""Name of the training step's program."""
+_READ_TIMEOUT_S = 300.0
+_MORE_TRACED_STEPS = 2
+"""Steps that are traced after the two that are timed. The gaps before the last ones follow steps whose metrics were
+read, as all later gaps do."""
+
+
+class StepProfiler:
+    """Times the third and fourth step of a run, or the last two of a shorter one, and traces them and two more.
+
+    In the main loop, with i counting from 0 at the first step of this process:
+
+        profiler.before_step(i)      # before the batch of the step is fetched
+        ...
+        profiler.after_step(i, metrics)
+
+    The main loop waits for the devices once, before the first profiled step. A background thread waits for the ends,
+    and writes and reads the trace, which is complete when `close` returns, at
+    `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Process 0 alone times and traces.
+
+    Args:
+        log: log of the run. It gets the event "step_bubble", of the last traced step, when the trace has been read; see
+            shardwright/compiled/bubble.py.
+        hlo: HLO text of the step, with which the time by source line is found; None if there is none.
+
+    Attributes:
+        by_line: the lines that take longest, for a terminal, or why they are not known; None before `close`, and if
+            nothing was traced.
+    """
+
+    def __init__(self, log: RunLog, hlo: Path | None):
+        self.by_line: str | None = None
+        self._hlo = hlo
+        self._log, steps = log, log.total_steps - log.start_step
+        self._first, self._last = max(0, min(2, steps - 2)), min(3, steps - 1)
+        self._last_traced = min(self._last + _MORE_TRACED_STEPS, steps - 1)
+        self._before: Any = None
+        self._start: float | None = None
+        self._newest: tuple[int, Any] | None = None
+        self._tracing: concurrent.futures.Future[Path] | None = None
+
+    def before_step(self, i: int) -> None:
+        """Begins the measurement if step `i` is the first profiled one."""
+        if i != self._first or jax.process_index() != 0:
+            return
+        with pause("starting the profiler"):
+            self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="profile")
+            self._executor.submit(int).result()  # starts its thread here, not between the steps
+            jax.block_until_ready(self._before)
+            self._before = None
+            try:
+                jax.profiler.start_trace(self._log.directory / TRACE, profiler_options=_options())
+            except FAILURES as error:
+                say(f"profile: none, the trace cannot be started: {error}")
+                return
+            self._start = time.perf_counter()
+
+    def after_step(self, i: int, outputs: Any) -> None:
+        """Notes that step `i` has been dispatched. Waits for nothing.
+
+        Args:
+            i: the step.
+            outputs: arrays that the step computed and that no later step donates, such as its metrics.
+        """
+        if i == self._first - 1:
+            self._before = outputs
+        if self._start is None or i < self._last:
+            return
+        if i == self._last:
+            self._timing = self._executor.submit(self._print_time, self._start, outputs)
+        self._newest = (i, outputs)
+        if i == self._last_traced:
+            self._end_trace()
+
+    def close(self) -> Path | None:
+        """Waits for the trace to be written and returns its path; None if there is none, after printing why."""
+        if self._newest is not None:
+            self._end_trace()  # the run was stopped among the steps that are only traced
+        if self._start is not None:
+            self._start = None
+            self._executor.shutdown()
+            with contextlib.suppress(*FAILURES):
+                jax.profiler.stop_trace()
+            shutil.rmtree(self._log.directory / TRACE, ignore_errors=True)
+            say("profile: the run ended within the profiled steps, so there is no measurement")
+        if self._tracing is None:
+            return None
+        tracing, self._tracing = self._tracing, None
+        try:
+            self._timing.result()
+            return tracing.result()
+        except FAILURES as error:
+            say(f"profile: the trace could not be written: {error}")
+            return None
+
+    def _end_trace(self) -> None:
+        last, outputs = self._newest
+        self._newest = self._start = None
+        self._tracing = self._executor.submit(self._trace_and_bubble, last, outputs)
+        self._executor.shutdown(wait=False)
+
+    # ---- on the background thread
+
+    def _print_time(self, start: float, outputs: Any) -> None:
+        jax.block_until_ready(outputs)
+        seconds, count = time.perf_counter() - start, self._last - self._first + 1
+        speed, peak = self._log.speed.of_step(seconds / count), self._log.speed.peak
+        first, last = (self._log.start_step + i + 1 for i in (self._first, self._last))
+        which = f"steps {first} and {last}" if count == 2 else f"step {last}"
+        doubtful = "; they may still be warming up" if self._first < 2 else ""
+        most = f"{peak.total / 1e12:,.4g} TFLOP/s" if peak.total >= 1e12 else f"{peak.total / 1e9:,.3g} GFLOP/s"
+        too_much = "; so they can do more than was measured" if speed["mfu"] > 1 else ""
+        lines = [
+            f"speed      {speed['tokens_per_second']:,.0f} tokens/s: "
+            f"{seconds / count:.4f} s a step, in {which}{doubtful}",
+            f"MFU        {100 * speed['mfu']:.1f}% of the {most} that the devices can do" + too_much,
+        ]
+        say("\n".join(lines), flush=True)
+
+    def _trace_and_bubble(self, last: int, outputs: Any) -> Path:
+        trace = _finish_trace(self._log.directory, outputs)
+        try:
+            found = _read_trace(trace, MODULE, last - self._first + 1, self._hlo)
+        except FAILURES as error:
+            found = {key: {"because": f"the trace could not be read: {error}"} for key in ("bubble", "lines")}
+        by_line, found = found["lines"], found["bubble"]
+        unknown = f"slowest    source lines: not known, because {by_line.get('because')}"
+        self.by_line = unknown if "because" in by_line else top_lines(by_line)
+        begin, end = self._log.start_step + self._first, self._log.start_step + last
+        stops = {event for step, event in self._log.events if begin <= step < end}
+        if stops:
+            found = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
+        say(_bubble_line(found), flush=True)
+        if "step_bubble" in found:
+            self._log.add_event(end, "step_bubble", found)
+        return trace
+
+
+def _options() -> jax.profiler.ProfileOptions:
+    options = jax.profiler.ProfileOptions()
+    # No frames of Python. Their tracer replaces the interpreter's current thread for a moment. A thread that requests
+    # the lock in that moment believes that it holds it, and the process ends with a segmentation fault. The tracer also
+    # slows the timed steps.
+    options.python_tracer_level = 0
+    return options
+
+
+def _finish_trace(directory: Path, outputs: Any) -> Path:
+    jax.block_until_ready(outputs)
+    try:
+        jax.profiler.stop_trace()
+        traces = list((directory / TRACE / "plugins" / "profile").glob("*/*.trace.json.gz"))
+        if len(traces) != 1:
+            raise OSError(f"jax.profiler wrote {len(traces)} traces into {directory / TRACE}")
+        converted = traces[0].with_name("perfetto_trace.json.gz")
+        run_beside("shardwright.compiled.perfetto", traces[0], converted, timeout=_READ_TIMEOUT_S)
+        kept = directory / "plugins" / "profile" / converted.parent.name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        converted.parent.rename(kept)
+        remove_older(kept, "*")
+    finally:
+        shutil.rmtree(directory / TRACE, ignore_errors=True)
+    return kept / converted.name
+
+
+def _read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[str, Any]:
+    profiles = list(trace.parent.glob("*.xplane.pb"))
+    if len(profiles) != 1:
+        raise OSError(f"{len(profiles)} files *.xplane.pb in {trace.parent}")
+    given = (profiles[0], module, steps, *([hlo] if hlo else []))
+    return json.loads(run_beside("shardwright.compiled.trace", *given, timeout=_READ_TIMEOUT_S))
+
+
+def _bubble_line(found: dict[str, Any]) -> str:
+    if "because" in found:
+        return f"idle       not measured, because {found['because']}"
+    gap, step = 1e3 * found["gap_seconds"], 1e3 * found["step_seconds"]
+    between = f"{gap:.2f} of {step:.1f} ms"
+    return f"idle       {100 * found['step_bubble']:.2f}% of the time: devices wait between steps, {between}"

@@ -1,0 +1,195 @@
+"""The source that made a run, kept in its directory and its checkpoints, and compared when the run is used again.
+
+    <run>/source/<step>/    for each start of the run, named by the number of steps done before
+        train.py, <module>.py   as they ran, and modules that are not of this project
+        source.zip              the project's source, from which tools.replay does the run's steps again
+        changes.patch           differences from the commit in files that git tracks
+        provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run,
+                                what the check before the first step proved
+
+The training step and the evaluation step are compared. They are traced on one device and hashed as graphs of values, so
+that names, comments and the order of lines do not count.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardlib.program_hash import hash_of
+from shardwright.cluster.devices import make_mesh
+from shardwright.compiled.files import write_whole
+from shardwright.modeling.model import inputs_of
+from shardwright.run.config import Config
+from shardwright.run.optional import optional
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright_data.loader import batch_shapes
+
+ROOT = Path(__file__).parents[2]
+PROJECT = ("train.py", "gpt2.py", "jax_extra.py", "shardlib", "shardwright", "shardwright_data")
+"""The project's source, without the programs beside train.py."""
+ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
+"""Beginnings of the names of variables that are kept. Others may be secrets."""
+
+
+def own_modules() -> list[Path]:
+    """Files of the loaded modules that are not of Python, of packages, or of this project."""
+    installed = {Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
+    installed |= {ROOT / name for name in (*PROJECT, "tools", "bench", "tests")}
+    files = {Path(module.__file__) for module in [*sys.modules.values()] if getattr(module, "__file__", None)}
+    return sorted(file for file in files if file.is_file() and not installed & {file, *file.parents})
+
+
+def source_of() -> dict[str, str]:
+    """Hash of each part of the source, by name."""
+    files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in PROJECT}
+    files |= {path.name: [path] for path in own_modules()}
+    digest = lambda paths: hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:20]
+    return {name: digest(paths) for name, paths in files.items()}
+
+
+def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
+    """Hash of each program that train.programs traces, on one device and with plain settings.
+
+    The settings that may change when a run is resumed, such as the mesh, the number of microbatches or the path of
+    attention, do not change the hash: there are always two microbatches and an average of the weights.
+    """
+    plain = {"batch_size": 2, "microbatches": 2, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
+    plain |= {"save": "marked", "unroll": 1, "ema_decay": 0.5, "eval_weights": "weights"}
+    c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
+    with jax.set_mesh(make_mesh(1, 1, 1, [_device()])):
+        t = c.training
+        batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
+        return {name: hash_of(traced) for name, traced in programs(c, model, batch).items()}
+
+
+def _device() -> jax.Device:
+    """The device that programs are traced for: a CPU if JAX has one, as a run may be resumed on other devices."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return jax.local_devices()[0]
+
+
+def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
+    """Provenance for a checkpoint: hashes of the source and of the programs, and what traced the programs.
+
+    Programs that cannot be traced on one device have no hashes, and `untraced` is the reason.
+    """
+    try:
+        found = {"programs": programs_of(programs, c, model)}
+    except Exception as error:  # of a model that needs more devices, sequences or microbatches than these
+        why = str(error).splitlines()
+        found = {"programs": {}, "untraced": f"{type(error).__name__}: {why[0] if why else ''}"}
+    # After tracing, which may import modules.
+    return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__} for {_device().platform}"}
+
+
+def untraced(provenance: dict[str, Any]) -> str | None:
+    """A sentence on programs that have no hashes; None if they have."""
+    why = provenance.get("untraced")
+    return why and f"a resumed run is not compared with this one: on one device its steps do not trace: {why}"
+
+
+def compare_source(
+    saved: dict[str, Any] | None, now: dict[str, Any], which: tuple[str, ...], allow: str | None
+) -> str | None:
+    """A line on how the source differs from the source of a checkpoint; None where it does not, or is not known.
+
+    Args:
+        saved: provenance_of the checkpoint; None in older checkpoints.
+        now: provenance_of this run.
+        which: the programs that have to be the same.
+        allow: the setting that allows other programs; None where it is set.
+
+    Raises:
+        ValueError: the source computes something else.
+    """
+    if saved is None:
+        return None
+    names = sorted({name for name, _ in set(saved["source"].items()) ^ set(now["source"].items())})
+    differs = f"{', '.join(names)}: other source than the checkpoint was made with"
+    known = saved["traced_by"] == now["traced_by"] and {*which} <= {*saved["programs"]} & {*now["programs"]}
+    if not known:
+        why = now.get("untraced") or saved.get("untraced") or f"that was traced by {saved['traced_by']}"
+        return f"{differs}; whether it computes the same is not known: {why}" if names else None
+    others = [name for name in which if saved["programs"][name] != now["programs"][name]]
+    if not others:
+        return f"{differs}; it computes the same in {' and '.join(which)}" if names else None
+    differs = differs if names else "by settings, packages or modules that are not compared, this is another program"
+    found = f"{differs}, and it computes something else in {' and '.join(others)}"
+    if allow is not None:
+        raise ValueError(
+            f"{found}. Take the source that the run's directory keeps in source/, or give {allow} to continue with "
+            "this one."
+        )
+    return found
+
+
+def keep_source(
+    directory: Path, step: int, model: Any, provenance: dict[str, Any], facts: Mapping[str, Any] | None = None
+) -> None:
+    """Writes <directory>/source/<step>, on process 0 alone. `facts` of the run, as JSON, are in its provenance.json."""
+    if jax.process_index() == 0:
+        kept = directory / "source" / f"{step:010}"
+        with optional(str(kept)):
+            _keep_source(kept, model, {**provenance, **(facts or {})})
+
+
+def _keep_source(kept: Path, model: Any, about_run: dict[str, Any]) -> None:
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()}:
+        shutil.copyfile(path, kept / path.name)
+    commit = _git("rev-parse", "HEAD")
+    if changes := _git("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv"):
+        (kept / "changes.patch").write_text(changes)
+    with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in (*PROJECT, "tools/__init__.py", "tools/replay", "tools/configs"):
+            paths = [path for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".yaml")]
+            for path in paths or [ROOT / name]:
+                archive.write(path, path.relative_to(ROOT))
+    versions = {found.name: found.version for found in importlib.metadata.distributions()}
+    about = {
+        "commit": commit and commit.strip(),
+        "command": sys.orig_argv,
+        "python": platform.python_version(),
+        "packages": dict(sorted(versions.items())),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
+        **about_run,
+    }
+    write_whole(kept / "provenance.json", json.dumps(about, indent=1, default=str) + "\n")
+
+
+def add_facts(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
+    """Adds facts, as JSON, to the provenance.json that keep_source wrote at this start, on process 0 alone."""
+    if jax.process_index() == 0:
+        path = directory / "source" / f"{step:010}" / "provenance.json"
+        with optional(str(path)):
+            try:
+                about = json.loads(path.read_text()) | dict(facts)
+            except ValueError as error:  # keep_source could not write it
+                raise OSError(f"it is damaged: {error}") from error
+            write_whole(path, json.dumps(about, indent=1) + "\n")
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git about the source; None where there is no git, or no repository."""
+    try:
+        found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout if found.returncode == 0 else None

@@ -1,0 +1,156 @@
+"""Settings that a run and the checkpoint that it starts from must agree on."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from shardwright.modeling.model import is_shipped, module_of
+from shardwright.run.checkpoint import Checkpointer, agreed
+from shardwright.run.config import Config, register_schema, to_config
+from shardwright.run.manifest import Damaged
+from shardwright.run.saved import check_modules, literal, saved_config
+from shardwright.settings.differences import config_differences
+from shardwright_data.loader import check_skips
+from shardwright_data.loader import fixed_settings as fixed_data_settings
+
+RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host")}
+"""Settings of older checkpoints that no run has. None of them changes what a run computes."""
+
+
+def with_defaults(saved: dict, named: str | None = None) -> dict:
+    """A checkpoint's configuration, with defaults for the settings that it does not have.
+
+    A model has defaults if its module is shipped here, or is the one that the user named: no other is imported.
+    """
+    filled = {}
+    for section in dataclasses.fields(Config):
+        given = saved.get(section.name, {})
+        kind = section.type
+        if section.name == "model":
+            module = str(given.get("module", "train"))
+            if not (is_shipped(module) or module == named):
+                continue
+            kind = module_of(module).ModelConfig
+        defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+        made = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
+        kept = {name: value for name, value in given.items() if name not in RETIRED.get(section.name, ())}
+        filled[section.name] = defaults | made | kept
+    return saved | filled
+
+
+def config_of(saved: dict, trust: bool = False) -> Config:
+    """A checkpoint's configuration, typed and checked.
+
+    Raises ValueError for a setting that is missing, unknown or out of its range, and for a module that is not shipped
+    here unless `trust`.
+    """
+    check_modules(saved, trust)
+    register_schema()
+    schema = ConfigStore.instance().load("config_schema.yaml").node
+    return to_config(OmegaConf.merge(schema, literal(with_defaults(saved, saved["model"].get("module")))))
+
+
+def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
+    """Dotted names of the settings that a checkpoint and the run that resumes from it must agree on.
+
+    Mesh, processes, logging, microbatches, and the length of the run may differ.
+    """
+    data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
+    training = tuple(
+        f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype", "document_mask", "fp8")
+    )
+    # A resumed run does not read init_from, whose directory may be gone. So it may be left out, but not changed.
+    training += ("training.init_from",) if current["training"].get("init_from") is not None else ()
+    return ("model", "optimizer", *data, *training)
+
+
+def check_resumes(saved: dict, c: Config, directory: Path) -> None:
+    """Raises ValueError if `c` cannot resume the run in `directory`, made with `saved`: with the differences."""
+    saved, current = with_defaults(saved, c.model.module), dataclasses.asdict(c)
+    differences = config_differences(saved, current, fixed_settings(saved, current))
+    if differences:
+        raise ValueError(
+            f"the run in {directory} was made with another configuration:\n  "
+            + "\n  ".join(differences)
+            + "\nChange these back to resume it, or start another run with a new paths.model_name."
+            + warning_of_module(saved, current)
+        )
+
+
+def warning_of_module(saved: dict, current: dict) -> str:
+    """A sentence on the module of a checkpoint's model, if it is not this run's and not shipped here; otherwise ""."""
+    module = saved["model"].get("module")
+    if module == current["model"].get("module") or is_shipped(str(module)):
+        return ""
+    return f" To name the module {module!r} is to run its code: read it first, unless it is yours."
+
+
+def choose_checkpoint(
+    checkpoints: Checkpointer, wanted: int | None, damaged: dict[int, str], skip_steps: Sequence[int] = ()
+) -> tuple[int, dict] | None:
+    """Step and metadata of the checkpoint that a run goes on from; None if it has none. The same in all processes.
+
+    It is the latest one whose manifest is whole. If `wanted` is a step, it is that one, unless the latest was made by a
+    run that went back to this step already, with the same batches: then the same command goes on with that run.
+
+    Args:
+        checkpoints: of the run.
+        wanted: training.resume_step.
+        damaged: by step, what is damaged in the checkpoints that were tried. Those that turn out to be are added.
+        skip_steps: data.skip_steps.
+
+    Raises:
+        ValueError: there is no checkpoint of step `wanted`, or none that is whole.
+    """
+    lost, there = agreed(lambda: (checkpoints.lost(), checkpoints.steps()))
+    damaged |= dict.fromkeys(lost, "its manifest is missing.")
+    # A run that went back may have deleted, as the oldest, the checkpoint that it went back to.
+    absent = wanted is not None and wanted not in there
+    while (step := checkpoints.latest_step(without=damaged)) is not None:
+        try:
+            metadata = agreed(lambda step=step: checkpoints.metadata(step))
+        except Damaged as error:
+            damaged[step] = str(error)
+            continue
+        if wanted in (None, step) or (step > wanted and _went_back(metadata, wanted, skip_steps, step)):
+            return step, metadata
+        if not absent and wanted not in damaged:
+            return wanted, agreed(lambda: checkpoints.metadata(wanted))
+        break
+    if absent:
+        raise ValueError(
+            f"training.resume_step is {wanted}, but {checkpoints.store.url} has the checkpoints {there}; choose one of "
+            "these, or null for the latest."
+        )
+    if damaged:
+        which = "; ".join(f"step {step}: {why}" for step, why in sorted(damaged.items(), reverse=True))
+        raise ValueError(
+            f"no checkpoint in {checkpoints.store.url} is whole that this run could go on from. {which} Copy one "
+            "there, or start a run of another name."
+        )
+    return None
+
+
+def _went_back(metadata: dict, wanted: int, skip_steps: Sequence[int], step: int) -> bool:
+    """Whether a run with these settings made the checkpoint of `step`, with the batches up to there."""
+    config = saved_config(metadata)
+    if config["training"].get("resume_step") != wanted:
+        return False
+    try:
+        check_skips(config.get("data", {}).get("skip_steps", []), skip_steps, step)
+    except ValueError:
+        return False
+    return True
+
+
+def fixed_by_weights(config: dict) -> tuple[str, ...]:
+    """Dotted names of the settings that a run must have in common with the run of training.init_from.
+
+    They are the model's settings, without those of its initial weights, and without those that further training may
+    change: RoPE scaling, for longer sequences, and dropout.
+    """
+    free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
+    return tuple(f"model.{name}" for name in config["model"] if name not in free)

@@ -1,0 +1,450 @@
+"""A run around the training step: its data, checkpoints, log, profile, and printed lines."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib import lookups
+from shardwright.cluster.devices import kept_programs, known_options
+from shardwright.cluster.stopping import StopRequest
+from shardwright.cluster.watch import watched_batches
+from shardwright.modeling.attention_calls import check_paths, describe_attention
+from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
+from shardwright.run.causality import describe_causality
+from shardwright.run.checkpoint import Checkpointer, agreed
+from shardwright.run.checkpoint_care import set_aside
+from shardwright.run.compiling import compile_step, start_drawing
+from shardwright.run.config import Config
+from shardwright.run.directory import override
+from shardwright.run.evaluation import evaluate
+from shardwright.run.flops import Speed, doubt, flops_of_model, peak_flops
+from shardwright.run.initial_weights import check_begins, checkpoints_of, fresh_state
+from shardwright.run.manifest import ANOTHER, Damaged
+from shardwright.run.memory import peak_memory
+from shardwright.run.metrics import RunLog, check_metrics, has_event, keep_metrics
+from shardwright.run.microscope import Microscope
+from shardwright.run.opening import read_state
+from shardwright.run.owning import owned
+from shardwright.run.page import Page
+from shardwright.run.profile import StepProfiler
+from shardwright.run.provenance import add_facts, compare_source, keep_source, provenance_of, untraced
+from shardwright.run.report import facts_of, print_end, print_page, print_start, save_config
+from shardwright.run.resuming import check_resumes, choose_checkpoint
+from shardwright.run.saved import saved_config
+from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
+from shardwright.run.soundness import check_steps
+from shardwright.run.stages import describe_stages, placement_of, stack_orders
+from shardwright.run.trackers import tracked
+from shardwright.settings.words import say
+from shardwright_data.loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
+
+DRAWN_AFTER = 6
+"""Steps of this process before the compiled step is drawn. The profiled steps are among them."""
+MAX_FAILED_SAVES = 3
+"""Number of saves that fail one after the other before the run ends."""
+
+
+class Run:
+    """A run in its directory, resumed from its last checkpoint if it has one. A context manager, which closes it.
+
+        with Run(c, forward, directory, programs) as run:
+            state = run.begin(init, State)
+            run.prove()
+            run.compare_forms()
+            step_program = run.compile(training_step, state)
+            for step, batch in run.steps():
+                state, metrics = step_program(state, batch, step)
+                run.log(step, metrics)
+                if run.due(interval):
+                    run.save(state)
+            return run.end()
+
+    `forward`: train.Forward of the model. `programs`: train.programs, for the provenance. With several processes all
+    make the same calls, and process 0 writes and prints.
+
+    Attributes:
+        start: number of steps done before this start.
+        total: number of steps of the whole run.
+        done: number of steps done until now.
+        options: compiler options that the installed XLA knows.
+        stopped_by: name of the signal that asked the run to stop; None without one.
+
+    Raises:
+        ValueError: the data is too short for the run, or a checkpoint is of another configuration.
+    """
+
+    def __init__(self, c: Config, forward: Any, directory: Path, programs: Callable):
+        self.c, self.forward, self.model = c, forward, forward.model
+        self.directory, self.programs, self.stopped_by = directory, programs, None
+        self.print = lambda text: say(text) if jax.process_index() == 0 else None
+        self._source_differs = self._failure = None  # sentences: on the source, and on why the log ends the run
+        self._failed_saves, self._told = 0, False
+        self._damaged: dict[int, str] = {}
+        self._hlo = self._drawing = self._loss = None
+        self._page = Page(directory, c.training.report)
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> "Run":
+        with self._cleanup:
+            self._open()
+            self._cleanup = self._cleanup.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._cleanup.__exit__(*exc_info)
+
+    def _open(self) -> None:
+        c, t, mesh = self.c, self.c.training, jax.sharding.get_mesh()
+        self._inputs = inputs_of(self.model)
+        if self._inputs and t.sample_interval is not None:
+            raise ValueError(
+                f"training.sample_interval is {t.sample_interval}, but the model reads {', '.join(self._inputs)} "
+                "beside the tokens, which a drawn token does not have. Set training.sample_interval=null."
+            )
+        self.placement = placement_of(c, self.model)
+        place = c.paths.checkpoints and checkpoints_of(c.paths.checkpoints, c.paths.model_name)
+        self.checkpoints = Checkpointer(place or self.directory / "checkpoints", keep=t.keep_checkpoints)
+        if place:  # the run's own directory is locked already
+            self._cleanup.enter_context(owned(self.checkpoints))
+        self._cleanup.enter_context(self.checkpoints)
+        self.provenance = provenance_of(self.programs, c, self.model)
+        self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
+        self._resume()
+
+    def _resume(self) -> None:
+        """Chooses the checkpoint to go on from, and makes what depends on it: loaders and length of the run."""
+        c, t = self.c, self.c.training
+        self.start, loader_state, skips = self._last_checkpoint()
+        self._skips = SkippedSteps(t, skips, self._tell_skipped)
+        self.done = self.start
+        sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
+        loader = functools.partial(make_loader, c.data, **sizes, vocab_size=c.model.vocab, inputs=self._inputs)
+        self.loader = loader("train", state=loader_state)
+        self.validation = loader("validation") if t.eval_batches else None
+        length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
+        self.total = steps_for(self.loader, **length, skip_steps=c.data.skip_steps)
+
+    def _last_checkpoint(self) -> tuple[int, dict, dict]:
+        """Step of the checkpoint to go on from, and the states of the loader and of SkippedSteps; 0, {}, {} without."""
+        wanted, skips = self.c.training.resume_step, self.c.data.skip_steps
+        found = choose_checkpoint(self.checkpoints, wanted, self._damaged, skips)
+        if found is None:
+            agreed(lambda: check_begins(self.directory, self.c.paths.checkpoints))
+            return 0, {}, {}
+        done, metadata = found
+        config = saved_config(metadata)
+        check_resumes(config, self.c, self.directory)
+        check_skips(config["data"].get("skip_steps", []), self.c.data.skip_steps, done)
+        allow = None if self.c.training.other_source else "training.other_source=true"
+        saved, which = metadata.get("provenance"), ("training", "evaluation")
+        self._source_differs = compare_source(saved, self.provenance, which, allow)
+        if "loader" not in metadata:
+            raise ValueError(
+                f"the checkpoint of step {done} does not say which data follows: its metadata has no loader. Take "
+                "another one (training.resume_step), or begin a run with its weights (training.init_from)."
+            )
+        return done, metadata["loader"], metadata.get("skips", {})
+
+    # ---- before the first step ----------------------------------------------------------------------------------
+
+    def begin(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
+        """The state to begin with, of the last checkpoint or of `fresh_state`.
+
+        Prints the lines that describe the run, and opens its log.
+
+        Args:
+            init: returns a fresh state for a random key. It is jitted here.
+            State: class of the state, generic in the class of the weights. Its fields are `weights`, those of the
+                optimizer, and `ema`, the average of each weight, or None.
+        """
+        state = None
+        while self.start and state is None:
+            try:
+                state = self._restored(init, State)
+            except Damaged as error:
+                self._damaged[self.start] = str(error).removesuffix(ANOTHER)
+                self._resume()
+        if state is None:
+            state = fresh_state(self.c, self.placement, init, State)
+        self._leave_later()
+        self._introduce()
+        return state
+
+    def _leave_later(self) -> None:
+        """Tells of damaged checkpoints, moves those aside that are later than the start, and cleans."""
+        for step, why in self._damaged.items():
+            self.print(f"WARNING    the checkpoint of step {step} is not used: {why}")
+        agreed(lambda: self._prepare_place() if jax.process_index() == 0 else None)
+
+    def _prepare_place(self) -> None:
+        later = {*self.checkpoints.steps(), *self.checkpoints.lost()}
+        if later := sorted(step for step in later if step > self.start or step in self._damaged):
+            metrics = keep_metrics(self.directory)  # first: afterwards no start would know of a later step
+            place = set_aside(self.checkpoints.store, later)
+            kept = f", and their metrics kept as {metrics}" * bool(metrics)
+            self.print(
+                f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}{kept}"
+            )
+        if self.is_over:
+            return
+        try:
+            self.checkpoints.probe()
+        except OSError as error:
+            setting = "paths.checkpoints" if self.c.paths.checkpoints else "paths.root_working_dir"
+            raise OSError(f"{error}. Choose another place for checkpoints: {setting}.") from error
+        self.checkpoints.remove_leftovers()
+
+    def _restored(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
+        shapes = jax.eval_shape(init, jax.random.key(self.c.training.seed))
+        saved = self.checkpoints.manifest(self.start)["arrays"]
+        has_average, wants_average = any(x.startswith("ema/") for x in saved), bool(jax.tree.leaves(shapes.ema))
+        begins_average = wants_average and not has_average
+        if begins_average:
+            shapes = dataclasses.replace(shapes, ema=jax.tree.map(lambda _: None, shapes.ema))
+            self.print(f"average    of the weights: begins with those of step {self.start}")
+        if has_average and not wants_average:
+            self.print(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
+        orders = stack_orders(self.placement, State, shapes)
+        state = read_state(self.checkpoints, self.start, State, shapes, self.model, orders)
+        return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state
+
+    def _introduce(self) -> None:
+        c, t, table, mesh = self.c, self.c.training, self.model.table, jax.sharding.get_mesh()
+        # Before the first line: what the settings say may be refused.
+        attention, described = describe_attention(self.forward, t.seq_len), describe_stages(c, self.model)
+        self.options = known_options(c.hardware.compiler_options, self.print)
+        parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
+        fp8 = ", products with weights in fp8" * t.fp8
+        model = f"{parameters:,} parameters, {t.compute_dtype} compute{fp8}"
+        print_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
+        if found := self._source_differs or untraced(self.provenance):
+            self.print(f"source     {found}")
+        for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
+            self.print(line)
+        trackers = tracked(c.trackers, self.directory, c.paths.model_name, self.start, dataclasses.asdict(c))
+        self._cleanup.push(self._end_by_error)
+        speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)
+        log = RunLog(
+            self.directory,
+            total_steps=self.total,
+            start_step=self.start,
+            speed=speed,
+            print_every=t.log_interval,
+            see=lambda step, x: self._skips.see(step, x["loss"], x["grad_norm"], "skipped" in x),
+            send=self._cleanup.enter_context(trackers),
+        )
+        self._log = self._cleanup.enter_context(log)
+        for step, why in self._damaged.items():
+            self._log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
+        if not self.is_over:
+            save_config(self.directory, c)
+            facts = facts_of(c, self.total, self.loader, parameters, speed)
+            keep_source(self.directory, self.start, self.model, self.provenance, facts)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done."""
+        return self.done >= self.total
+
+    def prove(self) -> None:
+        """Refuses steps that do not compute on this mesh what they compute on one device, or that look ahead."""
+        if jax.sharding.get_mesh().size > 1:
+            check_steps(self.programs, self.c, self.model, self.provenance["source"], kept_programs("soundness"))
+            proof = {"programs": ["training", "evaluation"], "mesh": dict(jax.sharding.get_mesh().shape)}
+            add_facts(self.directory, self.start, {"proof": proof})
+            self.print("proof      training and evaluation compute on this mesh what they compute on one device")
+        self.print(describe_causality(self.forward, self.provenance["source"]))
+
+    def compare_forms(self) -> None:
+        """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
+        check_paths(self.forward, self.c.training.seq_len, kept_programs("attention"))
+        lookups.check_sums()
+
+    def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
+        """The compiled training step for `state` and the batches of the run. Keeps its HLO text, for a picture."""
+        t = self.c.training
+        shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))
+        lowered = training_step.lower(state, shapes, np.int32(self.start), self.norm_limit(self.start))
+        check_metrics(lowered.out_info[1])
+        self._program, self._hlo = compile_step(lowered, self.directory, self.options)
+        return self._program
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[tuple[int, TokenBatch]]:
+        """Index of each step that is still to be done, and its batch. Ends early on a signal. Reads batches ahead."""
+        ahead = self.c.data.prefetch
+        self._profiler = StepProfiler(self._log, self._hlo)
+        self._cleanup.callback(self._profiler.close)
+        load = lambda step: self.loader.load(self._batch_of(step))
+        batches = Prefetcher(load, self.start, self.total, ahead, self.loader.parallel_loads)
+        batches = watched_batches(self._cleanup.enter_context(batches), self.start)
+        self._stop = self._cleanup.enter_context(StopRequest())
+        for step in range(self.start, self.total):
+            self._profiler.before_step(step - self.start)
+            yield step, next(batches)
+            if self._hlo and self._drawing is None and (self.is_over or step - self.start == DRAWN_AFTER):
+                self._drawing = start_drawing(self._hlo)
+            if self.stopped_by:
+                return
+
+    def look(self, step: int, state: Any, batch: TokenBatch) -> None:
+        """Logs the event `microscope` of a step, before it is dispatched, if it is due."""
+        interval = self.c.training.microscope_interval
+        if interval is not None and step % interval == 0:
+            look = lambda: self._microscope.look(state, batch, np.int32(step), self.print)
+            self._log.log_later(step, "microscope", look)
+
+    @functools.cached_property
+    def _microscope(self) -> Microscope:
+        return Microscope(self.c, self.model, self.placement, self.programs, self.options)
+
+    def log(self, step: int, metrics: Any) -> None:
+        """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.
+
+        `metrics` is a dataclass. Its fields are those that RunLog.log takes, and one is `loss`.
+        """
+        self.done, self._loss = step + 1, metrics.loss
+        self._log.log(step, vars(metrics), self.loader.source_tokens(self._batch_of(step)))
+        if self._log.failure and not self._failure:
+            self._failure = self._log.failure
+            self.print(f"{self._failure}. The run saves a checkpoint and ends.")
+            self._stop.request("metrics cannot be written")
+        if self.checkpoints.failure and not self._told:
+            self._told = True
+            self.print(f"WARNING: {self.checkpoints.failure} The run goes on, and saves the next one.")
+        self.stopped_by = self._stop.after(step)
+        self._profiler.after_step(step - self.start, metrics)
+        if step == self.start:
+            self._log.log_event(step, "memory", peak_memory(self._program, metrics))
+        self._page.refresh()
+
+    def norm_limit(self, step: int) -> np.float32:
+        """Largest norm of gradients with which `step` is not skipped."""
+        return self._skips.limit(step)
+
+    def _batch_of(self, step: int) -> int:
+        return batch_of(step, self.c.data.skip_steps)
+
+    def _tell_skipped(self, step: int, why: str) -> None:
+        batch = self._batch_of(step)
+        words, documents = described_documents(self.loader, batch)
+        self.print(
+            f"skipped step {step}, counted from 0: {why}; batch {batch}, {words}; "
+            f"{self._replay_of(step)} shows them, and names what is not finite"
+        )
+        self._log.add_event(step, "skipped", {"why": why, "batch": batch, "documents": documents})
+
+    def _replay_of(self, step: int) -> str:
+        return f"python -m tools.replay {override('run', str(self.directory))} step={step}"
+
+    def due(self, interval: int | None) -> bool:
+        """Whether `interval` divides the number of steps done, or all are done. None: only when all are done."""
+        return self.is_over or (interval is not None and self.done % interval == 0)
+
+    def save(self, state: Any) -> None:
+        """Saves a checkpoint, written in the background.
+
+        A save that fails is told, and the next one is tried.
+
+        Raises:
+            FloatingPointError: a value of the state is not finite.
+            OSError: MAX_FAILED_SAVES saves failed, one after the other.
+        """
+        finite = are_finite(state)
+        self._finish_last_save()
+        loader = self.loader.state(self._batch_of(self.done - 1) + 1)
+        metadata = {"config": dataclasses.asdict(self.c), "loader": loader, "provenance": self.provenance}
+
+        def check() -> None:
+            self._log.sync()  # a complete checkpoint has the lines of all its steps
+            metadata["skips"] = self._skips.state()
+            self.checkpoints.rotates = not self._skips.in_a_row  # what made steps fail may be in the newest already
+            check_finite(finite, self.done, self.checkpoints.latest_step, self._replay_of(self.done - 1))
+
+        orders = stack_orders(self.placement, type(state), state)
+        self.checkpoints.save(self.done, state, metadata, orders, check=check)
+
+    def _finish_last_save(self) -> None:
+        try:
+            self.checkpoints.wait()
+        except OSError as error:
+            self._failed_saves += 1
+            if self._failed_saves == MAX_FAILED_SAVES:
+                raise OSError(f"{MAX_FAILED_SAVES} checkpoints in a row were not saved. The last: {error}") from error
+            if not self._told:
+                self.print(f"WARNING: {error} The run goes on, and saves the next one.")
+        else:
+            self._failed_saves = 0
+        self._told = False
+
+    def validate(self, evaluation_step: Callable, weights: Any) -> None:
+        """Logs the loss on the validation split, unless an earlier start did; nothing if training.eval_batches is 0."""
+        is_logged = self._loss is None and has_event(self.directory, self.done - 1, "validation")
+        if self.validation and not is_logged:
+            batches = self.c.training.eval_batches
+            of = {"weights": "ema"} if self.c.training.eval_weights == "ema" else {}
+            found = lambda: evaluate(evaluation_step, weights, self.validation, batches) | of
+            self._log.log_event(self.done - 1, "validation", found)
+
+    def log_event(self, event: str, values: Any) -> None:
+        """Logs an event after the steps done so far, as RunLog.log_event does."""
+        self._log.log_event(self.done - 1, event, values)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def end(self) -> str | None:
+        """Waits until all is written, and prints where. Returns the signal that stopped the run, if one did.
+
+        Raises OSError, with the path, if the last checkpoint or lines of the metrics cannot be written.
+        """
+        if self._loss is None:
+            self.print(
+                f"{self.start} steps are done already, of {self.total}; to continue, train for longer (training.steps)."
+            )
+            return None
+        if self.stopped_by and not self.is_over:
+            self.checkpoints.wait()
+            self.print(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
+            resume = override("paths.model_name", self.c.paths.model_name or self.directory.name)
+            self.print(f"To resume: the same command, with {resume}")
+            self._log.close()
+            if self._failure:
+                raise OSError(self._failure)
+            print_page(*self._finish_page("stopped", self.stopped_by))
+            return self.stopped_by
+        self._log.close()
+        self.checkpoints.wait()
+        trace = self._profiler.close()
+        self._skips.check_any_taken(self.done - self.start)
+        if self._skips.count:
+            self.print(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
+        if jax.process_index() == 0 and (why := doubt(self._peak, self._log.highest_mfu)):
+            self.print(f"peak       {why}")
+            add_facts(self.directory, self.start, {"mfu_doubt": why})
+        if self._profiler.by_line:
+            self.print(self._profiler.by_line)
+        checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"
+        files = self._finish_page("finished")
+        print_end(self.directory, checkpoint, float(self._loss), self.loader, trace, *files)
+        return None
+
+    def _finish_page(self, state: str, why: str | None = None) -> tuple[str | None, Path | None]:
+        """The line of draw_step, and the page, which shows what it drew."""
+        drawn = self._drawing.result() if self._drawing else None
+        self._log.add_event(self.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
+        return drawn, self._page.finish()
+
+    def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
+        if error is not None and self._loss is not None:
+            first = (str(error).splitlines() or [""])[0][:500]
+            self._finish_page("failed", f"{type(error).__name__}: {first}")
+        self._page.close()

@@ -1,0 +1,132 @@
+"""Skipped steps: those whose loss or gradients are not finite, or whose gradients are far larger than before."""
+
+import collections
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.run.checkpoint_arrays import named_leaves
+from shardwright.run.config import TrainingConfig
+from shardwright_data.loader import Loader
+from shardwright_data.loader.origins import documents_of_batch
+
+WINDOW = 128
+"""Steps whose gradient norms give the limit of training.skip_above."""
+FEWEST = 16
+"""Gradient norms that have to be known before there is a limit."""
+DELAY = 2
+"""A limit takes the norms of steps at least this much earlier: the others may still be computed."""
+SHOWN = 4
+"""Stretches of documents that the terminal shows."""
+SMALLER_RATE = (
+    "begin another run with the weights of an earlier checkpoint (training.init_from) and a smaller "
+    "optimizer.learning_rate"
+)
+
+
+class SkippedSteps:
+    """The steps of a run that were skipped, and the limit above which the next are.
+
+    The limit of a step depends on the norms of earlier ones alone, so that a resumed run has the same.
+
+    Args:
+        training: for skip_above and max_skipped.
+        state: what `state` gave when the checkpoint was saved; empty for a new run.
+        tell: called with the step and a line about it when it was skipped.
+    """
+
+    def __init__(self, training: TrainingConfig, state: dict[str, Any], tell: Callable[[int, str], None]):
+        self._above, self._most, self._tell = training.skip_above, training.max_skipped, tell
+        self.count: int = state.get("count", 0)
+        """Number of skipped steps of the run."""
+        self.in_a_row: int = state.get("in_a_row", 0)
+        """Number of the last steps that were skipped, one after the other."""
+        self._before = self.count
+        norms = [(int(step), float(norm)) for step, norm in state.get("norms", [])]
+        self._norms = collections.deque(norms, maxlen=WINDOW + DELAY)
+
+    def limit(self, step: int) -> np.float32:
+        """Largest gradient norm with which `step` is not skipped."""
+        known = [norm for earlier, norm in self._norms if earlier <= step - DELAY][-WINDOW:]
+        if self._above is None or len(known) < FEWEST:
+            return np.float32(np.inf)
+        return np.float32(self._above * statistics.median(known))
+
+    def see(self, step: int, loss: Any, grad_norm: Any, skipped: bool) -> None:
+        """Takes the numbers of a step, which are strings if they are not finite.
+
+        Raises FloatingPointError if training.max_skipped steps in a row were skipped.
+        """
+        if self._above is not None and not isinstance(grad_norm, str):
+            self._norms.append((step, grad_norm))
+        if not skipped:
+            self.in_a_row = 0
+            return
+        self.count, self.in_a_row = self.count + 1, self.in_a_row + 1
+        numbers = [x if isinstance(x, str) else f"{x:.4g}" for x in (loss, grad_norm)]
+        why = "loss {}, gradient norm {}".format(*numbers)
+        if not isinstance(loss, str) and not isinstance(grad_norm, str):
+            why += f", above the limit {self.limit(step):.4g} of training.skip_above" * bool(self._above)
+        self._tell(step, why)
+        if self._most is not None and self.in_a_row >= self._most:
+            raise FloatingPointError(
+                f"{self.in_a_row} steps in a row were skipped, the last of them step {step} ({why}); "
+                f"training.max_skipped is {self._most}. Leave these batches out (data.skip_steps), from an earlier "
+                f"checkpoint (training.resume_step); or {SMALLER_RATE}."
+            )
+
+    def check_any_taken(self, steps: int) -> None:
+        """Raises FloatingPointError if all of the `steps` of this start were skipped."""
+        if 0 < steps <= self.count - self._before:
+            raise FloatingPointError(
+                f"all {steps} steps of this start were skipped, so that nothing was learned: the events `skipped` of "
+                f"metrics.jsonl say why. Start from an earlier checkpoint (training.resume_step); or {SMALLER_RATE}."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """JSON values from which a resumed run goes on."""
+        return {"count": self.count, "in_a_row": self.in_a_row, "norms": [list(pair) for pair in self._norms]}
+
+
+def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list]]:
+    """The documents of a batch in words, and as stretches by source for the log; those of a stream are not known."""
+    try:
+        found = documents_of_batch(loader, batch)
+    except (ValueError, OSError) as error:
+        return f"documents unknown: {error}", {}
+    named = [
+        (f"{name} " * bool(name)) + (f"{first}" if first == last else f"{first} to {last}")
+        for name, stretches in found.items()
+        for first, last in stretches
+    ]
+    more = f" and {len(named) - SHOWN} more stretches" * (len(named) > SHOWN)
+    return f"documents {', '.join(named[:SHOWN])}{more}", {name or "": found[name] for name in found}
+
+
+@jax.jit
+def are_finite(state: Any) -> Any:
+    """Whether all values of each array are finite, computed on the devices."""
+    return jax.tree.map(lambda x: jnp.isfinite(x).all(), state)
+
+
+def check_finite(finite: Any, step: int, saved: Callable[[], int | None], ask: str) -> None:
+    """Waits for what `are_finite` gave of the state after `step` steps, and raises FloatingPointError if it is not.
+
+    `saved` gives the step of the last checkpoint, and `ask` is a command that names the reason.
+    """
+    bad = [name for name, is_finite in named_leaves(finite).items() if not is_finite]
+    if bad:
+        last = saved()
+        resume = "there is no checkpoint yet" if last is None else f"the last checkpoint is of step {last}"
+        raise FloatingPointError(
+            f"{_listed(bad)}: values are not finite after step {step}, so this state is not saved; {resume}. "
+            f"{ask} names the first of them. The usual remedy: {SMALLER_RATE}."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more arrays" if len(names) > 3 else "")

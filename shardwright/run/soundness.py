@@ -1,0 +1,142 @@
+"""The check of a run's steps before the first one: on this mesh they compute what they compute on one device."""
+
+import ast
+import dataclasses
+import hashlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
+from shardlib.places import place
+from shardlib.proof.check import UNTRACED, Finding, prove, raise_for
+from shardwright.modeling.model import inputs_of, period_of
+from shardwright.run.config import Config
+from shardwright_data.loader import batch_shapes
+
+OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
+"""Functions of JAX that a step is not to call: no trace for another mesh changes their results."""
+SHOWN = 5
+"""Number of findings that an error shows."""
+
+
+def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: Path | None = None) -> None:
+    """Refuses steps that do not compute on the mesh in force what they compute on one device. They are not run.
+
+    With pipeline stages, the pieces that the stages run are checked on a mesh without them, where they are one program,
+    and what all stages compute together on the mesh itself; their schedule is checked by shardlib.schedules.
+
+    Args:
+        programs: train.programs.
+        c: the configuration.
+        model: the model.
+        source: hashes of the source, from provenance.source_of.
+        known: directory that records what was found right, so that each program is checked once; None: no record.
+
+    Raises:
+        ShardError: with the lines of the source that are wrong or not proved, the values there, and what to do.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    settings = {k: v for k, v in dataclasses.asdict(c).items() if k in ("model", "optimizer", "training", "pipeline")}
+    refuse(lambda: find_unsound(programs, c, model, mesh), known, source, settings)
+
+
+def check_program(program: Any, args: Any, source: Any, known: Path | None, *settings: Any) -> None:
+    """Refuses a jitted program like check_steps, for arguments of these shapes.
+
+    Args:
+        program: the jitted program, which calls typed_shard_map.
+        args: its arguments.
+        source: as in check_steps; None: no record.
+        known: as in check_steps.
+        *settings: what its source reads beside the arguments.
+
+    Raises:
+        ShardError: as check_steps.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    find = lambda: prove(lambda: {program.__name__: program.trace(*shapes).jaxpr})
+    refuse(find, known if source else None, source, program.__name__, settings, repr(shapes))
+
+
+def refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) -> None:
+    """Raises ShardError for what `find` finds, but for `parts` of which all was proved before."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = *parts, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()
+    record = known and known / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    if record and record.exists():
+        return
+    raise_for(find(), SHOWN)
+    if record:
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        record.touch()
+
+
+def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
+    """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps."""
+
+    def trace(c: Config = c, model: Any = model, **which: bool) -> dict[str, Any]:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXIS_ORDER}))
+        batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(model)))
+        return {name: traced.jaxpr for name, traced in programs(c, model, batch, **which).items()}
+
+    if found := [*_machines(programs), *_machines(type(model))]:
+        return found
+    if mesh.shape.get(PIPELINE_AXIS, 1) == 1:
+        return prove(trace, mesh)
+    others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
+    kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
+    alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
+    even = _with_even_stages(c, model, mesh)
+    of_even = lambda: trace(even, type(model)(even.model), shared=True)
+    return [*prove(trace, alone), *prove(of_even, mesh), *_beside_stages(trace, c, model, mesh)]
+
+
+def _with_even_stages(c: Config, model: Any, mesh: Any) -> Config:
+    """`c`, with equal stages where it has not: rows of padding would give stacks of layers another shape."""
+    if c.pipeline.layers_per_stage is None:
+        return c
+    whole = mesh.shape[PIPELINE_AXIS] * c.pipeline.virtual_stages * period_of(model)
+    layers = math.ceil(c.model.layers / whole) * whole
+    pipeline = dataclasses.replace(c.pipeline, layers_per_stage=None)
+    return dataclasses.replace(c, model=dataclasses.replace(c.model, layers=layers), pipeline=pipeline)
+
+
+def _beside_stages(trace: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
+    """What is wrong outside of the stages. Compared with twice the stages, layers and microbatches, where possible."""
+    p, t = mesh.shape[PIPELINE_AXIS], c.training
+    training = dataclasses.replace(t, batch_size=2 * t.batch_size, microbatches=2 * t.microbatches)
+    even = _with_even_stages(c, model, mesh)
+    larger_model = dataclasses.replace(even.model, layers=2 * even.model.layers)
+    twice = dataclasses.replace(even, model=larger_model, training=training)
+    found = prove(lambda: trace(twice, type(model)(twice.model)), mesh, {PIPELINE_AXIS: 2 * p})
+    if any(str(finding).startswith(UNTRACED) for finding in found):
+        found = prove(trace, mesh, {PIPELINE_AXIS: p})
+    return found
+
+
+def _machines(part: Callable) -> Iterator[Finding]:
+    """Where `part`, or what it names in its module, asks JAX about the machine, which is the same on all meshes."""
+    lines, _ = inspect.findsource(sys.modules[part.__module__])
+    defined: dict[str, ast.AST] = {}
+    for node in ast.parse("".join(lines)).body:
+        targets = [t.id for t in getattr(node, "targets", ()) if isinstance(t, ast.Name)]
+        defined |= dict.fromkeys([node.name] if hasattr(node, "name") else targets, node)
+    reached = [name for name in (part.__name__,) if name in defined]
+    for name in reached:  # which grows
+        names = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}
+        reached += sorted(names & defined.keys() - {*reached})
+    for node in (node for name in reached for node in ast.walk(defined[name])):
+        is_jax = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jax"
+        if is_jax and node.attr in OF_MACHINES:
+            where = place(inspect.getsourcefile(sys.modules[part.__module__]) or "?", node.lineno)
+            problem = f"jax.{node.attr} is the same on all meshes, so that the check does not see what depends on it"
+            remedy = "shardops.axis_size('r d') is the number of devices along axes"
+            yield Finding(f"{where}: {problem}\n  remedy: {remedy}")

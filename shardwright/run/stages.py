@@ -1,0 +1,198 @@
+"""Pipeline of a run: the layers of each stage, the schedule, and the order of the weights at rest.
+
+At rest a stack of layers is `layers/p`, in the order of shardlib/placement.py. That is the order of the layers if each
+device of p has one chunk and all have the same number of layers.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardlib import pipeline, shardops
+from shardlib.array_types import ABSENT, arrays_of
+from shardlib.op_checks import varying
+from shardlib.parsing import PIPELINE_AXIS
+from shardlib.pipeline import Plan, StagedLoss, plan_evaluation, plan_training
+from shardlib.placement import Placement, StackOrder, place_layers
+from shardlib.schedules import stages_of
+from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
+from shardlib.tasks import in_a_ring
+from shardlib.values import mesh_axes, pipeline_stage
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import LanguageModel, compute_scope, period_of
+from shardwright.modeling.weights import are_stacks, initialize, is_stack
+from shardwright.run.config import Config, check_divides
+from shardwright_data.loader import TokenBatch
+
+
+def has_stages() -> bool:
+    """Whether the current mesh has an axis p."""
+    return PIPELINE_AXIS in mesh_axes()
+
+
+def placement_of(c: Config, model: LanguageModel) -> Placement:
+    """Placement of the layers of a run on the current mesh. Raises ValueError if they cannot be placed so."""
+    p, v, counts = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages, c.pipeline.layers_per_stage
+    try:
+        stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v) if p > 1 else in_a_ring(1, 1)
+    except ValueError as error:
+        names = "p is mesh.p, v pipeline.virtual_stages, the number of microbatches training.microbatches"
+        raise ValueError(f"pipeline.schedule={c.pipeline.schedule}: {error} ({names})") from None
+    counts, period = counts if p > 1 else None, period_of(model)
+    if counts == "balanced":
+        counts = [period * count for count in balanced(c.model.layers // period, p * v)]
+    return place_layers(c.model.layers, stages, counts, period)
+
+
+def training_plan(c: Config, model: LanguageModel) -> Plan:
+    """Plan of a training step. Raises ValueError if the schedule does not allow so many microbatches."""
+    schedule = c.pipeline.schedule if has_stages() else "gpipe"
+    return plan_training(placement_of(c, model), schedule, c.training.microbatches, c.pipeline.recompute)
+
+
+def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """The loss, its gradients, and the metrics of the layers, by the schedule of c.pipeline. Per-device code.
+
+    Args:
+        c: the configuration.
+        model: the model.
+        loss: the loss of a microbatch.
+        w: copies of the weights.
+        batch: a tuple of pytrees of arrays, each with one leading dim of microbatches.
+
+    Returns:
+        As shardlib.pipeline.run_training: the loss is a partial sum over p. The metrics are reduced.
+
+    Raises:
+        ValueError: a batch of another number of microbatches than the configuration's.
+    """
+    _check_count(c, batch)
+    total, g, metrics = pipeline.run_training(loss, training_plan(c, model), w, batch)
+    if metrics is not None:
+        metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
+    return total, g, metrics
+
+
+def run_evaluation(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> Any:
+    """The loss of `run_training`, without gradients."""
+    _check_count(c, batch)
+    return pipeline.run_evaluation(loss, plan_evaluation(placement_of(c, model), c.training.microbatches), w, batch)
+
+
+def shared(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:
+    """What all stages compute together for a microbatch, traced: its embedding and its loss, and their gradients.
+
+    There p is an axis like any other, so that the check before the first step can read it. It does not look into the
+    schedule.
+    """
+    Weights = model.Weights
+
+    @typed_shard_map
+    def per_device(w: Weights, batch: Array["m", TokenBatch]) -> tuple[f32[""], Weights]:
+        def total(w):
+            w, part = loss.forward.copies(w), (jax.tree.map(lambda x: x[0], batch), None)
+            with pipeline_stage(alone=False):  # as in the schedule
+                x = varying(loss.first(w, *part), (PIPELINE_AXIS,))
+                return loss.last(w, x, *part)
+
+        return jax.value_and_grad(total)(w)
+
+    with compute_scope(c.training.compute_dtype):
+        return {"embedding and loss": jax.jit(per_device).trace(w, batch)}
+
+
+def _check_count(c: Config, batch: Any) -> None:
+    """Raises ValueError unless the batch has the microbatches that the schedule is for."""
+    found = len(jax.tree.leaves(batch)[0])
+    if found != c.training.microbatches:
+        raise ValueError(
+            f"the batch has {found} microbatches, but training.microbatches is {c.training.microbatches}. Give the "
+            "loader, or batch_shapes, the number of the configuration."
+        )
+
+
+def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
+    """Initial weights, in their order at rest on the current mesh. Under jit, as modeling.weights.initialize."""
+    return initialize(model.table, key, placement_of(c, model).order)
+
+
+def balanced(layers: int, stages: int) -> list[int]:
+    """Numbers of layers of the stages that differ by 1 at most. What is outside of the layers all stages do together.
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    if layers < stages:
+        raise ValueError(f"{layers} layers are too few for {stages} stages: each has at least 1. Make p smaller.")
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, StackOrder]:
+    """Orders of the stacks in `like`, of type `kind`, by name in a checkpoint. Empty where it is that of the layers."""
+    if placement.order is None:
+        return {}
+    found = [(path, array) for path, array, part in arrays_of(kind, like) if part is not ABSENT]
+    return {path.replace(".", "/"): placement.order for path, array in found if is_stack(array)}
+
+
+def layers_of_rows(c: Config, model: LanguageModel, state: Any) -> dict[str, Any]:
+    """Of each stack of layers in a train.State, by its name such as `weights/layers/w_q`, the layer of each row."""
+    orders = stack_orders(placement_of(c, model), type(state), state)
+    return {name: order.layer_of_row for name, order in orders.items()}
+
+
+def folded_mesh(c: Config) -> jax.sharding.Mesh:
+    """The current mesh without stages: d takes the devices of p and r, or r those of p if sizes do not allow that."""
+    mesh = jax.sharding.get_mesh()
+    if PIPELINE_AXIS not in mesh.shape:
+        return mesh
+    # In the same order, as JAX moves arrays only between meshes with the same order of devices.
+    p, r, d, t = (mesh.shape[axis] for axis in ("p", "r", "d", "t"))
+    try:
+        check_divides(c, {"r": 1, "d": p * r * d, "t": t}, of_batch=False)
+        sizes = 1, p * r * d, t
+    except ValueError:
+        sizes = p * r, d, t
+    return make_mesh(*sizes, devices=mesh.devices.reshape(-1))
+
+
+def without_stages(weights: Any, placement: Placement, mesh: jax.sharding.Mesh) -> Any:
+    """The weights on a `folded_mesh`, with layers in their order. Moves one array after the other."""
+    if PIPELINE_AXIS not in jax.sharding.get_mesh().shape:
+        return weights
+    order, stacked = placement.order, are_stacks(weights)
+
+    @jax.jit
+    def in_order(x):
+        return order.to_layers(x, out_sharding=PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))
+
+    with jax.set_mesh(mesh):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+        shardings = make_shardings(type(weights), like=shapes)
+    place = lambda x, sharding, stack: jax.device_put(in_order(x) if stack and order is not None else x, sharding)
+    return jax.tree.map(place, weights, shardings, stacked)
+
+
+def describe_stages(c: Config, model: LanguageModel) -> list[str]:
+    """Lines on the schedule and on each stage: its device of p, its layers, and the size of their weights in f32."""
+    if not has_stages():
+        return []
+    placement, m, table = placement_of(c, model), c.model, model.table
+    size = lambda tree: 4 * sum(math.prod(w.shape) for w in jax.tree.leaves(tree))
+    of_layer, others = size(table.layers) // m.layers, size(table) - size(table.layers)
+    ticks = len(training_plan(c, model).table.columns["forward"])
+    keeps = "recompute" if c.pipeline.recompute else "what is marked is saved"
+    lines, first = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks, {keeps}"], 0
+    for stage, count in enumerate(placement.counts):
+        which = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
+        device, chunk = placement.place_of(stage)
+        where = f"p={device}" + f" chunk {chunk}" * (placement.v > 1)
+        lines.append(f"stage {stage}: {where}: {which}; {count * of_layer / 2**20:,.4g} MiB of layers")
+        first += count
+    lines.append(
+        f"all together: embedding, logits and loss; 1/{placement.p} of {others / 2**20:,.4g} MiB of weights each"
+    )
+    return lines

@@ -1,0 +1,144 @@
+"""The cache of keys and values, and the forward pass that reads it.
+
+The residual stream is sharded along L over t. The next token of a text is a single position, which cannot be sharded.
+So in decoding the dim L counts texts: N texts, sharded over r and d, are B = r·d sequences of L = N/(r·d) positions.
+"""
+
+import dataclasses
+import functools
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from shardlib import shardops
+from shardlib.shardtypes import Array, Scope, f32, i32, pytree_dataclass, typed, u32
+from shardwright.modeling.model import Tokens, act
+from shardwright.modeling.rules import Places, Rule, head_numbers, softmax
+
+W = TypeVar("W")
+
+
+def window_start(length: int, context: int) -> int:
+    """Index of the first token of a text that its next token can see, in a text of `length` tokens.
+
+    A window holds bos and up to context - 1 tokens. A text that outgrows it continues in a new window, which begins
+    with the last context // 2 tokens. So windows start at places that depend only on the length of the text.
+    """
+    kept = context // 2
+    return max(0, length - kept) // (context - kept) * (context - kept)
+
+
+@pytree_dataclass
+class KeyValues:
+    """Keys and values of the tokens of _N texts in one layer, with _S places for each text.
+
+    Names of dims that begin with _ are the sampler's own, so that those of a model's weights cannot be the same.
+    """
+
+    k: act["_N/r/d _S K/t D"]
+    v: act["_N/r/d _S K/t D"]
+
+
+@pytree_dataclass
+class Texts:
+    """The progress of _N texts."""
+
+    number: i32["_N/r/d"]  # of the text, which selects its noise
+    length: i32["_N/r/d"]  # tokens so far, with those of the prompt
+    token: u32["_N/r/d"]  # the last token (bos in an empty text), which the model has not read yet
+    place: i32["_N/r/d"]  # of that token in its window; equal to the context if the window is full
+    left: i32["_N/r/d"]  # tokens still to be drawn
+
+
+@typed
+def cached_attention(
+    q: act["B/r/d L K/t Q D"],
+    k: act["B/r/d L K/t D"],
+    v: act["B/r/d L K/t D"],
+    past_k: act["B/r/d L S K/t D"],
+    past_v: act["B/r/d L S K/t D"],
+    place: i32["B/r/d L"],
+    rule: Rule,
+    learned: tuple = (),
+    sinks: f32["B/r/d K/t Q"] | None = None,
+) -> act["B/r/d L K/t Q D"]:
+    """train.attention for one token of each of L texts. The cache holds the `place` tokens before it."""
+    einsum = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
+    past = einsum("B/r/d L K/t Q D, B/r/d L S K/t D -> B/r/d L K/t Q S", q, past_k)
+    own = einsum("B/r/d L K/t Q D, B/r/d L K/t D -> B/r/d L K/t Q", q, k)
+    # For the rule each text is a sequence with one query, whose keys are the tokens in the cache and its own.
+    scores = jnp.concatenate([past, own[..., None]], axis=-1)
+    scores = shardops.rearrange("B/r/d L K/t Q keys -> (B/r/d L) K/t Q 1 keys", scores)
+    slots = jnp.broadcast_to(jnp.arange(past.shape[-1], dtype=jnp.int32), (*place.shape, past.shape[-1]))
+    keys = jnp.concatenate([slots, place[..., None]], axis=-1)
+    keys = shardops.rearrange("B/r/d L keys -> (B/r/d L) keys", keys)
+    q_places = Places.in_one_document(shardops.rearrange("B/r/d L -> (B/r/d L) 1", place)).as_queries()
+    k_places = Places.in_one_document(keys).as_keys()
+    scores = rule.scores(scores, q.shape[-1], q_places, k_places, head_numbers(*q.shape[2:4]), learned)
+    is_own = jnp.arange(keys.shape[1]) == past.shape[-1]
+    scores = jnp.where(is_own | (k_places.index < q_places.index), scores, -jnp.inf)
+    weights = softmax(scores, sinks).astype(v.dtype)
+    weights = shardops.rearrange("(B/r/d L) K/t Q 1 keys -> B/r/d L K/t Q keys", weights)
+    out = einsum("B/r/d L K/t Q S, B/r/d L S K/t D -> B/r/d L K/t Q D", weights[..., :-1], past_v)
+    out = out + einsum("B/r/d L K/t Q, B/r/d L K/t D -> B/r/d L K/t Q D", weights[..., -1], v)
+    return out.astype(q.dtype)
+
+
+@typed
+def next_logits(
+    w: W, cache: Array["layers", KeyValues], texts: Texts, forward: Any
+) -> tuple[act["B/r/d L V/t"], Array["layers", KeyValues]]:
+    """Logits of the token after `texts.token`, and the cache with `texts.token`. The N texts are B = r·d sequences.
+
+    Here and below, `forward` is the train.Forward of the model.
+    """
+    # On each device the same array: _N/r/d texts are the L positions of its one sequence.
+    ids: u32["B/r/d L"] = texts.token[None]
+    place: i32["B/r/d L"] = texts.place[None]
+
+    def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
+        read = cached_attention(q, k, v, cache.k[None], cache.v[None], place, rule, learned, sinks)
+        return read, KeyValues(k[0], v[0])
+
+    logits, new, _ = forward(w, Tokens(ids, place), forward.model.logits, attend, cache)
+    # Written once, after the loop over layers. In the loop, each layer would copy its whole cache.
+    write = lambda old, x: old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
+    return logits, jax.tree.map(write, cache, new)
+
+
+@typed
+def next_logits_without_cache(
+    w: W, ids: u32["_N/r/d _S"], texts: Texts, forward: Any
+) -> tuple[act["B/r/d L V/t"], u32["_N/r/d _S"]]:
+    """Logits like `next_logits`, from the tokens `ids` of whole windows, and `ids` with `texts.token` added."""
+    index = jnp.arange(len(ids))
+    ids = ids.at[index, texts.place].set(texts.token, mode="drop")
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    # The padding after a text is another document, for rules that see ahead. So document_mask must be on.
+    tokens = Tokens(ids, positions, (positions > texts.place[:, None]).astype(jnp.int32))
+    forward = dataclasses.replace(forward, training=dataclasses.replace(forward.training, document_mask=True))
+    attend_in_window = forward.attend(tokens)
+
+    def attend(cache, q, k, v, rule, *options, **more):
+        return attend_in_window(None, q, k, v, rule.within_documents(), *options, **more)
+
+    last = jnp.minimum(texts.place, ids.shape[1] - 1)
+    with Scope():  # in which _N texts are the batch, and L is the length of their windows
+        logits, *_ = forward(w, tokens, forward.model.logits, attend)
+    return logits[index, last][None], ids
+
+
+@typed
+def window_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array["layers", KeyValues]:
+    """The cache after windows of tokens, with `size` places. Padding at the end of a window is never read."""
+    positions: i32["_N/r/d _L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    one_document: i32["_N/r/d _L"] = jnp.zeros(ids.shape, jnp.int32)
+    tokens = Tokens(ids, positions, one_document)
+    attend_in_window = forward.attend(tokens)
+
+    def attend(cache, q, k, v, *options, **more):
+        return attend_in_window(None, q, k, v, *options, **more)[0], KeyValues(k, v)
+
+    _, cache, _ = forward(w, tokens, lambda w, x: None, attend)
+    return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, size - ids.shape[1]), (0, 0), (0, 0)]), cache)

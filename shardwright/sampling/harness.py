@@ -1,0 +1,87 @@
+"""The models of lm-evaluation-harness: a run of this project as one of them. docs/evaluation.md shows its use."""
+
+from typing import Any
+
+import jax
+
+from shardwright.sampling.drawing import Settings
+from shardwright.sampling.sampler import Sampler
+from shardwright.sampling.scoring import Scorer, log_likelihoods, products_in, windows
+from shardwright_data.text.codec import TextCodec
+
+MAX_TOKENS = 256
+"""Tokens that a text gets if its task does not say how many, as in lm-eval."""
+
+
+def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
+    """An lm_eval.api.model.TemplateLM that computes with these weights, for lm_eval.simple_evaluate(model=…).
+
+    Texts begin with bos, as in training. Token ids, likelihoods and rolling windows are those of lm-eval's own model
+    `hf` on the exported checkpoint. Rolling likelihoods are those of its option add_bos_token=False, without which it
+    reads bos twice. A prompt that is too long to generate from is cut as tools.generate cuts it.
+
+    Args:
+        scorer: computes the losses.
+        codec: of the run's data.
+        weights: of the model, sharded as in training on the scorer's mesh.
+
+    Raises:
+        ValueError: lm-eval is not installed.
+    """
+    try:
+        from lm_eval.api.model import TemplateLM
+        from lm_eval.models.utils import normalize_gen_kwargs
+    except ImportError as e:
+        raise ValueError(
+            f"tasks are those of lm-eval, which cannot be imported ({e}): pip install -e '.[eval]'."
+        ) from e
+
+    class LanguageModel(TemplateLM):
+        eot_token_id = codec.end
+        prefix_token_id = scorer.c.bos_id
+        max_length = scorer.length
+        tokenizer_name = "shardwright"
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            return [self.prefix_token_id] * (add_special_tokens is not False) + codec.encode(string)
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            found = list(log_likelihoods(scorer, weights, (pair for _, *pair in requests)))
+            for (texts, *_), result in zip(requests, found, strict=True):
+                self.cache_hook.add_partial("loglikelihood", texts, result)
+            return found
+
+        def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+            texts = [request.args[0] for request in requests]
+            cut = [windows(codec.encode(text), self.prefix_token_id, self.max_length) for text in texts]
+            pairs = ((ids[:-count], ids[-count:]) for text in cut for ids, count in text)
+            found = log_likelihoods(scorer, weights, pairs)
+            return [sum(next(found)[0] for _ in text) for text in cut]
+
+        def generate_until(self, requests: Any, **_: Any) -> list[str]:
+            by_settings: dict[Settings, list[tuple[int, list[str]]]] = {}
+            for i, request in enumerate(requests):
+                options = normalize_gen_kwargs(dict(request.args[1]), MAX_TOKENS)
+                settings = Settings(
+                    max_tokens=options["max_gen_toks"],
+                    temperature=options.get("temperature") or 0.0,
+                    top_k=options.get("top_k") or None,
+                    top_p=options.get("top_p") or 1.0,
+                    stop=() if codec.end is None else (codec.end,),
+                )
+                until = options.get("until") or []
+                by_settings.setdefault(settings, []).append((i, [until] if isinstance(until, str) else until))
+            found = [""] * len(requests)
+            for settings, of in by_settings.items():
+                prompts = [codec.encode(requests[i].args[0]) for i, _ in of]
+                with jax.set_mesh(scorer.mesh), products_in(scorer.forward.training.compute_dtype):
+                    sampler = Sampler(scorer.forward, settings, scorer.length, source=scorer.source)
+                    drawn = sampler.generate(weights, prompts)
+                for (i, until), prompt, ids in zip(of, prompts, drawn, strict=True):
+                    text = codec.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)
+                    for end in filter(None, until):
+                        text = text.split(end)[0]
+                    found[i] = text
+            return found
+
+    return LanguageModel()

@@ -1,0 +1,90 @@
+"""Texts that a run samples during training: noise becomes sentences."""
+
+import json
+from typing import Any
+
+import jax
+
+from shardwright.cluster.watch import pause
+from shardwright.run.config import Config
+from shardwright.run.metrics import remove_later_lines
+from shardwright.run.optional import optional
+from shardwright.run.run import Run
+from shardwright.run.stages import folded_mesh, without_stages
+from shardwright.sampling.drawing import Settings, check_ids
+from shardwright.sampling.sampler import Sampler
+from shardwright.settings.words import say
+from shardwright_data.loader.codec import codec_of_data
+from shardwright_data.text.codec import REMEDY
+
+SHOWN = 100
+"""Number of characters of a sample on the terminal."""
+
+
+class TrainingSamples:
+    """Continues training.sample_prompts with the weights of a run during training.
+
+    Each sample is a line in `<directory>/samples.jsonl`: step (number of steps done), prompt, text (what was added),
+    and ended (whether by the token that ends the documents of the data). The noise is the same each time, so that texts
+    differ only by what was learned. All processes make the same calls; process 0 writes.
+
+    Args:
+        c: configuration of the run.
+        forward: train.Forward of its model.
+        run: the run, which may not have begun. If it resumes, the first `write` removes lines of later steps.
+
+    Raises:
+        ValueError: a prompt that the data's tokenizer cannot encode, or a setting out of its range.
+    """
+
+    def __init__(self, c: Config, forward: Any, run: Run):
+        t, self._run = c.training, run
+        self._texts = list(t.sample_prompts)
+        try:
+            self._codec = codec_of_data(c.data)
+            self._prompts = [self._codec.encode(text) for text in self._texts]
+            for text, ids in zip(self._texts, self._prompts, strict=True):
+                check_ids(f"training.sample_prompts: {text!r}", ids, c.model.vocab)
+        except ValueError as e:
+            instead = "Set training.sample_interval=null for no samples, or read a dataset that has its tokenizer.json."
+            raise ValueError(f"training.sample_prompts: {str(e).replace(REMEDY, instead)}") from e
+        self._stop = () if self._codec.end is None else (self._codec.end,)
+        settings = Settings(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
+        self._mesh, self._placement = folded_mesh(c), run.placement
+        with jax.set_mesh(self._mesh):
+            self._sampler = Sampler(forward, settings, context=t.seq_len, source=run.provenance["source"])
+        self._path, self._wrote, self._failed = run.directory / "samples.jsonl", False, False
+
+    def write(self, weights: Any) -> None:
+        """Samples with these weights, after the steps that are done.
+
+        If that fails, a warning says why, and there are no more samples: a run can do without them.
+        """
+        done = self._run.done
+        weights = without_stages(weights, self._placement, self._mesh)
+        if self._failed:
+            return
+        first = self._sampler.why_no_cache is None
+        try:
+            with pause("sampling texts"), jax.set_mesh(self._mesh):
+                drawn = self._sampler.generate(weights, self._prompts)
+        except Exception as error:  # of the user's model, on every process alike
+            self._failed = True
+            say(f"WARNING: no samples: {type(error).__name__}: {error}\nThe run goes on without samples.")
+            return
+        if first and self._sampler.why_no_cache:
+            self._run.print(f"sampling   without a cache, which is slower: {self._sampler.why_no_cache}")
+        lines = []
+        for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
+            ended = ids[-1] in self._stop
+            added = self._codec.continuation(prompt, ids[:-1] if ended else ids)
+            lines.append(json.dumps({"step": done, "prompt": text, "text": added, "ended": ended}) + "\n")
+            shown = " ".join((text + added).split())
+            self._run.log_event("sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)})
+        if jax.process_index() == 0:
+            with optional(str(self._path)):
+                if not self._wrote:
+                    remove_later_lines(self._path, self._run.start + 1 if self._run.start else 0)
+                with open(self._path, "a") as file:
+                    file.writelines(lines)
+            self._wrote = True

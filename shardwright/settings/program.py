@@ -1,0 +1,208 @@
+"""Programs: settings from Hydra, and errors that a user can read."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from shardlib.places import is_raised_on_purpose
+from shardwright.settings.composing import Program, check_command, check_given, parse_arguments, readable
+from shardwright.settings.help import help_text
+from shardwright.settings.words import for_stream
+from shardwright_data.checks import check_ranges
+from shardwright_data.foreign import shown
+
+EXTRAS = {
+    "tools": (
+        *("datasets", "huggingface_hub", "pyarrow", "safetensors", "tiktoken"),
+        *("tokenizers", "zstandard"),
+    ),
+    "slurm": ("hydra_plugins", "submitit"),
+    "oracle": ("torch", "transformers"),
+}
+"""Modules of optional packages, by the extra of pyproject.toml that installs them."""
+
+
+def refusal(error: Exception) -> str | None:
+    """What a user is told of `error` instead of its traceback; None if the traceback is needed.
+
+    That is the message of a ValueError, OSError or FloatingPointError with which this project, a model or the
+    configuration refuses what it was given; of an error of the system about a file; and of a missing package that an
+    extra installs. A ValueError that Python or a library raises is a bug. Of an error in code that shardlib checks, the
+    message begins with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback. What a terminal would
+    obey in a message, which may quote data, is left out.
+    """
+    on_purpose = isinstance(error, ValueError | OSError | FloatingPointError) and is_raised_on_purpose(error)
+    refuses = (
+        on_purpose
+        or isinstance(error, OmegaConfBaseException)
+        or (isinstance(error, OSError) and error.filename is not None)
+        or (isinstance(error, ModuleNotFoundError) and extra_of(error) is not None)
+    )
+    if not refuses or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        return None
+    if getattr(error, "place", ""):
+        return f"{shown(error)}\n  HYDRA_FULL_ERROR=1 shows the calls that lead there."
+    return f"Error: {shown(message_of(error))}"
+
+
+def message_of(error: Exception) -> str:
+    """The message of an error, in words for a user."""
+    if isinstance(error, ModuleNotFoundError):
+        package, extra = extra_of(error)
+        return f"this needs the package {package}, which is not installed: pip install -e '.[{extra}]'"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
+    if not isinstance(error, OmegaConfBaseException):
+        return str(error)
+    name, first = error.full_key or "a setting", str(error).splitlines()[0].rstrip(".")
+    return f"{name}: {first}. Correct the value of {name}."
+
+
+def extra_of(error: ImportError) -> tuple[str, str] | None:
+    """The missing package, and the extra of pyproject.toml that installs it; None if none does."""
+    package = (error.name or "").partition(".")[0]
+    return next(((package, extra) for extra, packages in EXTRAS.items() if package in packages), None)
+
+
+@contextlib.contextmanager
+def refusals_shown() -> Iterator[None]:
+    """Context around what Hydra calls: a refusal ends the program with its message and status 1, without a traceback.
+
+    In one of several jobs it becomes a CompactHydraException with the message, which ends the job.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (message := refusal(error)) is None:
+            raise
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise CompactHydraException(message) from error
+        sys.exit(for_stream(message, sys.stderr))
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """Context around the reading of a command line: a refusal ends the program with its message and status 1."""
+    try:
+        yield
+    except ValueError as error:
+        if (message := refusal(error)) is None:
+            raise
+        sys.exit(for_stream(message, sys.stderr))
+
+
+@contextlib.contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """Context in which Ctrl-C ends the program with a line, and status 130.
+
+    An interrupt in a callback of the garbage collector, where JAX has one, would be dropped. It is sent again.
+    """
+    previous = sys.unraisablehook
+
+    def unraisable(dropped: Any) -> None:
+        if dropped.exc_type is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            previous(dropped)
+
+    sys.unraisablehook = unraisable
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("Error: interrupted by Ctrl-C.", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        sys.unraisablehook = previous
+
+
+def start(
+    program: Program,
+    job: Callable[[Any], Any],
+    sections: Callable[[], dict[str, type]] = dict,
+    version: str | None = None,
+) -> Any:
+    """Calls `job` with what Hydra composes from the command line, or answers what is wrong in it, or prints the help.
+
+    Args:
+        program: the program and its settings.
+        job: function of the configuration that Hydra composed. It shows its own refusals, with refusals_shown.
+        sections: gives dataclasses of sections whose type the schema leaves open, for the help.
+        version: Hydra's version_base.
+    """
+    sys.argv[1:] = map(readable, sys.argv[1:])
+    with answered():
+        if not program.configs.is_dir():  # what `pip install .` installs is for `import` alone
+            # Not raised: it would be taken for an error of an installed library.
+            sys.exit(
+                f"Error: {program.configs.parent} has no {program.configs.name}/: shardwright runs from its checkout. "
+                "Clone it, and run `pip install -e .` there."
+            )
+        given = parse_arguments(program, sys.argv[1:])
+        if given.help:
+            _print(help_text(program, sections()))
+            return None
+        if not (given.hydra_help or given.version or given.shell_completion or given.experimental_rerun):
+            check_command(program, given)
+    # Hydra wants the overrides together, after the flags; and a relative --config-path would be one from its file.
+    flags = [text for text in sys.argv[1:] if text.startswith("-") or text not in given.overrides]
+    if given.config_path is not None and "://" not in given.config_path:
+        flags.append(f"--config-path={os.path.abspath(given.config_path)}")
+    sys.argv[1:] = [*flags, *given.overrides]
+    run = hydra.main(version_base=version, config_path=str(program.configs), config_name=program.config_name)(job)
+    with ended_by_interrupt():
+        return run()
+
+
+def _print(text: str) -> None:
+    """Prints `text`, of which a reader such as `head` may read a part."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run_program(name: str, schema: type, run: Callable[[Any], None], sweeps: bool = False) -> None:
+    """Calls `run` with the settings of the command line.
+
+    Of what a user caused, only the message is shown, as `refusal` says. The exit status of any error is 1.
+
+    Args:
+        name: name of the file in tools/configs/ that is read where --config-name is not given.
+        schema: dataclass of the settings. The config names it as `<name>_schema`.
+        run: function of the program's main module, called with a `schema`.
+        sweeps: whether it can be started with --multirun. Its config then says where Hydra writes of the sweep.
+    """
+
+    # functools.wraps: Hydra looks for the program's name in the file of the wrapped function.
+    @functools.wraps(run)
+    def job(config: Any) -> None:
+        with refusals_shown():
+            check_given(config)
+            settings = OmegaConf.to_object(config)
+            for required in (field.name for field in dataclasses.fields(schema) if field.default == MISSING):
+                if getattr(settings, required) == "":
+                    raise ValueError(f"{required} is empty; give {required}=<value>.")
+            check_ranges("", settings)
+            run(settings)
+
+    ConfigStore.instance().store(f"{name}_schema", schema)
+    # The configs of a program that is a folder are beside the folder.
+    file = Path(inspect.getfile(run)).absolute()
+    configs = (file.parent.parent if file.name == "__main__.py" else file.parent) / "configs"
+    doc = inspect.getmodule(run).__doc__ or ""
+    start(Program(f"python -m tools.{name}", configs, name, schema, doc, sweeps), job)

@@ -1,0 +1,176 @@
+"""The flat-tokens dataset format (docs/flat-tokens.md): constants, encoding, and the splits of a dataset."""
+
+import glob
+import os
+
+import numpy as np
+import tensorstore as ts
+from jaxtyping import Bool, Int64, Integer, UInt32, UInt64
+
+from shardlib.parsing import did_you_mean
+from shardwright_data import foreign
+from shardwright_data.flat_tokens.growing_array import CRC, LITTLE_ENDIAN
+
+# Dims of the same name agree within a call.
+Ids = Integer[np.ndarray, "tokens"]
+Encoded = UInt32[np.ndarray, "tokens"]
+Lengths = Integer[np.ndarray, "documents"]
+Places = Int64[np.ndarray, "spans"]
+SomeTokens = UInt32[np.ndarray, "_"]
+Starts = UInt64[np.ndarray, "_"]
+AnyIds = Integer[np.ndarray, "*shape"]
+AnyIsStart = Bool[np.ndarray, "*shape"]
+AnyEncoded = UInt32[np.ndarray, "*shape"]
+
+FORMAT = "flat-tokens"
+FORMAT_VERSION = 1
+MARKERS = ("zarr.json", ".zgroup")
+"""Files of which a complete split has one: of zarr v3, of zarr v2."""
+MAX_TOKEN_ID = 2**31 - 1
+"""The largest id that leaves room for the start bit in a uint32."""
+
+INNER_CHUNK = 2**13
+"""Elements compressed together: what reading one sequence costs."""
+TOKENS_SHARD = 2**24
+"""Tokens in one file, 64 MiB uncompressed: what the writer holds in memory."""
+STARTS_SHARD = 2**22
+"""Entries of seq_starts in one file, 32 MiB uncompressed."""
+
+V2_CHUNK = 2**20
+"""Elements in one file of zarr v2, which is read and unpacked whole."""
+
+CHUNK_BYTES = 2**30
+"""Largest size of a chunk that is read, unpacked: a reader holds a few of them."""
+FILE_BYTES = 2**32
+"""Largest size of a local file of an array, which may be read as a whole."""
+STORE_REQUESTS = 256
+"""Bound on the requests that a reader has under way at a remote store."""
+OPENING_RETRIES = 3
+"""Repetitions of a request while a dataset is opened: a wrong address should show in seconds. Later, when a run depends
+on it, tensorstore repeats a request for a quarter of an hour."""
+
+TOKENS_CODECS = [LITTLE_ENDIAN, {"name": "zstd", "configuration": {"level": 3}}, CRC]
+STARTS_CODECS = [
+    LITTLE_ENDIAN,
+    {
+        "name": "blosc",
+        "configuration": {"cname": "zstd", "clevel": 5, "shuffle": "bitshuffle", "typesize": 8, "blocksize": 0},
+    },
+    CRC,
+]
+
+
+def mark_starts(ids: Ids, lengths: Lengths, where: str = "flat-tokens") -> Encoded:
+    """Whole documents as they are stored: 2·id, plus 1 where a document starts.
+
+    Args:
+        ids: of one document after the other.
+        lengths: number of tokens in each document.
+        where: place of the documents, for messages.
+
+    Raises:
+        ValueError: a document is empty, or the lengths do not add up to the tokens.
+    """
+    if (ids.size and not lengths.size) or (lengths < 1).any():
+        raise ValueError(f"{where}: a document is empty, and has no token to carry its start. Leave it out.")
+    if lengths.sum() != ids.size:
+        raise ValueError(f"{where}: documents of {lengths.sum()} tokens in all, but {ids.size} tokens given.")
+    encoded = ids.astype(np.uint32) << np.uint32(1)
+    encoded[np.cumsum(lengths) - lengths] |= np.uint32(1)
+    return encoded
+
+
+def decode(encoded: AnyEncoded) -> tuple[AnyEncoded, AnyIsStart]:
+    """`(ids, is_start)` of stored tokens."""
+    return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
+
+
+def unigram_entropy(ids: AnyIds) -> float:
+    """Entropy of single tokens in nats: the loss of a model that knows only their frequencies."""
+    return entropy(np.unique_counts(ids).counts)
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Entropy in nats of a variable whose values have these counts, or frequencies."""
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore:
+    """The directory `filespec`, a local path or a URL that tensorstore knows (`gs://`, `s3://`, `http://` …).
+
+    The environment variable AWS_ENDPOINT_URL gives the address of a server of `s3://` that is not Amazon's.
+    """
+    scheme, _, rest = filespec.partition("://")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if scheme == "s3" and endpoint:
+        bucket, _, path = rest.partition("/")
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        spec = {"driver": "s3", "bucket": bucket, "path": path, "endpoint": endpoint.rstrip("/"), "aws_region": region}
+    else:
+        spec = filespec if rest else {"driver": "file", "path": os.path.abspath(filespec)}
+    try:
+        kvstore = ts.KvStore.open(spec, context=context).result()
+    except ValueError as error:  # an address that is not one, such as s3:// with a bucket's name of one letter
+        raise ValueError(
+            f"{filespec} cannot be opened: {str(error).partition(' [')[0]}. Correct the address."
+        ) from error
+    return kvstore if kvstore.path.endswith("/") else kvstore / "/"
+
+
+def opening_context() -> ts.Context:
+    """A context for `open_kvstore` in which a wrong address shows in seconds."""
+    return ts.Context({f"{name}_request_retries": {"max_retries": OPENING_RETRIES} for name in ("http", "gcs", "s3")})
+
+
+def list_splits(filespec: str, wanted: str) -> str:
+    """For a message, the splits that a local dataset has in place of `wanted`; or what to check of a remote one."""
+    if "://" in filespec:
+        return "Check the address, and that its writer has finished."
+    if not os.path.isdir(filespec):
+        return "There is no such directory: write the dataset, as docs/data.md says, or correct the path."
+    groups = (path for marker in MARKERS for path in glob.glob(f"*/{marker}", root_dir=filespec))
+    splits = sorted({os.path.dirname(path) for path in groups})
+    return (
+        f"The splits there are {splits}.{did_you_mean(wanted, splits)}"
+        if splits
+        else ("The directory holds no flat-tokens dataset: write one with a program in tools/, or correct the path.")
+    )
+
+
+def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes | None:
+    """The content of a file, None if it is missing. Raises ValueError if it cannot be read.
+
+    A local file is one of at most `most` bytes.
+    """
+    try:
+        if root.url.startswith("file:"):
+            return foreign.read_file(root.path + name, most)
+        read = root.read(name).result()
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        why = str(error).splitlines()[0].partition(" [")[0]
+        raise ValueError(f"{why}. Check the path, its permissions and its disk.") from error
+    return read.value if read.state == "value" else None
+
+
+def is_there(root: ts.KvStore, split: str) -> bool:
+    """Whether the dataset has a complete split of that name."""
+    return any(read_file(root, f"{split}/{marker}") is not None for marker in MARKERS)
+
+
+def check_absent(filespec: str, split: str) -> None:
+    """Raises ValueError if the dataset has a complete split of that name already."""
+    if is_there(open_kvstore(filespec), split):
+        raise ValueError(f"{filespec.rstrip('/')}/{split} is already there. Delete it, or choose another path.")
+
+
+def delete_split(filespec: str, split: str) -> None:
+    """Deletes a complete split, if there is one."""
+    root = open_kvstore(filespec)
+    if is_there(root, split):
+        # The marker goes first: a split that is half deleted must not look whole.
+        for marker in MARKERS:
+            root.write(f"{split}/{marker}", None).result()
+        root.delete_range(ts.KvStore.KeyRange(f"{split}/", f"{split}0")).result()

@@ -1,0 +1,352 @@
+"""A reader of one split of a flat-tokens dataset."""
+
+import functools
+import glob
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import zarr
+
+from shardwright_data.flat_tokens.format import (
+    CHUNK_BYTES,
+    FILE_BYTES,
+    FORMAT,
+    FORMAT_VERSION,
+    STORE_REQUESTS,
+    Places,
+    SomeTokens,
+    Starts,
+    list_splits,
+    open_kvstore,
+    opening_context,
+    read_file,
+)
+from shardwright_data.foreign import SMALL, check_file, check_types, parse_object
+
+_AGAIN = "Write or copy the dataset again."
+
+
+class Reader:
+    """Reads any part of one split of a dataset in zarr v3 (as `Writer` writes it) or zarr v2 (as seqax writes it).
+
+    Args:
+        filespec: directory of the dataset; a local path or a URL that tensorstore knows.
+        split: name of the split, `train` or `validation`.
+        cache_bytes: bound on the decoded chunks and shard indexes kept in memory.
+        inputs: names of further arrays of the split, with a value for each token, to be read beside the tokens.
+
+    Raises:
+        ValueError: the split, or an input, is missing, incomplete, truncated, or not in this format.
+    """
+
+    num_tokens: int
+    num_documents: int
+    max_token_id: int
+    attributes: Mapping[str, Any]
+    """All attributes of the split's group, among them what the tokenization tool records."""
+
+    def __init__(self, filespec: str, split: str, *, cache_bytes: int = 2**28, inputs: Sequence[str] = ()):
+        self.path = f"{filespec.rstrip('/')}/{split}"
+        self._connect(filespec, cache_bytes)
+        self.attributes, self._driver = self._read_attributes(split)
+        self.max_token_id = self._attribute("max_token_id")
+        # tensorstore refuses the Delta filter of seqax's seq_starts.
+        has_filter = self._driver == "zarr" and self._read_json(f"{split}/seq_starts/.zarray").get("filters")
+        self._tokens = self._open_array(f"{split}/encoded_tokens", np.uint32)
+        starts = f"{split}/seq_starts"
+        self._starts = (
+            self._open_with_zarr(filespec, starts, cache_bytes) if has_filter else self._open_array(starts, np.uint64)
+        )
+        self.num_tokens = self._tokens.shape[0]
+        self.num_documents = self._starts.shape[0] - 1
+        self._inputs = {name: self._open_input(split, name) for name in inputs}
+        self._check_extent()
+
+    def _connect(self, filespec: str, cache_bytes: int) -> None:
+        self._root = open_kvstore(filespec, opening_context())
+        if self._root.url.startswith("file:"):
+            place = self._root.path + self.path.rpartition("/")[2]
+            for pattern in ("*", "*/*", "*/c/*"):
+                for path in glob.iglob(f"{glob.escape(place)}/{pattern}", include_hidden=True):
+                    if not os.path.isdir(path):
+                        check_file(path, FILE_BYTES if os.path.basename(path).isdecimal() else SMALL)
+        # A store that answers slowly should get all requests of a batch at once.
+        limit = {"limit": STORE_REQUESTS}
+        stores = dict.fromkeys(("http_request_concurrency", "gcs_request_concurrency", "s3_request_concurrency"), limit)
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
+
+    def _read_json(self, key: str) -> dict[str, Any]:
+        """The JSON object at `key`, empty if there is none."""
+        content = self._read_key(key)
+        if content is None:
+            return {}
+        return parse_object(f"{self.path}: {key}", content, remedy=_AGAIN)
+
+    def _read_key(self, key: str) -> bytes | None:
+        try:
+            return read_file(self._root, key)
+        except ValueError as e:
+            raise self._unreachable(e) from e
+
+    def _unreachable(self, error: Exception) -> ValueError:
+        return ValueError(f"{self.path} cannot be reached: {error}. Check the address, the connection and your rights.")
+
+    def _read_attributes(self, split: str) -> tuple[dict[str, Any], str]:
+        if group := self._read_json(f"{split}/zarr.json"):
+            kind, version = group.get("node_type"), group.get("zarr_format")
+            if (kind, version) != ("group", 3):
+                raise ValueError(
+                    f"{self.path} is not a group of zarr v3: its zarr.json states node_type {kind!r} and zarr_format "
+                    f"{version!r}. Correct the path, or write the dataset again."
+                )
+            attributes, driver = group.get("attributes") or {}, "zarr3"
+            check_types(f"{self.path}: zarr.json", {"attributes": attributes}, {"attributes": dict}, _AGAIN)
+        elif self._read_json(f"{split}/.zgroup"):
+            attributes, driver = self._read_json(f"{split}/.zattrs"), "zarr"
+        elif any(self._read_json(f"{split}/encoded_tokens/{name}") for name in ("zarr.json", ".zarray")):
+            raise ValueError(
+                f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
+            )
+        else:
+            there = list_splits(self.path.removesuffix(f"/{split}"), split)
+            raise ValueError(f"No flat-tokens split at {self.path}. {there}")
+        if "max_token_id" not in attributes:
+            raise ValueError(
+                f"{self.path} is not a flat-tokens split: its group has no attribute max_token_id, "
+                f"only {sorted(attributes)}. See docs/flat-tokens.md."
+            )
+        if attributes.get("format", FORMAT) != FORMAT:
+            raise ValueError(f"{self.path} is in the format {attributes['format']!r}, not {FORMAT}.")
+        if attributes.get("version", FORMAT_VERSION) != FORMAT_VERSION:
+            raise ValueError(
+                f"{self.path} has version {attributes['version']!r} of the flat-tokens format; this program reads "
+                f"version {FORMAT_VERSION}. Update the program or write the dataset again."
+            )
+        return attributes, driver
+
+    @property
+    def zarr_format(self) -> int:
+        """Version of the zarr format, 2 or 3."""
+        return 3 if self._driver == "zarr3" else 2
+
+    @property
+    def file_tokens(self) -> int:
+        """Elements of encoded_tokens in one file, at least 1; the last file may hold fewer."""
+        return self._file_size(self._tokens)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs that are read beside the tokens."""
+        return tuple(self._inputs)
+
+    def file_sizes(self) -> dict[str | None, int]:
+        """Elements in one file, at least 1: of encoded_tokens by None, of each input by its name."""
+        return {None: self.file_tokens} | {name: self._file_size(array) for name, array in self._inputs.items()}
+
+    def _file_size(self, array: Any) -> int:
+        is_ts = isinstance(array, ts.TensorStore)
+        return (array.chunk_layout.write_chunk.shape if is_ts else getattr(array, "shards", None) or array.chunks)[0]
+
+    def _attribute(self, name: str) -> int:
+        value = self.attributes[name]
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{self.path}: attribute {name} is {value!r}, not a nonnegative integer.")
+        return value
+
+    def _open_array(self, key: str, dtype: type) -> Any:
+        spec = {
+            "driver": self._driver,
+            "kvstore": (self._root / f"{key}/").spec().to_json(),
+            # Without this a missing file reads as zeros.
+            "fill_missing_data_reads": False,
+            "recheck_cached_metadata": "open",
+            "recheck_cached_data": "open",
+        }
+        try:
+            array = ts.open(spec, open=True, read=True, context=self._context).result()
+        except ValueError as e:
+            raise self._no_array(key, e) from e
+        self._check_array(key, array.shape, array.dtype.numpy_dtype, dtype, array.chunk_layout.read_chunk.shape)
+        return array
+
+    def input_key(self, split: str, name: str) -> str:
+        """Key of the array of an input. Raises ValueError if it cannot have that name, or the split is in zarr v2."""
+        if not re.fullmatch("[A-Za-z0-9_-]+", name):
+            raise ValueError(f"{name!r} is not a name of an input; it may have letters, digits, _ and -.")
+        if self._driver != "zarr3":
+            raise ValueError(f"{self.path} is in zarr v2, which has no inputs; write it again with the tools.")
+        return f"{split}/input_{name}"
+
+    def _open_input(self, split: str, name: str) -> Any:
+        key = self.input_key(split, name)
+        if self._read_key(f"{key}/zarr.json") is None:
+            raise ValueError(
+                f"{self.path} has no input {name}: its array input_{name} is missing. Add it with "
+                "flat_tokens.add_input (docs/flat-tokens.md), or choose a dataset that has it."
+            )
+        array = self._open_array(key, np.uint32)
+        if array.shape[0] != self.num_tokens:
+            raise ValueError(
+                f"{self.path}: input_{name} has {array.shape[0]} values for {self.num_tokens} tokens, and must "
+                "have one for each. Add it again with flat_tokens.add_input(…, overwrite=True)."
+            )
+        return array
+
+    def _open_with_zarr(self, filespec: str, key: str, memory: int) -> Any:
+        """The array, in memory if `memory` bytes hold it, else read by zarr at each access."""
+        try:
+            array = zarr.open_array(filespec, path=key, mode="r")
+        # zarr-python has many errors for metadata that is not as specified.
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise self._no_array(key, e) from e
+        self._check_array(key, array.shape, array.dtype, np.uint64, array.chunks)
+        return self._begin(array, [(0, array.size)], "seq_starts")() if array.nbytes <= memory else array
+
+    def _no_array(self, key: str, error: Exception) -> ValueError:
+        name, why = key.rsplit("/", 1)[-1], str(error).partition(" [")[0]
+        return ValueError(
+            f"{self.path}: its array {name} is missing or not readable as {self._driver}: {why}. Write the dataset "
+            "again."
+        )
+
+    def _check_array(
+        self, key: str, shape: tuple[int, ...], dtype: np.dtype, expected: type, chunk: tuple[int, ...]
+    ) -> None:
+        if len(shape) != 1 or dtype != expected:
+            raise ValueError(
+                f"{self.path}: {key.rsplit('/', 1)[-1]} has rank {len(shape)} and dtype {dtype}; "
+                f"flat-tokens has rank 1 and {np.dtype(expected).name}."
+            )
+        if chunk[0] * dtype.itemsize > CHUNK_BYTES:
+            raise ValueError(
+                f"{self.path}: {key.rsplit('/', 1)[-1]} has chunks of {chunk[0]} values, which are unpacked whole; a "
+                f"chunk has at most {CHUNK_BYTES} bytes. Write the dataset again with smaller ones."
+            )
+
+    def _check_extent(self) -> None:
+        """Raises ValueError if the split is truncated, by its counts and the last element of either array."""
+        for name, found in (("num_tokens", self.num_tokens), ("num_documents", self.num_documents)):
+            if name in self.attributes and (stated := self._attribute(name)) != found:
+                raise ValueError(
+                    f"{self.path} is truncated: its attributes state {name} = {stated}, its arrays hold {found}. "
+                    "Write or copy the dataset again."
+                )
+        if self.num_documents < 0:
+            raise ValueError(f"{self.path}: seq_starts is empty; its last entry must be the number of tokens.")
+        end = int(self._begin(self._starts, [(self.num_documents, self.num_documents + 1)], "seq_starts")()[0])
+        if end != self.num_tokens:
+            raise ValueError(
+                f"{self.path} is truncated: seq_starts ends at token {end}, encoded_tokens at {self.num_tokens}. "
+                "Write or copy the dataset again."
+            )
+        for name in (None, *self._inputs) if self.num_tokens else ():
+            self.read(np.array([0, self.num_tokens - 1]), np.array([1, 1]), name)
+
+    def _begin(self, array: Any, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
+        """Begins to read `array` over each (start, end). Returns a function that waits for the parts and joins them."""
+        if not isinstance(array, ts.TensorStore):
+            try:
+                joined = np.concatenate([array[start:end] for start, end in spans])
+            # Codecs raise RuntimeError or ValueError for damaged data.
+            except (OSError, RuntimeError, ValueError) as e:
+                raise self._damage(what, array, spans, e) from e
+            return lambda: joined
+        # One read of joined views costs tensorstore less than a read each.
+        views = [array[start:end] for start, end in spans]
+        future = (ts.concat(views, axis=0) if len(views) > 1 else views[0]).read()
+
+        def wait() -> np.ndarray:
+            try:
+                return future.result()
+            except ValueError as e:
+                raise self._damage(what, array, spans, e) from e
+
+        return wait
+
+    def _damage(self, what: str, array: Any, spans: list[tuple[int, int]], error: Exception) -> ValueError:
+        """The error for spans of an array that cannot be read. It names the file, or those of the spans."""
+        if found := re.search(r"""[^\s"']+/\d+(?=["'\s])""", str(error)):
+            files = found[0]
+        else:
+            place = array.kvstore.path if isinstance(array, ts.TensorStore) else f"{array.path}/"
+            place += "c/" * (self.zarr_format == 3)
+            size = self._file_size(array)
+            first, last = min(start for start, _ in spans) // size, (max(end for _, end in spans) - 1) // size
+            files = f"{place}{first}" if first == last else f"one of {place}{first} to {last}"
+        return ValueError(
+            f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt: {files}. {_AGAIN}"
+        )
+
+    def begin_read(self, starts: Places, lengths: Places, name: str | None = None) -> Callable[[], SomeTokens]:
+        """Begins to read the stored tokens `[starts[i], starts[i] + lengths[i])` of all spans i at once.
+
+        Args:
+            starts: of the spans, at least one.
+            lengths: of the spans, each at least 1.
+            name: of an input, to read its values for these tokens instead.
+
+        Returns:
+            A function that waits for the values, and joins those of all spans. It raises ValueError if a file of the
+            dataset is missing, truncated or corrupt.
+        """
+        ends = starts + lengths
+        # Spans that follow one another in the dataset are one read.
+        first = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]))
+        last = np.concatenate([first[1:], [starts.size]]) - 1
+        spans = list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
+        between = "between " if len(spans) > 1 else ""
+        what = f"tokens {between}{starts.min()} {'and' if between else 'to'} {ends.max() - 1}"
+        if name is not None:
+            return self._begin(self._inputs[name], spans, f"input_{name} of {what}")
+        return self._begin(self._tokens, spans, what)
+
+    def read(self, starts: Places, lengths: Places, name: str | None = None) -> list[SomeTokens]:
+        """The stored tokens `[starts[i], starts[i] + lengths[i])` of each span i, or the values of the input `name`.
+
+        Raises:
+            ValueError: a file of the dataset is missing, truncated or corrupt.
+        """
+        return np.split(self.begin_read(starts, lengths, name)(), np.cumsum(lengths)[:-1]) if starts.size else []
+
+    def document_spans(self, documents: Places) -> tuple[Places, Places]:
+        """`(starts, lengths)`, in tokens, of documents given by their index in [0, num_documents)."""
+        if not documents.size:
+            return documents, documents
+        pairs = self._begin(self._starts, [(i, i + 2) for i in documents.tolist()], "seq_starts")()
+        spans = pairs.astype(np.int64).reshape(-1, 2)
+        return spans[:, 0], spans[:, 1] - spans[:, 0]
+
+    def read_starts(self, start: int, stop: int) -> Starts:
+        """The entries [start, stop) of seq_starts: at least one, and stop at most num_documents + 1."""
+        return self._begin(self._starts, [(start, stop)], "seq_starts")()
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Identity of the split, wherever it is stored: its sizes, and a checksum of tokens at 16 places in it.
+
+        Also a checksum of each input that is read, at the same places.
+
+        Raises:
+            ValueError: a file of the dataset is missing, truncated or corrupt.
+        """
+        length = min(self.num_tokens, 64)
+        starts = np.unique(np.linspace(0, self.num_tokens - length, 16).astype(np.int64))
+
+        def checksum(name: str | None) -> str:
+            sample = self.read(starts, np.full_like(starts, length), name) if length else [np.zeros(0, np.uint32)]
+            return f"{zlib.crc32(np.concatenate(sample).astype('<u4').tobytes()):08x}"
+
+        sizes = f"{self.num_tokens} tokens, {self.num_documents} documents, ids to {self.max_token_id}"
+        return ", ".join([sizes, checksum(None), *(f"{name} {checksum(name)}" for name in self.inputs)])
+
+    def blocks(self, max_tokens: int | None = None) -> Iterator[SomeTokens]:
+        """Yields the stored tokens in order, in blocks of a few MiB: the first `max_tokens` of them, or all."""
+        stop = self.num_tokens if max_tokens is None else min(max_tokens, self.num_tokens)
+        block = 2**20
+        for start in range(0, stop, block):
+            yield self.read(np.array([start]), np.array([min(block, stop - start)]))[0]

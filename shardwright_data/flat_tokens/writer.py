@@ -1,0 +1,176 @@
+"""A writer of one split of a flat-tokens dataset."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shardwright_data.flat_tokens.format import (
+    FORMAT,
+    FORMAT_VERSION,
+    INNER_CHUNK,
+    MAX_TOKEN_ID,
+    STARTS_CODECS,
+    STARTS_SHARD,
+    TOKENS_CODECS,
+    TOKENS_SHARD,
+    V2_CHUNK,
+    Encoded,
+    Ids,
+    Lengths,
+    check_absent,
+    delete_split,
+    mark_starts,
+    open_kvstore,
+    read_file,
+)
+from shardwright_data.flat_tokens.growing_array import GrowingArray
+
+
+class Writer:
+    """Writes one split of a dataset.
+
+    Readers see the split only after `close`: the group's metadata is written last, when each write before it has been
+    checked. As a context manager it closes on a clean exit, and leaves the split incomplete on an exception.
+
+    Args:
+        filespec: directory of the dataset; a local path or a URL that tensorstore knows.
+        split: name of the split, `train` or `validation`.
+        overwrite: replace a complete split. An incomplete one is always replaced, unless `resume` is given.
+        with_bytes: also keep the UTF-8 bytes of each document, in an array `seq_bytes` that readers ignore.
+        resume: what `state` gave, to resume the split: its files become what they would have been. None to begin it.
+        zarr_format: 3, or 2 for seqax and other readers of zarr v2.
+
+    Raises:
+        ValueError: the split is already there, or the dataset is in another version of zarr.
+    """
+
+    def __init__(
+        self,
+        filespec: str,
+        split: str,
+        *,
+        overwrite: bool = False,
+        with_bytes: bool = False,
+        resume: Mapping[str, np.ndarray] | None = None,
+        zarr_format: int = 3,
+    ):
+        self.path = f"{filespec.rstrip('/')}/{split}"
+        self._root = open_kvstore(filespec)
+        self._split = split
+        if zarr_format not in (2, 3):
+            raise ValueError(f"zarr_format is {zarr_format!r}; write 3, or 2 for seqax and other readers of zarr v2.")
+        self._v2 = zarr_format == 2
+        if not overwrite:
+            check_absent(filespec, split)
+            if read_file(self._root, "zarr.json" if self._v2 else ".zgroup") is not None:
+                raise ValueError(
+                    f"{filespec} is in zarr v{5 - zarr_format}, not v{zarr_format}, and all splits of a dataset are in "
+                    "the same. Choose another path, or replace the dataset with overwrite=true."
+                )
+        else:
+            delete_split(filespec, split)
+
+        def array(name: str, dtype: type, shard: int, codecs: list[Any] | None) -> GrowingArray:
+            if self._v2:
+                shard, codecs = V2_CHUNK, None
+            state = None if resume is None else (int(resume[f"{name}.written"]), resume[f"{name}.pending"])
+            where = self._root / f"{split}/{name}/"
+            return GrowingArray(where, np.dtype(dtype), shard, INNER_CHUNK, codecs, state)
+
+        self._arrays = {"encoded_tokens": array("encoded_tokens", np.uint32, TOKENS_SHARD, TOKENS_CODECS)}
+        for name in ("seq_starts", "seq_bytes") if with_bytes else ("seq_starts",):
+            self._arrays[name] = array(name, np.uint64, STARTS_SHARD, STARTS_CODECS)
+        self.num_documents = self._arrays["seq_starts"].length
+        """Documents appended so far."""
+        self._max_token_id = 0 if resume is None else int(resume["max_token_id"])
+        self.attributes: dict[str, Any] = {}
+        """JSON values to be written with the format's own attributes, by name."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens appended so far."""
+        return self._arrays["encoded_tokens"].length
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The arrays that `resume` needs beside the files: at most a shard of each array of the split.
+
+        Raises:
+            ValueError: a write failed.
+        """
+        result = {"max_token_id": np.array(self._max_token_id)}
+        for name, array in self._arrays.items():
+            written, pending = array.state()
+            result |= {f"{name}.written": np.array(written), f"{name}.pending": pending}
+        return result
+
+    def append(self, ids: Ids, lengths: Lengths) -> None:
+        """Adds whole documents: their token ids one after the other, and the number of tokens of each.
+
+        Raises:
+            ValueError: an id is outside [0, MAX_TOKEN_ID], a document is empty, the lengths do not add up to the
+                tokens, or a write failed.
+        """
+        if ids.size and ((low := int(ids.min())) < 0 or (high := int(ids.max())) > MAX_TOKEN_ID):
+            raise ValueError(f"{self.path}: token id {low if low < 0 else high} is outside [0, {MAX_TOKEN_ID}].")
+        self.append_encoded(mark_starts(ids, lengths, self.path))
+
+    def append_encoded(self, encoded: Encoded, num_bytes: Lengths | None = None) -> None:
+        """Adds tokens as they are stored. Those before the first mark continue the last document.
+
+        Args:
+            encoded: as `mark_starts` gives them.
+            num_bytes: UTF-8 bytes of each document that starts in `encoded`; used by a writer `with_bytes`.
+
+        Raises:
+            ValueError: a write failed.
+        """
+        if not encoded.size:
+            return
+        starts = np.flatnonzero(encoded & np.uint32(1)).astype(np.uint64)
+        self._arrays["seq_starts"].append(starts + np.uint64(self.num_tokens))
+        self._arrays["encoded_tokens"].append(encoded)
+        if "seq_bytes" in self._arrays:
+            self._arrays["seq_bytes"].append(num_bytes.astype(np.uint64))
+        self.num_documents += starts.size
+        self._max_token_id = max(self._max_token_id, int(encoded.max()) >> 1)
+
+    def close(self) -> None:
+        """Writes what is left, then makes the split visible.
+
+        Raises:
+            ValueError: a write failed; the split stays incomplete.
+        """
+        self._arrays["seq_starts"].append(np.array([self.num_tokens], np.uint64))
+        for array in self._arrays.values():
+            array.close()
+        own = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "max_token_id": self._max_token_id,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+        }
+        self._write_group("", {})
+        self._write_group(f"{self._split}/", self.attributes | own)
+
+    def _write_group(self, prefix: str, attributes: Mapping[str, Any]) -> None:
+        group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+        if self._v2:  # the group last: it shows the split
+            files = {"zarr.json": None, ".zattrs": attributes, ".zgroup": {"zarr_format": 2}}
+        else:
+            files = {".zgroup": None, "zarr.json": group}
+        for name, content in files.items():
+            text = None if content is None else json.dumps(content, indent=1).encode() + b"\n"
+            self._root.write(prefix + name, text).result()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, exc_type: type | None, *_: object) -> None:
+        if exc_type is None:
+            self.close()
+        else:
+            for array in self._arrays.values():
+                array.abandon()

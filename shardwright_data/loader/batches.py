@@ -1,0 +1,279 @@
+"""Common parts of all loaders: batches, their way to the devices, and loading them ahead of use."""
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import jax
+import numpy as np
+
+from shardlib.shardtypes import Array, bool_, make_shardings, pytree_dataclass, u32
+from shardwright_data.checks import check_range
+from shardwright_data.loader.shuffle import Indices
+from shardwright_data.text.byte_lengths import ByteLengths
+
+T = TypeVar("T")
+
+
+@pytree_dataclass
+class TokenBatch:
+    """Sequences on the devices. The batch of a step is an `Array["m", TokenBatch]`.
+
+    There microbatch k of m holds the sequences k·n to (k + 1)·n of the m·n in the batch, in order, on every mesh.
+    """
+
+    targets: u32["B/r/d L"]
+    """Token ids, each to be predicted from those before it in its document; 0 in padding."""
+    is_seq_start: bool_["B/r/d L"]
+    """True where a document starts. Nothing before such a position in its sequence may be seen from it or after it."""
+    loss_mask: bool_["B/r/d L"]
+    """False in padding, where there is nothing to predict."""
+    inputs: u32["B/r/d L inputs"] | None = None
+    """Further values of the dataset for each target; 0 in padding. None where the model reads none."""
+
+
+def in_microbatches(sequences: T, count: int) -> T:
+    """Host arrays [sequences, …], each as [count, sequences / count, …]: the microbatches of a batch."""
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sequences)
+
+
+def batch_shapes(batch_size: int, seq_len: int, microbatches: int, inputs: int = 0) -> TokenBatch:
+    """The `jax.ShapeDtypeStruct` of each array of a step's batch on the current mesh: enough to compile the step.
+
+    Args:
+        batch_size: sequences in the batch, over all hosts.
+        seq_len: tokens in a sequence.
+        microbatches: number of microbatches, which divides batch_size.
+        inputs: number of inputs beside the tokens.
+    """
+    shape = microbatches, batch_size // microbatches, seq_len
+    struct = jax.ShapeDtypeStruct
+    tokens, flags = struct(shape, np.uint32), struct(shape, np.bool_)
+    batch = TokenBatch(tokens, flags, flags, struct((*shape, inputs), np.uint32) if inputs else None)
+    return jax.tree.map(lambda x, s: x.update(sharding=s), batch, make_shardings(Array["m", TokenBatch], like=batch))
+
+
+class Sequences(NamedTuple):
+    """Sequences of a batch on the host: the fields of TokenBatch, each of shape (sequences, seq_len, …)."""
+
+    targets: np.ndarray
+    is_seq_start: np.ndarray
+    loss_mask: np.ndarray
+    inputs: np.ndarray
+    """The last dim has size 0 where the model reads none."""
+
+
+class Limit(NamedTuple):
+    """The end of the data."""
+
+    steps: int
+    """Number of batches that can be read."""
+    reason: str
+    """Reason for the end, as a clause."""
+
+
+class Loader:
+    """Batches of one split. The content of a batch does not depend on the mesh or on the number of hosts.
+
+    On a current mesh, `load` places batches on its devices. Without one, only `sequences` works.
+
+    Args:
+        split: `train` or `validation`.
+        batch_size: sequences in a batch, over all hosts.
+        seq_len: tokens in a sequence.
+        vocab_size: bound on the token ids, or None for no check.
+        inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
+        microbatches: number of microbatches in the batches that `load` gives, at least 1.
+
+    Raises:
+        ValueError: a size is out of range, `microbatches` does not divide batch_size, or the mesh does not divide a
+            microbatch.
+    """
+
+    parallel_loads: int
+    """Number of calls of `load` that may run at once in different threads: the `threads` for a Prefetcher."""
+    num_tokens: int | None
+    """Tokens in the split, all sources together; None if unknown."""
+    limit: Limit | None = None
+    """The end of the data, None if it repeats without end."""
+    unseen: Mapping[str, float]
+    """By dataset, the share of the tokens that no batch holds, because they are beyond seq_len in their document, among
+    the documents at both ends of the split. Empty if documents are packed, or their lengths are unknown."""
+
+    def __init__(
+        self,
+        split: str,
+        batch_size: int,
+        seq_len: int,
+        vocab_size: int | None = None,
+        inputs: Sequence[str] = (),
+        microbatches: int = 1,
+    ):
+        check_range("batch_size", batch_size)
+        check_range("seq_len", seq_len)
+        check_range("microbatches", microbatches)
+        if batch_size % microbatches:
+            raise ValueError(
+                f"A batch of {batch_size} sequences does not divide into {microbatches} microbatches. Choose a "
+                f"multiple of {microbatches} for the batch size."
+            )
+        self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
+        self.inputs, self.microbatches = tuple(inputs), microbatches
+        self.unseen, self._utf8_bytes = {}, {}
+        self.shardings: TokenBatch | None = None
+        if not jax.sharding.get_abstract_mesh().empty:
+            shardings = make_shardings(Array["m", TokenBatch])
+            self._check_divides(shardings)
+            self.shardings = shardings if inputs else dataclasses.replace(shardings, inputs=None)
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Tokens in a batch, over all hosts, padding included."""
+        return self.batch_size * self.seq_len
+
+    def sequences(self, step: int, indices: Indices) -> Sequences:
+        """Sequences of the batch of `step`, at least 0, given by their indices in [0, batch_size).
+
+        Raises:
+            ValueError: the step cannot be read, or data is missing or damaged.
+        """
+        raise NotImplementedError
+
+    def source_tokens(self, step: int) -> dict[str, int]:
+        """Tokens of each source in the batch of `step`, padding included; empty if there is only one source."""
+        self._check_step(step)
+        return {}
+
+    def state(self, step: int) -> dict[str, Any]:
+        """JSON values, for a checkpoint, with which `make_loader` resumes at the batch of `step`.
+
+        They only name the datasets if any step can be read at any time.
+        """
+        self._check_step(step)
+        return {}
+
+    def epoch_steps(self) -> dict[str, float]:
+        """Batches until each sequence of a source has come once, by the source's name; empty if unknown."""
+        return {}
+
+    def unigram_entropy(self) -> float | None:
+        """Entropy of single tokens in nats, the loss of a model that knows only their frequencies; None if unknown."""
+        return None
+
+    @property
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of the tokens; None if unknown."""
+        return None
+
+    def utf8_bytes(self, step: int) -> int | None:
+        """UTF-8 bytes of the text that the targets of the batch of `step` stand for; None if unknown.
+
+        Each host reads the whole batch, so the number does not depend on the mesh or on the number of hosts.
+        """
+        if self.byte_lengths is None:
+            return None
+        if step not in self._utf8_bytes:
+            found = self.sequences(step, np.arange(self.batch_size))
+            ids, is_start = found.targets[found.loss_mask], found.is_seq_start[found.loss_mask]
+            self._utf8_bytes[step] = self.byte_lengths.count(ids, is_start)
+        return self._utf8_bytes[step]
+
+    def load(self, step: int) -> TokenBatch:
+        """The batch of `step` on the devices, an Array["m", TokenBatch].
+
+        Each host reads the sequences of its own devices: a part of each microbatch.
+
+        Raises:
+            ValueError: the step cannot be read, or data is missing or damaged.
+        """
+        if self.shardings is None:
+            raise ValueError("The loader has no mesh to place batches on. Make it under jax.set_mesh(mesh).")
+        shape = self._shape
+        count, size, _ = shape
+        parts = self.shardings.targets.addressable_devices_indices_map(shape).values()
+        spans = sorted({part.indices(size)[:2] for _, part, _ in parts})
+        rows = np.concatenate([np.arange(start, stop) for start, stop in spans])
+        host = self.sequences(step, (np.arange(count)[:, None] * size + rows).reshape(-1))
+        ends = np.cumsum([stop - start for start, stop in spans]).tolist()
+        place = {span: slice(end - (span[1] - span[0]), end) for span, end in zip(spans, ends, strict=True)}
+
+        def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+            def shard(index: tuple[slice, ...]) -> np.ndarray:
+                return values[index[0], place[index[1].indices(size)[:2]], *index[2:]]
+
+            return jax.make_array_from_callback((*shape, *values.shape[3:]), sharding, shard)
+
+        inputs = None if self.shardings.inputs is None else host.inputs
+        return jax.tree.map(put, in_microbatches(TokenBatch(*host[:3], inputs), count), self.shardings)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """Microbatches, sequences in each, tokens in each of these."""
+        return self.microbatches, self.batch_size // self.microbatches, self.seq_len
+
+    def _check_step(self, step: int) -> None:
+        if step < 0:
+            raise ValueError(f"step is {step}; steps count from 0.")
+
+    def _check_divides(self, shardings: TokenBatch) -> None:
+        try:
+            shardings.targets.shard_shape(self._shape)
+        except ValueError as e:
+            count, size, _ = self._shape
+            raise ValueError(
+                f"A microbatch of {size} sequences of {self.seq_len} tokens does not divide evenly over the mesh "
+                f"{dict(shardings.targets.mesh.shape)}, sharded as {shardings.targets.spec}. Choose a multiple of the "
+                f"axes' product, times {count} microbatches, for the batch size."
+            ) from e
+
+
+class Prefetcher(Generic[T]):
+    """Yields `load(step)` for each step in [start, stop), in order, computed in background threads ahead of use.
+
+    An error in `load` is raised by the `next` for its step. A context manager: on exit it drops the batches that are
+    left, and waits for the calls of `load` that are running.
+
+    Args:
+        load: with more than one thread, it has to be thread-safe. It sees no mesh: `jax.set_mesh` is per thread.
+        start: the first step.
+        stop: one past the last step.
+        depth: batches loaded ahead of the one in use, at least 1; each takes memory on the devices.
+        threads: calls of `load` that run at once, at least 1. Several of them hide the latency of a store.
+    """
+
+    def __init__(self, load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1):
+        check_range("depth", depth)
+        check_range("threads", threads)
+        self._load = load
+        self._steps = iter(range(start, stop))
+        self._pool = ThreadPoolExecutor(min(threads, depth), thread_name_prefix="prefetch")
+        self._ahead: deque[Future[T]] = deque()
+        for _ in range(depth):
+            self._submit()
+
+    def _submit(self) -> None:
+        for step in itertools.islice(self._steps, 1):
+            self._ahead.append(self._pool.submit(self._load, step))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        if not self._ahead:
+            raise StopIteration
+        batch = self._ahead.popleft()
+        self._submit()
+        return batch.result()
+
+    def close(self) -> None:
+        """Ends the threads. A later `next` raises."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,115 @@
+"""The origin of a batch: its sequences, and the documents in them."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from shardwright_data import flat_tokens
+from shardwright_data.loader.batches import Loader
+from shardwright_data.loader.flat import FlatTokensLoader
+from shardwright_data.loader.mixture import MixtureLoader
+
+Places = Int64[np.ndarray, "places"]
+
+
+class Piece(NamedTuple):
+    """The part of a document in a sequence."""
+
+    document: int
+    """Index of the document in the split."""
+    position: int
+    """First position of the part in the sequence."""
+    start: int
+    """Place of the first token of the part in the document."""
+    length: int
+    """Number of tokens."""
+    document_length: int
+    """Number of tokens of the whole document."""
+
+
+def find_documents(reader: flat_tokens.Reader, places: Places) -> Places:
+    """The index of the document that each token belongs to. Tokens are given by their places in the split."""
+    low, high = np.zeros_like(places), np.full_like(places, reader.num_documents)
+    # All places at once, so that a remote dataset gets some thirty requests at most.
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        starts, _ = reader.document_spans(middle)
+        low, high = np.where(starts <= places, middle, low), np.where(starts <= places, high, middle)
+    return low
+
+
+class Sequence(NamedTuple):
+    """One sequence of a batch."""
+
+    number: int
+    """Index of the sequence in the batch."""
+    source: str | None
+    """The name of its source in the mixture."""
+    epoch: int
+    reader: flat_tokens.Reader
+    start: int
+    """The place of its first token in the split."""
+    length: int
+    document: int
+    """The index of the document of its first token."""
+
+
+def pieces_of(sequence: Sequence) -> list[Piece]:
+    """The parts of documents in a sequence."""
+    pieces, place, document = [], sequence.start, sequence.document
+    while place < sequence.start + sequence.length:
+        (begin,), (size,) = sequence.reader.document_spans(np.array([document]))
+        stop = min(int(begin + size), sequence.start + sequence.length)
+        pieces.append(Piece(document, place - sequence.start, int(place - begin), int(stop - place), int(size)))
+        place, document = stop, document + 1
+    return pieces
+
+
+def sequences_of_batch(loader: Loader, batch: int, indices: np.ndarray) -> list[Sequence]:
+    """The origin of some sequences of a batch, which are given by their indices in it.
+
+    Raises:
+        ValueError: the loader reads a stream, whose batches are known only once they are read.
+    """
+    numbers = batch * loader.batch_size + indices
+    if isinstance(loader, FlatTokensLoader):
+        found = [(None, loader, indices, numbers)]
+    elif isinstance(loader, MixtureLoader):
+        which, numbers = loader.quotas.locate(numbers)
+        found = [
+            (name, source, indices[which == i], numbers[which == i])
+            for i, (name, source) in enumerate(loader.sources.items())
+            if (which == i).any()
+        ]
+    else:
+        raise ValueError(
+            "The run reads a stream, whose batches are not known without reading it from the start. Write a dataset "
+            "with tools/huggingface_to_flat_tokens to be able to look at any step."
+        )
+    result = []
+    for name, source, places, numbers in found:
+        starts, lengths = source.spans(numbers)
+        documents = find_documents(source.dataset, starts)
+        for index, number, *span in zip(places, numbers, starts, lengths, documents, strict=True):
+            epoch = int(number) // source.sequences_per_epoch
+            result.append(Sequence(int(index), name, epoch, source.dataset, *map(int, span)))
+    return sorted(result, key=lambda sequence: sequence.number)
+
+
+def documents_of_batch(loader: Loader, batch: int) -> dict[str | None, list[tuple[int, int]]]:
+    """First and last index of each stretch of consecutive documents in a batch, by the name of their source.
+
+    Raises:
+        ValueError: as sequences_of_batch.
+    """
+    stretches: dict[str | None, list[tuple[int, int]]] = {}
+    found = sequences_of_batch(loader, batch, np.arange(loader.batch_size))
+    lasts = [find_documents(x.reader, np.array([x.start + x.length - 1]))[0] for x in found]
+    for sequence, last in sorted(zip(found, lasts, strict=True), key=lambda pair: pair[0].document):
+        known = stretches.setdefault(sequence.source, [])
+        if known and sequence.document <= known[-1][1] + 1:
+            known[-1] = known[-1][0], max(known[-1][1], int(last))
+        else:
+            known.append((sequence.document, int(last)))
+    return stretches

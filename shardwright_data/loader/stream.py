@@ -1,0 +1,304 @@
+"""Batches tokenized on the fly from a Hugging Face dataset or from text files, for trials that are not worth a dataset.
+
+Unlike a flat-tokens dataset, a stream is read from its beginning to its end: only the steps that follow a known state
+can be read. Such a state is small, since it names a place in the stream and not what was read before it.
+"""
+
+import functools
+import threading
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwright_data.checks import within
+from shardwright_data.loader import shuffle
+from shardwright_data.loader.batches import Loader, Sequences
+from shardwright_data.loader.flat import ReadingConfig
+from shardwright_data.loader.shuffle import Indices
+from shardwright_data.text import hub
+from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths
+from shardwright_data.text.sources import clean_text
+from shardwright_data.text.tokenizers import Tokenizer, open_tokenizer
+
+KEPT_STATES = 1024
+"""Most recent steps whose states are kept: a checkpoint may be that many steps older than what is prefetched."""
+TOKENIZER_KINDS = ("bytes", "huggingface", "tiktoken")
+TOKENIZED_AT_ONCE = 64
+"""Documents that go to the tokenizer together."""
+
+
+@dataclass
+class StreamConfig:
+    """Text to be tokenized while training. Either `dataset`, or `train_files` and `validation_files`."""
+
+    dataset: str | None = None
+    """Name of a Hugging Face dataset."""
+    dataset_config: str | None = None
+    """The dataset's configuration (subset), where it has several."""
+    train: str = "train"
+    """The dataset's split to train on."""
+    validation: str = "validation"
+    """The dataset's split to validate on."""
+    train_files: list[str] = field(default_factory=list)
+    """Files, globs or URLs to train on: all .jsonl or .json, .parquet, or .txt with a document a line.
+    They may be compressed."""
+    validation_files: list[str] = field(default_factory=list)
+    """Files, globs or URLs to validate on, of the same kinds."""
+    text_field: str = "text"
+    """The column or JSON key that holds the document."""
+    tokenizer_kind: str = "bytes"
+    """`bytes`, `huggingface` or `tiktoken`: as in tools/huggingface_to_flat_tokens, with the same ids."""
+    tokenizer: str | None = None
+    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. For the other
+    kinds: what tools/huggingface_to_flat_tokens takes for a name. None for `bytes`."""
+    end_token: str | None = None
+    """Token added at the end of each document, `</s>` for bytes. Null: none."""
+    shuffle_block: int = within(1, 2**24, 1024)
+    """With `shuffle`, documents change places within blocks of this many, at least 1, which are held in memory
+    and read again after a restart."""
+
+
+class _Place(NamedTuple):
+    """A place in the stream: some documents into a block, some tokens into the next document."""
+
+    epoch: int = 0
+    block: int = 0
+    """Blocks of the epoch before this one."""
+    source: dict[str, Any] | None = None
+    """State of the `datasets` library at the beginning of the block; None for the beginning of the epoch."""
+    documents: int = 0
+    tokens: int = 0
+
+
+class StreamLoader(Loader):
+    """Batches of one split of a stream. Every host reads the whole stream and places its own sequences.
+
+    `load` and `sequences` give the steps in order, from the one that `state` belongs to or from 0. To leave steps out
+    takes the time to read them. Step 0 and steps whose state is kept can be given again: the stream is then read again
+    from there.
+
+    Args:
+        config: the stream.
+        reading: how it is read. max_epochs bounds its repetitions; where the stream ends is known only once it does.
+        state: what `state(step)` gave in another run of the same config; None for the beginning.
+        batches: arguments of Loader, without inputs.
+
+    Raises:
+        ValueError: a setting is out of range or missing, a dataset or tokenizer is missing, token ids exceed the
+            vocabulary, the state is that of another kind of loader, or a package is not installed.
+    """
+
+    parallel_loads = 1
+    num_tokens = None
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        reading: ReadingConfig,
+        state: dict[str, Any] | None,
+        *batches: Any,
+        microbatches: int = 1,
+    ):
+        super().__init__(*batches, microbatches=microbatches)
+        self.config, self._reading = config, reading
+        self._name, arguments = _source(config, self.split)
+        self._tokenizer = _make_tokenizer(config)
+        size = self._tokenizer.vocab_size
+        if self.vocab_size is not None and size > self.vocab_size:
+            raise ValueError(
+                f"The tokenizer of the stream {self._name} has {size} ids, more than the model's vocabulary of "
+                f"{self.vocab_size}. Set that to {size}, or choose another tokenizer."
+            )
+        self._data = _open(self._name, arguments)
+        self._beginning = self._data.state_dict()
+        beginning = {"step": 0} | _Place()._asdict()
+        first = beginning if state is None else state
+        if first.keys() != beginning.keys():
+            raise ValueError(
+                f"This is no state of a stream: {sorted(first)}. Resume with the data settings of the checkpoint."
+            )
+        self._states: dict[int, dict[str, Any]] = {0: beginning, first["step"]: first}
+        self._lock = threading.Lock()
+        self._last: tuple[int, Sequences] | None = None
+        self._documents: Generator[tuple[_Place, _Place, np.ndarray], None, None] | None = None
+        self._seek(first["step"])
+
+    def sequences(self, step: int, indices: Indices) -> Sequences:
+        """Sequences of the batch of `step`, as Loader.sequences describes."""
+        self._check_step(step)
+        with self._lock:
+            if self._last is None or self._last[0] != step:
+                if step < self._next or (step in self._states and step != self._next):
+                    self._seek(step)
+                while self._next <= step:  # batches that are left out are read too
+                    self._last = self._next, self._read_batch()
+                    self._next += 1
+                    self._states[self._next] = {"step": self._next} | self._place._asdict()
+                    for old in sorted(self._states)[1:-KEPT_STATES]:
+                        del self._states[old]
+            return Sequences(*(part[indices] for part in self._last[1]))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The state from which the batch of `step` is the next, known once the batch before it has been read."""
+        self._check_step(step)
+        # Without the lock: it is held while a batch is read, and a checkpoint should not wait for that.
+        found = self._states.get(step)
+        if found is None:
+            known = sorted(dict(self._states))
+            raise ValueError(
+                f"The stream {self._name} has no state for step {step}, only for {known[0]} and {known[-1]}, and some "
+                "between them: a stream is read in order. Resume from a checkpoint that holds its state."
+            )
+        return found
+
+    @functools.cached_property
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of the tokens; None if unknown."""
+        return byte_lengths(self._tokenizer.definition, self.config.end_token)
+
+    def _seek(self, step: int) -> None:
+        self._place = _Place(**{key: value for key, value in self.state(step).items() if key != "step"})
+        self._next = step
+        if self._documents is not None:
+            self._documents.close()
+        self._documents = self._tokenize(self._place)
+        self._ids = np.zeros(0, np.uint32)
+        self._offset = 0
+
+    def _read_batch(self) -> Sequences:
+        shape = (self.batch_size, self.seq_len)
+        targets, is_seq_start = np.zeros(shape, np.uint32), np.zeros(shape, np.bool_)
+        loss_mask = np.zeros(shape, np.bool_)
+        if self._reading.sequence_packing:
+            self._fill(targets.reshape(-1), is_seq_start.reshape(-1))
+            loss_mask[:] = True
+        else:
+            for sequence, starts, mask in zip(targets, is_seq_start, loss_mask, strict=True):
+                ids = self._next_document()
+                count = min(ids.size, self.seq_len)
+                sequence[:count], starts[0], mask[:count] = ids[:count], True, True
+                self._offset = self._ids.size
+                self._place = self._after
+        return Sequences(targets, is_seq_start, loss_mask, np.zeros((*shape, 0), np.uint32))
+
+    def _fill(self, targets: np.ndarray, is_seq_start: np.ndarray) -> None:
+        """Fills arrays of rank 1 with documents, one after the other."""
+        done = 0
+        while done < targets.size:
+            if self._offset == self._ids.size:
+                self._next_document()
+            count = min(self._ids.size - self._offset, targets.size - done)
+            targets[done : done + count] = self._ids[self._offset : self._offset + count]
+            is_seq_start[done] = self._offset == 0
+            done += count
+            self._offset += count
+            self._place = self._here._replace(tokens=self._offset)
+
+    def _next_document(self) -> np.ndarray:
+        """Makes the next document that has tokens the current one, starting at the token that its place names."""
+        self._here, self._after, self._ids = next(self._documents)
+        self._offset = self._here.tokens
+        return self._ids
+
+    def _tokenize(self, place: _Place) -> Generator[tuple[_Place, _Place, np.ndarray], None, None]:
+        """Each document with tokens from `place` on: its place, the place after it, and its ids."""
+        # Only the first document may be read from within.
+        tokens = place.tokens
+        for block, texts, after_block in self._blocks(place):
+            for start in range(block.documents, len(texts), TOKENIZED_AT_ONCE):
+                encoded = self._tokenizer.encode(texts[start : start + TOKENIZED_AT_ONCE])
+                for i, ids in enumerate(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), start):
+                    here = block._replace(documents=i, tokens=tokens)
+                    after = block._replace(documents=i + 1, tokens=0) if i + 1 < len(texts) else after_block
+                    tokens = 0
+                    if ids.size:
+                        yield here, after, ids
+
+    def _blocks(self, place: _Place) -> Iterator[tuple[_Place, list[str], _Place]]:
+        """Blocks of the stream from `place` on, epoch after epoch: its place, its documents, the place after it."""
+        most = self._reading.max_epochs
+        while most is None or place.epoch < most:
+            self._data.load_state_dict(self._beginning if place.source is None else place.source)
+            texts: list[str] = []
+            for example in hub.readable(f"The stream {self._name}", self._data):
+                hub.check_column(self._name, example, "data.stream.text_field", self.config.text_field)
+                # Documents without text are left out.
+                if text := clean_text(example[self.config.text_field], self.config.text_field, lambda: self._name):
+                    texts.append(text)
+                if len(texts) == self.config.shuffle_block:
+                    after = _Place(place.epoch, place.block + 1, self._data.state_dict())
+                    yield place, self._shuffled(texts, place), after
+                    place, texts = after, []
+            after = _Place(place.epoch + 1)
+            if texts:
+                yield place, self._shuffled(texts, place), after
+            elif place == _Place(place.epoch):
+                raise ValueError(f"The stream {self._name} holds no text. Check data.stream.text_field and the source.")
+            place = after
+        raise ValueError(
+            f"The stream {self._name} has been read max_epochs={most:g} times. "
+            "Train for fewer steps, allow more epochs, or choose a larger source."
+        )
+
+    def _shuffled(self, texts: list[str], place: _Place) -> list[str]:
+        if not self._reading.shuffle:
+            return texts
+        order = np.arange(len(texts))
+        key = np.full_like(order, place.epoch << 32 | place.block)
+        return [texts[i] for i in shuffle.permute(order, len(texts), self._reading.seed, key)]
+
+
+def _source(config: StreamConfig, split: str) -> tuple[str, dict[str, Any]]:
+    """The stream's name for messages, and the arguments of datasets.load_dataset."""
+    all_files = {"train": config.train_files, "validation": config.validation_files}
+    if split not in all_files:
+        raise ValueError(f"split is {split!r}; a stream has {' and '.join(all_files)}.")
+    files = all_files[split]
+    if (config.dataset is None) == (not files):
+        raise ValueError(
+            f"data.stream: give either `dataset`, or `{split}_files`; dataset is {config.dataset!r}, "
+            f"{split}_files is {list(files)}."
+        )
+    if config.dataset is not None:
+        source = config.train if split == "train" else config.validation
+        return f"{config.dataset} ({source})", {
+            "path": config.dataset,
+            "name": config.dataset_config,
+            "split": source,
+        }
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+    found = {kind for name in files for suffix, kind in kinds.items() if suffix in name.rsplit("/", 1)[-1]}
+    if len(found) != 1:
+        raise ValueError(
+            f"data.stream.{split}_files is {list(files)}; name files of one of these kinds: {', '.join(kinds)}."
+        )
+    name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
+    return name, {"path": found.pop(), "data_files": {split: list(files)}, "split": split}
+
+
+def _open(name: str, arguments: dict[str, Any]) -> Any:
+    try:
+        import datasets
+    except ImportError as e:
+        raise ValueError("Streaming needs the package datasets: pip install -e '.[tools]'.") from e
+    try:
+        return datasets.load_dataset(**arguments, streaming=True)
+    # It reads the beginning of the first file, and a damaged one raises whatever its reader does.
+    except Exception as e:
+        raise ValueError(
+            f"Cannot open the stream {name}: {hub.in_words(e)}. Check its name, its split, the connection, and "
+            "whether its files are whole."
+        ) from e
+
+
+def _make_tokenizer(config: StreamConfig) -> Tokenizer:
+    kind, name = config.tokenizer_kind, config.tokenizer
+    if kind not in TOKENIZER_KINDS:
+        raise ValueError(f"data.stream.tokenizer_kind is {kind!r}; choose one of {', '.join(TOKENIZER_KINDS)}.")
+    if (kind == "bytes") != (name is None):
+        raise ValueError(
+            f"data.stream.tokenizer is {name!r} and tokenizer_kind {kind}: bytes need no name, all others do."
+        )
+    return open_tokenizer(kind, name, config.end_token)

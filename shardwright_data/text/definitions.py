@@ -1,0 +1,188 @@
+"""The files that define tokenizers: found by name, translated to Hugging Face's tokenizer.json, and trained.
+
+Whatever library defines a tokenizer, its dataset keeps a tokenizer.json, so that all programs can read its ids.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardwright_data.foreign import COPY_AGAIN, LARGE, parse_object, read_text
+
+MOST_IDS = 2**24
+"""Ids of a tokenizer are below this. Libraries take memory for the largest."""
+
+# GPT-2's letters for bytes: the printable ones of Latin-1 for themselves, characters from 256 on for the others.
+_PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+_UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABLE.index(byte)) for byte in range(256)}
+
+
+def find_huggingface(name: str) -> str:
+    """The content of a tokenizer.json.
+
+    Args:
+        name: the file, a directory, or a name on the Hugging Face hub. What is there in another format is converted by
+            transformers' AutoTokenizer.
+
+    Raises:
+        ValueError: it is missing, or not a tokenizer.json.
+    """
+    path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
+    if not os.path.exists(path):
+        if name.endswith(".json"):
+            raise ValueError(f"There is no file {path!r} in {os.getcwd()}. Correct the path.")
+        path = None if os.path.isdir(name) else _download(name)
+    definition = read_text(path, LARGE) if path else _by_transformers(name)
+    path = path or name
+    definition_of(path, definition)
+    return definition
+
+
+_DEFINITION = {
+    "model": {"type?": str, "dropout?": float | None, "vocab?": dict | list | None},
+    "added_tokens?": [{"id": int, "content": str, "special": bool}],
+}
+
+
+def definition_of(where: str | os.PathLike, definition: str) -> dict[str, Any]:
+    """The content of a tokenizer.json, which `where` names.
+
+    Raises:
+        ValueError: it is not one, draws merges at random, or has an id of MOST_IDS or more.
+    """
+    content = parse_object(str(where), definition, _DEFINITION)
+    model = content["model"]
+    if model.get("dropout"):
+        raise ValueError(
+            f"{where}: model.dropout is {model['dropout']}: a text would have other ids at each run. Set it to null."
+        )
+    vocab = model.get("vocab") or {}
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(x["id"] for x in content.get("added_tokens", ()))]
+    if wrong := next((i for i in ids if type(i) is not int or not 0 <= i < MOST_IDS), None):
+        raise ValueError(f"{where}: {wrong!r:.40} is no id of a token; ids are 0 to {MOST_IDS - 1:,}. {COPY_AGAIN}")
+    return content
+
+
+def _by_transformers(name: str) -> str:
+    """The tokenizer.json that transformers makes of a tokenizer in another format, on the hub or in a directory."""
+    try:
+        import transformers
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{name!r} has no tokenizer.json; to convert what it has: pip install transformers.") from e
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer.to_str()
+    # Without a connection it raises one of several errors of the system, else its own.
+    except (OSError, ValueError, ImportError, AttributeError) as e:
+        raise ValueError(
+            f"Cannot load the tokenizer {name!r}: {str(e).splitlines()[0]} Check the name, the connection, and that "
+            "you are logged in if access is restricted; or give a local tokenizer.json."
+        ) from e
+
+
+def _download(name: str) -> str | None:
+    """The tokenizer.json of a repository on the Hugging Face hub; None if it has none."""
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    try:
+        return huggingface_hub.hf_hub_download(name, "tokenizer.json")
+    except EntryNotFoundError:
+        return None
+    # Without a connection it raises one of several errors of the system, else its own.
+    except (OSError, ValueError, HfHubHTTPError) as e:
+        raise ValueError(
+            f"Cannot load tokenizer.json of {name!r} from the Hugging Face hub: {e} Check the name, the connection, "
+            "and that you are logged in if access is restricted; or give a local tokenizer.json."
+        ) from e
+
+
+# ---- translation --------------------------------------------------------------------------------------------------
+
+
+def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], offset: int = 0) -> str:
+    """The tokenizer.json of a byte-level BPE as tiktoken has it.
+
+    tiktoken splits text by a pattern, then merges the two neighbours whose bytes together have the lowest rank. So each
+    way to cut a token in two is a merge, in the order of the ranks. Split text that is itself a token stays whole.
+
+    Args:
+        ranks: of the tokens.
+        pattern: splits the text.
+        special: ids of the special tokens, by name.
+        offset: the id of rank 0.
+    """
+    merges = []
+    for token in sorted((t for t in ranks if len(t) > 1), key=ranks.__getitem__):
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
+        merges += [[_to_letters(a), _to_letters(b)] for a, b in sorted(known, key=lambda c: (ranks[c[0]], ranks[c[1]]))]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return _tokenizer_json(
+        special,
+        normalizer=None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [split, byte_level]},
+        decoder=byte_level,
+        ignore_merges=True,
+        byte_fallback=False,
+        unk_token=None,
+        # `tokenizers` gives an added token that is not in the vocabulary another id than the one stated.
+        vocab={_to_letters(token): rank + offset for token, rank in ranks.items()} | dict(special),
+        merges=merges,
+    )
+
+
+def _to_letters(token: bytes) -> str:
+    return "".join(map(BYTE_LETTERS.__getitem__, token))
+
+
+def _tokenizer_json(
+    special: Mapping[str, int], *, normalizer: Any, pre_tokenizer: Any, decoder: Any, **model: Any
+) -> str:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": i, "content": token} | flags for token, i in sorted(special.items(), key=lambda item: item[1])]
+    absent = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": True}
+    definition = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": {"type": "BPE"} | absent | model,
+    }
+    return json.dumps(definition, ensure_ascii=False)
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
+    """The tokenizer.json of a byte-level BPE trained on `documents`, with ids 0 and 1 for `<|begin|>` and `<|end|>`.
+
+    Its vocabulary is smaller than `vocab_size` if the documents are too few: once each word is a token, nothing is left
+    to merge.
+
+    Raises:
+        ValueError: vocab_size is too small for the bytes and these two.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special = ["<|begin|>", "<|end|>"]
+    if vocab_size < 256 + len(special):
+        raise ValueError(f"tokenizer.vocab_size is {vocab_size}; 256 bytes and {special} need 258 or more.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer.to_str()

@@ -1,0 +1,563 @@
+"""What stands in which batch, against numpy indexing of the whole dataset."""
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import AxisType
+from numpy_checks import check_modules
+from simulated import xla_flags
+
+from shardwright.run import report
+from shardwright_data import flat_tokens
+from shardwright_data.flat_tokens import Reader, Writer
+from shardwright_data.loader import (
+    FlatTokensConfig,
+    FlatTokensLoader,
+    Prefetcher,
+    TokenBatch,
+    batches,
+    flat,
+    mixture,
+    shuffle,
+)
+from shardwright_data.text.byte_lengths import ByteLengths
+from shardwright_data.text.tokenizers import ByteTokenizer
+
+check_modules(batches, flat, mixture, shuffle, flat_tokens)
+
+pytestmark = pytest.mark.quick
+
+SYNTHETIC = str(Path(__file__).parents[2] / "synthetic_dataset.zarr")
+SEQAX = str(Path(__file__).parents[1] / "data/seqax_synthetic_dataset.zarr")
+SEQ_LEN = 10
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """`(path, ids, starts)`: 40 documents of 1 to 30 tokens; no two tokens are equal, so each tells its place."""
+    path = str(tmp_path_factory.mktemp("data") / "d.zarr")
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 30, 40)
+    ids = rng.permutation(int(lengths.sum())) + 1
+    with Writer(path, "train") as writer:
+        writer.append(ids, lengths)
+    return path, ids, np.cumsum(lengths) - lengths
+
+
+def all_rows(loader, num_steps):
+    batches = [loader.sequences(step, np.arange(loader.batch_size)) for step in range(num_steps)]
+    return [np.concatenate(field) for field in zip(*batches, strict=True)]
+
+
+# ---- the order ----------------------------------------------------------------------------------------------------
+
+
+PINNED = [
+    # size, seed, epoch, the places of 0, 1, 2 …
+    (1, 0, 0, [0]),
+    (8, 0, 0, [6, 2, 3, 4, 5, 0, 7, 1]),
+    (1000, 0, 0, [547, 516, 856, 238, 22, 7]),
+    (1000, 0, 1, [193, 521, 420, 108, 472, 342]),
+    (1000, 1, 0, [80, 679, 85, 659, 669, 69]),
+    (10**12, 2**63 - 1, 7, [432890053181, 938387019267, 841437347970]),
+    (2**62 - 1, 5, 1000000, [4021838166610281275, 4204382803437407748, 3158023262605754969]),
+]
+
+
+@pytest.mark.parametrize(("size", "seed", "epoch", "places"), PINNED)
+def test_permutation_is_pinned(size, seed, epoch, places):
+    """These values may never change: a run that resumes would see other batches than it did before."""
+    n = len(places)
+    assert shuffle.permute(np.arange(n), size, seed, np.full(n, epoch)).tolist() == places
+    assert [permute_one(i, size, seed, epoch) for i in range(n)] == places
+
+
+def permute_one(x, size, seed, epoch):
+    """The same in Python's integers, which do not overflow."""
+
+    def mix(z):
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    key = mix((mix((seed + golden) % 2**64) + epoch) % 2**64)
+    width = next(w for w in itertools.count(max(1, int(size**0.5) - 2)) if w * w >= size)
+    height = -(-size // width)
+    while True:
+        high, low = divmod(x, width)
+        for i in range(8):
+            k = mix((key + i * golden) % 2**64)
+            if i % 2 == 0:
+                high = (high + mix(low ^ k)) % height
+            else:
+                low = (low + mix(high ^ k)) % width
+        x = high * width + low
+        if x < size:
+            return x
+
+
+@pytest.mark.parametrize("seed", [0, 17])
+def test_permutation_is_a_bijection(seed):
+    for size in [*range(1, 200), 1023, 1024, 1025, 65537]:
+        epoch = np.full(size, size % 3)
+        places = shuffle.permute(np.arange(size), size, seed, epoch)
+        np.testing.assert_array_equal(np.sort(places), np.arange(size), err_msg=f"{size=}")
+
+
+def test_permutation_does_not_depend_on_what_else_is_asked():
+    size = 777
+    epochs = np.arange(size) % 4
+    together = shuffle.permute(np.arange(size), size, 3, epochs)
+    for epoch in range(4):
+        alone = shuffle.permute(np.arange(size), size, 3, np.full(size, epoch))
+        np.testing.assert_array_equal(together[epochs == epoch], alone[epochs == epoch])
+
+
+@pytest.mark.parametrize("size", [5, 12])
+def test_permutation_is_uniform(size):
+    """Over many epochs each index goes to each place, and two neighbours to each pair of places, equally often."""
+    num = 4000
+    index, epoch = np.tile(np.arange(size), num), np.repeat(np.arange(num), size)
+    places = shuffle.permute(index, size, 3, epoch).reshape(num, size)
+    counts = np.stack([np.bincount(places[:, i], minlength=size) for i in range(size)])
+    pairs = np.bincount(places[:, 0] * size + places[:, 1], minlength=size * size).reshape(size, size)
+    pairs = pairs[~np.eye(size, dtype=bool)]
+    for observed, freedom in ((counts, (size - 1) ** 2), (pairs, pairs.size - 1)):
+        expected = observed.sum() / observed.size
+        chi2 = ((observed - expected) ** 2 / expected).sum()
+        # Five standard deviations of the chi-square distribution.
+        assert abs(chi2 - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+def test_epochs_and_seeds_give_unrelated_orders():
+    """Two random orders of 1000 agree in one place on average: those of (seed, epoch) and (seed + 1, epoch - 1) too."""
+    n = 1000
+    orders = [
+        shuffle.permute(np.arange(n), n, seed, np.full(n, epoch))
+        for seed in (0, 1, 2, 2**40)
+        for epoch in (0, 1, 2, 1000)
+    ]
+    for i, first in enumerate(orders):
+        for second in orders[:i]:
+            assert (first == second).sum() < 10
+            assert abs(np.corrcoef(first, second)[0, 1]) < 0.15
+            # Nor is one the other, shifted.
+            assert np.unique((first - second) % n).size > n / 2
+
+
+def test_permutation_at_any_place_costs_the_same():
+    n = 256
+    start = time.perf_counter()
+    for step in (0, 10**3, 10**6, 10**12):
+        shuffle.permute(np.arange(n) + step * n, 2**50, 0, np.zeros(n, np.int64))
+    assert time.perf_counter() - start < 0.5
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_packed_in_order(dataset):
+    path, ids, starts = dataset
+    loader = FlatTokensLoader(FlatTokensConfig(path, shuffle=False), "train", 4, SEQ_LEN)
+    n = ids.size // SEQ_LEN
+    num_steps = 2 * n // 4 + 1
+    targets, is_seq_start, loss_mask, _ = all_rows(loader, num_steps)
+    windows = ids[: n * SEQ_LEN].reshape(n, SEQ_LEN)
+    np.testing.assert_array_equal(targets, np.resize(windows, (num_steps * 4, SEQ_LEN)))
+    marks = np.isin(np.arange(ids.size), starts)[: n * SEQ_LEN].reshape(n, SEQ_LEN)
+    np.testing.assert_array_equal(is_seq_start, np.resize(marks, (num_steps * 4, SEQ_LEN)))
+    assert loss_mask.all()
+    assert (targets.dtype, is_seq_start.dtype, loss_mask.dtype) == (np.uint32, np.bool_, np.bool_)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("batch_size", [1, 4, 7])
+def test_each_epoch_holds_each_window_once(dataset, seed, batch_size):
+    path, ids, _ = dataset
+    loader = FlatTokensLoader(FlatTokensConfig(path, seed=seed), "train", batch_size, SEQ_LEN)
+    n = ids.size // SEQ_LEN
+    targets, *_ = all_rows(loader, -(-3 * n // batch_size))
+    windows = ids[: n * SEQ_LEN].reshape(n, SEQ_LEN)
+    which = {int(window[0]): i for i, window in enumerate(windows)}
+    order = np.array([which[int(row[0])] for row in targets])
+    np.testing.assert_array_equal(targets, windows[order])
+    orders = order[: 3 * n].reshape(3, n)
+    np.testing.assert_array_equal(np.sort(orders), np.broadcast_to(np.arange(n), (3, n)))
+    assert not (orders[0] == orders[1]).all()
+    assert not (orders[0] == np.arange(n)).all()
+    assert loader.steps_per_epoch == n / batch_size
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_unpacked(dataset, shuffle):
+    path, ids, starts = dataset
+    config = FlatTokensConfig(path, sequence_packing=False, shuffle=shuffle)
+    loader = FlatTokensLoader(config, "train", 8, SEQ_LEN)
+    documents = {int(document[0]): document for document in np.split(ids, starts[1:])}
+    assert loader.sequences_per_epoch == len(documents) == 40
+    targets, is_seq_start, loss_mask, _ = all_rows(loader, 5)
+    assert any(len(document) > SEQ_LEN for document in documents.values())
+    for row, mask in zip(targets, loss_mask, strict=True):
+        document = documents.pop(int(row[0]))[:SEQ_LEN]
+        np.testing.assert_array_equal(row, np.pad(document, (0, SEQ_LEN - len(document))))
+        np.testing.assert_array_equal(mask, np.arange(SEQ_LEN) < len(document))
+    assert not documents
+    np.testing.assert_array_equal(is_seq_start, np.broadcast_to(np.arange(SEQ_LEN) == 0, is_seq_start.shape))
+    if not shuffle:
+        np.testing.assert_array_equal(targets[:, 0], ids[starts])
+
+
+def test_tokens_that_unpacked_reading_never_sees_are_told(dataset, capsys):
+    path, ids, _ = dataset
+    config = FlatTokensConfig(path, sequence_packing=False)
+    loader = FlatTokensLoader(config, "train", 4, SEQ_LEN)
+    targets, _, mask, _ = all_rows(loader, 10)  # an epoch
+    unseen = 1 - np.unique(targets[mask]).size / ids.size
+    assert 0.1 < unseen < 0.9
+    assert loader.unseen == {path: pytest.approx(unseen)}
+    mixture_loader = mixture.MixtureLoader({"a": loader}, [1.0], 0)
+    start = Path("runs/x"), 0, jax.sharding.Mesh(jax.devices()[:1], "d"), "model", config
+    for told in (loader, mixture_loader):
+        report.print_start(*start, told, 10)
+        said = f"unpacked   {unseen:.1%} of the tokens of {path} are never seen: they are beyond the first {SEQ_LEN} of"
+        assert said in capsys.readouterr().out
+    for quiet in (FlatTokensConfig(path), FlatTokensConfig(path, sequence_packing=False)):
+        length = SEQ_LEN if quiet.sequence_packing else 30
+        report.print_start(*start, FlatTokensLoader(quiet, "train", 1, length), 10)
+        assert "unpacked" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_hosts_together_see_the_global_batch(dataset, packing, num_hosts):
+    path, *_ = dataset
+    config = FlatTokensConfig(path, sequence_packing=packing)
+    whole = FlatTokensLoader(config, "train", 8, SEQ_LEN)
+    hosts = [FlatTokensLoader(config, "train", 8, SEQ_LEN) for _ in range(num_hosts)]
+    for step in (0, 1000, 3, 10**9):
+        expected = whole.sequences(step, np.arange(8))
+        parts = [
+            host.sequences(step, rows) for host, rows in zip(hosts, np.split(np.arange(8), num_hosts), strict=True)
+        ]
+        for field, pieces in zip(expected, zip(*parts, strict=True), strict=True):
+            np.testing.assert_array_equal(field, np.concatenate(pieces))
+
+
+def test_rows_in_any_order(dataset):
+    path, *_ = dataset
+    loader = FlatTokensLoader(FlatTokensConfig(path), "train", 8, SEQ_LEN)
+    rows = np.array([5, 0, 5])
+    for some, every in zip(loader.sequences(2, rows), loader.sequences(2, np.arange(8)), strict=True):
+        np.testing.assert_array_equal(some, every[rows])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_reads_datasets_of_seqax(packing):
+    group = zarr.open_group(SEQAX, mode="r")["train"]
+    tokens, starts = group["encoded_tokens"][:], group["seq_starts"][:]
+    config = FlatTokensConfig(SEQAX, shuffle=False, sequence_packing=packing)
+    loader = FlatTokensLoader(config, "train", 16, 64, vocab_size=1280)
+    targets, is_seq_start, *_ = loader.sequences(3, np.arange(16))
+    if packing:
+        expected = tokens[3 * 16 * 64 : 4 * 16 * 64].reshape(16, 64)
+    else:
+        expected = np.stack([np.pad(tokens[a:b][:64], (0, max(0, 64 - (b - a)))) for a, b in
+                             zip(starts[48:64].tolist(), starts[49:65].tolist(), strict=True)])  # fmt: skip
+    np.testing.assert_array_equal(targets, expected // 2)
+    np.testing.assert_array_equal(is_seq_start, expected % 2 == 1)
+
+
+def test_unigram_entropy_of_the_synthetic_dataset():
+    loader = FlatTokensLoader(FlatTokensConfig(SYNTHETIC), "train", 64, 64)
+    counts = np.bincount(zarr.open_group(SYNTHETIC, mode="r")["train/encoded_tokens"][:] >> 1)
+    p = counts[counts > 0] / counts.sum()
+    assert loader.unigram_entropy() == pytest.approx(-(p * np.log(p)).sum())
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 100}, r"holds token ids up to \d+, the model's vocabulary has 100. Set the vocabulary to \d+"),
+        ({"seq_len": 10**6}, r"is too short: \d+ tokens do not fill one sequence of seq_len 1000000"),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1 and below"),
+        ({"seq_len": 0}, "seq_len is 0; it must be at least 1 and below"),
+        ({"seed": -1}, "seed is -1; it must be at least 0 and below"),
+        ({"split": "test"}, r"No flat-tokens split at .*/test. The splits there are \['train'\]"),
+    ],
+)
+def test_clear_errors(dataset, changes, message):
+    good = {"seed": 0, "split": "train", "batch_size": 4, "seq_len": SEQ_LEN, "vocab_size": 10**6}
+
+    def make(*, seed, **settings):
+        return FlatTokensLoader(FlatTokensConfig(dataset[0], seed=seed), **settings)
+
+    make(**good)
+    with pytest.raises(ValueError, match=message):
+        make(**(good | changes))
+
+
+def test_vocabulary_that_just_suffices(dataset):
+    path, ids, _ = dataset
+    loader = FlatTokensLoader(FlatTokensConfig(path), "train", 4, SEQ_LEN, vocab_size=int(ids.max()) + 1)
+    assert loader.dataset.max_token_id == ids.max()
+    with pytest.raises(ValueError, match=f"Set the vocabulary to {ids.max() + 1} or more"):
+        FlatTokensLoader(FlatTokensConfig(path), "train", 4, SEQ_LEN, vocab_size=int(ids.max()))
+
+
+def test_numpy_annotations_are_checked():
+    with pytest.raises(TypeError, match="epoch"):
+        shuffle.permute(np.arange(4), 10, 0, np.zeros(3, np.int64))
+
+
+def test_negative_step(dataset):
+    loader = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 4, SEQ_LEN)
+    with pytest.raises(ValueError, match="step is -1; steps count from 0"):
+        loader.sequences(-1, np.arange(4))
+
+
+def test_load_without_a_mesh(dataset):
+    loader = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 4, SEQ_LEN)
+    with pytest.raises(ValueError, match=r"no mesh to place batches on. Make it under jax.set_mesh"):
+        loader.load(0)
+
+
+def test_batch_that_the_mesh_does_not_divide(dataset):
+    with (
+        jax.set_mesh(make_mesh(r=2, d=2, t=2)),
+        pytest.raises(ValueError, match=r"microbatch of 6 sequences of 10 tokens does not divide evenly .*'d': 2"),
+    ):
+        FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 12, SEQ_LEN, microbatches=2)
+
+
+def test_batch_that_the_microbatches_do_not_divide(dataset):
+    with pytest.raises(ValueError, match=r"batch of 6 sequences .* into 4 microbatches\. Choose a multiple of 4 for"):
+        FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 6, SEQ_LEN, microbatches=4)
+    with pytest.raises(ValueError, match="microbatches is 0; it must be at least 1"):
+        FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 6, SEQ_LEN, microbatches=0)
+
+
+# ---- on the devices -----------------------------------------------------------------------------------------------
+
+
+def make_mesh(**axes):
+    devices = jax.devices()[: np.prod(list(axes.values()))]
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes), devices=devices
+    )
+
+
+MESHES = [
+    {"r": 1, "d": 1, "t": 1},
+    {"r": 1, "d": 8, "t": 1},
+    {"r": 1, "d": 1, "t": 8},
+    {"r": 2, "d": 2, "t": 2},
+    {"r": 4, "d": 2, "t": 1},
+    {"p": 2, "r": 1, "d": 2, "t": 2},
+]
+
+
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize(("packing", "microbatches"), [(True, 1), (False, 1), (True, 2), (False, 4)])
+def test_batches_and_their_microbatches_are_the_same_on_every_mesh(dataset, axes, packing, microbatches):
+    with jax.set_mesh(make_mesh(**axes)):
+        config = FlatTokensConfig(dataset[0], sequence_packing=packing)
+        loader = FlatTokensLoader(config, "train", 32, SEQ_LEN, microbatches=microbatches)
+    # Outside of the mesh's scope, as in the prefetching thread.
+    batch = loader.load(5)
+    assert isinstance(batch, TokenBatch)
+    size = 32 // microbatches
+    for array, rows in zip(jax.tree.leaves(batch), loader.sequences(5, np.arange(32))[:3], strict=True):
+        expected = np.stack([rows[k * size : (k + 1) * size] for k in range(microbatches)])
+        np.testing.assert_array_equal(array, expected)
+        for shard in array.addressable_shards:
+            assert shard.data.shape == (microbatches, size // axes["r"] // axes["d"], SEQ_LEN)
+            np.testing.assert_array_equal(shard.data, expected[shard.index])
+
+
+HOST = """
+import sys
+import jax, numpy as np
+from jax.sharding import AxisType
+from shardwright_data import loader as input_loader
+
+path, out, port, host, hosts = *sys.argv[1:4], *map(int, sys.argv[4:])
+jax.distributed.initialize(f"localhost:{port}", num_processes=hosts, process_id=host)
+assert (jax.device_count(), jax.local_device_count()) == (8, 8 // hosts)
+mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+with jax.set_mesh(mesh):
+    loader = input_loader.FlatTokensLoader(input_loader.FlatTokensConfig(path), "train", 16, 10, microbatches=2)
+asked, read = [], loader.sequences
+loader.sequences = lambda step, which: asked.append(which) or read(step, which)
+batch = loader.load(3)
+seen = [(shard.index[1].start, shard.data) for shard in batch.targets.addressable_shards]
+np.savez(f"{out}/{host}.npz", asked=asked, starts=[start for start, _ in seen], blocks=[block for _, block in seen])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path, count):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"XLA_FLAGS": xla_flags(8 // count), "JAX_PLATFORMS": "cpu"}
+    arguments = [sys.executable, "-c", HOST, dataset[0], str(tmp_path), str(port)]
+    root = Path(__file__).parents[2]
+    hosts = [subprocess.Popen([*arguments, str(host), str(count)], env=env, cwd=root) for host in range(count)]
+    assert [host.wait(100) for host in hosts] == [0] * count
+
+    rows = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 16, SEQ_LEN).sequences(3, np.arange(16)).targets
+    first, second = rows[:8], rows[8:]
+    results = [np.load(tmp_path / f"{host}.npz") for host in range(count)]
+    asked = [result["asked"] for result in results]
+    assert [rows.shape for rows in asked] == [(1, 16 // count)] * count
+    np.testing.assert_array_equal(np.sort(np.concatenate(asked, axis=None)), np.arange(16))
+    for result in results:
+        for start, block in zip(result["starts"], result["blocks"], strict=True):
+            np.testing.assert_array_equal(block, [part[start : start + 2] for part in (first, second)])
+
+
+# ---- prefetching --------------------------------------------------------------------------------------------------
+
+
+def test_prefetcher_gives_each_step_in_order():
+    with Prefetcher(lambda step: step * 10, 3, 9) as batches:
+        assert list(batches) == [30, 40, 50, 60, 70, 80]
+    with Prefetcher(lambda step: step, 5, 5) as batches:
+        assert list(batches) == []
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_prefetcher_works_ahead_by_its_depth(depth):
+    loaded = []
+    with Prefetcher(lambda step: loaded.append(step) or step, 0, 100, depth=depth) as batches:
+        for used in range(3):
+            wait_until(lambda used=used: len(loaded) >= used + depth)
+            time.sleep(0.02)
+            assert loaded == list(range(used + depth))
+            assert next(batches) == used
+
+
+def wait_until(condition, seconds=5):
+    deadline = time.perf_counter() + seconds
+    while not condition():
+        assert time.perf_counter() < deadline
+        time.sleep(0.001)
+
+
+def test_prefetcher_raises_where_the_error_belongs():
+    def load(step):
+        if step == 2:
+            raise OSError(f"cannot read step {step}")
+        return step
+
+    with Prefetcher(load, 0, 5) as batches:
+        assert [next(batches), next(batches)] == [0, 1]
+        with pytest.raises(OSError, match="cannot read step 2"):
+            next(batches)
+        assert list(batches) == [3, 4]
+
+
+def test_prefetcher_closes_while_full_and_while_loading():
+    before = threading.active_count()
+    with Prefetcher(lambda step: step, 0, 10**9) as batches:
+        next(batches)
+    assert threading.active_count() == before
+
+    begun, go_on, loaded = threading.Event(), threading.Event(), []
+
+    def load(step):
+        begun.set()
+        go_on.wait(10)
+        loaded.append(step)
+
+    batches = Prefetcher(load, 0, 10**9, depth=4)
+    begun.wait(10)
+    threading.Timer(0.05, go_on.set).start()
+    batches.close()
+    assert loaded == [0]
+    with pytest.raises(RuntimeError, match="shutdown"):
+        next(batches)
+
+
+def test_prefetcher_closes_on_an_error_of_its_user():
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError), Prefetcher(lambda step: step, 0, 10**9) as batches:  # noqa: PT012
+        next(batches)
+        raise ZeroDivisionError
+    assert threading.active_count() == before
+
+
+def test_prefetcher_depth():
+    with pytest.raises(ValueError, match="depth is 0; it must be at least 1 and below"):
+        Prefetcher(lambda step: step, 0, 1, depth=0)
+
+
+def test_prefetcher_loads_in_as_many_threads_as_asked():
+    together = threading.Barrier(3)
+
+    def load(step):
+        together.wait(10)
+        return step
+
+    with Prefetcher(load, 0, 12, depth=6, threads=3) as batches:
+        assert list(batches) == list(range(12))
+
+
+def test_prefetched_batches_are_those_of_load(dataset):
+    with jax.set_mesh(make_mesh(r=1, d=4, t=2)):
+        loader = FlatTokensLoader(FlatTokensConfig(dataset[0]), "train", 8, SEQ_LEN)
+        with Prefetcher(loader.load, 2, 8) as batches:
+            for step, batch in enumerate(batches, start=2):
+                np.testing.assert_array_equal(batch.targets, [loader.sequences(step, np.arange(8)).targets])
+    assert step == 7
+
+
+# ---- size ---------------------------------------------------------------------------------------------------------
+
+
+def test_cache_is_bounded(tmp_path, monkeypatch):
+    """Without a cache the same rows come out."""
+    config = [FlatTokensConfig(SYNTHETIC, cache_bytes=cache_bytes) for cache_bytes in (0, 2**28)]
+    small, large = (FlatTokensLoader(c, "train", 4, 64).sequences(1, np.arange(4)) for c in config)
+    np.testing.assert_array_equal(small.targets, large.targets)
+    assert Reader(SYNTHETIC, "train", cache_bytes=0).num_tokens
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_bytes_are_those_of_the_targets(tmp_path, packing):
+    """Not of the split, whose parts differ in bytes for a token. Padding is no text, nor is an end token."""
+    tokenizer = ByteTokenizer(append_end=True)
+    encoded = tokenizer.encode(["ä" * 9 + "b", "cd", "東京は夜", "efgh", "i" * 20])
+    with Writer(str(tmp_path / "d"), "train") as writer:
+        writer.append(encoded.ids, encoded.lengths)
+        writer.attributes["tokenizer"] = {"kind": "bytes", "end_token": "</s>"}
+    config = FlatTokensConfig(filespec=str(tmp_path / "d"), shuffle=False, sequence_packing=packing)
+    expected = None
+    for devices in (1, 2, 4):
+        with jax.set_mesh(make_mesh(r=1, d=devices, t=1)):
+            loader = FlatTokensLoader(config, "train", 4, 4)
+            batches = [jax.device_get(loader.load(step)) for step in range(2)]
+            found = [loader.utf8_bytes(step) for step in range(2)]
+        by_hand = [sum(i >= 3 for i in b.targets[b.loss_mask].tolist()) for b in batches]
+        assert found == by_hand
+        assert expected in (None, found)
+        expected = found
+        loader = FlatTokensLoader(config, "train", 4, 4)
+        loader.byte_lengths = ByteLengths(np.ones(259, np.int64), 0)  # of a tokenizer whose id 0 is text
+        assert [loader.utf8_bytes(step) for step in range(2)] == [b.loss_mask.sum() for b in batches]
+    assert FlatTokensLoader(FlatTokensConfig(SYNTHETIC), "train", 4, 64).utf8_bytes(0) is None

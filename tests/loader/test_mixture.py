@@ -1,0 +1,324 @@
+"""Mixtures against counting by hand, and against their sources read alone; the length of a run."""
+
+import json
+import shutil
+from dataclasses import asdict
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from numpy_checks import check_modules
+from omegaconf import OmegaConf
+
+from shardwright.settings.differences import config_differences
+from shardwright_data.flat_tokens import Writer
+from shardwright_data.loader import (
+    DataConfig,
+    MixtureLoader,
+    SourceConfig,
+    config,
+    fixed_settings,
+    make_loader,
+    mixture,
+    steps_for,
+)
+from shardwright_data.loader.mixture import BLOCK, PERIOD, Quotas
+
+check_modules(config, mixture)
+
+pytestmark = pytest.mark.quick
+
+SEQ_LEN = 8
+ROWS = {"web": 300, "books": 50, "code": 7}
+
+
+@pytest.fixture(scope="module")
+def filespecs(tmp_path_factory):
+    """Three datasets of ROWS rows of SEQ_LEN tokens; a token says its source and its row."""
+    root = tmp_path_factory.mktemp("data")
+    for i, (name, rows) in enumerate(ROWS.items()):
+        for split in ("train", "validation"):
+            with Writer(str(root / name), split) as writer:
+                writer.append(np.repeat(np.arange(rows), SEQ_LEN) + 1000 * i, np.full(rows, SEQ_LEN))
+    return {name: str(root / name) for name in ROWS}
+
+
+def data(filespecs, weights, max_epochs=None, **settings):
+    sources = {
+        name: SourceConfig(filespecs[name], weight, (max_epochs or {}).get(name)) for name, weight in weights.items()
+    }
+    return DataConfig(mixture=sources, **settings)
+
+
+WEIGHTS = [[1.0], [1, 1], [0.7, 0.2, 0.1], [1 / 3, 1 / 3, 1 / 3], [1e6, 1, 3e4], [5, 1e-3, 1e-3, 1e-3], [1e-5, 1, 1e-5]]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_shares_are_exact(weights):
+    """In each block within one row, in a period to within 1 / 2**20; every source's rows are numbered in order."""
+    quotas = Quotas(weights, seed=3)
+    share = np.array(weights) / np.sum(weights)
+    total = BLOCK * PERIOD
+    assert quotas.shares.sum() == total
+    assert np.abs(quotas.shares - share * total).max() < 1
+    # The blocks around the end of a period, and some far away.
+    expected = np.zeros(len(weights), np.int64)
+    for first in (0, PERIOD - 2, PERIOD * 10**6 - 1):
+        expected = quotas.counts(first * BLOCK)
+        for block in range(first, first + 4):
+            source, number = quotas.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
+            counts = np.bincount(source, minlength=len(weights))
+            assert np.abs(counts - quotas.shares / PERIOD).max() < 1
+            for i in range(len(weights)):
+                np.testing.assert_array_equal(number[source == i], expected[i] + np.arange(counts[i]))
+            expected = expected + counts
+            np.testing.assert_array_equal(quotas.counts((block + 1) * BLOCK), expected)
+
+
+@pytest.mark.slow
+def test_counts_add_up_over_a_period():
+    quotas = Quotas([0.5, 0.3, 0.19, 0.01], seed=0)
+    blocks = np.diff([quotas.counts(block * BLOCK) for block in range(PERIOD + 1)], axis=0)
+    np.testing.assert_array_equal(blocks.sum(0), quotas.shares)
+    assert (blocks.sum(1) == BLOCK).all()
+    # The larger blocks of a source are spread evenly: so are its rows in each sixteenth of the period.
+    parts = blocks.reshape(16, -1, 4).sum(1)
+    assert np.abs(parts - quotas.shares / 16).max() < 2
+
+
+def test_a_source_comes_in_random_order():
+    source, _ = Quotas([0.5, 0.5], seed=0).locate(np.arange(BLOCK * 64))
+    same = (source[1:] == source[:-1]).mean()
+    assert abs(same - 0.5) < 0.01
+    other, _ = Quotas([0.5, 0.5], seed=1).locate(np.arange(BLOCK * 64))
+    assert abs((source == other).mean() - 0.5) < 0.02
+
+
+def test_mixture_is_pinned():
+    """These values may never change: a run that resumes would see other batches than it did before."""
+    quotas = Quotas([0.6, 0.3, 0.1], seed=7)
+    source, number = quotas.locate(np.array([0, 1, 2, 3, 4, 5, 1024, 10**6, 10**12]))
+    assert (source.tolist(), number.tolist()) == PINNED
+
+
+PINNED = ([2, 1, 0, 0, 0, 1, 1, 0, 1], [0, 0, 0, 1, 2, 1, 307, 600002, 300000190735])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_rows_of_a_source_are_those_it_gives_alone(filespecs, packing):
+    settings = {"seed": 5, "sequence_packing": packing}
+    loader = make_loader(data(filespecs, {"web": 2, "books": 1, "code": 1}, **settings), "train", 16, SEQ_LEN)
+    steps = 3 * BLOCK // 16
+    targets = np.concatenate([loader.sequences(step, np.arange(16)).targets for step in range(steps)])
+    source = targets[:, 0] // 1000
+    for i, name in enumerate(ROWS):
+        alone = make_loader(DataConfig(filespec=filespecs[name], **settings), "train", 1, SEQ_LEN)
+        mine = targets[source == i]
+        expected = np.concatenate([alone.sequences(step, np.arange(1)).targets for step in range(len(mine))])
+        np.testing.assert_array_equal(mine, expected)
+        # Exact epochs: before a row comes for the n-th time, each has come n - 1 times.
+        counts = np.bincount(mine[: len(mine) // ROWS[name] * ROWS[name], 0] - 1000 * i)
+        assert set(counts) == {len(mine) // ROWS[name]}
+    counted = [loader.source_tokens(step) for step in range(steps)]
+    for i, name in enumerate(ROWS):
+        assert [counts[name] for counts in counted] == [
+            int((step == i).sum()) * SEQ_LEN for step in source.reshape(steps, 16)
+        ]
+    assert all(sum(counts.values()) == loader.tokens_per_batch for counts in counted)
+
+
+def test_any_step_and_any_rows(filespecs):
+    loader = make_loader(data(filespecs, {"web": 2, "books": 1}), "train", 16, SEQ_LEN)
+    for step in (10**9, 64, 3):
+        every = loader.sequences(step, np.arange(16))
+        for rows in (np.array([15, 0, 3]), np.arange(8, 16), np.array([4])):
+            for some, whole in zip(loader.sequences(step, rows), every, strict=True):
+                np.testing.assert_array_equal(some, whole[rows])
+
+
+def test_on_a_mesh(filespecs):
+    mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+    with jax.set_mesh(mesh):
+        loader = make_loader(data(filespecs, {"web": 1, "code": 1}), "train", 8, SEQ_LEN, microbatches=2)
+    expected = loader.sequences(7, np.arange(8)).targets
+    np.testing.assert_array_equal(loader.load(7).targets, [expected[:4], expected[4:]])
+
+
+def test_unigram_entropy(filespecs):
+    """Of a mixture of disjoint uniform distributions: by hand."""
+    loader = make_loader(data(filespecs, {"web": 3, "books": 1}), "train", 8, SEQ_LEN)
+    expected = 0.75 * np.log(300 / 0.75) + 0.25 * np.log(50 / 0.25)
+    assert loader.unigram_entropy() == pytest.approx(expected)
+    assert loader.num_tokens == 350 * SEQ_LEN
+
+
+# ---- the length of a run --------------------------------------------------------------------------------------------
+
+
+def test_limit_of_a_mixture_is_the_first_source_to_end(filespecs):
+    limits = {"web": 1, "books": 2.5}
+    loader = make_loader(data(filespecs, {"web": 1, "books": 3, "code": 9}, limits), "train", 4, SEQ_LEN)
+    assert isinstance(loader, MixtureLoader)
+    used, steps = np.zeros(3), 0
+    while used[0] <= 300 and used[1] <= 125:
+        steps += 1
+        used += [count // SEQ_LEN for count in loader.source_tokens(steps - 1).values()]
+    assert loader.limit.steps == steps - 1
+    assert loader.limit.reason == "the source books of the mixture has been read max_epochs=2.5 times"
+    assert steps_for(loader, steps=steps - 1) == steps - 1
+    with pytest.raises(
+        ValueError, match=f"to take {steps} steps, but the data lasts for {steps - 1}: then the source b"
+    ):
+        steps_for(loader, steps=steps)
+
+
+def test_run_length(filespecs):
+    loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
+    assert loader.limit is None
+    assert steps_for(loader, steps=10**9) == 10**9
+    assert [steps_for(loader, tokens=tokens) for tokens in (56, 111, 112, 10**11)] == [1, 1, 2, 10**11 // 56]
+    assert [steps_for(loader, epochs=epochs) for epochs in (1, 2, 0.5, 7)] == [42, 85, 21, 300]
+    # Whole epochs end with a whole batch here, which no rounding may take away.
+    for batch_size in (3, 4, 50, 100):
+        loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", batch_size, SEQ_LEN)
+        assert [steps_for(loader, epochs=n) for n in range(1, 9)] == [n * 300 // batch_size for n in range(1, 9)]
+
+
+def test_epochs_just_within_the_limit(filespecs):
+    for epochs in (1, 2, 3.5):
+        loader = make_loader(DataConfig(filespec=filespecs["web"], max_epochs=epochs), "train", 7, SEQ_LEN)
+        steps = steps_for(loader, epochs=epochs)
+        assert loader.limit.steps == steps == int(300 * epochs) // 7
+        with pytest.raises(
+            ValueError, match=rf"lasts for {steps}: then .*web/train has been read max_epochs={epochs:g}"
+        ):
+            steps_for(loader, steps=steps + 1)
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        ({}, "as one of steps, tokens and epochs; given: none"),
+        ({"steps": 1, "tokens": 5}, "as one of steps, tokens and epochs; given: steps=1, tokens=5"),
+        ({"steps": 0}, "steps is 0; it must be above 0"),
+        ({"tokens": 55}, "tokens=55 is less than one batch of 56 tokens"),
+        ({"epochs": 0.01}, "epochs=0.01 is less than one batch"),
+        ({"epochs": float("nan")}, "epochs is nan; it must be above 0"),
+    ],
+)
+def test_run_length_errors(filespecs, length, message):
+    loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
+    with pytest.raises(ValueError, match=message):
+        steps_for(loader, **length)
+
+
+def test_epochs_of_a_mixture(filespecs):
+    loader = make_loader(data(filespecs, {"web": 1, "books": 1}), "train", 10, SEQ_LEN)
+    with pytest.raises(ValueError, match=r"repeat at different steps \(web takes 60.0 steps, books takes 10.0 steps\)"):
+        steps_for(loader, epochs=1)
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "Set one of data.filespec, data.mixture and data.stream; none of them is set"),
+        ({"filespec": "web", "mixture": {"a": SourceConfig("books")}}, "data.filespec and data.mixture is set"),
+        ({"mixture": {"a": SourceConfig("web")}, "max_epochs": 1}, r"Set data.mixture.<name>.max_epochs"),
+        ({"mixture": {"a": SourceConfig("web", 0)}}, r"mixture.a.weight is 0; it must be above 0"),
+        (
+            {"mixture": {"a": SourceConfig("web", float("inf"))}},
+            r"mixture.a.weight is inf; it must be above 0 and finite",
+        ),
+        (
+            {"mixture": {"a": SourceConfig("web", 1e9), "b": SourceConfig("books")}},
+            "mixture.b.weight is 1.0: less than one sequence in 1048576 would come from it",
+        ),
+        (
+            {"mixture": {"a": SourceConfig("web"), "b": SourceConfig("web")}},
+            "a and b of the mixture are one dataset, .*web, whose sequences would come twice",
+        ),
+        ({"mixture": {"a": SourceConfig("web", 1, -1)}}, "max_epochs is -1 for .*web; it must be above 0"),
+        ({"filespec": "web", "max_epochs": 0}, "max_epochs is 0 for .*web; it must be above 0"),
+        ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must be at least 1"),
+        (
+            {"mixture": {"a": SourceConfig("web"), "b": SourceConfig("nowhere")}},
+            "No flat-tokens split at nowhere/train",
+        ),
+    ],
+)
+def test_contradictory_settings(filespecs, settings, message):
+    settings = dict(settings)
+    if "filespec" in settings:
+        settings["filespec"] = filespecs[settings["filespec"]]
+    settings["mixture"] = {
+        name: SourceConfig(filespecs.get(source.filespec, source.filespec), source.weight, source.max_epochs)
+        for name, source in settings.get("mixture", {}).items()
+    }
+    with pytest.raises(ValueError, match=message):
+        make_loader(DataConfig(**settings), "train", 4, SEQ_LEN)
+
+
+def test_a_dataset_may_move_but_not_change(filespecs, tmp_path):
+    state = make_loader(DataConfig(filespec=filespecs["web"]), "train", 4, SEQ_LEN).state(3)
+    state = json.loads(json.dumps(state))
+    shutil.copytree(filespecs["web"], tmp_path / "moved")
+    moved = DataConfig(filespec=str(tmp_path / "moved"))
+    assert make_loader(moved, "train", 4, SEQ_LEN, state=state).state(9) == state
+    before, after = asdict(DataConfig(filespec=filespecs["web"])), asdict(moved)
+    assert config_differences(before, after, fixed_settings(before, after)) == []
+    with pytest.raises(ValueError, match=r"made with another dataset than this one: with .* tokens, .*; not .* tokens"):
+        make_loader(DataConfig(filespec=filespecs["code"]), "train", 4, SEQ_LEN, state=state)
+
+
+def test_the_datasets_of_a_mixture_may_not_change_nor_their_order(filespecs, tmp_path):
+    weights = {"web": 1, "code": 2}
+    state = make_loader(data(filespecs, weights), "train", 4, SEQ_LEN).state(3)
+    assert list(state) == ["mixture.web", "mixture.code"]
+    shutil.copytree(filespecs["web"], tmp_path / "moved")
+    moved = filespecs | {"web": str(tmp_path / "moved")}
+    make_loader(data(moved, weights), "train", 4, SEQ_LEN, state=state)
+    with pytest.raises(ValueError, match=r"by mixture.web, mixture.code, and this run's by mixture.code, mixture.web"):
+        make_loader(data(filespecs, {"code": 2, "web": 1}), "train", 4, SEQ_LEN, state=state)
+    changed = filespecs | {"web": filespecs["code"], "code": filespecs["web"]}
+    with pytest.raises(ValueError, match=r"made with another mixture.web than this one"):
+        make_loader(data(changed, weights), "train", 4, SEQ_LEN, state=state)
+
+
+def test_state_of_a_stream_for_a_dataset(filespecs):
+    with pytest.raises(ValueError, match=r"place in its data is given by step, and this run's by dataset"):
+        make_loader(DataConfig(filespec=filespecs["web"]), "train", 4, SEQ_LEN, state={"step": 3})
+    loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 4, SEQ_LEN, state={})
+    assert loader.source_tokens(3) == {}
+
+
+def test_validation_is_in_order_and_without_limit(filespecs):
+    loader = make_loader(DataConfig(filespec=filespecs["web"], max_epochs=0.001), "validation", 4, SEQ_LEN)
+    assert loader.sequences(0, np.arange(4)).targets[:, 0].tolist() == [0, 1, 2, 3]
+    assert loader.limit is None
+    mixed = data(filespecs, {"web": 1, "code": 1}, {"code": 0.5})
+    loader = make_loader(mixed, "validation", 64, SEQ_LEN)
+    first = loader.sequences(0, np.arange(64)).targets[:, 0]
+    assert first[first < 1000].tolist() == list(range((first < 1000).sum()))
+    assert loader.limit is None
+
+
+def test_the_section_in_yaml(filespecs):
+    schema = OmegaConf.structured(DataConfig)
+    given = OmegaConf.merge(schema, {"mixture": {"web": {"filespec": filespecs["web"], "weight": 3}}})
+    given = OmegaConf.merge(given, OmegaConf.from_dotlist(["mixture.web.max_epochs=2", "seed=4"]))
+    assert OmegaConf.to_object(given) == DataConfig(mixture={"web": SourceConfig(filespecs["web"], 3.0, 2.0)}, seed=4)
+    given = OmegaConf.merge(schema, {"stream": {"dataset": "allenai/c4", "dataset_config": "en"}})
+    assert OmegaConf.to_object(given).stream.dataset_config == "en"
+
+
+def test_settings_that_fix_the_batches():
+    before = {"filespec": None, "mixture": {"a": {}, "b": {}}}
+    after = {"filespec": "x", "mixture": {"b": {}, "c": {}}}
+    fixed = fixed_settings(before, after)
+    assert {"seed", "shuffle", "sequence_packing", "stream"} < set(fixed)
+    assert {name for name in fixed if "mixture" in name} == {f"mixture.{name}.weight" for name in "abc"}

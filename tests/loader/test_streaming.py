@@ -1,0 +1,384 @@
+"""Streams against tokenizing the whole text at once; resuming against an unbroken run."""
+
+import gzip
+import json
+
+import jax
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from jax.sharding import AxisType
+from numpy_checks import check_modules
+
+from shardwright_data.loader import DataConfig, Prefetcher, StreamConfig, StreamLoader, make_loader, steps_for, stream
+from shardwright_data.text import definitions
+
+check_modules(stream)
+
+SEQ_LEN = 16
+BATCH = 3
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """`datasets` reads local files only, and draws nothing."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Documents of 0 to 12 words; every seventh is empty or missing, the words' numbers make each unlike the others."""
+    rng = np.random.default_rng(0)
+    texts = []
+    for i in range(90):
+        words = rng.choice(WORDS, rng.integers(1, 12))
+        texts.append((" ".join(words) + f" {i}") if i % 7 else ["", None][i % 2])
+    return texts
+
+
+@pytest.fixture(scope="module", params=["jsonl", "parquet"])
+def files(request, tmp_path_factory, texts):
+    """The texts in three files."""
+    root = tmp_path_factory.mktemp("text")
+    paths = []
+    for i, part in enumerate((texts[:40], texts[40:41], texts[41:])):
+        path = root / f"part{i}.{request.param}"
+        if request.param == "jsonl":
+            path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in part))
+        else:
+            schema = pyarrow.schema([("text", pyarrow.string())])
+            table = pyarrow.table({"text": part}, schema=schema)
+            pyarrow.parquet.write_table(table, path, row_group_size=11)
+        paths.append(str(path))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory, texts):
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    path.write_text(definitions.train_bpe([text for text in texts if text], 300))
+    return str(path)
+
+
+def make(
+    files,
+    *,
+    batch_size=BATCH,
+    vocab_size=None,
+    state=None,
+    split="train",
+    stream_settings=None,
+    microbatches=1,
+    **settings,
+):
+    config = DataConfig(
+        stream=StreamConfig(
+            train_files=files, validation_files=files, **{"shuffle_block": 8} | (stream_settings or {})
+        ),
+        **settings,
+    )
+    return make_loader(config, split, batch_size, SEQ_LEN, vocab_size, state=state, microbatches=microbatches)
+
+
+def batches(loader, steps):
+    """[step]: the fields of the batch, whole."""
+    return [loader.sequences(step, np.arange(loader.batch_size)) for step in steps]
+
+
+def same(first, second):
+    for a, b in zip(first, second, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def as_bytes(text):
+    return np.frombuffer(text.encode(), np.uint8).astype(np.uint32) + 3
+
+
+@pytest.mark.parametrize("end", [None, "</s>"])
+def test_packed_in_order(files, texts, end):
+    loader = make(files, shuffle=False, stream_settings={"end_token": end})
+    documents = [np.append(as_bytes(text), 1) if end else as_bytes(text) for text in texts if text]
+    ids = np.concatenate(documents)
+    marks = np.concatenate([np.arange(document.size) == 0 for document in documents])
+    # Over the end of the stream, where the next epoch follows without a gap.
+    steps = 2 * ids.size // loader.tokens_per_batch
+    found = [np.concatenate(field) for field in zip(*batches(loader, range(steps)), strict=True)]
+    assert steps * loader.tokens_per_batch > 1.9 * ids.size
+    np.testing.assert_array_equal(found[0].ravel(), np.resize(ids, steps * loader.tokens_per_batch))
+    np.testing.assert_array_equal(found[1].ravel(), np.resize(marks, steps * loader.tokens_per_batch))
+    assert found[2].all()
+    assert [field.dtype for field in found] == [np.uint32, np.bool_, np.bool_, np.uint32]
+
+
+def test_unpacked(files, texts):
+    loader = make(files, shuffle=False, sequence_packing=False)
+    found = batches(loader, range(20))
+    targets, is_seq_start, loss_mask, _ = (np.concatenate(field) for field in zip(*found, strict=True))
+    documents = [as_bytes(text)[:SEQ_LEN] for text in texts if text][:60]
+    expected = np.stack([np.pad(document, (0, SEQ_LEN - document.size)) for document in documents])
+    np.testing.assert_array_equal(targets, expected)
+    np.testing.assert_array_equal(loss_mask, np.arange(SEQ_LEN) < [[document.size] for document in documents])
+    np.testing.assert_array_equal(is_seq_start, np.broadcast_to(np.arange(SEQ_LEN) == 0, expected.shape))
+
+
+def test_a_tokenizer(files, texts, bpe):
+    """The ids are those of `tokenizers` itself, the end token behind each document."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(bpe)
+    loader = make(
+        files,
+        shuffle=False,
+        vocab_size=300,
+        stream_settings={"tokenizer_kind": "huggingface", "tokenizer": bpe, "end_token": "<|end|>"},
+    )
+    expected = np.concatenate([[*tokenizer.encode(text).ids, 1] for text in texts if text])
+    steps = expected.size // loader.tokens_per_batch
+    found = np.concatenate([batch.targets.ravel() for batch in batches(loader, range(steps))])
+    np.testing.assert_array_equal(found, expected[: found.size])
+
+
+def documents_of(found):
+    """The documents that rows hold, those at either end cut."""
+    ids = np.concatenate([batch.targets.ravel() for batch in found])
+    marks = np.concatenate([batch.is_seq_start.ravel() for batch in found])
+    return [bytes((part - 3).tolist()).decode() for part in np.split(ids, np.flatnonzero(marks)[1:])]
+
+
+def test_shuffled_within_blocks(files, texts):
+    whole = [text for text in texts if text]
+    size = sum(len(text.encode()) for text in whole)
+    orders = []
+    for seed in (0, 1):
+        loader = make(files, seed=seed)
+        # Two epochs; the last document is cut.
+        found = documents_of(batches(loader, range(2 * size // loader.tokens_per_batch + 1)))
+        assert len(found) > 2 * len(whole)
+        first, second = found[: len(whole)], found[len(whole) : 2 * len(whole)]
+        for epoch in (first, second):
+            assert epoch != whole
+            for start in range(0, len(whole), 8):
+                assert sorted(epoch[start : start + 8]) == sorted(whole[start : start + 8])
+        assert first != second
+        blocks = [[whole.index(text) - start for text in first[start : start + 8]] for start in range(0, 72, 8)]
+        assert len({tuple(block) for block in blocks}) > 5
+        orders.append(first)
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("tokenizer", [None, "bpe"])
+def test_resumes_at_every_step_as_if_never_stopped(files, bpe, shuffle, packing, tokenizer):
+    settings = {"shuffle": shuffle, "sequence_packing": packing}
+    settings["stream_settings"] = (
+        {"tokenizer_kind": "huggingface", "tokenizer": bpe, "end_token": "<|end|>"} if tokenizer else {}
+    )
+    loader = make(files, **settings)
+    # More than an epoch.
+    steps = 60 if packing else 40
+    unbroken, states = [], []
+    for step in range(steps):
+        states.append(json.dumps(loader.state(step)))
+        unbroken += batches(loader, [step])
+    assert any(json.loads(state)["epoch"] for state in states)
+    for step in range(0, steps, 3):
+        resumed = make(files, state=json.loads(states[step]), **settings)
+        assert json.dumps(resumed.state(step)) == states[step]
+        same(batches(resumed, range(step, min(step + 4, steps))), unbroken[step : step + 4])
+
+
+@pytest.mark.long
+def test_no_token_is_lost_or_comes_twice(files, texts):
+    """Stopped after each batch, with batches and blocks of sizes that share no divisor with anything."""
+    whole = np.concatenate([as_bytes(text) for text in texts if text])
+    for batch_size, block in ((1, 5), (7, 64), (2, 1)):
+        found, state = [], None
+        for step in range(2 * whole.size // (batch_size * SEQ_LEN)):
+            settings = {"shuffle": False, "batch_size": batch_size, "stream_settings": {"shuffle_block": block}}
+            loader = make(files, state=state, **settings)
+            found.append(batches(loader, [step])[0].targets.ravel())
+            state = json.loads(json.dumps(loader.state(step + 1)))
+            if step > 40:
+                break
+        found = np.concatenate(found)
+        np.testing.assert_array_equal(found, np.resize(whole, found.size))
+
+
+def test_a_step_again_and_one_out_of_order(files):
+    loader = make(files)
+    first = batches(loader, [0, 0, 1, 2, 3])
+    same(first[:1], first[1:2])
+    same(batches(loader, [2, 3, 0]), [first[3], first[4], first[0]])
+    with pytest.raises(ValueError, match=r"has no state for step 9, only for 0 and 4, and some between them"):
+        loader.state(9)
+    same(batches(loader, [9]), batches(make(files), range(10))[9:])  # batches are left out by reading them
+    resumed = make(files, state=loader.state(3))
+    with pytest.raises(ValueError, match="has no state for step 2"):
+        batches(resumed, [2])
+
+
+def test_states_of_many_steps_are_not_kept(files, monkeypatch):
+    monkeypatch.setattr(stream, "KEPT_STATES", 5)
+    loader = make(files)
+    batches(loader, range(30))
+    loader.state(26)
+    with pytest.raises(ValueError, match="has no state for step 25, only for 0 and 30"):
+        loader.state(25)
+
+
+def test_prefetched_states_are_those_of_their_steps(files):
+    """A checkpoint after step n is taken while later batches are loaded already."""
+    reference = make(files)
+    expected = batches(reference, range(20))
+    loader = make(files)
+    with Prefetcher(lambda step: (step, batches(loader, [step])[0]), 0, 20, depth=8) as ahead:
+        for step, batch in ahead:
+            same([batch], [expected[step]])
+            assert loader.state(step + 1) == reference.state(step + 1)
+
+
+def test_on_a_mesh(files):
+    mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
+    with jax.set_mesh(mesh):
+        loader = make(files, batch_size=8, microbatches=2)
+    alone = make(files, batch_size=8)
+    for step in range(3):
+        expected = alone.sequences(step, np.arange(8)).targets
+        np.testing.assert_array_equal(loader.load(step).targets, [expected[:4], expected[4:]])
+
+
+def test_hosts_see_the_same_batch(files):
+    hosts = [make(files, batch_size=8) for _ in range(2)]
+    whole = make(files, batch_size=8)
+    for step in range(3):
+        parts = [
+            host.sequences(step, rows).targets
+            for host, rows in zip(hosts, (np.arange(4), np.arange(4, 8)), strict=True)
+        ]
+        np.testing.assert_array_equal(np.concatenate(parts), whole.sequences(step, np.arange(8)).targets)
+
+
+def test_epochs_are_bounded(files):
+    loader = make(files, max_epochs=1)
+    assert loader.limit is None
+    with pytest.raises(ValueError, match=r"has been read max_epochs=1 times. Train for fewer steps"):
+        batches(loader, range(1000))
+
+
+def test_validation_reads_its_own_files(files, tmp_path):
+    (tmp_path / "v.jsonl").write_text('{"text": "only this"}\n')
+    config = StreamConfig(train_files=files, validation_files=[str(tmp_path / "v.jsonl")])
+    loader = make_loader(DataConfig(stream=config), "validation", 2, 9)
+    for _ in range(2):
+        assert documents_of(batches(loader, [0])) == ["only this", "only this"]
+
+
+def test_unknown_length(files):
+    loader = make(files)
+    assert (loader.num_tokens, loader.unigram_entropy(), loader.source_tokens(0)) == (None, None, {})
+    assert steps_for(loader, tokens=SEQ_LEN * BATCH * 5) == 5
+    with pytest.raises(
+        ValueError, match=r"a stream's length is unknown. Give the length of the run in steps or tokens"
+    ):
+        steps_for(loader, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stream_settings": {"dataset": "allenai/c4"}}, "give either `dataset`, or `train_files`"),
+        ({"vocab_size": 258}, "has 259 ids, more than the model's vocabulary of 258. Set that to 259"),
+        ({"stream_settings": {"end_token": "<|end|>"}}, "end_token is '<|end|>'; that of bytes is </s>"),
+        ({"stream_settings": {"shuffle_block": 0}}, "shuffle_block is 0; it must be at least 1"),
+        (
+            {"stream_settings": {"text_field": "content"}},
+            r"no column 'content'; set data.stream.text_field to one of \[",
+        ),
+        ({"state": {"step": 3}}, r"This is no state of a stream: \['step'\]"),
+        ({"split": "test"}, "split is 'test'; a stream has train and validation"),
+        ({"seed": -1}, "seed is -1; it must be at least 0"),
+        (
+            {"stream_settings": {"tokenizer_kind": "huggingface", "tokenizer": "nowhere.json"}},
+            "There is no file 'nowhere.json'",
+        ),
+        ({"stream_settings": {"tokenizer_kind": "words"}}, "tokenizer_kind is 'words'; choose one of bytes, hugg"),
+        (
+            {"stream_settings": {"tokenizer": "gpt2"}},
+            "tokenizer is 'gpt2' and tokenizer_kind bytes: bytes need no name",
+        ),
+    ],
+)
+def test_clear_errors(files, settings, message):
+    with pytest.raises(ValueError, match=message):
+        batches(make(files, **settings), [0])
+
+
+def test_files_of_unknown_or_mixed_kinds():
+    for names in (["a.csv"], ["a.jsonl", "b.parquet"], []):
+        with pytest.raises(ValueError, match=r"train_files(` is| is|`; dataset is None)"):
+            make(names)
+    with pytest.raises(ValueError, match=r"Cannot open the stream nowhere.jsonl"):
+        make(["nowhere.jsonl"])
+
+
+def test_a_stream_without_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
+    with pytest.raises(ValueError, match=r"The stream .*a.jsonl holds no text"):
+        batches(make([str(tmp_path / "a.jsonl")]), [0])
+
+
+def test_documents_without_tokens(tmp_path):
+    """A tokenizer may know nothing of a text; such a document takes no row."""
+    import tokenizers
+
+    known = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    known.save(str(tmp_path / "tokenizer.json"))
+    texts = ["ab", "zz", "zz", "b", "zz", "aa"]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    settings = {"tokenizer_kind": "huggingface", "tokenizer": str(tmp_path)}
+    for packing, expected in ((False, [[0, 1], [1], [0, 0]]), (True, [[0, 1, 1, 0, 0]])):
+        loader = make(
+            [str(tmp_path / "a.jsonl")], shuffle=False, sequence_packing=packing, batch_size=1, stream_settings=settings
+        )
+        for step in range(7):
+            batch = loader.sequences(step, np.arange(1))
+            if packing:
+                continuing = np.roll(np.resize(expected[0], 5), -16 * step)
+                np.testing.assert_array_equal(batch.targets[0], np.resize(continuing, 16))
+                marks = np.roll([True, False, True, True, False], -16 * step)
+                np.testing.assert_array_equal(batch.is_seq_start[0], np.resize(marks, 16))
+            else:
+                assert batch.targets[0][batch.loss_mask[0]].tolist() == expected[step % 3]
+
+
+def test_compressed_files(tmp_path):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write('{"text": "some text"}\n')
+    loader = make([str(tmp_path / "a.jsonl.gz")])
+    assert isinstance(loader, StreamLoader)
+    assert documents_of(batches(loader, [0]))[0] == "some text"
+
+
+@pytest.mark.long
+def test_damaged_files(tmp_path):
+    lines = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(5000)).encode()
+    (tmp_path / "whole.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
+    whole, cut = (str(tmp_path / f"{name}.jsonl.gz") for name in ("whole", "cut"))
+    with pytest.raises(ValueError, match=r"Cannot open the stream .*cut.jsonl.gz: Compressed file ended before"):
+        make([cut])
+    loader = make([whole, cut])
+    with pytest.raises(ValueError, match=r"The stream .*cut.jsonl.gz is corrupt, or cannot be read: EOFError Compr"):
+        batches(loader, range(10000))
+
+
+def test_more_batches_ahead_than_places_are_kept_is_refused(files):
+    config = DataConfig(stream=StreamConfig(train_files=files), prefetch=1000, skip_steps=list(range(30)))
+    with pytest.raises(ValueError, match=r"data\.prefetch and the length of data\.skip_steps are 1030 together"):
+        make_loader(config, "train", 2, 8)

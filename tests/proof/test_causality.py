@@ -1,0 +1,235 @@
+"""Which tokens entries depend on, against numbers: each token is changed, and what changes with it is looked at."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from shardlib.proof.causality import Interpreter, tokens
+from shardlib.proof.reach import unknown
+
+ROWS, LENGTH, WIDTH = 2, 8, 4
+STARTS = np.zeros((ROWS, LENGTH), bool)
+STARTS[:, 0] = STARTS[0, 3] = STARTS[1, 6] = True
+DOCUMENT = np.cumsum(STARTS, 1)
+PLACE = np.arange(LENGTH)
+EARLIER = PLACE[:, None] >= PLACE
+OWN = EARLIER & (DOCUMENT[:, :, None] == DOCUMENT[:, None, :])
+
+
+def attention(mask, low=-jnp.inf, weights=jax.nn.softmax):
+    def attend(x):
+        scores = jnp.einsum("blm,bsm->bls", x, jnp.cos(3 * x))
+        return jnp.einsum("bls,bsm->blm", weights(jnp.where(mask, scores, low)), x)
+
+    return attend
+
+
+def added(low):
+    def attend(x):
+        scores = jnp.einsum("blm,bsm->bls", x, jnp.cos(3 * x)) + jnp.where(OWN, 0.0, low)
+        return jnp.einsum("bls,bsm->blm", jax.nn.softmax(scores), x)
+
+    return attend
+
+
+def linear_attention(x):
+    q, k = jnp.sin(x), jnp.cos(x)
+    state = jnp.cumsum(k[..., None] * x[:, :, None], axis=1)
+    return jnp.einsum("blm,blmn->bln", q, state)
+
+
+def by_tril(x):
+    return jnp.einsum("bls,bsm->blm", jnp.tril(jnp.einsum("blm,bsm->bls", x, x)), x)
+
+
+def recurrence(x):
+    step = lambda h, x: (0.5 * h + jnp.tanh(x + h), h * x)
+    return jnp.moveaxis(lax.scan(step, jnp.zeros((ROWS, WIDTH)), jnp.moveaxis(x, 1, 0))[1], 0, 1)
+
+
+def backward_recurrence(x):
+    step = lambda h, x: (0.5 * h + x, h)
+    return jnp.moveaxis(lax.scan(step, jnp.zeros((ROWS, WIDTH)), jnp.moveaxis(x, 1, 0), reverse=True)[1], 0, 1)
+
+
+def in_chunks(x):
+    """Linear attention in chunks of 4, as its papers compute it."""
+    c = x.reshape(ROWS, 2, 4, WIDTH).swapaxes(0, 1)
+    within = jnp.tril(jnp.einsum("nblm,nbsm->nbls", c, c))
+
+    def step(state, chunk):
+        x, w = chunk
+        return state + jnp.einsum("blm,bln->bmn", x, x), jnp.einsum("blm,bmn->bln", x, state) + w @ x
+
+    _, out = lax.scan(step, jnp.zeros((ROWS, WIDTH, WIDTH)), (c, within))
+    return out.swapaxes(0, 1).reshape(x.shape)
+
+
+def convolution(*pad, dilation=1, depthwise=False):
+    w = np.random.default_rng(0).normal(size=(3, 1 if depthwise else WIDTH, WIDTH)).astype(np.float32)
+    options = {"rhs_dilation": (dilation,), "dimension_numbers": ("NWC", "WIO", "NWC")}
+    options |= {"feature_group_count": WIDTH if depthwise else 1}
+    return lambda x: lax.conv_general_dilated(x, jnp.asarray(w), (1,), [pad], **options)
+
+
+def depths(x):
+    """A mixture of depths: the positions of a sequence compete for a layer (arXiv 2404.02258)."""
+    _, at = lax.top_k(x[..., 0], LENGTH // 2)
+    chosen = jnp.take_along_axis(x, at[..., None], 1)
+    return x.at[jnp.arange(ROWS)[:, None], at].add(jnp.tanh(chosen))
+
+
+def experts(x):
+    """A choice of two of three experts by each position."""
+    gates, at = lax.top_k(x @ jnp.ones((WIDTH, 3)).at[0, 1].set(3), 2)
+    outputs = jnp.stack([jnp.sin((i + 1) * x) for i in range(3)], 2)
+    return jnp.sum(jax.nn.softmax(gates)[..., None] * jnp.take_along_axis(outputs, at[..., None], 2), 2)
+
+
+def solved(x):
+    a = jnp.tril(jnp.einsum("blm,bsm->bls", x, x), -1) + jnp.eye(LENGTH)
+    return jax.scipy.linalg.solve_triangular(a, x, lower=True)
+
+
+def fourier(x):
+    """A long convolution through a Fourier transform: causal, but which entries it takes is not seen."""
+    f = jnp.fft.rfft(x, 2 * LENGTH, axis=1) * jnp.fft.rfft(jnp.exp(-PLACE), 2 * LENGTH)[:, None]
+    return jnp.fft.irfft(f, axis=1)[:, :LENGTH]
+
+
+def until(x):
+    """As often as the tokens say."""
+    return lax.while_loop(lambda x: jnp.sum(jnp.abs(x)) < 1e3, lambda x: 2 * x + 1, x)
+
+
+def shifted(x):
+    return jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+
+
+def shifted_in_document(x):
+    return jnp.where(jnp.asarray(STARTS)[..., None], 0, shifted(x))
+
+
+def written(x):
+    return jnp.zeros_like(x).at[:, 1:].set(x[:, :-1])
+
+
+def updated(x):
+    return lax.fori_loop(1, LENGTH, lambda i, y: y.at[:, i].add(y[:, i - 1]), x)
+
+
+def chosen(x):
+    return lax.map(lambda row: lax.cond(row[0, 0] > 0, lambda r: r, lambda r: 2 * r, row), x)
+
+
+EXACT = {
+    "entry by entry": lambda x: jnp.tanh(x) * x + jax.nn.softmax(x),
+    "earlier positions": attention(EARLIER),
+    "of the document": attention(OWN),
+    "by a large number": attention(OWN, -1e9),
+    "by the lowest number": attention(OWN, jnp.finfo(jnp.float32).min),
+    "by an added number": added(-1e9),
+    "by GPT-2's number": added(-1e4),
+    "by an added -inf": added(-jnp.inf),
+    "by log 0": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2) + jnp.log(jnp.tri(LENGTH))) @ x,
+    "by products": lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2) * OWN - 1e10 * (1 - OWN)) @ x,
+    "sigmoids": attention(OWN, -1e9, jax.nn.sigmoid),
+    "weights set to 0": attention(True, 0, lambda s: s * OWN),
+    "of jax.nn": lambda x: jax.nn.dot_product_attention(*[x[:, :, None]] * 3, is_causal=True)[:, :, 0],
+    "the wrong way": attention(~EARLIER | np.eye(LENGTH, dtype=bool)),
+    "without a mask": attention(True),
+    "linear attention": linear_attention,
+    "tril": by_tril,
+    "cumsum": lambda x: jnp.cumsum(x, 1),
+    "cumsum from the end": lambda x: lax.cumsum(x, 1, reverse=True),
+    "associative scan": lambda x: lax.associative_scan(jnp.add, x, axis=1),
+    "recurrence": recurrence,
+    "backward recurrence": backward_recurrence,
+    "chunks": in_chunks,
+    "convolution": convolution(2, 0),
+    "centred convolution": convolution(1, 1),
+    "dilated convolution": convolution(4, 0, dilation=2),
+    "depthwise convolution": convolution(2, 0, depthwise=True),
+    "roll": lambda x: jnp.roll(x, 1, 1),
+    "next": lambda x: jnp.roll(x, -1, 1),
+    "shift": shifted,
+    "shift in the document": shifted_in_document,
+    "written": written,
+    "loop": updated,
+    "flip": lambda x: jnp.flip(x, 1),
+    "mean over L": lambda x: x - x.mean(1, keepdims=True),
+    "norm over B": lambda x: x / jnp.sqrt(jnp.mean(x * x, axis=(0, 1))),
+    "softmax over L": lambda x: jax.nn.softmax(x, 1) * x,
+    "experts": experts,
+    "triangle": solved,
+    "indices": lambda x: x[:, np.array([0, 0, 1, 2, 2, 4, 5, 1])],
+    "even and odd": lambda x: jnp.stack([x[:, ::2], -x[:, ::2]], 2).reshape(x.shape),
+    "merged dims": lambda x: jnp.cumsum(x.reshape(-1, WIDTH), 0).reshape(x.shape),
+    "transposed": lambda x: jnp.cumsum(x.transpose(2, 1, 0), 1).transpose(2, 1, 0),
+    "own branch": chosen,
+    "windows": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 1), (1, 1, 1), ((0, 0), (2, 0), (0, 0))),
+    "checkpoint": jax.checkpoint(attention(OWN)),
+    "mapped": jax.vmap(lambda x: jnp.cumsum(x, 0)),
+}  # fmt: skip
+WIDER = {  # whose entries may depend on more than they do: on values that tokens choose
+    "largest score": lambda x: jnp.max(x @ x.swapaxes(1, 2) + jnp.where(OWN, 0, -1e9), 2, keepdims=True) + 0 * x,
+    "sort": lambda x: jnp.sort(x, 1),
+    "argsort": lambda x: jnp.take_along_axis(x, jnp.argsort(x[..., :1], 1), 1),
+    "mixture of depths": depths,
+    "top_k over L": lambda x: x * (x >= lax.top_k(x.swapaxes(1, 2), 2)[0][..., -1][:, None]),
+    "a sort and its inverse": lambda x: jnp.sort(x, 1)[:, np.arange(LENGTH)],
+    "fourier": fourier,
+    "until": until,
+    "positions of tokens": lambda x: jnp.take_along_axis(x, jnp.int32(jnp.abs(x[..., :1])) % LENGTH, 1),
+}
+
+
+def reach(f):
+    """First and last token that each position of f(x) may depend on, where row i of x is token i."""
+    program = jax.make_jaxpr(f)(jnp.zeros((ROWS, LENGTH, WIDTH)))
+    x = tokens(ROWS, LENGTH).moved(lambda a: a[..., None], (ROWS, LENGTH, WIDTH))
+    x = unknown(x.shape, np.dtype(float), x.first, x.last)
+    (y,) = Interpreter(STARTS).run(program, [x])
+    whole = lambda a, of: of(np.broadcast_to(a, y.shape), -1)
+    return whole(y.first, np.min), whole(y.last, np.max)
+
+
+def measured(f):
+    """The same by numbers: what changes with a token, at any of several texts."""
+    first, last = np.full((ROWS, LENGTH), 2**30), np.full((ROWS, LENGTH), -1)
+    f = jax.jit(jax.vmap(f))
+    for seed in range(3):
+        x = np.random.default_rng(seed).normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)
+        after = np.repeat(x[None], ROWS * LENGTH, 0).reshape(-1, ROWS * LENGTH, WIDTH)
+        token = np.arange(ROWS * LENGTH)
+        after[token, token] = np.random.default_rng(seed + 9).normal(size=(ROWS * LENGTH, WIDTH))
+        out = np.asarray(f(np.concatenate([x[None], after.reshape(-1, *x.shape)])))
+        moved = (np.abs(out[1:] - out[0]) > 1e-6 * np.abs(out[0]).max()).any(-1)
+        number = token[:, None, None]
+        first, last = (
+            np.minimum(first, np.where(moved, number, 2**30).min(0)),
+            np.maximum(last, np.where(moved, number, -1).max(0)),
+        )
+    return first, last
+
+
+@pytest.mark.parametrize("name", [*EXACT, *WIDER])
+def test_tokens_are_those_that_change_an_entry(name):
+    f = {**EXACT, **WIDER}[name]
+    (first, last), (least, most) = reach(f), measured(f)
+    assert ((first <= least) & (last >= most)).all(), (first, least, last, most)
+    if name in EXACT:
+        np.testing.assert_array_equal(first, least)
+        np.testing.assert_array_equal(last, most)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_what_changes_an_entry_of_functions_of_functions_is_among_its_tokens(seed):
+    functions = list((EXACT | WIDER).values())
+    f, g, h = (functions[i] for i in np.random.default_rng(seed).integers(len(functions), size=3))
+    both = lambda x: h(jnp.tanh(f(x)) + jnp.tanh(g(x)))
+    (first, last), (least, most) = reach(both), measured(both)
+    assert ((first <= least) & (last >= most)).all(), (first, least, last, most)

@@ -1,0 +1,122 @@
+"""What the analysis says of the corpus: right programs are accepted, wrong ones refused, with texts that help."""
+
+import dataclasses
+import inspect
+
+import bad_operands
+import jax
+import pytest
+import right_functions
+import right_methods
+import right_programs
+import wrong_neighbours
+import wrong_programs
+import wrong_recipes
+import wrong_subtly
+from running import Program, abstract_mesh, cases, gradient_of, traced
+
+from shardlib import shardops
+from shardlib.proof.check import prove
+
+RIGHT = right_programs.PROGRAMS + right_methods.PROGRAMS + right_functions.PROGRAMS
+WRONG = wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS + wrong_neighbours.PROGRAMS
+
+
+def refusals(program: Program, mesh: tuple[int, ...] | None = None) -> tuple[str, ...]:
+    """What the analysis finds wrong with a program on a mesh; None: of two devices along each axis."""
+    mesh = mesh or (2,) * len(program.axes)
+    trace = lambda: {"": traced(program, jax.sharding.get_abstract_mesh().axis_sizes)}
+    return tuple(map(str, prove(trace, abstract_mesh(program, mesh))))
+
+
+@cases([program for program in RIGHT if not program.escape])
+def test_right_programs_are_accepted(program):
+    assert not refusals(program)
+
+
+REDUCED_IN_A_LOOP = {"gradients of own pairs of rows accumulated", "rows mapped one by one"}
+REDUCED_IN_A_LOOP |= {"gradient through rows mapped one by one"}
+"""Programs that loop over a device's own rows. JAX puts the reductions of their gradients into the loop."""
+
+
+@pytest.mark.slow
+def test_gradients_of_right_programs_are_accepted():
+    refused, count = [], 0
+    for program in RIGHT:
+        if program.escape or program.name in REDUCED_IN_A_LOOP:
+            continue
+        gradient = gradient_of(program)
+        try:
+            refused += refusals(gradient)
+        except (NotImplementedError, ValueError, TypeError):  # of pmax; of a while loop; of integers
+            continue
+        count += 1
+    assert not refused
+    assert count > 150, count
+
+
+@cases(WRONG)
+def test_wrong_programs_are_refused(program):
+    # A ring of two turns is right on two devices, and wrong on four.
+    assert refusals(program) or refusals(program, program.meshes[-1])
+
+
+@pytest.mark.parametrize("use", bad_operands.USES)
+def test_no_primitive_makes_a_block_of_what_is_none(use):
+    accepted = [p.name for p in bad_operands.PROGRAMS if p.name.startswith(f"{use}: ") and not refusals(p)]
+    assert not accepted
+
+
+TEXTS = {
+    "softmax over vocabulary": "sub: a maximum over this device's block is used before it is taken over t",
+    "square block transposed": "result 0 is f32[16/t 16/d], and is declared f32[16/d 16/t]",
+    "fused gate and up split": "split: an array is split along dim 1, which is sharded over t: each device sees its "
+    "own block alone",
+    "mean divided by local rows": "div: a number that depends on the mesh was multiplied into a value, such as the "
+    "size of this device's block in place of the whole size",
+    "sinusoidal positions": "div: positions count from the start of this device's block",
+    "dropout with one key": "random_bits: dim 0 of the result has 4 entries here and 8 on one device",
+    "activation before the psum": "max: max of a partial sum over t: the sum of the results is not the result of the "
+    "sum",
+    "bias added before the psum": "add: a partial sum over t is combined with a value that is none, which each device "
+    "would count once",
+    "gather on the wrong dim": "all_gather_invariant: it gathers dim 0 over t, but it is not sharded",
+    "replicated value returned as sharded": "result 0 is f32[8 16], and is declared f32[8 32/t]",
+    "psum over the batch axis too": "psum_invariant: a sum over d adds different blocks of a sharded dim, entry by "
+    "entry",
+    "least by the largest negative of unsigned": "neg: a minimum over this device's block is used before it is taken "
+    "over d",
+    "product summed over devices in eight bits": "convert_element_type: each device rounds its term of a sum to "
+    "float8_e4m3fn, so that the sum depends on the mesh",
+    "masked by other ids": "select_n: entries are masked by another index than the one they were looked up by",
+}
+"""The first line of what is said of a program, after file and line."""
+
+
+@cases([p for p in WRONG if p.name in TEXTS])
+def test_a_refusal_says_where_and_what(program):
+    place, _, text = refusals(program)[0].splitlines()[0].partition(": ")
+    file, _, line = place.rpartition(":")
+    source, start = inspect.getsourcelines(program.body)
+    assert inspect.getsourcefile(program.body).endswith(file)
+    assert start < int(line) < start + len(source)
+    assert text == TEXTS[program.name]
+
+
+def spec_of(outs) -> str:
+    return ", ".join(str(t.spec) for t in jax.tree.leaves(outs))
+
+
+def wrapped(program: Program) -> Program:
+    """The program with its body marked as per-device on purpose."""
+
+    def body(*args):
+        return shardops.per_device(spec_of(program.outs), program.body, *args, reason=program.reason)
+
+    return dataclasses.replace(program, body=body)
+
+
+@cases([program for program in RIGHT if program.escape])
+def test_programs_that_differ_between_devices_on_purpose_have_to_say_so(program):
+    assert refusals(program)
+    assert not refusals(wrapped(program))

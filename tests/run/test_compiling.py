@@ -1,0 +1,158 @@
+"""The files of the compiled step, and its source lines with the compilation cache."""
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo_texts import TEXT
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from simulated import without_cache, xla_flags
+
+from shardwright.run import compiling
+from shardwright.run.beside import run_beside
+from shardwright.run.compiling import compile_step, draw_step, start_drawing
+from shardwright.run.directory import remove_older
+
+ROOT = Path(__file__).parents[2]
+
+
+def lower():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+
+    def step(w, x):
+        return jax.lax.psum(jnp.tanh(x @ w), "d")
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    w = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P()))
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, P("d")))
+    return mesh, jax.jit(mapped).lower(w, x)
+
+
+def test_the_text_is_kept_and_drawn(tmp_path):
+    mesh, lowered = lower()
+    with jax.set_mesh(mesh):
+        compiled, text = compile_step(lowered, tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == [text]
+    assert re.fullmatch(r"training_step_optimized_hlo_[\d_]{19}\.txt", text.name)
+    assert text.read_text() == f"// mesh d=8\n{compiled.as_text()}"
+    assert compiled.as_text() == lowered.compile().as_text()
+    w = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, P()))
+    x = jax.device_put(jnp.ones((64, 16)), NamedSharding(mesh, P("d")))
+    assert compiled(w, x).shape == (8, 32)
+    picture = text.with_suffix(".svg")
+    assert start_drawing(text).result() == f"picture    {picture}"
+    assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert {path.suffix for path in (tmp_path / "run").iterdir()} == {".txt", ".json", ".svg"}
+    table = json.loads(text.with_suffix(".json").read_text())
+    (row,) = table["collectives"]
+    assert (row["op"], row["axes"], row["bytes"]) == ("all-reduce", "d", 2 * 8 * 32 * 4 * 7 // 8)
+    assert table["source"][row["line"]] == 'return jax.lax.psum(jnp.tanh(x @ w), "d")'
+
+
+def test_the_newest_starts_alone_keep_their_text_and_pictures(tmp_path):
+    mesh, lowered = lower()
+    name = lambda year, suffix: f"training_step_optimized_hlo_{year}_01_01_00_00_00{suffix}"
+    years, suffixes = range(2001, 2021), (".txt", ".json", ".svg")
+    others = {"training_step_optimized_hlo_mine.txt", "metrics.jsonl", "notes_2001_01_01_00_00_00.txt"}
+    for file in [*others, *(name(year, suffix) for year in years for suffix in suffixes)]:
+        (tmp_path / file).write_text("")
+    with jax.set_mesh(mesh):
+        _, text = compile_step(lowered, tmp_path)
+    kept = {name(year, suffix) for year in (2019, 2020) for suffix in suffixes}
+    assert {path.name for path in tmp_path.iterdir()} == kept | others | {text.name}
+
+
+def test_profiles_of_the_newest_starts_stay_and_that_of_this_one_whatever_the_clock_says(tmp_path):
+    for year in range(2030, 2036):
+        (tmp_path / f"{year}_01_01_00_00_00").mkdir()
+        (tmp_path / f"{year}_01_01_00_00_00" / "a").write_text("")
+    (tmp_path / "mine").mkdir()
+    this = tmp_path / "2020_01_01_00_00_00"
+    this.mkdir()
+    remove_older(this, "*")
+    kept = {this.name, "2034_01_01_00_00_00", "2035_01_01_00_00_00", "mine"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_a_text_that_cannot_be_written_is_told_and_the_step_compiles(tmp_path, capsys):
+    (tmp_path / "run").write_text("in the way")
+    mesh, lowered = lower()
+    with jax.set_mesh(mesh):
+        compiled, text = compile_step(lowered, tmp_path / "run")
+    assert text is None
+    assert compiled.as_text()
+    assert re.fullmatch(
+        r"HLO text: none, .*\.txt cannot be written: (File exists|Not a directory)\n", capsys.readouterr().out
+    )
+
+
+def test_a_text_that_cannot_be_drawn_is_told_in_a_line(tmp_path):
+    text = tmp_path / "hlo.txt"
+    text.write_text("no program")
+    assert draw_step(text) == (
+        f"picture    none, {text} cannot be drawn: ValueError: this is no text of an HLO program: it has no line "
+        'that begins with "HloModule".'
+    )
+    line = draw_step(tmp_path / "gone.txt")
+    assert line.startswith(f"picture    none, {tmp_path / 'gone.txt'} cannot be drawn: FileNotFoundError")
+    assert [path.name for path in tmp_path.iterdir()] == ["hlo.txt"]
+
+
+def test_slow_drawing_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "DRAWN_WITHIN_S", 0.01)
+    text = tmp_path / "hlo.txt"
+    text.write_text(TEXT)
+    assert draw_step(text) == f"picture    none, drawing {text} was stopped after 0.01 s"
+    assert [path.name for path in tmp_path.iterdir()] == ["hlo.txt"]
+
+
+def test_a_file_of_the_working_directory_is_not_run(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
+    (tmp_path / "hlo.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    assert draw_step(Path("hlo.txt")) == "picture    hlo.svg"
+
+
+def test_the_reason_is_the_last_line_of_the_programs_errors(tmp_path):
+    with pytest.raises(RuntimeError, match=r"^FileNotFoundError: .*gone"):
+        run_beside("shardwright.compiled.show", tmp_path / "gone", timeout=60)
+
+
+STEP = """import sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from shardwright.compiled.hlo import parse
+from shardwright.run.compiling import compile_step
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("/cache_hits") else None)
+def step(x):
+    return jnp.tanh(x @ x)
+mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
+with jax.set_mesh(mesh):
+    _, text = compile_step(jax.jit(step).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32)), Path(sys.argv[2]))
+lines = {frame.line for i in parse(text.read_text()).instructions() for frame in i.frames}
+print(len(hits), sorted(lines & {11, 12}), jax.config.jax_compilation_cache_include_metadata_in_key)
+"""
+
+
+@pytest.mark.long
+def test_a_step_from_the_cache_has_the_lines_of_now(tmp_path):
+    """The same program twice, then with a comment above the step."""
+    program, found = tmp_path / "program.py", []
+    env = without_cache() | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
+    for i, text in enumerate((STEP, STEP, STEP.replace("def step", "# a comment\\ndef step"))):
+        program.write_text(text.replace("\\n", "\n") if i == 2 else text)
+        command = [sys.executable, program, tmp_path / "cache", tmp_path / f"run{i}"]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.strip())
+    assert found == ["0 [11] False", "1 [11] False", "0 [12] False"]

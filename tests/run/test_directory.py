@@ -1,0 +1,449 @@
+"""The directory of a run: one run in it, tried before the first step, and nothing left of a start that was refused."""
+
+import concurrent.futures
+import contextlib
+import fcntl
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tensorstore as ts
+from full_disk import files_of_at_most
+from processes import ROOT, Run
+
+from shardwright.run import directory as directories
+from shardwright.run.directory import check_place, locked, make_default, override, place, run_directory
+from shardwright.run.optional import Forgiving, optional
+
+quick = pytest.mark.quick
+
+
+# ---- the place --------------------------------------------------------------------------------------------------
+
+
+@quick
+@pytest.mark.parametrize(
+    ("root", "name", "message"),
+    [
+        ("s3://bucket/runs", "x", "paths.root_working_dir is 's3://bucket/runs', a URL"),
+        ("runs", "gs://bucket/x", "paths.model_name is 'gs://bucket/x', a URL"),
+        ("a\nb", "x", r"paths.root_working_dir is 'a\nb'; leave out the characters that cannot be printed."),
+        ("runs", "a\x1b[31m", r"paths.model_name is 'a\x1b[31m'; leave out"),
+        ("runs", "a\u202eb", r"paths.model_name is 'a\u202eb'; leave out"),
+        ("runs", "", "paths.model_name is empty; give the run a name."),
+        ("runs", "../x", "paths.model_name is '../x', which is no directory inside of paths.root_working_dir"),
+        ("runs", "a/../..", "is no directory inside"),
+        ("runs", ".", "is no directory inside"),
+        ("runs", "/tmp/x", "is no directory inside"),
+        ("runs", "~/x", "is no directory inside"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(root, name, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        check_place(root, name)
+    assert "\n" not in str(error.value)
+
+
+@quick
+def test_places(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for root, name, found in [
+        ("runs", "x", "runs/x"),
+        ("runs/", "a//b/", "runs/a/b"),
+        ("./runs/../other", "a/./b/../c", "other/a/c"),
+        ("../x", "y", str(tmp_path / "x/y")),
+        ("~/x", "y", str(tmp_path / "home/x/y")),
+        ("/a b/ü[*]?", "mesh.t-2+c-…/d", "/a b/ü[*]?/mesh.t-2+c-…/d"),
+    ]:
+        check_place(root, name)
+        assert str(place(root, name)) == found
+    with pytest.raises(ValueError, match=r"paths\.root_working_dir is '~nobody-here/x': Could not determine home"):
+        place("~nobody-here/x", "y")
+    with pytest.raises(ValueError, match=r"the path of the run has 3,\d\d\d bytes; it may have 3,000"):
+        place("/x" * 1500, "y" * 100)
+
+
+@quick
+def test_tensorstore_takes_no_dots_and_no_backslash_and_the_places_have_none(tmp_path, monkeypatch):
+    """Why a place is resolved, or refused. Should tensorstore take these one day, `place` may leave them."""
+    spec = lambda path: {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/a/"}}
+    metadata = {"metadata": {"shape": [1], "data_type": "uint8"}, "create": True}
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ValueError, match="Invalid"):
+        ts.open(spec("../x") | metadata).result()
+    ts.open(spec(tmp_path / "back\\slash") | metadata).result()
+    assert (tmp_path / "back" / "slash").is_dir()
+    with pytest.raises(ValueError, match=r"checkpoints cannot be written to a path with a backslash\. Give another"):
+        place("..", "back\\slash")
+    ts.open(spec(place("../ü [*]?", "a ~x")) | metadata).result()
+    assert (tmp_path / "ü [*]?" / "a ~x" / "a" / "zarr.json").is_file()
+
+
+@quick
+def test_starts_in_the_same_second_get_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "2026")
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        names = [name for name, *_ in threads.map(lambda _: make_default(str(tmp_path), "demo"), range(8))]
+    assert sorted(names) == ["demo_2026", *(f"demo_2026_{i}" for i in range(2, 9))]
+    assert {path.name for path in tmp_path.iterdir()} == {*names}
+
+
+@quick
+def test_the_argument_that_resumes_a_run():
+    assert override("paths.model_name", "sweep/mesh.t-2+a-1e-3") == "paths.model_name=sweep/mesh.t-2+a-1e-3"
+    assert override("paths.model_name", 'a "b\\') == "'" + r'paths.model_name="a \"b\\"' + "'"
+
+
+# ---- the lock ---------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import fcntl, json, sys, time
+file = open(sys.argv[1] + "/.lock", "a+")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write(sys.argv[2])
+file.flush()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def holder(directory: Path, text: str):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, directory, text], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"locked\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@quick
+def test_a_directory_is_of_one_process_until_that_is_killed(tmp_path):
+    who = {"pid": 7, "host": "far", "since": "yesterday"}
+    with holder(tmp_path, json.dumps(who)) as process:
+        message = f"{tmp_path} is in use by process 7 on far, since yesterday. Wait for that run or end it, or start"
+        with pytest.raises(ValueError, match=re.escape(message)), locked(tmp_path):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with locked(tmp_path):
+            assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+            with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "), locked(tmp_path):
+                pass
+    assert not (tmp_path / ".lock").exists()
+    for text in ("", "{", "[]", "[" * 1000, "[" * 10**5, json.dumps(who | {"host": "\x1b[31m"})):
+        with holder(tmp_path, text), pytest.raises(ValueError, match=r"in use by another process\. "), locked(tmp_path):
+            pass
+        (tmp_path / ".lock").unlink()
+
+
+@quick
+def test_a_lock_file_that_its_owner_removes_is_not_taken_for_the_lock(tmp_path, monkeypatch):
+    """The first process ends after the second opened the file, and before the second locks it."""
+    first = contextlib.ExitStack()
+    first.enter_context(locked(tmp_path))
+    flock = fcntl.flock
+
+    def late(file, how):
+        first.close()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with pytest.raises(ValueError, match="in use"), locked(tmp_path):
+            pass
+
+
+@quick
+def test_without_locks_a_line_says_so(tmp_path, monkeypatch, capsys):
+    def flock(file, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path):
+        assert "lock       none on this file system (Function not implemented)" in capsys.readouterr().out
+
+
+# ---- what a start finds and leaves ------------------------------------------------------------------------------
+
+
+@quick
+def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path):
+    kept = ["metrics.jsonl", "notes.tmp", "checkpoints/0000000010.tmp/x", "training_step_optimized_hlo_1.dot", ".lock"]
+    left = ["metrics.jsonl.tmp", "samples.jsonl.tmp", "training_step_optimized_hlo_1.dot.tmp"]
+    left += ["training_step_optimized_hlo_1.svg.tmp", "trace.tmp/plugins/profile/1/a.xplane.pb"]
+    for name in (*kept, *left):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).touch()
+    with run_directory(str(tmp_path), "run", "demo") as (_, directory):
+        files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+        assert files == {*kept}
+
+
+@contextlib.contextmanager
+def refused(root: Path, name: str | None):
+    """A start that is refused after what is done in this context."""
+    with contextlib.suppress(KeyError), run_directory(str(root), name, "demo") as (_, directory):
+        yield directory
+        raise KeyError
+
+
+def start(root: Path, name: str | None, *files: str) -> None:
+    """A start that writes files and is then refused."""
+    with refused(root, name) as directory:
+        for file in files:
+            (directory / file).parent.mkdir(parents=True, exist_ok=True)
+            (directory / file).write_text('{"step": 0, "event": "sample"}\n')
+
+
+WRITTEN = (
+    "metrics.jsonl",
+    "samples.jsonl",
+    "config.yaml",
+    "source/0/train.py",
+    "training_step_optimized_hlo_1.dot.tmp",
+)
+
+
+@quick
+@pytest.mark.parametrize("name", ["a/b", None])
+def test_a_start_that_is_refused_leaves_nothing(tmp_path, name):
+    start(tmp_path / "new" / "runs", name, *WRITTEN)
+    assert list(tmp_path.iterdir()) == []
+
+
+@quick
+def test_what_is_of_others_stays(tmp_path):
+    start(tmp_path, "unknown", *WRITTEN, "notes.txt")
+    assert [path.name for path in (tmp_path / "unknown").iterdir()] == ["notes.txt"]
+    (tmp_path / "was there").mkdir()
+    start(tmp_path, "was there", *WRITTEN)
+    assert {path.name for path in (tmp_path / "was there").iterdir()} >= {"metrics.jsonl", "source"}
+    start(tmp_path, "saved", *WRITTEN, "checkpoints/0000000001/zarr.json")
+    assert (tmp_path / "saved" / "config.yaml").is_file()
+    with refused(tmp_path, "begun") as directory:
+        (directory / "metrics.jsonl").write_text('{"step": 0, "event": "sample"}\n{"step": 0, "loss": 1}\n')
+    assert (tmp_path / "begun" / "metrics.jsonl").is_file()
+
+
+@quick
+def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "checkpoints").parent.mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    for root, name, message in [
+        (tmp_path / "file", "x", f"{tmp_path}/file/x cannot be written: Not a directory. See to"),
+        (tmp_path / "file", None, "cannot be written: "),
+        (tmp_path, "file", f"{tmp_path}/file cannot be written: File exists. See to"),
+        (tmp_path, "run", f"{tmp_path}/run/checkpoints cannot be written: Not a directory. See to"),
+        (tmp_path, "x" * 300, "cannot be written: File name too long. See to"),
+        (Path("/proc"), "x", "/proc/x cannot be written: No such file or directory. See to"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)) as error, run_directory(str(root), name, "demo"):
+            pass
+        assert "\n" not in str(error.value)
+    with (
+        files_of_at_most(2**16),
+        pytest.raises(ValueError, match=r"new/runs/x cannot be written: File too large\. See to"),
+        run_directory(str(tmp_path / "new" / "runs"), "x", "demo"),
+    ):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+@quick
+def test_an_error_about_a_file_of_the_run_is_one_line(tmp_path):
+    def write():
+        with run_directory(str(tmp_path), "x", "demo") as (_, directory):
+            (directory / "metrics.jsonl").mkdir()
+            (directory / "metrics.jsonl").write_text("")
+
+    with pytest.raises(OSError, match=rf"^{tmp_path}/x/metrics.jsonl: Is a directory\.$"):
+        write()
+
+
+@quick
+def test_hosts_without_a_common_file_system_are_told(tmp_path):
+    with pytest.raises(ValueError, match=r"process 0 on .* does not see .*/\.lock, which process 0 made"):
+        directories._try(tmp_path)
+
+
+# ---- directories of strangers -----------------------------------------------------------------------------------
+
+
+@quick
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(".lock", "config.yaml", "metrics.jsonl", "metrics.jsonl.tmp", "samples.jsonl", "checkpoints", "source"),
+        *("source/0000000000", "source/0000000000/train.py", "source/0/source.zip", "plugins", "plugins/profile"),
+        *("trace.tmp", "training_step_optimized_hlo_2030_01_01_00_00_00.dot.tmp"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "directory", "nothing", "pipe"])
+def test_no_run_writes_through_a_link_or_into_a_pipe(tmp_path, name, kind):
+    (tmp_path / "mine" / "directory").mkdir(parents=True)
+    (tmp_path / "mine" / "file").write_text("secret")
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(tmp_path / "mine" / kind)
+    message = f"{tmp_path}/run has {name!r}, where a run writes, as a link, a pipe or a device. Remove it."
+    with pytest.raises(ValueError, match=re.escape(message)), run_directory(str(tmp_path), "run", "demo"):
+        pass
+    assert (tmp_path / "mine" / "file").read_text() == "secret"
+    assert {entry.name for entry in (tmp_path / "mine").rglob("*")} == {"file", "directory"}
+    assert path.is_symlink() or path.is_fifo()
+
+
+@quick
+def test_the_lock_of_a_place_of_checkpoints_is_no_link(tmp_path):
+    (tmp_path / "mine").write_text("secret")
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match=r"symbolic links: .*place/\.lock"), locked(tmp_path / "place"):
+        pass
+    assert (tmp_path / "mine").read_text() == "secret"
+
+
+@quick
+def test_links_of_the_user_stay(tmp_path):
+    """The directory of the run may be on another disk, and what no run writes may be anything."""
+    (tmp_path / "disk" / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "disk" / "run" / "data").symlink_to(tmp_path / "data")
+    (tmp_path / "disk" / "run" / "checkpoints" / "0000000001").symlink_to(tmp_path / "data")
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "named").symlink_to(tmp_path / "disk" / "run")
+    for name in ("run", "named"):
+        with run_directory(str(tmp_path / "runs"), name, "demo"):
+            assert (tmp_path / "disk" / "run" / ".lock").is_file()
+
+
+# ---- what a run can do without ----------------------------------------------------------------------------------
+
+
+@quick
+def test_what_is_optional_is_told_in_a_line(capsys):
+    with optional("config.yaml"), open("/dev/full", "w") as file:
+        file.write("x" * 10**6)
+    expected = "WARNING: config.yaml cannot be written: No space left on device; the run goes on without\n"
+    assert capsys.readouterr().out == expected
+
+
+@quick
+def test_a_full_disk_under_the_output_does_not_end_a_run():
+    with open("/dev/full", "w") as full:
+        with contextlib.redirect_stdout(Forgiving(full)):
+            print("x" * 10**5, flush=True)
+        with pytest.raises(OSError, match="No space left"):
+            full.close()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        with pytest.raises(BrokenPipeError):
+            Forgiving(closed).write("x" * 10**6)
+        with contextlib.suppress(BrokenPipeError):
+            closed.close()
+
+
+# ---- whole runs -------------------------------------------------------------------------------------------------
+
+LONG = ("training.steps=1000000", "mesh.t=1")
+
+
+def wait_for(run: Run, text: str, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while text not in run.stdout(0):
+        assert run.processes[0].poll() is None, run.stderr(0)
+        assert time.monotonic() < deadline, run.stdout(0)
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_full_disk_loses_no_step_while_the_run_can_go_on(tmp_path):
+    """No file may grow beyond 100 kB, which the metrics do not reach and the embedding exceeds."""
+    run = Run(tmp_path, 1, 1, *LONG, "training.checkpoint_interval=40", "training.keep_checkpoints=1")
+    limit = lambda size: resource.prlimit(run.processes[0].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    steps = lambda: {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    try:
+        run.wait_for_step(50)
+        limit(100_000)
+        wait_for(run, "The run goes on, and saves the next one.")
+        limit(resource.RLIM_INFINITY)
+        before = steps()
+        deadline = time.monotonic() + 60
+        while steps() <= before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert steps() - before
+        limit(100_000)
+        assert run.wait() == [1]
+    finally:
+        run.kill()
+    (error,) = run.stderr(0).splitlines()
+    assert error.startswith(f"Error: 3 checkpoints in a row were not saved. The last: checkpoint {tmp_path}/run/check")
+    assert "if there are any, stay as they are" in error
+    (kept,) = steps()
+    assert not kept.endswith(".tmp")
+    assert len(run.losses()) > int(kept)
+
+
+@pytest.mark.slow
+def test_one_run_in_a_directory_and_none_without_one(tmp_path):
+    """A second run is refused, in both of its processes. The first one notices that its directory is removed."""
+    patience = "import shardwright.run.metrics as metrics\nmetrics.PATIENCE_S = 0.5"
+    first = Run(tmp_path, 1, 1, *LONG, "training.checkpoint_interval=100000", hooks={0: patience})
+    try:
+        first.wait_for_step(20)
+        (tmp_path / "second").mkdir()
+        second = Run(tmp_path / "second", 2, 1, f"paths.root_working_dir={tmp_path}", "mesh.t=1")
+        assert 0 not in second.wait(120)
+        for i in range(2):
+            assert f"Error: {tmp_path}/run is in use by process {first.processes[0].pid} on " in second.stderr(i)
+            assert "Traceback" not in second.stderr(i)
+        done = len(first.losses())
+        subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
+        assert first.wait(120) == [1]
+    finally:
+        first.kill()
+    path = tmp_path / "run" / "metrics.jsonl"
+    assert f"WARNING: {path} cannot be written: No such file or directory; trying again" in first.stdout(0)
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert int(saved.name) > done
+    assert (saved / "zarr.json").is_file()
+    errors = [line for line in first.stderr(0).splitlines() if line.startswith("Error: ")]
+    assert errors == [
+        f"Error: {path} cannot be written: No such file or directory; lines of its last steps are lost."
+    ], first.stderr(0)
+    assert "Traceback" not in first.stderr(0)
+
+
+@pytest.mark.slow
+def test_a_run_at_an_odd_place(tmp_path):
+    """Checkpoint, samples, trace and picture are written there, and a second start resumes from there."""
+    (tmp_path / "here").mkdir()
+    place = ["paths.root_working_dir='here/../we ird/ü[x]*?/~y/'", "paths.model_name='a b//ç d/../e f/'"]
+    place += [f"data.filespec={ROOT / 'synthetic_dataset.zarr'}"]
+    short = ["mesh.t=1", "training.steps=8", "training.checkpoint_interval=4", "training.sample_interval=4"]
+    run = Run(tmp_path / "first", 1, 1, *short, *place, cwd=tmp_path).succeed()
+    directory = tmp_path / "we ird" / "ü[x]*?" / "~y" / "a b" / "e f"
+    assert (directory / "checkpoints" / "0000000008" / "zarr.json").is_file()
+    assert len((directory / "samples.jsonl").read_text().splitlines()) == 3
+    assert len(list((directory / "plugins").rglob("perfetto_trace.json.gz"))) == 1
+    assert len([*(path for path in directory.iterdir() if path.suffix == ".svg")]) == 1
+    assert "WARNING" not in run.stdout(0)
+    run = Run(tmp_path / "second", 1, 1, *short, *place, "training.steps=9", cwd=tmp_path).succeed()
+    assert "resumed after 8 steps" in run.stdout(0)
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "we ird", "first", "second"}

@@ -1,0 +1,40 @@
+"""Loss and bits a byte of a validation split, against counts by hand."""
+
+import math
+import types
+
+import pytest
+
+from shardwright.run.evaluation import evaluate
+
+pytestmark = pytest.mark.quick
+
+SUMS = [(30.0, 10), (8.0, 6), (100.0, 1), (7.0, 7)]  # of each batch: nats, targets
+BYTES = [41, 23, 5, 28]
+
+
+def split(rounds: dict[str, float], sizes: list | None = None):
+    """A loader with so many batches in a pass, that hands out their numbers, and the bytes of each."""
+    utf8_bytes = lambda step: None if sizes is None else sizes[step]
+    return types.SimpleNamespace(epoch_steps=lambda: rounds, utf8_bytes=utf8_bytes, load=lambda step: step)
+
+
+def evaluated(validation, batches: int) -> dict[str, float]:
+    return evaluate(lambda weights, step: SUMS[step], None, validation, batches)
+
+
+def test_the_mean_is_over_targets_and_bits_over_bytes():
+    result = evaluated(split({"a": 9.0}, BYTES), batches=2)
+    assert result["loss"] == pytest.approx(38 / 16)
+    assert result["targets"] == 16
+    assert result["utf8_bytes"] == 64
+    assert result["bits_per_byte"] == pytest.approx(38 / math.log(2) / 64)
+
+
+def test_no_bits_where_nobody_knows_the_bytes():
+    assert "bits_per_byte" not in evaluated(split({}), batches=4)
+
+
+@pytest.mark.parametrize(("rounds", "batches", "targets"), [(2.9, 4, 16), (0.4, 4, 10), (9.0, 3, 17), (9.0, 1, 10)])
+def test_no_row_counts_twice_but_one_batch_always_does(rounds, batches, targets):
+    assert evaluated(split({"a": rounds}), batches)["targets"] == targets

@@ -1,0 +1,121 @@
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from shardwright.run.flops import PeakFlops, doubt, flops_of_model, peak_flops
+
+# Llama-2-7B, from its published config.
+LAYERS, HEADS, HEAD_DIM, D_MODEL, D_FF, VOCAB = 32, 32, 128, 4096, 11008, 32000
+PARAMETERS = LAYERS * (4 * D_MODEL**2 + 3 * D_MODEL * D_FF + 2 * D_MODEL) + 2 * VOCAB * D_MODEL + D_MODEL
+
+
+def llama_flops(tied=False):
+    table = [of_kind("matrix", PARAMETERS - VOCAB * D_MODEL), of_kind("embedding", VOCAB * D_MODEL)]
+    return flops_of_model(
+        table[:1] if tied else table, SimpleNamespace(layers=LAYERS, heads=HEADS, d_head=HEAD_DIM), 4096
+    )
+
+
+def of_kind(kind, size):
+    return SimpleNamespace(kind=kind, shape=(size,))
+
+
+def test_conventions_give_published_utilizations():
+    # 11,361 tokens/s on one H100 (989 TFLOP/s) is 49.2% with causal attention counted half, 52.9% counted in full.
+    flops = llama_flops()
+    assert PARAMETERS == 6_738_415_616
+    assert 100 * 11361 * flops.causal / 989e12 == pytest.approx(49.2, abs=0.05)
+    assert 100 * 11361 * flops.full / 989e12 == pytest.approx(52.9, abs=0.05)
+
+
+def test_formulas_say_what_is_counted():
+    flops = llama_flops()
+    names = {"N": PARAMETERS, "embedding": VOCAB * D_MODEL, "layers": LAYERS, "heads": HEADS, "head_dim": HEAD_DIM}
+    for formula, value in ((flops.causal_formula, flops.causal), (flops.full_formula, flops.full)):
+        assert eval(formula.replace("input embedding", "embedding"), {}, names | {"L": 4096}) == value
+
+
+def test_a_tied_table_is_counted_as_the_output_matrix():
+    tied = llama_flops(tied=True)
+    assert tied.causal == llama_flops().causal
+    assert tied.causal_formula == "6*N + 6*layers*heads*head_dim*L"
+
+
+def test_xla_counts_the_same_matrix_products():
+    # One forward and backward of a matrix product on T tokens is 6 FLOPs a parameter and token, as XLA counts them.
+    tokens, rows, columns = 64, 128, 256
+    w, x = jnp.ones((rows, columns)), jnp.ones((tokens, rows))
+    step = jax.jit(jax.grad(lambda w, x: jnp.sum((x @ w) ** 2), argnums=(0, 1)))
+    counted = step.lower(w, x).compile().cost_analysis()["flops"]
+    flops = flops_of_model([of_kind("matrix", w.size)], SimpleNamespace(layers=0, heads=0, d_head=0), 0)
+    assert counted == pytest.approx(tokens * flops.causal, rel=0.02)
+
+
+class FakeDevice:
+    platform, process_index = "gpu", 0
+
+    def __init__(self, device_kind):
+        self.device_kind = device_kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "count", "total"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 8, 8 * 312e12),
+        ("NVIDIA A100-SXM4-80GB", "float32", 1, 156e12),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 1, 989.5e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 1, 756e12),
+        ("NVIDIA H200", "bfloat16", 2, 1979e12),
+        ("TPU v5 lite", "bfloat16", 4, 4 * 197e12),
+        ("TPU v6 lite", "bfloat16", 1, 918e12),
+    ],
+)
+def test_known_chips_have_their_makers_dense_peak(kind, dtype, count, total):
+    peak = peak_flops([FakeDevice(kind)] * count, dtype)
+    assert peak.total == pytest.approx(total)
+    assert f"{count} x" in peak.source
+    assert f"the maker's dense {dtype} figure for {kind}" in peak.source
+
+
+def test_an_unknown_device_is_measured_and_the_source_says_so():
+    with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))):
+        peak = peak_flops(jax.devices(), jnp.float32)
+    assert "measured here: the best of several" in peak.source
+    assert "2048 x 2048 float32" in peak.source
+    assert "(shared by its devices)" in peak.source
+    # Eight simulated devices do as much together as one, not eight times more or less (other programs leave a factor).
+    one = peak_flops(jax.devices()[:1], jnp.float32)
+    assert one.total / 4 < peak.total < 4 * one.total
+
+
+def test_unlike_devices_are_rejected():
+    with pytest.raises(ValueError, match=r"mixture of devices .*\['NVIDIA H100 PCIe', 'NVIDIA H200'\]"):
+        peak_flops([FakeDevice("NVIDIA H100 PCIe"), FakeDevice("NVIDIA H200")], "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("now", "mfu", "expected"),
+    [
+        (1e9, 0.99, None),
+        (1.2e9, 0.5, None),
+        (0.8e9, 0.5, None),
+        (1.3e9, 0.5, "the peak was 1 GFLOP/s at the start and is 1 now; the machine is busy with other work"),
+        (4e9, 3.12, "MFU came to 312%, and the peak was 1 GFLOP/s at the start and is 4 now; the machine is busy"),
+        (0.5e9, 0.5, "the peak was 1 GFLOP/s at the start and is 0 now"),
+        (None, 1.01, "MFU came to 101%; the peak or the count of FLOPs is wrong"),
+        (None, 0.5, None),
+    ],
+)
+def test_a_peak_that_explains_no_speed_is_doubted(now, mfu, expected):
+    why = doubt(PeakFlops(1e9, "", None if now is None else lambda: now), mfu)
+    assert why is None if expected is None else expected in why
+
+
+@pytest.mark.long
+def test_a_measured_peak_is_measured_anew():
+    """Not taken from the first measurement, which is kept for the runs of a sweep."""
+    peak = peak_flops(jax.devices()[:1], jnp.float32)
+    assert len({peak.measure() for _ in range(3)}) > 1

@@ -1,0 +1,205 @@
+"""What a hardware config sets before JAX starts, and what of it the installed XLA does not know."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+from hydra import compose, initialize_config_dir
+from losses_of_runs import losses
+from simulated import without_cache
+
+from shardwright.cluster.config import DistributedConfig, HardwareConfig
+from shardwright.cluster.devices import known_options, start_devices
+from shardwright.modeling.model import load_model
+from shardwright.run.compiling import compile_step
+from shardwright.run.config import check_config, register_schema
+from shardwright.run.resuming import with_defaults
+from train import make_evaluation_step
+
+ROOT = Path(__file__).parents[2]
+RUN = (
+    "training.steps=3",
+    "training.report=false",
+    "training.eval_batches=0",
+    "training.batch_size=16",
+    "model.layers=1",
+)
+
+
+def train(directory: Path, *overrides: str, **environment: str) -> str:
+    """Output of a short run of the demo, whose home, and so JAX's cache, is `directory`."""
+    env = without_cache() | {"HOME": str(directory), **environment}
+    command = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *RUN, *overrides]
+    command += [f"paths.root_working_dir={directory}", f"data.filespec={ROOT / 'synthetic_dataset.zarr'}"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def start(hardware: str, *lines: str, **environment: str) -> str:
+    """What `lines` print in a fresh process that started devices by this HardwareConfig, an expression."""
+    code = [
+        "from shardwright.cluster.config import DistributedConfig, HardwareConfig",
+        "from shardwright.cluster.devices import start_devices",
+        "import jax, os",
+        f"start_devices(DistributedConfig(), {hardware})",
+        *lines,
+    ]
+    env = without_cache() | environment
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_a_second_run_finds_the_compiled_step(tmp_path):
+    first = train(tmp_path, "paths.model_name=first")
+    cache = tmp_path / ".cache/shardwright/compiled"
+    of_step = lambda: {path.name for path in cache.glob("jit_training_step*-cache")}
+    compiled = of_step()
+    assert len(compiled) == 1, first
+    assert cache.stat().st_mode & 0o077 == 0, "nobody else writes programs there"
+    second = train(tmp_path, "paths.model_name=second", JAX_LOGGING_LEVEL="DEBUG")
+    assert "Persistent compilation cache hit for 'jit_training_step'" in second
+    assert of_step() == compiled
+    assert losses(tmp_path / "first") == losses(tmp_path / "second")
+
+
+@pytest.mark.long
+@pytest.mark.quick
+def test_who_sets_the_environment_overrides():
+    show = "print(jax.config.jax_compilation_cache_dir)"
+    assert start("HardwareConfig()", show, JAX_COMPILATION_CACHE_DIR="/theirs", HOME="/nowhere") == "/theirs"
+    assert start("HardwareConfig(compilation_cache=None)", show) == "None"
+    hardware = "HardwareConfig(memory_fraction=0.9, environment={'NCCL_A': '1', 'NCCL_B': '2'}, compilation_cache=None)"
+    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_A", "NCCL_B"
+    show = f"print(*map(os.environ.get, {names}))"
+    assert start(hardware, show, NCCL_B="theirs") == "0.9 None 1 theirs"
+    assert start(hardware, show, NCCL_B="x", XLA_CLIENT_MEM_FRACTION="0.5") == "0.5 None 1 x"
+    assert start(hardware, show, NCCL_B="x", XLA_PYTHON_CLIENT_MEM_FRACTION="0.5") == "None 0.5 1 x"
+
+
+@pytest.mark.quick
+def test_a_cache_that_cannot_be_written_is_told_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    hardware = f"HardwareConfig(compilation_cache={str(tmp_path / 'file' / 'cache')!r})"
+    shown = start(hardware, "print(jax.config.jax_compilation_cache_dir, jax.jit(lambda x: x + 1)(1))")
+    assert shown.startswith("hardware.compilation_cache cannot be written, so compiled programs are not kept: ")
+    assert shown.splitlines()[1:] == ["None 2"]
+
+
+@pytest.mark.quick
+def test_options_that_this_xla_does_not_know_are_left_out_and_named():
+    said = []
+    options = {"xla_no_such_flag": True, "xla_cpu_enable_fast_math": False, "xla_gone": 3, "xla_gpu_autotune_level": 1}
+    assert known_options(options, said.append) == {"xla_cpu_enable_fast_math": False, "xla_gpu_autotune_level": 1}
+    assert [line.split()[1] for line in said] == ["xla_no_such_flag", "xla_gone"]
+    assert f"the XLA of jax {jax.__version__} does not know it" in said[0]
+    with pytest.raises(ValueError, match=r"hardware\.compiler_options: .*'often' is not a valid bool value"):
+        known_options({"xla_cpu_enable_fast_math": "often"}, said.append)
+    assert known_options({"xla_cpu_enable_fast_math": None}, said.append) == {}
+    with pytest.raises(ValueError, match=r"XLA does not take a value in .*xla_cpu_enable_fast_math"):
+        known_options({"xla_cpu_enable_fast_math": [1]}, said.append)
+    with pytest.raises(ValueError, match="write it without dashes: xla_gone"):
+        known_options({"--xla_gone": 1}, said.append)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_them(tmp_path):
+    shown = train(tmp_path, "+hardware.compiler_options.xla_no_such_flag=1")
+    assert "compiler   xla_no_such_flag is left out" in shown
+    assert "step 3/3" in shown
+
+
+@pytest.mark.long
+def test_the_others_reach_both_steps(tmp_path, monkeypatch):
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda: process)  # noqa: B023
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_not_there"):
+            compile_step(lowered, tmp_path, {"xla_not_there": 1})
+    c = tiny.config()
+    with jax.set_mesh(tiny.mesh("one device")):
+        w, batch = tiny.weights(c.model), tiny.place_batch(c)
+        nats, _ = make_evaluation_step(c, load_model(c.model), {"xla_cpu_enable_fast_math": False})(w, batch)
+        assert nats > 0
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_not_there"):
+            make_evaluation_step(c, load_model(c.model), {"xla_not_there": 1})(w, batch)
+
+
+@pytest.mark.quick
+def test_several_processes_keep_programs_only_where_they_are_told_to(monkeypatch, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", None)  # which a run in this process may have set
+    set_to = {}
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for count, cache, kept in ((2, None, None), (1, None, ".cache/shardwright/compiled"), (2, tmp_path / "all", "all")):
+        set_to.clear()
+        processes = DistributedConfig(count=count, coordinator="a:1", id=0)
+        start_devices(processes, HardwareConfig(**({"compilation_cache": str(cache)} if cache else {})))
+        assert set_to.get("jax_compilation_cache_dir") == (kept and str(tmp_path / kept))
+
+
+@pytest.mark.quick
+def test_a_checkpoint_made_with_settings_that_are_no_more():
+    saved = {"hardware": {"name": "CPU", "xla_flags": "", "hosts": 1}, "training": {"seed": 3}}
+    found = with_defaults(saved)
+    assert "xla_flags" not in found["hardware"]
+    assert "hosts" not in found["hardware"]
+    assert (found["hardware"]["name"], found["hardware"]["memory_fraction"], found["training"]["seed"]) == (
+        "CPU",
+        None,
+        3,
+    )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.01])
+def test_a_memory_fraction_is_a_part(fraction):
+    c = tiny.config()
+    c.hardware.memory_fraction = fraction
+    with pytest.raises(ValueError, match=rf"hardware\.memory_fraction is {fraction}; it must be above 0 and at most 1"):
+        check_config(c)
+
+
+def composed(name: str, *overrides: str):
+    register_schema()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return compose(name, list(overrides))
+
+
+@pytest.mark.long
+@pytest.mark.quick
+def test_all_options_of_the_configs_are_known_here():
+    """Those for GPUs too, which XLA parses on any platform: so that a renamed one is noticed before a run on one."""
+    for name in ("gpu", "a100", "h100", "h200", "cpu"):
+        for config in ("gpt2_124m", "flat_tokens_c4_a100x8_84m"):
+            options = composed(config, f"hardware={name}").hardware.compiler_options
+            said = []
+            assert len(known_options(options, said.append)) == len(options)
+            assert said == []
+            assert bool(options) == (name != "cpu" or config != "gpt2_124m")
+
+
+@pytest.mark.quick
+def test_an_option_under_the_name_that_this_xla_knows():
+    said, new, old = [], "xla_gpu_pipeline_all_gather", "xla_gpu_enable_pipelined_all_gather"
+    version = tuple(map(int, jax.__version__.split(".")[:2]))
+    for mode, before in (("ON", True), ("OFF", False)):
+        mode = f"COLLECTIVE_PIPELINING_MODE_{mode}"
+        assert known_options({new: mode}, said.append) == ({old: before} if version < (0, 11) else {new: mode})
+    if version < (0, 11):  # what was given under the earlier name holds
+        options = {new: "COLLECTIVE_PIPELINING_MODE_ON", old: False}
+        assert known_options(options, said.append) == {old: False}
+    assert said == []
+
+
+def test_the_cpu_computes_in_f32():
+    demo = lambda *overrides: composed("local_test_synthetic", *overrides).training.compute_dtype
+    assert demo() == "f32"
+    assert demo("training.compute_dtype=bf16") == demo("hardware=h200") == "bf16"
+    assert HardwareConfig().compiler_options == {}

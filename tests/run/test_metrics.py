@@ -1,0 +1,325 @@
+import io
+import json
+import math
+import re
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from full_disk import files_of_at_most
+from rich.console import Console
+
+from shardlib.layers import LayerMetrics
+from shardwright.run import metrics as metrics_files
+from shardwright.run.flops import ModelFlops, PeakFlops, Speed
+from shardwright.run.metrics import RunLog, check_metrics, keep_metrics
+
+SPEED = Speed(64, ModelFlops(1000, 1500, "c", "f"), PeakFlops(1e9, "test"))
+
+
+def run_log(directory, console=None, **changes):
+    arguments = {
+        "total_steps": 25,
+        "start_step": 0,
+        "speed": SPEED,
+        "print_every": 10,
+        "console": console or Console(file=io.StringIO()),
+    }
+    return RunLog(directory, **arguments | changes)
+
+
+def metrics(loss):
+    return {"learning_rate": jnp.float32(3e-4), "loss": jnp.float32(loss)}
+
+
+def read(directory):
+    def reject(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=reject) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_a_step(tmp_path):
+    with run_log(tmp_path) as log:
+        for step in range(5):
+            log.log(step, metrics(1 / (step + 3)))
+            time.sleep(0.01)
+    lines = read(tmp_path)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[0] == {
+        "step": 0,
+        "learning_rate": float(np.float32(3e-4)),
+        "loss": float(np.float32(1 / 3)),
+        "tokens": 64,
+    }
+    for step, line in enumerate(lines[1:], start=1):
+        assert line["loss"] == float(np.float32(1 / (step + 3)))
+        assert line["tokens"] == 64 * (step + 1)
+        assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
+        assert line["mfu"] == pytest.approx(64 / line["seconds"] * 1000 / 1e9)
+        assert line["mfu_full_attention"] == pytest.approx(1.5 * line["mfu"])
+    assert all(line["seconds"] >= 0.01 for line in lines[1:4])
+
+
+def test_vectors_are_lists_and_layers_have_their_names(tmp_path):
+    console = Console(file=io.StringIO())
+    layers = LayerMetrics(jnp.float32([[1, 2, 3], [4, jnp.nan, 6]]), ("size", "slope"))
+    with run_log(tmp_path, console, total_steps=1) as log:
+        log.log(0, metrics(2.0) | {"each": jnp.float32([0.5, 1.5]), "layers": layers, "nothing": None})
+    (line,) = read(tmp_path)
+    assert [line[name] for name in ("each", "size", "slope")] == [[0.5, 1.5], [1, 2, 3], [4, "NaN", 6]]
+    assert not {"layers", "nothing"} & line.keys()
+    shown = console.file.getvalue()
+    assert all(text in shown for text in ("each 1 ", "size 2 ", "slope NaN", "WARNING: the training slope"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mfu": jnp.float32(1)}, "the step's Metrics have a field 'mfu', which the log has itself"),
+        ({"table": jnp.zeros((2, 3))}, r"the step's Metrics have table of shape \(2, 3\); the log takes scalars and"),
+        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("loss",))}, "a layer gives a metric 'loss' in its Extras, a name"),
+        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("step",))}, "a layer gives a metric 'step' in its Extras, a name"),
+    ],
+)
+def test_what_the_log_cannot_write_is_refused(given, message):
+    check_metrics(SimpleNamespace(**metrics(1.0), layers=None))
+    with pytest.raises(ValueError, match=message):
+        check_metrics(SimpleNamespace(**metrics(1.0) | {"layers": None} | given))
+
+
+def test_metrics_are_read_one_step_late(tmp_path):
+    read_values = []
+
+    class Metric:
+        def __init__(self, step):
+            self.step = step
+
+        def copy_to_host_async(self):
+            pass
+
+        def __array__(self, dtype=None, copy=None):
+            read_values.append(self.step)
+            return np.array(self.step, np.float32)
+
+    log = run_log(tmp_path)
+    log.log(0, {"loss": Metric(0)})
+    assert read_values == []
+    log.log(1, {"loss": Metric(1)})
+    assert set(read_values) == {0}
+    assert len(read(tmp_path)) == 1  # written as soon as read
+    log.close()
+    assert set(read_values) == {0, 1}
+    log.close()
+    assert len(read(tmp_path)) == 2
+
+
+def test_resuming_replaces_later_and_torn_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    earlier = [{"step": step, "loss": 1.5} for step in range(4)] + [{"step": 3, "event": "validation"}]
+    later = [{"step": 4, "loss": 7.0}, {"step": 4, "event": "validation"}, {"step": 5, "loss": 7.0}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in earlier + later) + '{"step": 6, "lo')
+    output = io.StringIO()
+    with run_log(tmp_path, start_step=4, console=Console(file=output)) as log:
+        assert read(tmp_path) == earlier
+        log.log(4, metrics(2.0))
+    assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3, 4]
+    assert read(tmp_path)[-1]["loss"] == 2.0
+    assert "removed 1 unreadable" in output.getvalue()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_events_are_told_apart(tmp_path):
+    output = io.StringIO()
+    with run_log(tmp_path, console=Console(file=output)) as log:
+        log.log(0, metrics(2.0))
+        log.log_event(0, "validation", {"loss": jnp.float32(1.25), "tokens": 640, "of": "tiny"})
+        log.log(1, metrics(1.0))
+    lines = read(tmp_path)
+    assert lines[1] == {"step": 0, "event": "validation", "loss": 1.25, "tokens": 640, "of": "tiny"}
+    assert ["event" in line for line in lines] == [False, True, False]
+    assert "step 1  validation  loss 1.25  tokens 640  of tiny\n" in output.getvalue()
+
+
+def test_an_events_time_is_not_that_of_the_step_before(tmp_path):
+    """What computes the event's values runs when the step before is written, as an evaluation must."""
+
+    def slow():
+        time.sleep(0.3)
+        return {"loss": 1.0}
+
+    with run_log(tmp_path) as log:
+        log.log(0, metrics(1.0))
+        log.log(1, metrics(1.0))
+        log.log_event(1, "validation", slow)
+        log.log(2, metrics(1.0))
+    steps = {line["step"]: line for line in read(tmp_path) if "event" not in line}
+    assert steps[1]["seconds"] < 0.25
+    assert steps[2]["seconds"] < 0.25
+
+
+def test_an_events_time_is_not_the_next_steps(tmp_path):
+    with run_log(tmp_path) as log:
+        log.log(0, metrics(2.0))
+
+        class Slow:
+            def __array__(self, dtype=None, copy=None):
+                time.sleep(0.5)
+                return np.float32(1)
+
+        log.log_event(0, "validation", {"loss": Slow()})
+        log.log(1, metrics(1.0))
+    assert read(tmp_path)[-1]["seconds"] < 0.4
+
+
+def test_losses_that_are_not_finite_are_told_once_and_are_valid_json(tmp_path):
+    output = io.StringIO()
+    with run_log(tmp_path, console=Console(file=output)) as log:
+        for step, loss in enumerate([1.0, math.nan, math.inf, 1.0, -math.inf]):
+            log.log(step, metrics(loss))
+    assert [line["loss"] for line in read(tmp_path)] == [1.0, "NaN", "Infinity", 1.0, "-Infinity"]
+    warnings = [line for line in output.getvalue().splitlines() if "WARNING" in line]
+    assert warnings == [
+        "WARNING: the training loss is NaN at step 1",
+        "WARNING: the training loss is -Infinity at step 4",
+    ]
+
+
+def test_plain_lines_without_a_terminal(tmp_path):
+    output = io.StringIO()
+    with run_log(tmp_path, console=Console(file=output, width=20)) as log:
+        for step in range(25):
+            log.log(step, metrics(step + 0.123))
+    lines = output.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    assert lines[0] == "step 1/25  loss 0.123  learning_rate 0.0003"
+    assert re.match(
+        r"step 10/25  ETA 0:00:00  loss 9.123  [\d.]+[kMG]? tokens/s  MFU .*%  learning_rate 0.0003$", lines[1]
+    )
+    assert "\x1b" not in output.getvalue()
+
+
+def test_a_live_bar_on_a_terminal(tmp_path):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=140, legacy_windows=False)
+    with run_log(tmp_path, console=console, total_steps=12, start_step=2) as log:
+        for step in range(2, 12):
+            log.log(step, metrics(4.5))
+        log.log_event(11, "validation", {"loss": 4.25})
+    text = output.getvalue()
+    assert "\x1b[" in text
+    assert re.search("step 12/12 .*━.* ETA 0:00:00  loss 4.5", text)
+    assert re.search(r"step 12/12  loss 4.5  .* tokens/s  MFU [^\n]*\n$", text)
+    assert "step 12  validation  loss 4.25" in text
+    assert "step 5/12" not in text
+
+
+def test_the_device_is_not_waited_for(tmp_path):
+    # A step takes 50 ms here; logging one just dispatched must not take that long.
+    def slow(x):
+        return jax.pure_callback(lambda x: (time.sleep(0.05), x)[1], jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    step = jax.jit(slow)
+    value = jax.block_until_ready(step(jnp.float32(1)))
+    log = run_log(tmp_path)
+    log.log(0, {"loss": value})
+    value = step(value)
+    start = time.perf_counter()
+    log.log(1, {"loss": value})
+    elapsed = time.perf_counter() - start
+    log.close()
+    assert elapsed < 0.04
+
+
+def test_metrics_of_a_run_without_a_checkpoint_are_kept(tmp_path):
+    with run_log(tmp_path) as log:
+        log.log(0, metrics(2.0))
+    with run_log(tmp_path) as log:
+        log.log(0, metrics(1.0))
+    assert [line["loss"] for line in read(tmp_path)] == [1.0]
+    (kept,) = tmp_path.glob("metrics_*.jsonl")
+    assert json.loads(kept.read_text())["loss"] == 2.0
+
+
+def test_metrics_are_kept_as_a_whole_and_over_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "2026")
+    path = tmp_path / "metrics.jsonl"
+    assert keep_metrics(tmp_path) is None
+    for text in ("first\n", "second\n", "third\n" * 10**4):
+        path.write_text(text)
+        kept = keep_metrics(tmp_path)
+        assert kept.read_text() == text
+    names = ["metrics.jsonl", "metrics_2026.jsonl", "metrics_2026_2.jsonl", "metrics_2026_3.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    with files_of_at_most(2**12), pytest.raises(OSError, match="File too large"):
+        keep_metrics(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.tmp", *names[1:]]
+
+
+def test_source_tokens_are_written(tmp_path):
+    with run_log(tmp_path) as log:
+        log.log(0, metrics(2.0), {"web": 640, "books": 0})
+        log.log(1, metrics(2.0), {})
+    first, second = read(tmp_path)
+    assert first["source_tokens"] == {"web": 640, "books": 0}
+    assert "source_tokens" not in second
+
+
+def test_the_latest_validation_stays_on_the_progress_line(tmp_path):
+    output = io.StringIO()
+    with run_log(tmp_path, console=Console(file=output), print_every=1) as log:
+        log.log(0, metrics(2.0))
+        log.log_event(0, "validation", {"loss": 1.25})
+        log.log(1, metrics(1.0))
+    assert "step 2/25  ETA 0:00:00  loss 1  validation 1.25  " in output.getvalue()
+
+
+# ---- files that cannot be written -------------------------------------------------------------------------------
+
+
+def test_lines_wait_while_the_disk_is_full_and_none_is_torn(tmp_path, monkeypatch):
+    console, path = Console(file=io.StringIO()), tmp_path / "metrics.jsonl"
+    with run_log(tmp_path, console) as log:
+        log.log(0, metrics(3.0))
+        log.log(1, metrics(2.0))
+        size = path.stat().st_size
+        with files_of_at_most(size + 10):
+            log.log(2, metrics(1.0))
+            log.log(3, metrics(0.5))
+            assert path.stat().st_size == size + 10
+            assert log.failure is None
+            monkeypatch.setattr(metrics_files, "PATIENCE_S", 0)
+            assert log.failure == f"{path} cannot be written: File too large"
+        log.log_event(3, "sample", {"text": "x"})
+        assert log.failure is None
+    assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3]
+    said = [line for line in console.file.getvalue().splitlines() if str(path) in line]
+    assert said == [
+        f"WARNING: {path} cannot be written: File too large; trying again for 60 s",
+        f"{path} is written again; nothing is lost",
+    ]
+
+
+def test_a_log_that_cannot_be_finished_says_so(tmp_path):
+    log = run_log(tmp_path)
+    log.log(0, metrics(3.0))
+    expected = rf"^{tmp_path}/metrics.jsonl cannot be written: File too large; lines of its last steps are lost\.$"
+    with files_of_at_most(10), pytest.raises(OSError, match=expected):
+        log.close()
+    log.close()  # nothing more to close
+
+
+@pytest.mark.parametrize("do", ["remove", "replace"])
+def test_a_log_that_was_removed_is_noticed(tmp_path, do):
+    log, path = run_log(tmp_path), tmp_path / "metrics.jsonl"
+    log.log(0, metrics(3.0))
+    path.unlink()
+    if do == "replace":
+        path.touch()
+    log.log(1, metrics(3.0))
+    why = {"remove": "No such file or directory", "replace": "another file is in its place"}[do]
+    with pytest.raises(OSError, match=f"cannot be written: {why}; lines of its last steps are lost"):
+        log.close()

@@ -1,0 +1,127 @@
+import contextlib
+import gzip
+import json
+import re
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardwright.run import profile
+from shardwright.run.flops import ModelFlops, PeakFlops, Speed
+from shardwright.run.metrics import RunLog
+
+SPEED = Speed(100, ModelFlops(1e6, 1.5e6, "causal formula", "full formula"), PeakFlops(1e9, "the source of the peak"))
+
+
+@jax.jit
+def profiled_step(x):
+    return jnp.tanh(x @ x) / 8
+
+
+@pytest.fixture(autouse=True)
+def _of_this_program(monkeypatch):
+    monkeypatch.setattr(profile, "MODULE", "jit_profiled_step")
+
+
+def run_log(directory, steps):
+    return RunLog(directory, total_steps=steps, start_step=0, speed=SPEED)
+
+
+def train(directory, steps, done=None, fetch_s=0.0):
+    with run_log(directory, steps) as log:
+        profiler = profile.StepProfiler(log, None)
+        x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
+        for i in range(steps if done is None else done):
+            profiler.before_step(i)
+            time.sleep(fetch_s)
+            with jax.profiler.TraceAnnotation(f"this is step {i}"):
+                x = profiled_step(x)
+            profiler.after_step(i, x)
+        return profiler.close()
+
+
+def event_names(trace):
+    with gzip.open(trace, "rt") as file:
+        trace = json.load(file)
+    assert "metadata" not in trace
+    return {event.get("name") for event in trace["traceEvents"]}
+
+
+@pytest.mark.long
+def test_third_and_fourth_step_are_timed_and_two_more_traced(tmp_path, capsys):
+    trace = train(tmp_path, steps=7, fetch_s=0.1)
+    assert trace.parent.parent == tmp_path / "plugins" / "profile"
+    assert trace.name == "perfetto_trace.json.gz"
+    names = event_names(trace)
+    traced = {f"this is step {i}" for i in (2, 3, 4, 5)}
+    assert {name for name in names if name and name.startswith("this is step")} == traced
+    assert not {name for name in names if name and name.startswith("$")}, (
+        "frames of Python: their tracer is not thread-safe"
+    )
+
+    lines = capsys.readouterr().out.splitlines()
+    speed, mfu, idle = lines
+    match = re.fullmatch(r"speed      ([\d,]+) tokens/s: ([\d.]+) s a step, in steps 3 and 4", speed)
+    rate, seconds = (float(number.replace(",", "")) for number in match.groups())
+    assert 0.1 <= seconds < 0.3
+    assert rate == pytest.approx(100 / seconds, rel=0.01)
+    percent, peak = re.fullmatch(r"MFU        ([\d.]+)% of the ([\d.]+) GFLOP/s that the devices can do", mfu).groups()
+    assert float(percent) == pytest.approx(rate * 1e6 / 1e9 * 100, rel=0.01)
+    assert peak == "1"
+    assert idle.startswith("idle       ")
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
+    waited = {True: [], False: []}
+    in_main = lambda: threading.current_thread() is threading.main_thread()
+    monkeypatch.setattr(jax, "block_until_ready", lambda outputs: waited[in_main()].append(outputs))
+    with run_log(tmp_path, 9) as log:
+        profiler = profile.StepProfiler(log, None)
+        for i in range(9):
+            profiler.before_step(i)
+            profiler.after_step(i, f"outputs of {i}")
+        profiler.close()
+    assert waited == {True: ["outputs of 1"], False: ["outputs of 3", "outputs of 5"]}
+
+
+@pytest.mark.parametrize(("steps", "title"), [(3, "steps 2 and 3"), (2, "steps 1 and 2"), (1, "step 1")])
+def test_a_short_run_profiles_its_last_steps(tmp_path, capsys, steps, title):
+    assert train(tmp_path, steps).is_file()
+    output = capsys.readouterr().out
+    assert f" s a step, in {title}; they may still be warming up\n" in output
+
+
+def test_a_run_that_is_stopped_among_the_steps_that_are_only_traced(tmp_path, capsys):
+    assert train(tmp_path, 9, done=5).is_file()
+    speed, _, idle = capsys.readouterr().out.splitlines()
+    assert speed.endswith(" in steps 3 and 4")
+    assert idle.startswith("idle       ")
+
+
+def test_no_steps(tmp_path, capsys):
+    assert train(tmp_path, 0) is None
+    assert capsys.readouterr().out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_that_ends_within_the_profile(tmp_path, capsys):
+    assert train(tmp_path, 9, done=3) is None
+    assert capsys.readouterr().out == "profile: the run ended within the profiled steps, so there is no measurement\n"
+    assert train(tmp_path / "next", 4).is_file()  # the trace was ended
+
+
+@pytest.mark.parametrize("name", ["plugins", "trace.tmp"])
+def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys, name):
+    (tmp_path / name).write_text("in the way")
+    assert train(tmp_path, 4) is None
+    assert "profile: the trace could not be written: " in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {name, "metrics.jsonl"}
+    # jax 0.10 keeps a trace that it could not write: write it, so that the tests after this one can start theirs.
+    (tmp_path / name).unlink()
+    with contextlib.suppress(RuntimeError):  # jax 0.12 has none left
+        jax.profiler.stop_trace()
+    assert train(tmp_path / "next", 4).is_file()

@@ -1,0 +1,271 @@
+"""What source made a run: kept, and compared as programs where the text differs."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from huggingface_models import settings
+from recipes import SOURCE, changed, module_of
+
+import train
+from shardlib.program_hash import hash_of
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.run import provenance
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.run import Run
+from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
+from tools.generate import Config, generate
+
+
+def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training) -> dict[str, str]:
+    """Hashes of the programs of a source of train.py."""
+    c = tiny.config(tiny.model(module="changed_train", **dict(model)), **training)
+    c.optimizer = tiny.optimizer(**dict(optimizer))
+    p, r, d, t = mesh
+    with module_of(source) as module, jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
+        return provenance.programs_of(module.programs, c, load_model(c.model))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, str]:
+    return programs(SOURCE)
+
+
+SAME = {  # text of train.py and what stands there instead
+    "a comment": ("        gate = ", "        # the gate\n        gate = "),
+    "a name": ("unit_rms", "over_rms"),
+    "the order of lines": (
+        '        q = save_for_backward(rope.rotate(head_norm("B/r/d L K/t Q D", q, w.q_norm, epsilon), angles))\n'
+        '        k = save_for_backward(rope.rotate(head_norm("B/r/d L K/t D", k, w.k_norm, epsilon), angles))\n',
+        '        k = save_for_backward(rope.rotate(head_norm("B/r/d L K/t D", k, w.k_norm, epsilon), angles))\n'
+        '        q = save_for_backward(rope.rotate(head_norm("B/r/d L K/t Q D", q, w.q_norm, epsilon), angles))\n',
+    ),
+}
+BOTH, TRAINING = {"training", "evaluation"}, {"training"}
+OTHER = {
+    "the activation": (changed("An activation"), BOTH),
+    "the rule": (changed("Who attends to whom"), BOTH),
+    "label smoothing": (changed("A loss that leaves validation alone"), TRAINING),
+    "Adam's epsilon": (
+        SOURCE.replace("jnp.sqrt(unbiased_nu) + c.adam_epsilon", "jnp.sqrt(unbiased_nu + c.adam_epsilon)"),
+        TRAINING,
+    ),
+    "the average of the weights": (
+        SOURCE.replace("lambda old, w: c.training", "lambda old, w: 2 * c.training"),
+        TRAINING,
+    ),
+    "what only microbatches have": (
+        SOURCE.replace(
+            'return shardops.psum("+p ->", total), reduced(g)',
+            (
+                "g = jax.tree.map(lambda x: x / 2 if c.training.microbatches > 1 else x, g)\n"
+                '    return shardops.psum("+p ->", total), reduced(g)'
+            ),
+        ),
+        TRAINING,
+    ),
+    "a loop within a loop": (
+        SOURCE.replace(
+            "        nx = rms_norm(x, w.mlp_norm, epsilon)",
+            (
+                "        x = lax.scan(lambda h, _: (jnp.tanh(h), None), x, None, length=2)[0]\n"
+                "        nx = rms_norm(x, w.mlp_norm, epsilon)"
+            ),
+        ),
+        BOTH,
+    ),
+    "the clipped norm": (SOURCE.replace("scale = limit / jnp.maximum(norm, limit)", "scale = limit / norm"), TRAINING),
+}
+FREE = {
+    "the mesh": {"mesh": (1, 2, 2, 2)},
+    "stages": {"mesh": (2, 1, 2, 2), "microbatches": 2},
+    "how it is computed": {"attention": "blockwise", "save": "nothing", "loss_chunk": 8, "gather_weights": "step"},
+    "an average": {"ema_decay": 0.9},
+    "the number of microbatches": {"microbatches": 4},
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", SAME)
+def test_what_computes_the_same_has_the_same_hash(plain, name):
+    text, instead = SAME[name]
+    assert text in SOURCE
+    assert programs(SOURCE.replace(text, instead)) == plain
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_what_a_run_may_change_makes_no_difference(plain, name):
+    assert programs(SOURCE, **FREE[name]) == plain
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHER)
+def test_what_computes_something_else_has_another(plain, name):
+    source, differs = OTHER[name]
+    assert source != SOURCE
+    found = programs(source)
+    assert {which for which in plain if found[which] != plain[which]} == differs
+
+
+def test_other_source_is_said_or_refused(monkeypatch):
+    c = tiny.config()
+    c.pipeline = PipelineConfig()
+    with jax.set_mesh(tiny.mesh("one device")):
+        model = load_model(c.model)
+        saved = provenance.provenance_of(train.programs, c, model)
+        compared = lambda old, allow="other_source=true": provenance.compare_source(old, saved, ("evaluation",), allow)
+        assert compared(saved) is None
+        assert compared(None) is None, "a checkpoint of before"
+        source = saved["source"] | {"train.py": "other"}
+        assert compared(saved | {"source": source}) == (
+            "train.py: other source than the checkpoint was made with; it computes the same in evaluation"
+        )
+        other = saved | {"source": source, "programs": saved["programs"] | {"training": "other"}}
+        assert "it computes the same in evaluation" in compared(other), "what is not asked for does not matter"
+        unseen = saved | {"programs": {"evaluation": "other"}}
+        with pytest.raises(ValueError, match="not compared, this is another program, and it computes something else"):
+            compared(unseen)
+        untraced = saved | {"source": source, "programs": {}, "untraced": "ValueError: of two rows"}
+        assert compared(untraced).endswith("whether it computes the same is not known: ValueError: of two rows")
+        other = saved | {"source": source, "programs": {"training": "other", "evaluation": "other"}}
+        with pytest.raises(ValueError, match=r"something else in evaluation\. Take .* or give other_source=true"):
+            compared(other)
+        assert "something else in evaluation" in compared(other, allow=None)
+        assert "is not known: that was traced by jax 0.1" in compared(other | {"traced_by": "jax 0.1 on gpu"})
+
+
+def test_a_run_keeps_its_source(tmp_path, monkeypatch):
+    c = tiny.config()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.setenv("A_SECRET", "key")
+    model = load_model(dataclasses.replace(c.model))
+    provenance.keep_source(tmp_path, 12, model, {"programs": {"training": "hash"}})
+    kept = tmp_path / "source" / "0000000012"
+    assert (kept / "train.py").read_text() == (provenance.ROOT / "train.py").read_text()
+    about = json.loads((kept / "provenance.json").read_text())
+    assert about["packages"]["jax"] == jax.__version__
+    assert about["environment"]["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert "key" not in about["environment"].values()
+    assert about["programs"] == {"training": "hash"}
+    assert about["command"] == sys.orig_argv
+
+
+def test_facts_are_added_to_those_of_a_start(tmp_path, capsys):
+    kept = tmp_path / "source" / "0000000012"
+    kept.mkdir(parents=True)
+    (kept / "provenance.json").write_text('{"commit": null}')
+    provenance.add_facts(tmp_path, 12, {"proof": {"mesh": {"d": 8}}})
+    assert json.loads((kept / "provenance.json").read_text()) == {"commit": None, "proof": {"mesh": {"d": 8}}}
+    (kept / "provenance.json").write_text('{"commit":')  # of a disk that was full
+    provenance.add_facts(tmp_path, 12, {"proof": {}})
+    assert "provenance.json cannot be written: it is damaged" in capsys.readouterr().out
+    assert (kept / "provenance.json").read_text() == '{"commit":'
+
+
+def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
+    """What was proved of a step is looked up by these hashes."""
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(provenance, "PROJECT", ("train.py",))
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "my_ops.py").write_text("activation = abs")
+    try:
+        importlib.import_module("my_ops")
+        before = provenance.source_of()
+        (tmp_path / "my_ops.py").write_text("activation = len")
+        assert "my_ops.py" in before
+        assert provenance.source_of()["my_ops.py"] != before["my_ops.py"]
+    finally:
+        sys.modules.pop("my_ops", None)
+
+
+@pytest.mark.long
+def test_a_run_says_that_its_programs_are_not_kept(tmp_path, capsys):
+    def programs(c, model, batch):
+        raise TypeError("four rows at least\nand more")
+
+    c = settings(tiny.model(vocab=1024), str(provenance.ROOT / "synthetic_dataset.zarr"))
+    with jax.set_mesh(tiny.mesh("one device")):
+        model = load_model(c.model)
+        with Run(c, train.Forward(model, c.training), tmp_path, programs) as run:
+            state = run.begin(functools.partial(train.init_state, c=c, model=model), train.State)
+            assert run.provenance["programs"] == {}
+            run.compile(train.make_training_step(c, model), state)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("source ")]
+    assert line.endswith("on one device its steps do not trace: TypeError: four rows at least")
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory):
+    """A run whose checkpoint has an average of the weights, and was made by other source."""
+    c, directory = settings(tiny.model(), "unused", ema_decay=0.9), tmp_path_factory.mktemp("run")
+    with jax.set_mesh(tiny.mesh("one device")), Checkpointer(directory / "checkpoints") as checkpoints:
+        model, state = load_model(c.model), tiny.state(c)
+        state.ema = jax.tree.map(lambda x: 2 * x, state.weights)
+        made_by = provenance.provenance_of(train.programs, c, model)
+        made_by = made_by | {"source": {"train.py": "other"}, "programs": {"training": "other", "evaluation": "other"}}
+        checkpoints.save(3, state, {"config": dataclasses.asdict(c), "loader": {}, "provenance": made_by})
+    return directory, jax.tree.map(np.asarray, state.ema)
+
+
+@pytest.mark.slow
+def test_an_export_is_refused_by_other_source_or_is_of_the_average(run_directory, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    directory, average = run_directory
+    config = {"run": str(directory), "output": str(tmp_path / "exported"), "weights": "ema", "check": False}
+    with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
+        checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(**config))
+    assert not (tmp_path / "exported").exists()
+    said = []
+    checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(**config, other_source=True), said.append)
+    assert any(line.startswith("source     ") for line in said)
+    tensors = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
+    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], average.embed)
+
+
+@pytest.mark.long
+def test_drawing_is_refused_by_other_source_or_is_of_the_average(run_directory):
+    directory, _ = run_directory
+    config = {"run": str(directory), "prompt_ids": [5], "max_tokens": 4, "temperature": 0.0}
+    with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
+        generate(Config(**config))
+    drawn = {which: generate(Config(**config, weights=which, other_source=True)) for which in ("weights", "ema")}
+    assert drawn["weights"][0].ids != drawn["ema"][0].ids
+    with pytest.raises(ValueError, match="weights is 'average'; choose one of weights, ema"):
+        generate(Config(**config, weights="average"))
+
+
+@pytest.mark.quick
+def test_what_loops_carry_is_told_apart():
+    """By their depth: a loop within a loop is not the expression of the outer one's value."""
+
+    def nested(inner):
+        return jax.jit(lambda x: jax.lax.scan(lambda h, _: (inner(h), None), x, None, length=2)[0])
+
+    loop = lambda h: jax.lax.scan(lambda g, _: (0.5 * g + 0.1 * jnp.tanh(g), None), h, None, length=3)[0]
+    again = lambda h: jax.lax.scan(lambda g, _: (0.5 * g + 0.1 * jnp.tanh(h), None), h, None, length=3)[0]
+    assert hash_of(nested(loop).trace(1.0)) != hash_of(nested(again).trace(1.0))
+    assert hash_of(nested(loop).trace(1.0)) == hash_of(nested(loop).trace(1.0))
+
+
+def test_modules_of_ones_own_count(tmp_path, monkeypatch):
+    (tmp_path / "mine_parts.py").write_text("FACTOR = 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("mine_parts")
+    try:
+        before = provenance.source_of()
+        assert "mine_parts.py" in before
+        assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]
+        (tmp_path / "mine_parts.py").write_text("FACTOR = 0.5\n")
+        assert {name for name, _ in set(before.items()) ^ set(provenance.source_of().items())} == {"mine_parts.py"}
+    finally:
+        del sys.modules[module.__name__]

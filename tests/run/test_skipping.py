@@ -1,0 +1,283 @@
+"""Steps that are skipped: which, what is told of them, and what the run does then."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import zarr
+from losses_of_runs import losses
+
+import train
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.model import load_model
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.skipping import DELAY, FEWEST, WINDOW, SkippedSteps
+from shardwright_data.flat_tokens import Writer
+
+BAD_TOKEN, BAD_DOCUMENT, DOCUMENTS = 63, 21, 64
+"""All documents but this one have tokens below BAD_TOKEN."""
+
+
+# ---- the step -----------------------------------------------------------------------------------------------------
+
+
+def config_with(algorithm: str = "adamw", layers: int = 1, **changes):
+    c = tiny.config(tiny.model(layers=layers), ema_decay=0.5, **changes)
+    c.optimizer.algorithm = algorithm
+    return c
+
+
+STEPS = {
+    "one device": (config_with(), lambda: tiny.mesh("one device")),
+    "d=4 t=2": (config_with(), lambda: tiny.mesh("d=4 t=2")),
+    "Muon, stages": (config_with("muon", 2, microbatches=2), lambda: make_mesh(1, 2, 2, jax.devices(), 2)),
+}
+
+
+@pytest.fixture(scope="module", params=["one device", "d=4 t=2", pytest.param("Muon, stages", marks=pytest.mark.long)])
+def stepped(request):
+    """The step on a mesh, and results of it: (state before, arguments) -> (state after, metrics), all on the host."""
+    c, mesh = STEPS[request.param]
+    with jax.set_mesh(mesh()):
+        step = tiny.training_step(c)
+
+        def run(change=lambda state: state, limit=np.inf):
+            state = change(tiny.state(c))
+            before = jax.device_get(state)
+            return before, *jax.device_get(step(state, tiny.place_batch(c), np.int32(3), np.float32(limit)))
+
+        yield run
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(x, y, equal_nan=True) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_step_that_is_not_finite_leaves_the_state(stepped, bad):
+    def poisoned(state):
+        norm = np.array(state.weights.final_norm)
+        norm[3] = bad
+        state.weights.final_norm = jax.device_put(norm, state.weights.final_norm.sharding)
+        return state
+
+    before, after, metrics = stepped(poisoned)
+    assert same(before, after)
+    assert metrics.skipped
+    assert not np.isfinite(metrics.loss + metrics.grad_norm)
+
+
+@pytest.mark.long
+def test_a_limit_below_the_norm_leaves_the_state_and_one_above_changes_nothing(stepped):
+    before, after, metrics = stepped()
+    assert not metrics.skipped
+    assert not same(before.weights, after.weights)
+    _, above, _ = stepped(limit=metrics.grad_norm)
+    assert same(above, after)
+    before, below, skipped = stepped(limit=np.nextafter(metrics.grad_norm, np.float32(0)))
+    assert same(before, below)
+    assert skipped.skipped
+    assert skipped.loss == metrics.loss
+
+
+# ---- the limit ----------------------------------------------------------------------------------------------------
+
+
+def skips(state=None, told=None, **changes) -> SkippedSteps:
+    told = [] if told is None else told
+    return SkippedSteps(
+        dataclasses.replace(tiny.config().training, **changes), state or {}, lambda *line: told.append(line)
+    )
+
+
+@pytest.mark.quick
+def test_the_limit_is_a_multiple_of_the_median_of_earlier_norms():
+    norms = np.random.default_rng(0).lognormal(size=400).astype(np.float32)
+    of_run, before, resumed = skips(skip_above=4.0), None, None
+    for step, norm in enumerate(norms.tolist()):
+        known = norms[: max(0, step - DELAY + 1)][-WINDOW:]
+        expected = 4 * np.median(known) if len(known) >= FEWEST else np.inf
+        assert of_run.limit(step) == np.float32(expected)
+        if step >= 200:
+            if resumed is None:
+                resumed = skips(json.loads(json.dumps(before)), skip_above=4.0)
+            assert resumed.limit(step) == of_run.limit(step)
+            resumed.see(step, 1.0, norm, False)
+        of_run.see(step, 1.0, norm, False)
+        before = of_run.state()
+
+
+@pytest.mark.quick
+def test_without_the_setting_there_is_no_limit():
+    without = skips()
+    for step in range(100):
+        without.see(step, 1.0, 1.0, False)
+    assert without.limit(100) == np.inf
+
+
+@pytest.mark.quick
+def test_skipped_steps_in_a_row_end_the_run():
+    told = []
+    few = skips(told=told, max_skipped=3)
+    for step, skipped in enumerate([True, True, False, True, True]):
+        few.see(step, "NaN", "NaN", skipped)
+    with pytest.raises(FloatingPointError, match="3 steps in a row were skipped, the last of them step 5"):
+        skips(few.state(), max_skipped=3).see(5, "NaN", 1.0, True)
+    assert [step for step, _ in told] == [0, 1, 3, 4]
+    assert few.count == 4
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+class Poisoned(train.Llama):
+    """A Llama for which one token is NaN."""
+
+    def embed(self, w, tokens):
+        x = super().embed(w, tokens)
+        return x + jnp.where(tokens.ids == BAD_TOKEN, jnp.nan, 0.0)[..., None].astype(x.dtype)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> str:
+    """Documents as long as a sequence, one of which has BAD_TOKEN in it."""
+    path = tmp_path_factory.mktemp("data") / "poisoned.zarr"
+    tokens = np.random.default_rng(1).integers(0, BAD_TOKEN, (DOCUMENTS, tiny.LENGTH)).astype(np.uint32)
+    tokens[BAD_DOCUMENT, 2] = BAD_TOKEN
+    with Writer(str(path), "train") as writer:
+        writer.append(tokens.reshape(-1), np.full(DOCUMENTS, tiny.LENGTH))
+    return str(path)
+
+
+def run(directory, dataset, steps=8, skip_steps=(), model=None, **changes):
+    c = tiny.config(tiny.model(layers=1))
+    c.data.filespec, c.data.skip_steps = dataset, list(skip_steps)
+    c.training = dataclasses.replace(c.training, steps=steps, checkpoint_interval=4, eval_batches=0)
+    for name, value in changes.items():
+        setattr(c.optimizer if hasattr(c.optimizer, name) else c.training, name, value)
+    directory.mkdir(exist_ok=True)
+    with jax.set_mesh(tiny.mesh("one device")):
+        train.train(c, model(c.model) if model else load_model(c.model), directory)
+    return directory
+
+
+def lines_of(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(directory, step: int) -> dict[str, np.ndarray]:
+    group = zarr.open_group(directory / "checkpoints" / f"{step:010}", mode="r")
+    return {name: group[name][...] for name in group.attrs["arrays"]}
+
+
+@pytest.mark.long
+def test_a_bad_document_costs_one_step_and_is_named(tmp_path, dataset, capsys):
+    directory = run(tmp_path / "run", dataset, model=Poisoned)
+    lines = lines_of(directory)
+    (bad,) = [line for line in lines if line.get("skipped")]
+    (event,) = [line for line in lines if line.get("event") == "skipped"]
+    assert event["step"] == event["batch"] == bad["step"]
+    assert bad["loss"] == "NaN"
+    assert any(first <= BAD_DOCUMENT <= last for first, last in event["documents"][""])
+    assert sum(last - first + 1 for first, last in event["documents"][""]) == tiny.BATCH
+    assert all(np.isfinite(line["loss"]) for line in lines if "loss" in line and line is not bad)
+    assert all(np.isfinite(array).all() for array in weights_of(directory, 8).values())
+    shown = capsys.readouterr().out
+    assert f"skipped step {bad['step']}, counted from 0: loss NaN, gradient norm NaN; batch" in shown
+    assert "skipped    1 steps" in shown
+
+
+@pytest.mark.slow
+def test_batches_that_are_left_out_leave_the_order_of_the_others(tmp_path, dataset):
+    """With a learning rate of 0 the loss of a step depends on its batch alone."""
+    still = {"learning_rate": 0.0}
+    every = losses(run(tmp_path / "every", dataset, **still))
+    assert len({*every}) == len(every)
+    first = run(tmp_path / "some", dataset, steps=4, skip_steps=[1, 3], **still)
+    assert losses(first) == [every[i] for i in (0, 2, 4, 5)]
+    with pytest.raises(ValueError, match=r"they differ in 3. The run has passed batch 5\. Give"):
+        run(first, dataset, steps=5, skip_steps=[1], **still)
+    run(first, dataset, steps=5, skip_steps=[1, 3, 6], **still)
+    assert losses(first) == [every[i] for i in (0, 2, 4, 5, 7)]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_limits(tmp_path, dataset, monkeypatch):
+    monkeypatch.setattr("shardwright.run.skipping.FEWEST", 2)
+    options = {"skip_above": 1.0, "max_skipped": None, "learning_rate": 1e-4}
+    whole = run(tmp_path / "whole", dataset, steps=8, **options)
+    skipped = [line["step"] for line in lines_of(whole) if line.get("skipped")]
+    assert skipped
+    assert len(skipped) < 6
+    assert set(skipped) == {line["step"] for line in lines_of(whole) if line.get("event") == "skipped"}
+    parts = run(tmp_path / "parts", dataset, steps=4, **options)
+    run(parts, dataset, steps=8, **options)
+    for name, array in weights_of(whole, 8).items():
+        assert np.array_equal(array, weights_of(parts, 8)[name]), name
+
+
+@pytest.mark.slow
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, dataset):
+    with pytest.raises(FloatingPointError, match="steps in a row were skipped"):
+        run(tmp_path / "other", dataset, steps=30, learning_rate=1e30, warmup_steps=0, checkpoint_interval=40)
+    with pytest.raises(FloatingPointError, match=r"values are not finite after step 4, .* there is no checkpoint yet"):
+        run(tmp_path / "third", dataset, steps=8, learning_rate=3e38, warmup_steps=0, weight_decay=1e3)
+    assert not list((tmp_path / "third" / "checkpoints").glob("0*"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_written_after_the_lines_of_its_steps(tmp_path, dataset, monkeypatch):
+    """Otherwise a run that is killed in between, and resumed, would lack them."""
+    write, lines = Checkpointer._write, {}
+
+    def counted(self, step, *arguments):
+        lines[step] = [line["step"] for line in lines_of(tmp_path / "run") if "event" not in line]
+        write(self, step, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "_write", counted)
+    run(tmp_path / "run", dataset)
+    assert lines == {4: [0, 1, 2, 3], 8: [*range(8)]}
+
+
+class Broken(train.Llama):
+    """A model whose loss is never finite."""
+
+    def embed(self, w, tokens):
+        return super().embed(w, tokens) * jnp.nan
+
+
+@pytest.mark.long
+def test_a_run_whose_steps_are_all_skipped_fails_and_keeps_all_checkpoints(tmp_path, dataset):
+    with pytest.raises(FloatingPointError, match="all 3 steps of this start were skipped, so that nothing was learned"):
+        run(tmp_path / "run", dataset, 3, model=Broken, checkpoint_interval=1, keep_checkpoints=1)
+    assert Checkpointer(tmp_path / "run" / "checkpoints").steps() == [1, 2, 3]
+
+
+@pytest.mark.long
+def test_metrics_are_on_the_disk_before_a_checkpoint_is_complete(tmp_path, dataset, monkeypatch):
+    fsync, order = os.fsync, []
+
+    def noted(descriptor):
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    run(tmp_path / "run", dataset, 1)
+    assert order.index("metrics.jsonl") < order.index("0000000001.tmp")
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_back_keeps_its_metrics(tmp_path, dataset):
+    directory = run(tmp_path / "run", dataset)
+    metrics, before = (directory / "metrics.jsonl").read_bytes(), losses(directory)
+    run(directory, dataset, resume_step=4, skip_steps=[5])
+    (kept,) = directory.glob("metrics_*.jsonl")
+    assert kept.read_bytes() == metrics
+    assert losses(directory)[:5] == before[:5]
+    assert losses(directory)[5] != before[5]

@@ -1,0 +1,225 @@
+"""Places of checkpoints: directories, and URLs. What is saved is whole, failures are told, and one run has a place."""
+
+import os
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from s3_server import S3Server
+
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.checkpoint_care import set_aside, verify
+from shardwright.run.initial_weights import find_checkpoint
+from shardwright.run.manifest import Damaged
+from shardwright.run.owning import owned
+from shardwright.run.stores import Store
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with S3Server() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield server
+
+
+@pytest.fixture(params=["s3", "local", "file"])
+def place(request, tmp_path):
+    if request.param == "s3":
+        request.getfixturevalue("server")
+        return "s3://bucket/runs/my run/checkpoints"
+    return f"{'file://' if request.param == 'file' else ''}{tmp_path}/checkpoints"
+
+
+def state(step=0):
+    """One array of eight chunks, and a scalar."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    return {"a": {"x": jax.device_put(jnp.arange(64.0) + step, sharding)}, "n": jnp.int32(step)}
+
+
+def like():
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state())
+
+
+def save(place, *steps, keep=None):
+    with Checkpointer(place, keep=keep) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state(step), {"tokens": step})
+    return checkpoints
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_everything_works_at_every_kind_of_place(place):
+    assert Checkpointer(place).steps() == []
+    checkpoints = save(place, 1, 2, 3, keep=2)
+    assert checkpoints.steps() == [2, 3]
+    assert checkpoints.metadata(3) == {"tokens": 3}
+    restored = Checkpointer(place).restore(3, like())
+    jax.tree.map(np.testing.assert_array_equal, restored, state(3))
+    with pytest.raises(ValueError, match=r"cannot save step 3: .*checkpoints/0000000003 is there already"):
+        save(place, 3)
+    assert verify(checkpoints.store, "0000000002") == []
+    for name, step in ((f"{place}/0000000002", 2), (place.removesuffix("/checkpoints"), 3)):
+        found, at = find_checkpoint(name)
+        assert (found.steps(), at) == ([2, 3], step)
+    aside = set_aside(checkpoints.store, [3])
+    assert Checkpointer(place).steps() == [2]
+    assert Checkpointer(aside).steps() == [3]
+    jax.tree.map(np.testing.assert_array_equal, Checkpointer(aside).restore(3, like()), state(3))
+    checkpoints.remove(2)
+    assert Checkpointer(place).steps() == []
+
+
+def test_a_checkpoint_without_its_manifest_is_invisible_and_cleaned(place):
+    store = save(place, 1, 2).store
+    if store.path:
+        store.rename("0000000002", "0000000002.tmp")
+    else:
+        store.remove_file("0000000002/zarr.json")
+    checkpoints = Checkpointer(place)
+    assert checkpoints.steps() == [1]
+    checkpoints.remove_leftovers()
+    assert {*store.directories()} == {"0000000001"}
+
+
+def test_damage_at_a_url_is_told(place):
+    store = save(place, 1, 2).store
+    store.write("0000000002/a/x/c/3", store.read("0000000001/a/x/c/3"))
+    with pytest.raises(Damaged, match=r"the array 'a/x': a/x/c/3 is not what was written: the manifest has another"):
+        Checkpointer(place).restore(2, like())
+
+
+@pytest.mark.slow
+def test_a_server_that_answers_with_errors_is_asked_again(server):
+    checkpoints = Checkpointer("s3://bucket/run")
+    server.failures.update(PUT=5, GET=1)
+    checkpoints.save(1, state(1), {})
+    checkpoints.close()
+    server.failures.update(GET=5)
+    jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(1, like()), state(1))
+    assert server.failures == {"PUT": 0, "GET": 0}
+
+
+def test_the_manifest_is_the_last_that_a_store_without_rename_gets(server):
+    save("s3://bucket/run", 1)
+    writes = [path for method, path in server.requests if method == "PUT"]
+    assert writes[-1] == "/bucket/run/0000000001/zarr.json"
+    assert len(writes) == len({*writes}) == len(server.objects)
+
+
+@pytest.mark.slow
+def test_an_address_where_nothing_answers_shows_in_seconds(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"s3://bucket/run cannot be reached: .* Check the address"):
+        Checkpointer("s3://bucket/run")
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=rf"was not saved: .*{tmp_path}/file"):
+        save(tmp_path / "file", 1)
+    with pytest.raises(OSError, match=rf"cannot write {tmp_path}/file/.probe-0"):
+        Checkpointer(tmp_path / "file").probe()
+    Checkpointer(tmp_path / "new").probe()
+    assert names(tmp_path / "new") == []
+
+
+def test_a_write_that_fails_is_told_with_its_array(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"writing the array 'a/x' failed: .*/a/x/c/\d.*File too large"):
+            save(tmp_path, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_what_cannot_be_removed_is_told_and_ends_no_save(tmp_path, monkeypatch, capsys):
+    remove, stuck = Store.remove, [True]
+
+    def busy(self, directory):
+        if stuck and (self.path / directory).exists():
+            raise OSError(16, "Device or resource busy", f"{self.path}/{directory}/.nfs0001")
+        remove(self, directory)
+
+    monkeypatch.setattr(Store, "remove", busy)
+    with Checkpointer(tmp_path, keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state(), {})
+        checkpoints.wait()
+        assert "WARNING: 0000000001, in " in capsys.readouterr().out
+        stuck.clear()
+        checkpoints.save(5, state(), {})
+    assert names(tmp_path) == ["0000000005"]
+
+
+def test_an_error_as_a_save_begins_fails_that_save_alone(tmp_path, monkeypatch):
+    directories, failures = Store.directories, []
+
+    def failing(self):
+        if failures:
+            raise OSError(5, failures.pop())
+        return directories(self)
+
+    monkeypatch.setattr(Store, "directories", failing)
+    with Checkpointer(tmp_path) as checkpoints:
+        failures.append("Input/output error")
+        checkpoints.save(1, state(), {})
+        assert "0000000001 was not saved: [Errno 5] Input/output error" in str(checkpoints.failure)
+        with pytest.raises(OSError, match="Input/output error"):
+            checkpoints.wait()
+        checkpoints.save(2, state(), {})
+    assert checkpoints.steps() == [2]
+
+
+# ---- two runs in one place ------------------------------------------------------------------------------------------
+
+
+def test_a_directory_has_one_run(tmp_path):
+    place = tmp_path / "mine/checkpoints"
+    used = pytest.raises(ValueError, match=rf"checkpoints is in use by process {os.getpid()} on ")
+    with owned(Checkpointer(place)), used, owned(Checkpointer(place)):
+        pass
+    assert names(tmp_path) == []
+    with owned(Checkpointer(place)):
+        pass
+
+
+def test_at_a_url_the_run_that_started_last_saves(server):
+    place = "s3://bucket/run"
+    first, second = Checkpointer(place), Checkpointer(place)
+    with owned(first):
+        first.save(1, state(), {})
+        first.wait()
+        with owned(second):
+            second.save(2, state(), {})
+            second.wait()
+            first.save(3, state(), {})
+            with pytest.raises(OSError, match=rf"another run saves to {place}: process {os.getpid()} on '.*', since "):
+                first.wait()
+            assert second.steps() == [1, 2]
+        first.save(4, state(), {})
+        first.wait()
+    assert first.steps() == [1, 2, 4]
+    assert not any(path.endswith(".owner") for path in server.objects)
+
+
+# ---- names of places ------------------------------------------------------------------------------------------------
+
+
+def test_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Store("~/x").url == f"{tmp_path}/x"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "https"])
+def test_a_url_with_one_slash(scheme):
+    with pytest.raises(ValueError, match=rf"^{scheme}:/b/x has one slash after {scheme}: .* write {scheme}://\.$"):
+        Store(f"{scheme}:/b/x")

@@ -1,0 +1,90 @@
+"""Checkpoints of a stranger: what no run writes is refused in one line, and nothing outside is read or written."""
+
+import contextlib
+import hashlib
+import json
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.host_checkpoint import open_checkpoint
+from shardwright.run.manifest import Damaged
+from tools import checkpoint as tool
+
+
+@pytest.fixture
+def signed(tmp_path):
+    """A checkpoint, and a program that changes its manifest, and its checksum with it."""
+    with Checkpointer(tmp_path / "stranger") as checkpoints:
+        checkpoints.save(7, {"a": {"x": jnp.arange(4.0)}}, {})
+    directory = tmp_path / "stranger" / "0000000007"
+
+    def change(**values):
+        content = json.loads((directory / "zarr.json").read_text())
+        kept = content["attributes"] | values
+        kept.pop("sha256")
+        text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+        content["attributes"] = kept | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+        (directory / "zarr.json").write_text(json.dumps(content))
+
+    return directory, change
+
+
+ARRAY = {"shape": [4], "dtype": "float32", "chunk_shape": [4], "crc32c": "00000000"}
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc", "weights/../../../x", "weights/.x", "", "a//b"])
+def test_a_name_that_leaves_the_checkpoint_is_refused(signed, name):
+    directory, change = signed
+    change(arrays={name: ARRAY})
+    with pytest.raises(Damaged, match=re.escape(repr(name))) as error:
+        open_checkpoint(directory)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [[], {"a": 3}, {"a": {}}]
+    + [
+        {"a": ARRAY | change}
+        for change in (
+            {"shape": 3},
+            {"shape": [4.0]},
+            {"shape": [-4]},
+            {"shape": [2**62]},
+            {"chunk_shape": [0]},
+            {"chunk_shape": [4, 4]},
+            {"dtype": 3},
+            {"dtype": "float8_e5m2"},
+            {"crc32c": ""},
+            {"crc32c": "xxxxxxxx"},
+        )
+    ],
+)
+def test_a_manifest_with_odd_arrays_is_refused(signed, arrays):
+    directory, change = signed
+    change(arrays=arrays)
+    with pytest.raises(Damaged, match="is not the manifest that was written"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**6, "1" * 10**6, "", "[]", '{"attributes": {"arrays": 3}}', "\x00", "NaN"])
+def test_a_manifest_that_is_none_is_refused_in_one_line(signed, text):
+    directory, _ = signed
+    (directory / "zarr.json").write_text(text)
+    with pytest.raises(Damaged) as error:
+        open_checkpoint(directory)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_nothing_of_a_manifest_reaches_the_terminal_raw(signed, capsys):
+    directory, change = signed
+    for values in ({"step": "\x1b]0;x\x07\x1b[2J"}, {"step": 7, "saved_at": "\x1b[31m"}):
+        change(**values)
+        for action in ("list", "verify"):
+            with contextlib.suppress(SystemExit):
+                tool.run(tool.Config(str(directory), action))
+    assert capsys.readouterr().out.replace("\n", "").isprintable()

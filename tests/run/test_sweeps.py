@@ -1,0 +1,270 @@
+"""Sweeps: a directory for each job, failures said and gone on from, and the peak memory that runs record."""
+
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from simulated import xla_flags
+
+from shardwright.run import memory
+from shardwright.run.sweeps import PickledByName, Sweep
+
+ROOT = Path(__file__).parents[2]
+# As configs/base.yaml has them, in a program that needs no second to start.
+PROGRAM = """
+import sys
+import hydra
+from shardwright.run.sweeps import PickledByName
+
+@hydra.main(version_base="1.3", config_path="configs")
+@PickledByName
+def main(config):
+    print("JOB", config.paths.model_name, config.a, config.b)
+    if config.a == 13:
+        raise ValueError("13 does not fit.")
+    if config.a == 99:
+        return "SIGINT"
+
+if __name__ == "__main__":
+    if sys.argv[1] == "pickle":
+        import pickle
+        print(pickle.dumps(main.__wrapped__))
+    else:
+        main()
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    base = OmegaConf.load(ROOT / "configs" / "base.yaml")
+    own = {"defaults": ["_self_"], "a": 1, "b": 2, "hardware": {"memory_fraction": None}}
+    own |= {"distributed": {"auto": False, "count": None}}
+    own |= {"paths": {"root_working_dir": "runs", "model_name": None}, "hydra": base.hydra}
+    OmegaConf.save(OmegaConf.create(own), tmp_path / "configs" / "own.yaml")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "program", *arguments]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    return run
+
+
+def jobs(done: subprocess.CompletedProcess) -> list[str]:
+    return [line[4:] for line in done.stdout.splitlines() if line.startswith("JOB ")]
+
+
+@pytest.mark.long
+def test_jobs_are_named_by_what_is_swept(program, tmp_path):
+    done = program("--multirun", "--config-name=own", "a=3,4", "b=7", "paths.model_name=sweep")
+    assert done.returncode == 0, done.stderr
+    assert jobs(done) == ["sweep/a-3 3 7", "sweep/a-4 4 7"]
+    # Another value of what all share finds the same runs.
+    done = program("--multirun", "--config-name=own", "a=3,4", "b=8", "paths.model_name=sweep")
+    assert jobs(done) == ["sweep/a-3 3 8", "sweep/a-4 4 8"]
+    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if "__pycache__" not in p.parts}
+    assert left == {"configs", "configs/own.yaml", "program.py", "runs", "runs/sweep", "runs/sweep/multirun.yaml"}
+
+
+@pytest.mark.long
+def test_a_sweep_without_a_name_is_named_by_config_and_time(program):
+    first, second = [
+        line.split()[0] for line in jobs(program("--multirun", "--config-name=own", "a=3,4", "b=5,6"))[::3]
+    ]
+    sweep, job = first.split("/")
+    assert sweep.startswith("own_20")
+    assert job == "a-3+b-5"
+    assert second == f"{sweep}/a-4+b-6"
+
+
+def test_a_single_run_is_left_alone(program, tmp_path):
+    assert jobs(program("--config-name=own", "paths.model_name=one")) == ["one 1 2"]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.long
+def test_a_failing_job_is_said_and_the_others_run(program):
+    done = program("--multirun", "--config-name=own", "a=3,13,4", "paths.model_name=sweep")
+    assert done.returncode == 1
+    assert jobs(done) == ["sweep/a-3 3 2", "sweep/a-13 13 2", "sweep/a-4 4 2"]
+    end = done.stderr[done.stderr.index("1 of 3 jobs of the sweep runs/sweep failed:") :]
+    assert end.splitlines()[1:] == ["  a-13: Error: 13 does not fit."]
+
+
+@pytest.mark.long
+def test_a_signal_ends_the_sweep(program):
+    done = program("--multirun", "--config-name=own", "a=3,99,4", "paths.model_name=sweep")
+    assert done.returncode == 1
+    assert jobs(done) == ["sweep/a-3 3 2", "sweep/a-99 99 2"]
+    assert "SIGINT: the sweep stops here." in done.stderr
+    assert "with paths.model_name=sweep\n" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("swept", "message"),
+    [
+        ("paths.model_name=x,y", "paths.model_name is swept, but it names the whole sweep"),
+        (
+            "hardware.memory_fraction=0.5,0.9",
+            "hardware.memory_fraction cannot be swept in one process, whose devices start once.",
+        ),
+    ],
+)
+def test_what_cannot_be_swept_is_refused(program, swept, message):
+    done = program("--multirun", "--config-name=own", swept)
+    assert (done.returncode, jobs(done)) == (1, [])
+    assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_a_sweep_that_did_not_start_leaves_nothing(program, tmp_path):
+    before = {*tmp_path.iterdir()}
+    for name in ("paths.model_name=sweep", "b=3"):
+        done = program("--multirun", "--config-name=own", "a=13,13", name)
+        assert done.returncode == 1
+        assert "2 of 2 jobs of the sweep" in done.stderr
+    done = program("--multirun", "--config-name=own", "a=3,4", "paths.root_working_dir=s3://bucket/runs")
+    assert (done.returncode, jobs(done)) == (1, [])
+    assert done.stderr.startswith("Error: paths.root_working_dir is 's3://bucket/runs', a URL")
+    assert {path for path in tmp_path.iterdir() if path.name != "__pycache__"} == before
+
+
+@pytest.mark.long
+def test_a_sweep_at_an_odd_place(program, tmp_path):
+    place = [f"paths.root_working_dir='../{tmp_path.name} other/~ ü'", """paths.model_name='my "own", name'"""]
+    done = program("--multirun", "--config-name=own", "a=3,4", *place)
+    assert jobs(done) == ['my "own", name/a-3 3 2', 'my "own", name/a-4 4 2'], done.stderr
+    assert (tmp_path.parent / f"{tmp_path.name} other" / "~ ü" / 'my "own", name' / "multirun.yaml").is_file()
+
+
+def test_the_program_is_pickled_as_its_module(program):
+    done = program("pickle")
+    assert b"program" in eval(done.stdout)
+    assert b"__main__" not in eval(done.stdout)
+    sent = pickle.loads(pickle.dumps(PickledByName(_some_function)))
+    assert isinstance(sent, PickledByName)  # which shows what it refuses without a traceback there too
+    assert sent.__wrapped__ is _some_function
+
+
+def _some_function(config):
+    pass
+
+
+@pytest.mark.long
+def test_a_failed_job_lets_go_of_its_memory(capsys):
+    class State:
+        pass
+
+    alive = []
+
+    def job():
+        state = State()
+        alive.append(weakref.ref(state))
+        raise RuntimeError("out of memory")
+
+    failed = JobReturn(overrides=[], status=JobStatus.FAILED)
+    try:
+        job()
+    except RuntimeError as error:
+        failed.return_value = error
+    gc.collect()
+    assert alive[0]() is not None
+    Sweep().on_job_end(
+        OmegaConf.create({"hydra": {"mode": RunMode.MULTIRUN, "job": {"override_dirname": "a-1"}}}), failed
+    )
+    assert alive[0]() is None
+    said = capsys.readouterr().err
+    assert said.startswith("Error executing job")
+    assert "in job\n" in said  # where it was
+
+
+@pytest.mark.slow
+def test_two_jobs_and_one_that_does_not_fit(tmp_path):
+    """The real thing, small: meshes of one batch have the same losses, each in its own directory."""
+    settings = ["training.steps=3", "training.batch_size=8", "training.seq_len=8", "training.compute_dtype=f32"]
+    settings += [
+        "training.report=false",
+        "training.eval_batches=0",
+        "model.layers=1",
+        "model.d_model=16",
+        "model.d_ff=16",
+        "model.d_head=4",
+    ]
+    settings += [f"paths.root_working_dir={tmp_path}", "paths.model_name=sweep", "mesh.t=1,3,2"]
+    settings += ["training.report=false"]
+    flags = {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu", "PATH": ""}
+    program = [sys.executable, "-m", "train", "--multirun", "--config-name=local_test_synthetic", *settings]
+    done = subprocess.run(program, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "1 of 3 jobs of the sweep" in done.stderr
+    assert "mesh r=1 d=-1 t=3 does not fit 4 devices" in done.stderr
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.parent.name == "sweep") == [
+        "mesh.t-1",
+        "mesh.t-2",
+        "multirun.yaml",
+    ]
+    losses = []
+    for t in (1, 2):
+        directory = tmp_path / "sweep" / f"mesh.t-{t}"
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "event" not in line])
+        (record,) = [line for line in lines if line.get("event") == "memory"]
+        assert (record["step"], record["source"]) == (0, "compiler")
+        # At least the weights and both moments, in f32, over four devices.
+        assert record["peak_memory_bytes"] > 3 * 4 * (2 * 1280 * 16) / 4
+        assert OmegaConf.load(directory / "config.yaml").mesh.t == t
+        assert len(list(directory.glob("plugins/profile/*"))) == 1
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# ---- peak memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled():
+    """Takes 1 MiB, which it donates, and 1 MiB more; gives 1 MiB."""
+    add = jax.jit(lambda x, y: x + y, donate_argnums=0)
+    return add.lower(*[jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2).compile()
+
+
+def test_the_prediction_counts_donated_memory_once(compiled):
+    assert memory.predicted_peak(compiled) == pytest.approx(2 * 2**20, rel=0.01)
+
+
+def test_without_a_measurement_the_prediction_stands(compiled):
+    found = memory.peak_memory(compiled, jnp.zeros(()))
+    assert found == {"peak_memory_bytes": memory.predicted_peak(compiled), "source": "compiler"}
+
+
+def test_a_measurement_is_taken_where_it_is_of_this_run(compiled, monkeypatch):
+    """A device's peak never falls: below that of an earlier run of the process, it says nothing of this one."""
+    monkeypatch.setattr(memory, "_seen", {})
+
+    class Device:
+        def __init__(self, peak: int):
+            self.stats = {"peak_bytes_in_use": peak, "bytes_limit": 100}
+
+        def memory_stats(self):
+            return self.stats
+
+    devices = [Device(70), Device(90)]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    first = memory.peak_memory(compiled, None)
+    assert (first["peak_memory_bytes"], first["source"], first["device_memory_bytes"]) == (90, "device", 100)
+    assert first["predicted_bytes"] == memory.predicted_peak(compiled)
+    assert memory.peak_memory(compiled, None)["source"] == "compiler"

@@ -1,0 +1,270 @@
+"""Trackers get the numbers of metrics.jsonl, as their own files show, and never stop a run."""
+
+import importlib
+import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+from processes import Run
+
+from shardwright.run import trackers
+from shardwright.run.trackers import Opened, Tracker, TrackersConfig, check_or_enqueue, check_trackers, numbers, tracked
+
+ROOT = Path(__file__).parents[2]
+
+FIRST = [
+    {"step": 0, "loss": 5.5, "grad_norm": 2.0, "size": [1.0, 2.0], "tokens": 64},
+    {"step": 1, "loss": "NaN", "grad_norm": 3.0, "tokens": 128},
+    {"step": 1, "event": "validation", "loss": 4.25, "of": "tiny"},
+]
+LATER = [{"step": 2, "loss": 3.5, "tokens": 192}, {"step": 0, "event": "memory", "peak": 0.25}]
+EXPECTED = {
+    ("loss", 0): 5.5,
+    ("grad_norm", 0): 2.0,
+    ("size/0", 0): 1.0,
+    ("size/1", 0): 2.0,
+    ("grad_norm", 1): 3.0,
+    ("validation/loss", 1): 4.25,
+    ("loss", 2): 3.5,
+    ("tokens", 2): 192.0,
+    ("memory/peak", 0): 0.25,
+}
+
+
+def test_the_numbers_of_a_line():
+    assert numbers({"step": 3, "loss": 1.5, "source_tokens": {"web": 64}, "skipped": True}) == (
+        3,
+        {"loss": 1.5, "source_tokens/web": 64.0, "skipped": 1.0},
+    )
+    step, values = numbers({"step": 3, "event": "sample", "text": "Infinity!", "size": ["-Infinity", 2]})
+    found = {"step": 3, "event": "microscope", "points": [{"name": "layer q", "rms": [1.0, 2.0]}]}
+    assert numbers(found) == (3, {"microscope/points/layer q/rms/0": 1.0, "microscope/points/layer q/rms/1": 2.0})
+    assert (step, values) == (3, {"sample/size/0": float("-inf"), "sample/size/1": 2.0})
+
+
+# ---- the trackers themselves ------------------------------------------------------------------------------------
+
+
+def of_tensorboard(directory, _):
+    event_pb2 = importlib.import_module("tensorboardX.proto.event_pb2")
+    found = {}
+    for path in sorted(directory.glob("events.out.tfevents*")):
+        data = path.read_bytes()
+        while data:  # length, its checksum, the event, its checksum
+            (length,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            found |= {(v.tag, event.step): v.simple_value for v in event.summary.value if v.HasField("simple_value")}
+    return found
+
+
+def of_wandb(directory, _):
+    pb2 = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    found, ids = {}, set()
+    for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
+        ids.add(path.stem)
+        data, record, place = path.read_bytes(), b"", 7
+        while place + 7 <= len(data):  # a log of LevelDB: blocks of 32 KiB with records, which may be cut at their ends
+            if 2**15 - place % 2**15 < 7:
+                place += 2**15 - place % 2**15
+                continue
+            length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+            part, place = data[place + 7 : place + 7 + length], place + 7 + length
+            record = part if kind in (1, 2) else record + part
+            if kind in (1, 4) and record:
+                items = pb2.Record.FromString(record).history.item
+                values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
+                found |= {(name, values["step"]): x for name, x in values.items() if not isinstance(x, dict)}
+    assert len(ids) == 1, "a resumed run goes on in the same run of the tracker"
+    return found
+
+
+def of_clearml(_, known):
+    cache = importlib.import_module("clearml.config").get_offline_dir(known)
+    with zipfile.ZipFile(f"{cache}.zip") as archive:
+        lines = [json.loads(line) for line in archive.read("metrics.jsonl").decode().splitlines()]
+    join = lambda m: m["metric"] if m["metric"] == m["variant"] else f"{m['metric']}/{m['variant']}"
+    return {(join(m), m["iter"]): m["value"] for line in lines for m in line}
+
+
+READ = {
+    "tensorboard": of_tensorboard,
+    "wandb": of_wandb,
+    "clearml": of_clearml,
+}
+
+
+START = """
+import json, sys
+from pathlib import Path
+from shardwright.run.trackers import TrackersConfig, tracked
+name, directory, start, lines = json.loads(sys.argv[1])
+with tracked(TrackersConfig([name], "ours"), Path(directory), "tiny", start, {"model": {"layers": 2}}) as send:
+    for line in lines:
+        send(line)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.filterwarnings("ignore")  # of the trackers
+def test_a_tracker_has_the_numbers_of_both_starts_of_a_run(name, tmp_path, monkeypatch):
+    if importlib.util.find_spec(trackers.TRACKERS[name].package) is None:
+        pytest.skip(f"{name} is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("CLEARML_OFFLINE_MODE", "1")
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "clearml"))
+    directory = tmp_path / "run"
+    directory.mkdir()
+    for start, lines in ((0, FIRST), (2, LATER)):
+        settings = json.dumps([name, str(directory), start, lines])
+        subprocess.run([sys.executable, "-c", START, settings], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    known = json.loads((directory / trackers.FILE).read_text())[name]
+    found = READ[name](directory, known)
+    assert {key: found.get(key) for key in EXPECTED} == EXPECTED
+
+
+# ---- trackers that fail -----------------------------------------------------------------------------------------
+
+
+class Fake:
+    """A tracker that fails at a chosen call."""
+
+    def __init__(self, fails, kind=RuntimeError):
+        self.kind = kind
+        self.fails, self.lines, self.closed, self.go = fails, [], False, threading.Event()
+
+    def open(self, package, facts):
+        self._fail("open")
+        if self.fails == "slow to open":
+            self.go.wait(10)
+        self.facts = facts
+        return Opened("its name", self.log, self.close)
+
+    def log(self, values, step):
+        self._fail("log")
+        if self.fails == "slow":
+            self.go.wait(10)
+        self.lines.append((step, values))
+
+    def close(self):
+        self._fail("close")
+        self.closed = True
+
+    def _fail(self, what):
+        if self.fails == what:
+            raise self.kind(f"no\nnetwork in {what}\x1b[2J")
+
+
+def send_to(monkeypatch, tmp_path, *fakes, lines=FIRST):
+    named = {f"fake{i}": Tracker("json", fake.open) for i, fake in enumerate(fakes)}
+    monkeypatch.setattr(trackers, "TRACKERS", named)
+    with tracked(TrackersConfig(list(named)), tmp_path, "tiny", 0, {}) as send:
+        for line in lines:
+            send(line)
+
+
+@pytest.mark.parametrize("fails", ["open", "log", "close"])
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fails, kind, tmp_path, monkeypatch, capsys):
+    bad, good = Fake(fails, kind), Fake(None)
+    send_to(monkeypatch, tmp_path, bad, good)
+    assert [step for step, _ in good.lines] == [0, 1, 1]
+    assert good.closed
+    assert bad.closed == (fails == "log")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("WARNING: the tracker fake0 is left: ")
+    assert f"{kind.__name__}: no network in {fails}\N{REPLACEMENT CHARACTER}[2J" in line
+
+
+@pytest.mark.parametrize("fails", ["slow", "slow to open"])
+def test_a_slow_tracker_does_not_wait_in_the_loop_and_is_told_at_the_end(fails, tmp_path, monkeypatch, capsys):
+    slow = Fake(fails)
+    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT_S", 0.2)
+    begin = time.perf_counter()
+    send_to(monkeypatch, tmp_path, slow)
+    assert time.perf_counter() - begin < 5
+    slow.go.set()
+    assert "it was not done within 0.2 s of the end; the last lines may be missing" in capsys.readouterr().out
+
+
+def test_a_tracker_for_which_too_many_lines_wait_is_left(tmp_path, monkeypatch, capsys):
+    slow = Fake("slow")
+    monkeypatch.setattr(trackers, "_WAITING", 5)
+    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT_S", 0.2)
+    send_to(monkeypatch, tmp_path, slow, lines=[{"step": step} for step in range(20)])
+    slow.go.set()
+    assert capsys.readouterr().out.count("5 lines wait for it") == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"fake0": 3}', "\xff"])
+def test_strange_names_are_not_given_to_a_tracker(text, tmp_path, monkeypatch, capsys):
+    (tmp_path / trackers.FILE).write_text(text, encoding="latin-1")
+    fake = Fake(None)
+    send_to(monkeypatch, tmp_path, fake)
+    assert fake.facts.known is None
+    assert "is not readable" in capsys.readouterr().out
+    assert json.loads((tmp_path / trackers.FILE).read_text()) == {"fake0": "its name"}
+    send_to(monkeypatch, tmp_path, fake)
+    assert fake.facts.known == "its name"
+
+
+@pytest.mark.parametrize(
+    ("c", "message"),
+    [
+        (TrackersConfig(["wandbb"]), "trackers.names is 'wandbb'; .*Did you mean wandb"),
+        (TrackersConfig(["wandb", "wandb"]), "trackers.names has wandb twice. Name each tracker once."),
+        (TrackersConfig([], queue="gpu"), r"trackers.queue is 'gpu', a queue of ClearML, but .* \[\]. Add clearml"),
+    ],
+)
+def test_wrong_settings(c, message):
+    with pytest.raises(ValueError, match=message):
+        check_trackers(c)
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(trackers.TRACKERS, "absent", Tracker("no_such_package", None))
+    c = TrackersConfig(["absent"])
+    check_trackers(c)  # a run made elsewhere can be read here
+    with pytest.raises(ValueError, match=r"trackers.names has absent, .* not installed: pip install no_such_package"):
+        check_or_enqueue(c, "x", {})
+
+
+# ---- in a run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_with_a_tracker(tmp_path):
+    pytest.importorskip("tensorboardX")
+    names = {"without": "[]", "with": "[tensorboard]"}
+    without, tracker = (Run(tmp_path / n, 1, 8, f"trackers.names={names[n]}").succeed() for n in names)
+    assert without.losses() == tracker.losses()
+    seen = of_tensorboard(tracker.directory, None)
+    losses = dict(enumerate(tracker.losses()))
+    assert {step: value for (name, step), value in seen.items() if name == "loss"} == pytest.approx(losses)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_known", "expected"), [(None, False, "offline"), (None, True, None), ("online", False, "online")]
+)
+def test_wandb_without_a_login_writes_files_and_asks_nothing(mode, is_known, expected, tmp_path, monkeypatch, capsys):
+    given = {}
+    opened = types.SimpleNamespace(id="x", define_metric=lambda *_, **__: None, log=print, finish=print)
+    stub = types.SimpleNamespace(Settings=dict, login=lambda prompt: is_known and not prompt)
+    stub.init = lambda **options: given.update(options) or opened
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    trackers.TRACKERS["wandb"].open(stub, trackers.Facts("name", tmp_path, "project", 0, {}, None))
+    assert given["mode"] == expected
+    assert ("wandb sync" in capsys.readouterr().out) == (expected == "offline")

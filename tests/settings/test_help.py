@@ -1,0 +1,107 @@
+"""What programs print for --help, and where a package is missing."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shardwright.settings.program import EXTRAS
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """A fresh Python: without this process's devices."""
+    env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "HYDRA_FULL_ERROR")}
+    env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        (
+            "train",
+            ["local_test_synthetic", "50 steps of 4,096 tokens", "training.batch_size (int)"],
+        ),
+        ("tools.generate", ["max_tokens (int) = 200", "Largest number of tokens to add to a prompt"]),
+        ("tools.verify", ["verify.devices (int) = 8", "model.vocab (int) must be given"]),
+        ("tools.huggingface_to_flat_tokens", ["austen_bytes", "tokenizer.kind (bytes|huggingface"]),
+    ],
+)
+def test_help_lists_configurations_and_settings(program, shown):
+    done = python(
+        f"import runpy, sys; sys.argv[1:] = ['--help']; runpy.run_module('{program}', None, '__main__', True)"
+    )
+    assert done.returncode == 0, done.stderr
+    for text in shown:
+        assert text in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+TIKTOKEN = ("tokenizer.kind=tiktoken", "tokenizer.name=cl100k_base")
+BLOCKED = """
+import runpy, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+sys.argv = {arguments!r}
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("package", "extra", "arguments"),
+    [
+        ("datasets", "tools", ["tools.huggingface_to_flat_tokens", "dataset=x", "train.source=a", "validation=null"]),
+        (
+            "tokenizers",
+            "tools",
+            ["tools.huggingface_to_flat_tokens", "train.files=[a.txt]", "tokenizer.kind=train_bpe"],
+        ),
+        (
+            "tiktoken",
+            "tools",
+            [
+                "tools.huggingface_to_flat_tokens",
+                "train.files=[a.txt]",
+                "tokenizer.kind=tiktoken",
+                "tokenizer.name=cl100k_base",
+            ],
+        ),
+        ("pyarrow", "tools", ["tools.huggingface_to_flat_tokens", "train.files=[a.parquet]"]),
+        ("huggingface_hub", "tools", ["tools.huggingface_to_checkpoint", "model=a/b", "output=x"]),
+        ("hydra_plugins", "slurm", ["train", "--config-name=local_test_synthetic", "hydra/launcher=submitit_local"]),
+    ],
+)
+def test_a_missing_package_names_its_extra(tmp_path, package, extra, arguments):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "a.parquet").write_bytes(b"")
+    if "flat_tokens" in arguments[0]:
+        arguments = [*arguments, f"out={tmp_path}/x.zarr"]
+        arguments += [] if "validation=null" in arguments else ["validation=null"]
+    program = f"import os; os.chdir({str(tmp_path)!r})" + BLOCKED.format(package=package, arguments=arguments)
+    done = python(program)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("Error: ")
+    assert f"pip install -e '.[{extra}]'" in done.stderr
+
+
+def test_extras_are_those_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    renamed = {"hydra_submitit_launcher": "hydra_plugins"}
+    for extra, packages in EXTRAS.items():
+        names = {re.split("==|;", name)[0].replace("-", "_") for name in project[extra]}
+        names = {renamed.get(name, name) for name in names}
+        assert set(packages) - names <= {"submitit"}
+        assert names <= set(packages)

@@ -1,0 +1,1 @@
+"""Exchange of models with transformers, for the programs that export and import them."""

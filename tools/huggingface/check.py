@@ -1,0 +1,174 @@
+"""Comparison of a run's logits with those that transformers computes from a model's files, in f32 on one CPU device."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.layers import LayerNumbers
+from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.attention_calls import calls_of
+from shardwright.modeling.model import act, compute_scope, load_model, period_of
+from shardwright.modeling.rules import Rule, causal, same_document
+from shardwright.run.config import TrainingConfig
+from shardwright_data.loader import TokenBatch
+from train import Forward
+
+LENGTH = 32
+"""Largest number of tokens in the text that is compared: bos and random ones."""
+TOLERANCE = 2**-15
+"""Largest difference of two results, divided by the largest entry. transformers rounds angles and norms to f32."""
+PLAIN = ("llama", "mistral", "qwen3", "gpt2")
+"""Types of models with causal attention of scale 1/√d_head alone."""
+
+
+def forward_of(c: Any) -> Forward:
+    """The run's forward pass in f32 and without approximations."""
+    training = TrainingConfig(batch_size=1, seq_len=LENGTH, steps=1, compute_dtype="f32", attention="einsum")
+    return Forward(load_model(c), training)
+
+
+def one_device() -> Any:
+    """Context with a mesh of one CPU device."""
+    return jax.set_mesh(make_mesh(1, 1, 1, jax.devices("cpu")[:1]))
+
+
+def check_rules(c: Any, model_type: str) -> None:
+    """Raises ValueError if a layer has attention by a rule that models of this type do not have."""
+    if model_type not in PLAIN:
+        return
+    with one_device():
+        calls = calls_of(forward_of(c), LENGTH)
+    for call in calls:
+        rule, usual = call.rule, call.q.shape[-1] ** -0.5
+        plain = set(rule.visible) - {same_document} == {causal} and rule.score is None
+        plain &= rule.scale is None or math.isclose(rule.scale, usual, rel_tol=1e-6)
+        if not plain or call.sinks is not None:
+            raise ValueError(
+                f"layer {call.turn} has attention by the rule `{rule}`{' with sinks' * (call.sinks is not None)}; "
+                f"{model_type} in transformers has `{Rule()}` only, of scale 1/√d_head: it gives other logits. A "
+                "module with functions of its own can exchange such a model as another model_type."
+            )
+
+
+def compare(c: Any, weights: Any, directory: Path, dtype: np.dtype | None = None) -> str:
+    """Compares the logits of a text. Returns a description of the comparison and of the difference.
+
+    Args:
+        c: the run's ModelConfig.
+        weights: weights of the run, whose leaves are read when they are indexed.
+        directory: directory of config.json and the safetensors.
+        dtype: dtype to which the weights were rounded; None: not rounded.
+
+    Raises:
+        ValueError: the logits differ by more than TOLERANCE, or are not finite; the norms have another epsilon; torch
+            or transformers is missing, or has no model of this type.
+    """
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the comparison with transformers needs {error.name}: pip install torch transformers, or set check=false."
+        ) from error
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager", use_safetensors=True, trust_remote_code=False
+        ).eval()
+    except (ValueError, OSError) as error:
+        why = f"{str(error).splitlines()[0]} check=false leaves out the comparison."
+        raise ValueError(f"transformers does not open this model: {why}") from error
+    kind, settings = model.config.model_type, model.config
+    # Logits rarely show it: 1e-6 beside 1e-5 is less than rounding where activations are large.
+    theirs = getattr(settings, "rms_norm_eps", getattr(settings, "layer_norm_epsilon", None))
+    if (epsilon := getattr(c, "norm_epsilon", theirs)) != theirs:
+        raise ValueError(f"the epsilon of the norms is {epsilon} in the run, and {theirs} in config.json.")
+    length = min(LENGTH, getattr(settings, "max_position_embeddings", None) or LENGTH)
+    targets = np.random.default_rng(0).integers(0, c.vocab, (1, length)).astype(np.uint32)
+    ids = np.concatenate([[c.bos_id], targets[0, :-1]])
+    with one_device():
+        own = own_values(c, weights, targets, dtype)
+    if not np.isfinite(own[-1][1]).all():
+        raise ValueError("the run's own logits are not finite, so its weights are useless. Take another step.")
+    with torch.no_grad():
+        found = model(torch.tensor(ids)[None], use_cache=False, output_hidden_states=True)
+    far = distance(found.logits[0].numpy(), own[-1][1])
+    if not far <= TOLERANCE:
+        where = first_difference([x[0].numpy() for x in found.hidden_states], own)
+        raise ValueError(
+            f"the logits of this {kind} are not the run's own: of {length} tokens, they differ by {far:.2g} of the "
+            f"largest. {where}"
+        )
+    return f"logits of {length} tokens with those of transformers: they differ by at most {far:.1g} of the largest"
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference, divided by the largest entry of `expected`. Infinite for arrays of different shapes."""
+    if found.shape != expected.shape:
+        return math.inf
+    return float(np.max(np.abs(found - expected)) / max(np.max(np.abs(expected)), 1e-30))
+
+
+def first_difference(theirs: list[np.ndarray], own: list[tuple[int, np.ndarray]]) -> str:
+    """Description of the first part after which the residual streams differ."""
+    before = 0
+    for layers, x in own[:-1]:
+        if layers < len(theirs) - 1 and not distance(theirs[layers], x) <= TOLERANCE:
+            if layers == 0:
+                return "What enters the first layer differs: the embedding."
+            name = f"Layer {before}" if layers == before + 1 else f"One of the layers {before} … {layers - 1}"
+            return f"{name} is the first that differs."
+        before = layers if layers < len(theirs) - 1 else before
+    return f"The layers before layer {before} agree: it is the last layers, the final norm, or the output projection."
+
+
+def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> list[tuple[int, np.ndarray]]:
+    """The run's residual stream [L, M] after each period of layers, and at last its logits [L, V].
+
+    Each with the number of layers before it, from 0 to all of them. On the current mesh.
+    """
+    forward = forward_of(c)
+    model, period = forward.model, period_of(forward.model)
+    starts = np.zeros(targets.shape, bool)
+    starts[:, 0] = True
+    batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=~starts)
+
+    @typed_shard_map
+    def embed(w: model.Weights, batch: TokenBatch) -> act["B/r/d L/t M"]:
+        return model.embed(forward.outside(forward.copies(w)), forward.tokens(batch))
+
+    @typed_shard_map
+    def layers(w: model.Weights, batch: TokenBatch, x: act["B/r/d L/t M"], first: i32[""]) -> act["B/r/d L/t M"]:
+        numbers = LayerNumbers(first + jnp.arange(period))
+        return forward.layers(forward.copies(w).layers, x, forward.tokens(batch), numbers)[0]
+
+    @typed_shard_map
+    def logits(w: model.Weights, x: act["B/r/d L/t M"]) -> f32["B/r/d L V/t"]:
+        return model.logits(forward.outside(forward.copies(w)), x)
+
+    def read(array: Any) -> np.ndarray:
+        values = array[...]
+        return values if dtype is None else values.astype(dtype).astype(np.float32)
+
+    def rows(weights: Any, start: int) -> Any:
+        return jax.tree.map(lambda stack: stack[start : start + period], weights.layers)
+
+    def placed(kind: Any, tree: Any) -> Any:
+        return jax.device_put(tree, make_shardings(kind, like=tree))
+
+    weights = jax.tree.map(read, weights)
+    w, batch = placed(model.Weights, dataclasses.replace(weights, layers=rows(weights, 0))), placed(TokenBatch, batch)
+    embed, layers, logits = jax.jit(embed), jax.jit(layers), jax.jit(logits)
+    with compute_scope("f32"):
+        x = embed(w, batch)
+        found = [(0, np.asarray(x)[0])]
+        for start in range(0, c.layers, period):
+            w = placed(model.Weights, dataclasses.replace(w, layers=rows(weights, start)))
+            x = layers(w, batch, x, np.int32(start))
+            found.append((start + period, np.asarray(x)[0]))
+        return [*found, (c.layers, np.asarray(logits(w, x))[0])]
