@@ -83,8 +83,7 @@ class Config:
     """layer: for each token, the weights of each layer are gathered where they are used. step: all weights stay
     gathered, which is faster if they fit on a device. Null: as in training."""
     check: bool = False
-    """Draws all tokens again from training's forward pass, without a cache, and compares. Not if tokens see later
-    ones."""
+    """Draws all tokens again from training's forward pass, and compares."""
     output: str | None = None
     """A file for the texts, one JSON object on each line."""
     data: str | None = None
@@ -204,13 +203,9 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
                 f"{speed.tokens / speed.seconds:,.0f} tokens/s, after {speed.compile_seconds:.1f} s of compilation; "
                 f"step {saved.step}, mesh {mesh}, {c.training.compute_dtype}"
             )
-            if sampler.why_no_cache:
-                say(f"drawn without a cache, which is slower: {sampler.why_no_cache}")
             if config.output is not None:
                 _write(config.output, results)
-            if config.check and sampler.sees_later:
-                say("not checked: training's forward pass shows each token later ones, which were not drawn yet")
-            elif config.check:
+            if config.check:
                 found = sampler.check(weights, repeated, drawn)
                 say(
                     f"checked: by training's forward pass, {found.tokens:,} tokens are the same, but for {found.ties} "

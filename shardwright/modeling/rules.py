@@ -148,10 +148,6 @@ class Rule:
         """The rule without this condition."""
         return dataclasses.replace(self, visible=tuple(x for x in self.visible if x is not condition))
 
-    def within_documents(self) -> "Rule":
-        """The rule with the condition same_document."""
-        return dataclasses.replace(self, visible=(*self.without(same_document).visible, same_document))
-
     def __str__(self) -> str:
         parts = [_name(condition) for condition in self.visible] or ["all"]
         parts += [f"score {_name(self.score)}"] if self.score else []

@@ -21,7 +21,7 @@ from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.attention_calls import Call, calls_of, distinct, path_of, sees_later, with_path
 from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import act, compute_scope, inputs_of
-from shardwright.modeling.rules import Rule, causal
+from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.soundness import refuse
 from shardwright_data.loader import TokenBatch
@@ -60,8 +60,7 @@ def check_causal(
         length: positions of a sequence.
         source: hashes of the source, from provenance.source_of; None: no record.
         known: directory that records what was found right, so that each model is checked once; None: no record.
-        sampled: whether each sequence is one document, as in sampling. Of a model that says causal=False, it is then
-            checked that nothing but its rules lets a position see later ones.
+        sampled: whether each sequence is one document, as in sampling.
         rows: sequences of a microbatch.
 
     Returns:
@@ -71,8 +70,7 @@ def check_causal(
         ShardError: with the line where the token comes in that the position must not see.
     """
     calls = calls_of(forward, length)
-    declared = not all(rule.causal for rule in (*(call.rule for call in calls), _rule_of(forward.model)))
-    if declared and not sampled:
+    if not all(rule.causal for rule in (*(call.rule for call in calls), _rule_of(forward.model))):
         return "the model's Rule says causal=False"
     # In FP8 the scale of a product is that of its largest entry, whichever position has it.
     alone = {"document_mask": True, "fp8": False} if sampled else {"fp8": False}
@@ -80,7 +78,7 @@ def check_causal(
     settings = forward.model.c, forward.training, rows, length, sampled
 
     def find() -> list[Finding]:
-        return list(dict.fromkeys(_findings(forward, (rows, length), calls, declared, sampled)))
+        return list(dict.fromkeys(_findings(forward, (rows, length), calls, sampled)))
 
     try:
         refuse(find, known if source else None, source, "causality", settings)
@@ -104,11 +102,9 @@ def _rule_of(model: Any) -> Rule:
     return rule if isinstance(rule, Rule) else Rule()
 
 
-def _findings(
-    forward: Any, sizes: tuple[int, int], calls: list[Call], declared: bool, sampled: bool
-) -> Iterator[Finding]:
+def _findings(forward: Any, sizes: tuple[int, int], calls: list[Call], sampled: bool) -> Iterator[Finding]:
     for call in distinct(calls):
-        if not declared and sees_later(forward.rule(call.rule), sizes[1]):  # at all distances
+        if sees_later(forward.rule(call.rule), sizes[1]):  # at all distances
             yield Finding(
                 f"the rule `{call.rule}` of layer {call.turn} lets a position see later ones\n  remedy: {REMEDY}",
                 is_wrong=True,
@@ -119,14 +115,14 @@ def _findings(
         paths = {path_of(forward, call._replace(dropout=call.dropout and seeds))[0] for call in calls} or {"einsum"}
         # Kernels are compared with einsum before the first step: modeling.attention_calls.check_paths.
         for path in sorted({"einsum" if path in KERNELS else path for path in paths}):
-            more = sizes, declared, sampled, seeds
+            more = sizes, sampled, seeds
             of_path = lambda path, more=more: list(_of_program(with_path(forward, path), *more))
             if found := of_path(path):
                 yield from of_path("einsum") or found  # whose lines are those of the formulas
 
 
-def _of_program(forward: Any, sizes: tuple[int, int], declared: bool, sampled: bool, seeds: bool) -> Iterator[Finding]:
-    trace = functools.cache(lambda sizes: _traced(forward, sizes, declared, seeds))
+def _of_program(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool) -> Iterator[Finding]:
+    trace = functools.cache(lambda sizes: _traced(forward, sizes, seeds))
     small = ROWS, min(sizes[1], LENGTH)
     is_large = sizes[0] < ROWS or math.prod(sizes) > AT_MOST
     try:
@@ -156,21 +152,14 @@ def _of_program(forward: Any, sizes: tuple[int, int], declared: bool, sampled: b
         yield Finding(f"{problem}\n  remedy: {REMEDY}")
 
 
-def _traced(forward: Any, sizes: tuple[int, int], declared: bool, seeds: bool) -> Any:
-    """The forward pass of a batch on one device; with rules that are `declared` not to be causal made so."""
+def _traced(forward: Any, sizes: tuple[int, int], seeds: bool) -> Any:
+    """The forward pass of a batch on one device."""
     model = forward.model
 
     @typed_shard_map
     def logits(w: model.Weights, batch: TokenBatch, seeds: u32["B/r/d"] | None) -> act["B/r/d L V/t/p"]:
         read = forward.tokens(batch, seeds)
-        attend = forward.attend(read)
-        as_causal = lambda rule: dataclasses.replace(rule, visible=(*rule.visible, causal))
-        if declared:
-            plain = attend
-            attend = lambda cache, q, k, v, rule, *more, **options: plain(
-                cache, q, k, v, as_causal(rule), *more, **options
-            )
-        return forward(forward.copies(w), read, model.logits, attend)[0]
+        return forward(forward.copies(w), read, model.logits)[0]
 
     shape = lambda dtype, *more: jax.ShapeDtypeStruct((*sizes, *more), dtype)
     count = len(inputs_of(model))

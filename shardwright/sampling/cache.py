@@ -4,7 +4,6 @@ The residual stream is sharded along L over t. The next token of a text is a sin
 So in decoding the dim L counts texts: N texts, sharded over r and d, are B = r·d sequences of L = N/(r·d) positions.
 """
 
-import dataclasses
 import functools
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, Scope, f32, i32, pytree_dataclass, typed, u32
+from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, typed, u32
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.rules import Places, Rule, head_numbers, softmax
 
@@ -105,28 +104,6 @@ def next_logits(
     # Written once, after the loop over layers. In the loop, each layer would copy its whole cache.
     write = lambda old, x: old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
     return logits, jax.tree.map(write, cache, new)
-
-
-@typed
-def next_logits_without_cache(
-    w: W, ids: u32["_N/r/d _S"], texts: Texts, forward: Any
-) -> tuple[act["B/r/d L V/t"], u32["_N/r/d _S"]]:
-    """Logits like `next_logits`, from the tokens `ids` of whole windows, and `ids` with `texts.token` added."""
-    index = jnp.arange(len(ids))
-    ids = ids.at[index, texts.place].set(texts.token, mode="drop")
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    # The padding after a text is another document, for rules that see ahead. So document_mask must be on.
-    tokens = Tokens(ids, positions, (positions > texts.place[:, None]).astype(jnp.int32))
-    forward = dataclasses.replace(forward, training=dataclasses.replace(forward.training, document_mask=True))
-    attend_in_window = forward.attend(tokens)
-
-    def attend(cache, q, k, v, rule, *options, **more):
-        return attend_in_window(None, q, k, v, rule.within_documents(), *options, **more)
-
-    last = jnp.minimum(texts.place, ids.shape[1] - 1)
-    with Scope():  # in which _N texts are the batch, and L is the length of their windows
-        logits, *_ = forward(w, tokens, forward.model.logits, attend)
-    return logits[index, last][None], ids
 
 
 @typed

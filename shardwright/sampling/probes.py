@@ -1,13 +1,13 @@
-"""Checks whether a model can be decoded with a cache of keys and values. They run its parts before the first text.
+"""Checks that a model can be decoded with a cache of keys and values. They run its parts before the first text.
 
 With the cache, each position of a forward pass belongs to another text. This is right if a position learns from others
-through `attend` alone, if no rule lets it see later ones, and if cached attention computes what train.attention does.
-That positions learn from no later ones outside of `attend` is proved before: shardwright/run/causality.py.
+through `attend` alone, and if cached attention computes what train.attention does. That positions learn from no later
+ones is proved before: shardwright/run/causality.py.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from shardwright.modeling.attention_calls import (
     distance,
     distinct,
     random_operands,
-    sees_later,
     with_path,
 )
 from shardwright.modeling.model import Tokens, compute_scope, period_of
@@ -40,17 +39,8 @@ PAIRS = 2**24
 """Largest number of pairs of positions at which it is compared."""
 
 
-class Verdict(NamedTuple):
-    """Decision on the cache of a model, and on what its positions see."""
-
-    why_no_cache: str = ""
-    """Reason to decode without a cache; empty: with it."""
-    sees_later: bool = False
-    """Whether a position of a text sees later ones."""
-
-
-def verdict(forward: Any, weights: Any, context: int) -> Verdict:
-    """Verdict on the model of `forward`: it is decoded with a cache, if that is right.
+def check_cache(forward: Any, weights: Any, context: int) -> None:
+    """Checks that the model of `forward` can be decoded with a cache.
 
     The checks need little memory: the parts of the model on 4·t positions, and PAIRS scores of attention, of one text
     on each device.
@@ -61,10 +51,11 @@ def verdict(forward: Any, weights: Any, context: int) -> Verdict:
         context: number of tokens that the next one can see.
 
     Raises:
-        ValueError: a rule depends on the length; or cached attention differs from train.attention.
+        ValueError: a rule depends on the length; a position learns from others outside of `attend`; a layer does not
+            call `attend` once; or cached attention differs from train.attention.
     """
     t = jax.sharding.get_mesh().shape["t"]
-    by_earlier = _mixing_parts(forward, weights, 4 * t)
+    mixing = _mixing_parts(forward, weights, 4 * t)
     calls = calls_of(forward, -(-context // t) * t)
     for call, shorter in zip(calls, calls_of(forward, 4 * t), strict=True):
         if _program_of(call.rule, call) != _program_of(shorter.rule, call):
@@ -72,18 +63,20 @@ def verdict(forward: Any, weights: Any, context: int) -> Verdict:
                 f"the rule `{call.rule}` of layer {call.turn} depends on the shapes that the layer is given, which in "
                 "decoding are others. Compute what it needs from the places of query and key."
             )
-    for call in distinct(calls):
-        if sees_later(forward.rule(call.rule), context):
-            return Verdict(f"a position sees later ones: {call.rule}", sees_later=True)
     turns = [call.turn for call in calls]
     for turn in range(period_of(forward.model)):
         if turns.count(turn) != 1:
-            return Verdict(f"layer {turn} of a period calls attend {turns.count(turn)} times, not once")
-    if by_earlier:
-        return Verdict(f"{by_earlier} lets a position learn from others outside of attend")
+            raise ValueError(
+                f"layer {turn} of a period calls attend {turns.count(turn)} times, and the sampler's cache holds the "
+                "keys and values of one call. Call attend once in each layer, or train and evaluate without samples."
+            )
+    if mixing:
+        raise ValueError(
+            f"{mixing} lets a position learn from others outside of attend, of which the cache knows nothing. "
+            "Let positions learn through attend alone, or train and evaluate without samples."
+        )
     for call in distinct(calls):
         _check_cached_attention(forward, call, context)
-    return Verdict()
 
 
 def _program_of(rule: Rule, call: Call) -> str:

@@ -29,12 +29,11 @@ from shardwright.sampling.cache import (
     KeyValues,
     Texts,
     next_logits,
-    next_logits_without_cache,
     window_cache,
     window_start,
 )
 from shardwright.sampling.drawing import ROUNDING, Settings, check_ids, choose, compare, gathered
-from shardwright.sampling.probes import verdict
+from shardwright.sampling.probes import check_cache
 from shardwright_data.loader import TokenBatch
 
 CHUNK = 32
@@ -72,10 +71,7 @@ class Sampler:
     Attributes:
         prefill: the jitted program that fills the cache with windows of tokens.
         decode: the jitted program that draws up to CHUNK tokens of each text.
-        decode_windows: the same without a cache.
         compare: the jitted program that draws tokens from training's forward pass, for `check`.
-        why_no_cache: reason to draw without a cache; empty: with it. None before the first text.
-        sees_later: whether a position of a text sees later ones, so that `check` can compare nothing.
 
     Raises:
         ValueError: a setting out of its range, or a model that reads more than tokens.
@@ -101,9 +97,8 @@ class Sampler:
         self._compiled: dict[Any, Any] = {}
         self._source = source
         self._chunk = min(CHUNK, settings.max_tokens)
-        self.why_no_cache: str | None = None
-        self.sees_later = False
-        self.prefill, self.decode, self.decode_windows, self.compare = self._programs()
+        self._checked = False
+        self.prefill, self.decode, self.compare = self._programs()
 
     def _programs(self):
         forward, s, chunk, cache_size = self.forward, self.settings, self._chunk, self.padded(self.context)
@@ -116,7 +111,8 @@ class Sampler:
             choose = lambda old, x: jnp.where(fresh[None, :, None, None, None], x, old)
             return new if cache is None else jax.tree.map(choose, cache, new)
 
-        def drawn_after(next_logits, w: Weights, cache: Any, texts: Texts) -> tuple:
+        @typed_shard_map
+        def decode(w: Weights, cache: Cache, texts: Texts) -> tuple[Cache, Texts, u32["_T _N/r/d"]]:
             w = forward.copies(w)
 
             def step(carry, _):
@@ -137,16 +133,6 @@ class Sampler:
 
             (cache, texts), drawn = lax.scan(step, (cache, texts), length=chunk)
             return cache, texts, drawn
-
-        @typed_shard_map
-        def decode(w: Weights, cache: Cache, texts: Texts) -> tuple[Cache, Texts, u32["_T _N/r/d"]]:
-            return drawn_after(next_logits, w, cache, texts)
-
-        @typed_shard_map
-        def decode_windows(
-            w: Weights, ids: u32["_N/r/d _L"], texts: Texts
-        ) -> tuple[u32["_N/r/d _L"], Texts, u32["_T _N/r/d"]]:
-            return drawn_after(next_logits_without_cache, w, ids, texts)
 
         @typed_shard_map
         def uncached(
@@ -173,7 +159,6 @@ class Sampler:
         return (
             jitted(prefill, slice(1, None), donate_argnums=3),
             jitted(decode, slice(1, None), donate_argnums=1),
-            jitted(decode_windows, slice(1, None)),
             jitted(uncached, slice(0, None)),
         )
 
@@ -207,35 +192,36 @@ class Sampler:
             prompts: token ids. After an empty prompt, the text begins after bos.
 
         Raises:
-            ValueError: token ids outside the model's vocabulary, or a model in which positions learn from later ones
-                outside of `attend`: its texts cannot be continued.
+            ValueError: token ids outside the model's vocabulary, or a model that cannot be decoded with a cache.
         """
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.c.vocab)
-        self._decide(weights)
+        self._check_model(weights)
         batch, result = self.batch_for(len(prompts)), []
         for i in range(0, len(prompts), batch):
             result += self._generate(weights, prompts[i : i + batch], i, batch)
         return result
 
-    def _decide(self, weights: Any) -> None:
-        """Decides once whether texts are drawn with a cache."""
-        if self.why_no_cache is None:
+    def _check_model(self, weights: Any) -> None:
+        """Checks once that texts can be drawn with a cache."""
+        if not self._checked:
             start = time.perf_counter()
             unproved = check_causal(self.forward, self.context, self._source, kept_programs("soundness"), sampled=True)
             if unproved:
-                self.why_no_cache = f"it is not proved that a position sees no later token: {unproved}"
-            else:
-                self.why_no_cache, self.sees_later = verdict(self.forward, weights, self.context)
+                raise ValueError(
+                    f"it is not proved that a position sees no later token, so texts cannot be continued: {unproved}"
+                )
+            check_cache(self.forward, weights, self.context)
+            self._checked = True
             self.speed.compile_seconds += time.perf_counter() - start
 
     def batch_for(self, texts: int) -> int:
         """Number of sequences in each pass for `texts` texts."""
         return -(-min(texts, self._batch) // self._devices) * self._devices
 
-    def _ids(self, windows: Sequence[Sequence[int]], length: int = 1) -> np.ndarray:
-        """Windows of tokens as an array, padded at their ends to `length` at least."""
-        ids = np.zeros((len(windows), self.padded(max(length, *map(len, windows)))), np.uint32)
+    def _ids(self, windows: Sequence[Sequence[int]]) -> np.ndarray:
+        """Windows of tokens as an array, padded at their ends."""
+        ids = np.zeros((len(windows), self.padded(max(1, *map(len, windows)))), np.uint32)
         for sequence, window in zip(ids, windows, strict=True):
             sequence[: len(window)] = window
         return ids
@@ -255,9 +241,7 @@ class Sampler:
             fresh = np.array([a != b for a, b in zip(now, starts, strict=True)])
             starts = now
             windows = [[self.c.bos_id, *text[max(start, 0) :]] for text, start in zip(known, starts, strict=True)]
-            if self.why_no_cache:
-                cache = self._ids(windows, min(self.context, max(map(len, windows)) + self._chunk))
-            elif fresh.any():
+            if fresh.any():
                 changed = [window if is_fresh else [] for window, is_fresh in zip(windows, fresh, strict=True)]
                 cache = self._call(self.prefill, weights, self._ids(changed), fresh, cache)
             texts = Texts(
@@ -267,8 +251,7 @@ class Sampler:
                 place=np.array([len(window) - 1 for window in windows], np.int32),
                 left=left,
             )
-            decode = self.decode_windows if self.why_no_cache else self.decode
-            cache, texts, drawn = self._call(decode, weights, cache, texts)
+            cache, texts, drawn = self._call(self.decode, weights, cache, texts)
             left, counts, drawn = np.asarray(texts.left), np.asarray(texts.length), np.asarray(drawn)
             for i, text in enumerate(known):
                 text += drawn[: counts[i] - len(text), i].tolist()
@@ -279,9 +262,6 @@ class Sampler:
     def check(self, weights: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]]) -> "Checked":
         """Draws each token again from training's forward pass over its window, without a cache, with the same noise.
 
-        Nothing is compared if positions see later ones: in a pass over a whole window, they would see tokens that did
-        not exist when theirs was drawn.
-
         Args:
             weights: as in `generate`.
             prompts: as in `generate`.
@@ -291,10 +271,7 @@ class Sampler:
             ValueError: another token is drawn, by more than rounding explains.
         """
         checked, dtype = Checked(), self.forward.training.compute_dtype
-        self._decide(weights)
-        if self.sees_later:
-            return checked
-        cached = not self.why_no_cache
+        self._check_model(weights)
         windows, per_batch = list(self._windows(prompts, drawn)), self.batch_for(len(prompts))
         for first in range(0, len(windows), per_batch):
             part = windows[first : first + per_batch]
@@ -313,11 +290,10 @@ class Sampler:
                         continue
                     if not excess[i, j] <= allowed[i, j]:
                         raise ValueError(
-                            f"text {text}, token {start + j}: {tokens[j]} was drawn "
-                            f"{'with the' if cached else 'without a'} cache, {expected[i, j]} is by training's forward "
-                            f"pass. Their logits with noise differ by {excess[i, j]:.3g}, where rounding in {dtype} "
-                            f"explains {allowed[i, j]:.3g}. It is an error of the program: the model reads "
-                            f"{'from its cache ' if cached else ''}what is not in the text."
+                            f"text {text}, token {start + j}: {tokens[j]} was drawn with the cache, {expected[i, j]} "
+                            f"is by training's forward pass. Their logits with noise differ by {excess[i, j]:.3g}; "
+                            f"rounding in {dtype} explains {allowed[i, j]:.3g}. It is an error of the program: the "
+                            "model reads from its cache what is not in the text."
                         )
                     checked.ties += 1
                     checked.largest = max(checked.largest, float(excess[i, j] / allowed[i, j]))

@@ -64,7 +64,6 @@ class TrainingSamples:
         weights = without_stages(weights, self._placement, self._mesh)
         if self._failed:
             return
-        first = self._sampler.why_no_cache is None
         try:
             with pause("sampling texts"), jax.set_mesh(self._mesh):
                 drawn = self._sampler.generate(weights, self._prompts)
@@ -72,8 +71,6 @@ class TrainingSamples:
             self._failed = True
             say(f"WARNING: no samples: {type(error).__name__}: {error}\nThe run goes on without samples.")
             return
-        if first and self._sampler.why_no_cache:
-            self._run.print(f"sampling   without a cache, which is slower: {self._sampler.why_no_cache}")
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
             ended = ids[-1] in self._stop

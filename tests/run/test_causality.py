@@ -241,14 +241,6 @@ def test_a_sequence_is_one_document_without_a_mask_and_in_sampling():
 def test_a_model_that_says_so_is_not_proved():
     prefix = rule_models.KINDS["prefix"]
     assert verdict(forward(prefix)) == "the model's Rule says causal=False"
-    assert verdict(forward(prefix), sampled=True) == ""  # its rule alone sees later positions
-
-    class Declared(Depths):
-        rule = Rule(causal=False)
-
-    assert verdict(forward(Declared)) == "the model's Rule says causal=False"
-    with pytest.raises(ValueError, match="top_k"):
-        verdict(forward(Declared), sampled=True)
 
 
 @pytest.mark.long

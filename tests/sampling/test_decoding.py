@@ -1,4 +1,4 @@
-"""Decoding by each rule, with the cache and without; and what is not decoded at all."""
+"""Decoding by each rule; and what is not decoded at all."""
 
 import dataclasses
 import functools
@@ -43,12 +43,8 @@ def sampler(kind: type, settings: Settings = DRAWN, **training) -> Sampler:
 
 # ---- rules --------------------------------------------------------------------------------------------------------
 
-CASES = [(name, place, True) for name in models.KINDS for place in MESHES]
-CASES += [("prefix", place, False) for place in MESHES]
-QUICK = {
-    ("alternating", "d=2 t=2", True),
-    ("prefix", "one device", False),
-}
+CASES = [(name, place) for name in models.KINDS if name != "prefix" for place in MESHES]
+QUICK = {("alternating", "d=2 t=2")}
 
 
 @functools.cache
@@ -72,22 +68,16 @@ def dense_next(name: str, texts: list[list[int]]) -> np.ndarray:
         return np.asarray(dense_program(name)(models.host_weights(name), ids, last))
 
 
-def check_texts(name: str, place: str, document_mask: bool) -> None:
-    """Greedy tokens are those of dense logits; drawn ones are the same without the cache and in training."""
+def check_texts(name: str, place: str) -> None:
+    """Greedy tokens are those of dense logits; drawn ones are the same in training."""
     kind = models.KINDS[name]
     with jax.set_mesh(mesh(place)):
         w = models.placed_weights(name)
-        drawing = sampler(kind, document_mask=document_mask)
+        drawing = sampler(kind)
         drawn = drawing.generate(w, PROMPTS)
-        assert drawing.sees_later == bool(drawing.why_no_cache) == (name == "prefix"), drawing.why_no_cache
         checked = drawing.check(w, PROMPTS, drawn)
-        assert (checked.tokens, checked.ties) == ((0 if name == "prefix" else 20 * len(PROMPTS)), 0)
-        greedy = sampler(kind, GREEDY, document_mask=document_mask)
-        greedy.why_no_cache, greedy.sees_later = drawing.why_no_cache, drawing.sees_later
-        likeliest = greedy.generate(w, PROMPTS)
-        if not drawing.why_no_cache:
-            drawing.why_no_cache = "to compare"
-            assert drawing.generate(w, PROMPTS) == drawn
+        assert (checked.tokens, checked.ties) == (20 * len(PROMPTS), 0)
+        likeliest = sampler(kind, GREEDY).generate(w, PROMPTS)
     assert len({tuple(text) for text in drawn}) == len(PROMPTS)
     before = [prompt + new[:i] for prompt, new in zip(PROMPTS, likeliest, strict=True) for i in range(20)]
     logits = dense_next(name, before)
@@ -96,15 +86,15 @@ def check_texts(name: str, place: str, document_mask: bool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "place", "document_mask"), [case for case in CASES if case in QUICK])
-def test_texts_are_dense(name, place, document_mask):
-    check_texts(name, place, document_mask)
+@pytest.mark.parametrize(("name", "place"), [case for case in CASES if case in QUICK])
+def test_texts_are_dense(name, place):
+    check_texts(name, place)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "place", "document_mask"), [case for case in CASES if case not in QUICK])
-def test_texts_are_dense_on_every_mesh(name, place, document_mask):
-    check_texts(name, place, document_mask)
+@pytest.mark.parametrize(("name", "place"), [case for case in CASES if case not in QUICK])
+def test_texts_are_dense_on_every_mesh(name, place):
+    check_texts(name, place)
 
 
 # ---- sizes at the edges -------------------------------------------------------------------------------------------
@@ -139,7 +129,6 @@ def test_texts_are_those_of_one_device_and_of_training(kind, sizes, place):
             w, drawing = tiny.weights(c), Sampler(train.Forward(kind(c), tiny.config(c).training), DRAWN, CONTEXT)
             texts.append(drawing.generate(w, PROMPTS[:4]))
             assert drawing.check(w, PROMPTS[:4], texts[-1]).tokens == 80
-            assert not drawing.why_no_cache
     assert texts[0] == texts[1]
 
 
@@ -162,21 +151,6 @@ class EmbedsPairs(train.Llama):
     def embed(self, w, tokens):
         x = super().embed(w, tokens)
         return x + shifted(x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "part"), [(TokenShift, "layer"), (HiddenShift, "layer"), (EmbedsPairs, "embed")])
-def test_where_positions_learn_outside_of_attend_there_is_no_cache(kind, part):
-    """And each token is that of training's forward pass."""
-    with jax.set_mesh(mesh("d=2 t=2")):
-        w, s = models.placed_weights("window"), sampler(kind)
-        drawn = s.generate(w, PROMPTS)
-        assert s.why_no_cache == f"{part} lets a position learn from others outside of attend"
-        checked = s.check(w, PROMPTS, drawn)
-        assert (checked.tokens, checked.ties) == (20 * len(PROMPTS), 0)
-        drawn[1][3] = (drawn[1][3] + 1) % models.SIZES.vocab
-        with pytest.raises(ValueError, match=r"text 1, token 10: \d+ was drawn without a cache, \d+ is by training's"):
-            s.check(w, PROMPTS, drawn)
 
 
 @pytest.mark.parametrize(
@@ -250,34 +224,37 @@ class OfTheLength(train.Llama):
         return super().layer(x, w, tokens, of_length, einsum)
 
 
-def verdict_of(kind: type, mesh: str):
+def check_of(kind: type, mesh: str):
     c = tiny.config(tiny.model(layers=2))
     with jax.set_mesh(tiny.mesh(mesh)):
-        return probes.verdict(train.Forward(kind(c.model), c.training), tiny.weights(c.model), 16)
+        probes.check_cache(train.Forward(kind(c.model), c.training), tiny.weights(c.model), 16)
+
+
+OUTSIDE = "layer lets a position learn from others outside of attend"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["one device", pytest.param("d=4 t=2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        (train.Llama, ""),
-        (ShiftedIds, "layer lets a position learn from others outside of attend"),
-        (ShiftedOnce, "layer lets a position learn from others outside of attend"),
-        (Twice, "layer 0 of a period calls attend 2 times, not once"),
-    ],
-)
-def test_why_there_is_no_cache(kind, why, mesh):
-    assert verdict_of(kind, mesh) == probes.Verdict(why)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (TokenShift, OUTSIDE),
+        (HiddenShift, OUTSIDE),
+        (EmbedsPairs, "embed lets a position learn from others"),
+        (ShiftedIds, OUTSIDE),
+        (ShiftedOnce, OUTSIDE),
+        (Twice, "layer 0 of a period calls attend 2 times"),
         (OfTheLength, r"the rule `.*` of layer 0 depends on the shapes that the layer is given"),
     ],
 )
-def test_what_makes_texts_depend_on_their_neighbours_is_refused(kind, message):
+def test_what_cannot_be_decoded_with_a_cache_is_refused(kind, message, mesh):
     with pytest.raises(ValueError, match=message):
-        verdict_of(kind, "one device")
+        check_of(kind, mesh)
+
+
+@pytest.mark.long
+def test_what_says_that_it_is_not_causal_is_refused():
+    with jax.set_mesh(mesh("one device")):
+        w = models.placed_weights("prefix")
+        with pytest.raises(ValueError, match="texts cannot be continued: the model's Rule says causal=False"):
+            sampler(models.KINDS["prefix"]).generate(w, PROMPTS)
