@@ -70,12 +70,6 @@ def test_plots_of_a_long_run_are_even_from_its_first_step_to_its_last(long_run, 
     assert [int(step) for step in traces["skipped step"]["x"]] == [step + 1 for step in SKIPPED]
 
 
-def test_a_run_is_read_up_to_a_step(long_run):
-    r = read_run(long_run, 50, before=10_000)
-    assert r.values["loss"] == pytest.approx(np.mean([loss(step) for step in range(9_950, 10_000)]), rel=1e-9)
-    assert (r.step[-1], r.validation[-1][0]) == (9_999, 9_999)
-
-
 def test_a_kind_of_line_takes_bounded_memory_and_keeps_first_and_last(tmp_path, monkeypatch):
     monkeypatch.setattr(thinning, "MOST_BYTES", 1000)
     lines = [b"%d\n" % i * 3 for i in range(5_000)]

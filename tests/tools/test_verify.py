@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -376,10 +375,8 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
     assert SOURCE.count(text) == 1
     edited = SOURCE.replace(text, instead)
     (tmp_path / "train.py").write_text(edited)
-    done = verify(tmp_path, "verify.precisions=[f64]", "verify.output=found.json")
+    done = verify(tmp_path, "verify.precisions=[f64]")
     assert done.returncode == 1, done.stdout + done.stderr
-    (found,) = json.loads((tmp_path / "found.json").read_text())["results"]
-    assert (found["agree"], found["compared"], found["meshes"]) == (False, "f64", ["r=2 d=2 t=2"])
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
     assert f"the first tensor that differs is {tensor} at train.py:" in line
     number = int(line.split("train.py:")[1].split(",")[0])

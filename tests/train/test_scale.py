@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-import json
 import math
 import re
 import subprocess
@@ -134,15 +133,12 @@ def test_a_step_that_communicates_wrongly_is_refused_on_2048_devices(monkeypatch
 
 
 @pytest.mark.slow
-def test_verify_says_which_meshes_type_check(tmp_path):
-    output = tmp_path / "found.json"
+def test_verify_says_which_meshes_type_check():
     settings = ["verify.only_types=true", "verify.devices=2048", "verify.meshes=[32x8x8,4x16x32]"]
     command = [sys.executable, "-m", "tools.verify", "--config-name=flat_tokens_c4_a100x8_84m", *settings]
-    command += ["training.batch_size=256", f"verify.output={output}"]
+    command += ["training.batch_size=256"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    (found,) = json.loads(output.read_text())["results"]
-    assert (found["compared"], found["meshes"], found["left_out"]) == ("types", ["r=32 d=8 t=8"], ["r=4 d=16 t=32"])
     refused, checked, summary = result.stdout.splitlines()
     assert refused == ("r=4 d=16 t=32: model.n_kv is 8; on the mesh r=4 d=16 t=32 it must be a multiple of t = 32.")
     assert re.fullmatch(r"r=32 d=8 t=8: type-checks, in \d+\.\d s", checked)

@@ -44,7 +44,6 @@ from shardwright_data.checks import check_choice, check_ranges, within
 from shardwright_data.foreign import shown
 from shardwright_data.text.huggingface import find_tokenizer, tokenizer_files
 from tools.checkpoint_to_huggingface.card import CARD, write_card
-from tools.checkpoint_to_huggingface.facts import Exported, read_run_until
 from tools.checkpoint_to_huggingface.hub import check_repository, push
 from tools.huggingface.check import check_rules, compare
 from tools.huggingface.mapping import mapping_of
@@ -204,21 +203,16 @@ def export(config: Config, log: Callable[[str], None]) -> None:
         total = write_tensors(temporary, tensors, dtype, config.file_bytes)
         compared = compare(c, weights, temporary, dtype) if config.check else "nothing: check=false"
         parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
-        exported = Exported(
-            name=(config.push_to_hub or output.absolute().name).rpartition("/")[2],
-            repository=config.push_to_hub,
-            step=step,
-            weights=config.weights,
-            dtype=config.dtype,
-            parameters=parameters,
-            content=content,
-            metadata=metadata,
-            has_tokenizer="tokenizer.json" in files,
-            compared=compared,
-            license=config.license,
-            run=read_run_until(config.run, step),
-        )
-        write_card(exported, temporary)
+        facts = {
+            "architecture": content["architectures"][0],
+            "parameters": parameters,
+            "weights": f"{config.dtype}, {config.weights}, after {step} steps",
+            "logits compared": compared,
+            "hashes of the programs": (saved or {}).get("programs", "not known"),
+        }
+        title = (config.push_to_hub or output.absolute().name).rpartition("/")[2]
+        has_tokenizer = "tokenizer.json" in files
+        write_card(temporary, title, config.push_to_hub, config.license, facts, settings, has_tokenizer)
         temporary.rename(output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

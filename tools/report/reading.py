@@ -1,7 +1,6 @@
 """Runs, as their directories describe them. All that is read may be damaged, or a stranger's."""
 
 import contextlib
-import functools
 import glob
 import itertools
 import json
@@ -116,17 +115,16 @@ def _runs_in(directory: Path) -> Iterator[Path]:
         yield from _runs_in(path)
 
 
-def read_run(directory: Path, smooth: int, before: int | None = None) -> Run:
+def read_run(directory: Path, smooth: int) -> Run:
     """Reads the files of a run as far as possible, in bounded memory; `notes` lists the rest.
 
     Args:
         directory: of the run.
         smooth: steps over which losses are averaged.
-        before: the first step that is not read, and nothing after it; None: all are.
     """
     notes: list[str] = []
     settings = _read_settings(directory, notes)
-    steps, events, ended = _read_metrics(directory, notes, before)
+    steps, events, ended = _read_metrics(directory, notes)
     column = lambda name: np.array([number(record.get(name)) for record in steps])
     seconds = column("seconds")
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
@@ -205,23 +203,21 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _kind(before: int | None, line: bytes) -> bytes | None:
-    """Name of an event, `rare` for a step that was skipped or has no finite loss, and `step`; None: not wanted."""
-    if before is not None and (step := _STEP.match(line)) and int(step[1]) >= before:
-        return None
+def _kind(line: bytes) -> bytes:
+    """Name of an event, `rare` for a step that was skipped or has no finite loss, and `step`."""
     if b'"event"' in line:
         return b"event " + event[1] if (event := _EVENT.search(line)) else b"event"
     return b"rare" if b'"loss": "' in line or b'"skipped"' in line else b"step"
 
 
-def _read_metrics(directory: Path, notes: list[str], before: int | None) -> tuple[list[dict], list[dict], bool]:
+def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], bool]:
     """Returns the lines of steps, in order, those of events, and whether the run ended after the last one."""
     path = directory / "metrics.jsonl"
     if not path.exists():
         notes.append("no metrics.jsonl: the run did not start")
         return [], [], False
     try:
-        kinds = read_lines(path, functools.partial(_kind, before), b"step" if before is None else None)
+        kinds = read_lines(path, _kind, b"step")
     except OSError as error:
         notes.append(f"metrics.jsonl cannot be read: {why(error)}")
         return [], [], False

@@ -56,12 +56,12 @@ class Lines:
             self._older_bytes = sum(len(line) for _, line in self._older)
 
 
-def read_lines(path: Path, kind_of: Callable[[bytes], bytes | None], common: bytes | None = None) -> dict[bytes, Lines]:
+def read_lines(path: Path, kind_of: Callable[[bytes], bytes], common: bytes) -> dict[bytes, Lines]:
     """Reads a file in one pass.
 
     Args:
         path: of the file.
-        kind_of: gives the kind of a line; None: the line is left out. Beyond 16 kinds the others are one.
+        kind_of: gives the kind of a line. Beyond 16 kinds the others are one.
         common: kind of most lines; kind_of gives it for several lines together only if all of them have it.
 
     Returns:
@@ -72,15 +72,14 @@ def read_lines(path: Path, kind_of: Callable[[bytes], bytes | None], common: byt
     """
     kinds: dict[bytes, Lines] = {}
 
-    def add(kind: bytes | None, number: int, lines: list[bytes], size: int) -> None:
-        if kind is not None:
-            of_kind = kinds.get(kind) or kinds.setdefault(kind if len(kinds) < _MOST_KINDS else b"", Lines())
-            of_kind.add(number, lines, size)
+    def add(kind: bytes, number: int, lines: list[bytes], size: int) -> None:
+        of_kind = kinds.get(kind) or kinds.setdefault(kind if len(kinds) < _MOST_KINDS else b"", Lines())
+        of_kind.add(number, lines, size)
 
     number = 0
     with open(path, "rb", opener=open_no_pipe) as file:
         for text, lines in _read(file):
-            if common is not None and kind_of(text) == common:
+            if kind_of(text) == common:
                 add(common, number, lines, len(text))
             else:
                 first = number

@@ -22,17 +22,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from shardwright.compiled.files import write_json
 from shardwright.modeling.model import module_of
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.run.launch import CONFIGS
-from shardwright.run.provenance import source_of
 from shardwright.settings.composing import Program
-from shardwright.settings.differences import flat
 from shardwright.settings.program import refusals_shown, start
 from shardwright_data.checks import check_choice, check_ranges, within
 from tools.verify.program import find_sources, write_copy
-from tools.verify.result import read_result
 
 
 @dataclass
@@ -56,9 +52,6 @@ class VerifyConfig:
     """Limit in f64: largest difference over the largest entry of a tensor, in (0, 1)."""
     band: float = within(1, 1e6, 8.0)
     """Limit in the configured dtypes, a multiple of the difference that summing in another order makes; at least 1."""
-    output: str | None = None
-    """A file for the result as JSON, which the model card of tools.checkpoint_to_huggingface quotes. An existing file
-    is replaced. A step that is refused writes none. Null: no file."""
 
 
 def small(c: Config, devices: int) -> None:
@@ -93,9 +86,7 @@ def small(c: Config, devices: int) -> None:
 def run(c: Config, settings: VerifyConfig, title: str) -> int:
     """Verifies `c`: 0 if all meshes agree, 1 if one differs, 2 if tracing or a setting is refused."""
     sources = find_sources("train", c.model.module)
-    status, results = 0, []
-    if settings.output is not None:
-        Path(settings.output).unlink(missing_ok=True)  # or else, of a step that is refused, an older result would stay
+    status = 0
     for precision in ["configured"] if settings.only_types else settings.precisions:
         double = precision == "f64"
         config = dataclasses.asdict(c)
@@ -107,12 +98,8 @@ def run(c: Config, settings: VerifyConfig, title: str) -> int:
             (Path(directory) / "job.json").write_text(json.dumps(job))
             simulated = 1 if settings.only_types else settings.devices
             status = max(status, run_job(Path(directory), simulated, double))
-            results += read_result(Path(directory))
         if status > 1:  # refused: the next precision would be refused too
             break
-    if settings.output is not None and results and status < 2:
-        found = {"title": title, "small": settings.small, "results": results, "source": source_of()}
-        write_json(Path(settings.output), found | {"settings": flat(dataclasses.asdict(c))})
     return status
 
 
@@ -150,8 +137,6 @@ def register() -> None:
 def check(settings: VerifyConfig) -> None:
     """Raises ValueError for a setting out of its range."""
     check_ranges("verify", settings)
-    if settings.output is not None and not Path(settings.output).absolute().parent.is_dir():
-        raise ValueError(f"verify.output is {settings.output}; there is no such directory. Make it first.")
     for precision in settings.precisions:
         check_choice("verify.precisions", precision, ("f64", "configured"))
 
