@@ -21,8 +21,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
 INSTALLED_EXTRAS = ("tools", "test", "oracle", "docs")
-PACKAGES = ("cluster", "compiled", "configuration", "flat_tokens", "input_loader", "microscope", "modeling")
-PACKAGES += ("models", "optimizers", "sampling", "shardlib", "soundness", "text", "tools", "training_io")
+PACKAGES = ("shardlib", "shardwright", "tools")
 
 
 def requirements(*extras: str) -> list[Requirement]:
@@ -53,14 +52,14 @@ distributions_of_modules = functools.cache(importlib.metadata.packages_distribut
 
 def third_party(path: Path, *, in_functions: bool) -> set[str]:
     """The distributions that a source file imports, the project's own modules and the standard library left out."""
-    own = {*PROJECT["tool"]["setuptools"]["py-modules"], *PACKAGES}
+    own = {*PROJECT["tool"]["setuptools"]["py-modules"], *PACKAGES, "shardwright_data"}
     modules = imports(ast.parse(path.read_text()), in_functions=in_functions) - own - sys.stdlib_module_names
     distributions = distributions_of_modules()
     return {canonicalize_name(distributions.get(module, [module])[0]) for module in modules}
 
 
 def sources() -> list[Path]:
-    return sorted([*ROOT.glob("*.py"), *(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))])
+    return sorted([*ROOT.glob("*.py"), *(path for name in PACKAGES for path in ROOT.glob(f"{name}*/**/*.py"))])
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -139,7 +139,8 @@ def test_a_loop_of_ones_own_takes_its_place():
 
     w, x, caches = inputs()
     for unroll, turn in ((1, 1), (3, 3), (99, ROWS), (None, ROWS)):
-        assert_same(loop(w, x, caches, scan=scan, unroll=unroll), loop(w, x, caches))
+        options = {"scan": scan, "unroll": unroll, "checkpoint": keeping("marked")}
+        assert_same(loop(w, x, caches, **options), loop(w, x, caches))
         assert asked.pop() == turn
 
 

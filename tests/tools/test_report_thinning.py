@@ -74,7 +74,7 @@ def test_a_kind_of_line_takes_bounded_memory_and_keeps_first_and_last(tmp_path, 
     monkeypatch.setattr(thinning, "MOST_BYTES", 1000)
     lines = [b"%d\n" % i * 3 for i in range(5_000)]
     (tmp_path / "lines").write_bytes(b"".join(line.replace(b"\n", b" ") + b"\n" for line in lines))
-    kinds = read_lines(tmp_path / "lines", lambda line: b"odd" if int(line.split()[0]) % 2 else b"even")
+    kinds = read_lines(tmp_path / "lines", lambda line: b"odd" if int(line.split()[0]) % 2 else b"even", b"")
     assert {*kinds} == {b"odd", b"even"}
     for first, found in enumerate((kinds[b"even"], kinds[b"odd"])):
         assert found.count == 2_500

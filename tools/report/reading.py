@@ -26,7 +26,6 @@ Curve = np.ndarray
 COMMON_METRICS = {"loss", "grad_norm", "learning_rate", "skipped", *OF_A_STEP}
 """Metrics that metrics.jsonl has of every step of every run."""
 _EVENT, _PROMPT = re.compile(rb'"event": "(\w{1,50})"'), re.compile(rb'"prompt": ("(?:[^"\\]|\\.)*")')
-_STEP = re.compile(rb'\{"step": (\d{1,15}),')
 _MOST_NAMES, _MOST_LAYERS = 100, 1024
 """Number of the user's own metrics, and of layers of each, that are read."""
 _MOST_STEP = 2**53
@@ -367,7 +366,7 @@ def smoothed(values: Curve, most: int) -> Curve:
 def read_samples(directory: Path) -> list[dict[str, Any]]:
     """The lines of samples.jsonl, with step, prompt, text and ended; none where the file cannot be read."""
     try:
-        of_prompts = read_lines(directory / "samples.jsonl", lambda line: (_PROMPT.search(line) or [b""])[0])
+        of_prompts = read_lines(directory / "samples.jsonl", lambda line: (_PROMPT.search(line) or [b""])[0], b"")
     except OSError:
         return []
     lines = sorted(itertools.chain.from_iterable(of_prompt.kept for of_prompt in of_prompts.values()))
