@@ -4,10 +4,8 @@ import codecs
 import contextlib
 import glob
 import itertools
-import json
 import lzma
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -19,13 +17,9 @@ from shardwright_data.text.sources import Block, Piece
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 KINDS = f".jsonl, .json or .txt, each also with {', '.join(COMPRESSIONS)}, or .parquet"
 """Ends of the names of files that are read, in words."""
-ELEMENT_CHARACTERS = 2**27
-"""Largest element of a JSON array, which is in memory as a whole."""
 
 # Byte order marks. That of UTF-16 is the beginning of that of UTF-32.
 _OTHER_MARKS = (("UTF-32", codecs.BOM_UTF32_LE), ("UTF-16", codecs.BOM_UTF16_LE), ("UTF-16", codecs.BOM_UTF16_BE))
-XZ_BYTES = 2**28
-"""Memory to unpack a .xz file, four times what xz -9 needs. A file can ask for 4 GiB."""
 
 
 def open_files(patterns: list[str], text_field: str, separator: str | None) -> list[Piece]:
@@ -113,43 +107,13 @@ def _read(path: str) -> Iterator[tuple[bytes, int]]:
 
 def _unpacked(file: Any, suffix: str) -> contextlib.AbstractContextManager[Any]:
     if suffix == ".xz":
-        return contextlib.nullcontext(_XzFile(file))
+        return lzma.open(file)
     if suffix in COMPRESSIONS:
         # Unlike zstandard's, its reader of .zst notices a truncated file.
         import pyarrow
 
         return pyarrow.CompressedInputStream(file, COMPRESSIONS[suffix])
     return contextlib.nullcontext(file)
-
-
-class _XzFile:
-    """Unpacks a .xz file within XZ_BYTES, which lzma.open does not limit."""
-
-    def __init__(self, file: Any):
-        self._file, self._packed = file, b""
-        self._stream: lzma.LZMADecompressor | None = None
-
-    def read(self, size: int) -> bytes:
-        """The next `size` bytes, fewer at the end."""
-        content = bytearray()
-        while len(content) < size:
-            if self._stream is None or self._stream.needs_input:
-                self._packed = self._packed or self._file.read(2**16)
-                if not self._packed and self._stream is not None:
-                    raise EOFError("it ends too early")
-            if self._stream is None:
-                self._packed = self._packed.lstrip(b"\0")  # padding between streams
-                if not self._packed:
-                    if not (more := self._file.read(2**16)):
-                        break
-                    self._packed = more
-                    continue
-                self._stream = lzma.LZMADecompressor(memlimit=XZ_BYTES)
-            packed, self._packed = self._packed, b""
-            content += self._stream.decompress(packed, size - len(content))
-            if self._stream.eof:
-                self._stream, self._packed = None, self._stream.unused_data
-        return bytes(content)
 
 
 def _check_document(where: str, size: int) -> None:
@@ -332,9 +296,6 @@ def _text_of(record: dict[str, Any], text_field: str, where: Callable[[], str]) 
 
 # ---- JSON arrays --------------------------------------------------------------------------------------------------
 
-# Before an element; the group is the end of the array.
-_FIRST, _NEXT = re.compile(r"\s*\[\s*(\])?"), re.compile(r"\s*(?:,\s*|(\]))")
-
 
 def _is_array(path: str) -> bool:
     first = b"".join(content for content, _ in itertools.islice(_read(path), 1))
@@ -342,38 +303,25 @@ def _is_array(path: str) -> bool:
 
 
 def _array_blocks(path: str, text_field: str) -> Iterator[Block]:
-    """Blocks of an array of objects or texts. Of the file, a block and an element are in memory."""
-    decode = codecs.getincrementaldecoder("utf-8")().decode
-    scan = json.JSONDecoder().raw_decode
-    rest, separator, number, closed, error = "", _FIRST, 0, False, "a separator is missing"
-    where = lambda: f"{path}: element {number} of the array"
-    for content, size in _read(path):
-        try:
-            rest += decode(content)
-        except UnicodeDecodeError as e:
-            raise _not_utf8(path, e) from e
-        texts, place = [], 0
-        while not closed and (found := separator.match(rest, place)):
-            if found[1]:
-                closed, place = True, found.end()
-                break
-            try:
-                value, place = scan(rest, found.end())
-            except (ValueError, RecursionError) as e:
-                error = str(e)
-                break
-            if not isinstance(value, dict | str):
-                raise ValueError(f"{where()} is a JSON {type(value).__name__}; each must be an object or a text.")
-            texts.append(_text_of({text_field: value} if isinstance(value, str) else value, text_field, where))
-            separator, number = _NEXT, number + 1
-        rest = rest[place:]
-        if len(rest) > ELEMENT_CHARACTERS or (closed and rest.strip()):
-            break
-        yield Block(size, partial(list, texts))
-    if not closed or rest.strip():
-        raise ValueError(
-            f"{where()} is cut off, not JSON, or above {ELEMENT_CHARACTERS:,} characters: {error}. Write it again."
-        )
+    """Blocks of an array of objects or texts. The whole file is in memory."""
+    content = bytearray()
+    for part, _ in _read(path):
+        content += part
+        _check_document(path, len(content))
+    try:
+        elements = parse_json(_decode_utf8(path, content))
+    except ValueError as e:
+        raise ValueError(f"{path} is not JSON: {e}. Download or write it again.") from e
+    where = lambda number: f"{path}: element {number} of the array"
+    texts = []
+    for number, value in enumerate(elements):
+        if not isinstance(value, dict | str):
+            raise ValueError(f"{where(number)} is a JSON {type(value).__name__}; each must be an object or a text.")
+        record = {text_field: value} if isinstance(value, str) else value
+        texts.append(_text_of(record, text_field, partial(where, number)))
+    characters = sum(map(len, texts))
+    for together, size in sources.group(texts, len, sources.BLOCK_BYTES):
+        yield Block(len(content) * size // max(characters, 1), partial(list, together))
 
 
 # ---- Parquet ------------------------------------------------------------------------------------------------------
