@@ -66,7 +66,7 @@ def refusal(files: dict[str, str], config: dict) -> str | None:
             name = f"changed_{Path(file).stem}"
             stack.enter_context(module_of(files[file], name))
             source = source.replace(f"from {file.removesuffix('.py').replace('/', '.')} import", f"from {name} import")
-            if file.startswith("models/"):
+            if file == "gpt2.py":
                 c.model.module = name
         train = stack.enter_context(module_of(source))
         if c.model.module == "train":

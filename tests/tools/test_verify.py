@@ -96,7 +96,8 @@ def test_sources_are_the_programs_own_modules():
     place = lambda name: ROOT / name.replace(".", "/")
     assert all(path in (place(name).with_suffix(".py"), place(name) / "__init__.py") for name, path in found.items())
     # A package is there as a whole, for its copy stands before it.
-    assert {f"modeling.{path.stem}" for path in ROOT.glob("modeling/*.py")} - {"modeling.__init__"} <= set(found)
+    names = {f"shardwright.modeling.{path.stem}" for path in ROOT.glob("shardwright/modeling/*.py")}
+    assert names - {"shardwright.modeling.__init__"} <= set(found)
     with pytest.raises(ValueError, match="no_such_model is not a module in a file that Python finds"):
         find_sources("train", "no_such_model")
 
@@ -484,7 +485,7 @@ def test_other_models_and_settings_are_the_same_too(tmp_path, name, overrides):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["", "own/"], ids=["a file", "in a package"])
 def test_a_bug_in_a_model_of_ones_own_is_found_in_its_file(tmp_path, where):
-    source = (ROOT / "models" / "gpt2.py").read_text()
+    source = (ROOT / "gpt2.py").read_text()
     text, instead = (
         "save_for_backward(attended[..., 0, :])",
         "save_for_backward(attended[..., 0, :] * shardops.axis_size('t'))",
