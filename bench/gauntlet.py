@@ -30,9 +30,6 @@ Each bug ran without an error and computed something else than it should. [bugs.
 each one as an edit of this repository. [test_gauntlet.py](../tests/gauntlet/test_gauntlet.py) makes the edit in a copy
 and checks what the table says. `python -m bench.gauntlet` prints this page.
 
-Where a type would refuse an edit for its form alone, the edit takes the raw array out of it, as a determined user
-would.
-
 Words of the column *caught*:
 
 - **tracing**: the step is refused before it is compiled.
@@ -42,11 +39,8 @@ Words of the column *caught*:
 - **—**: there is no such edit. The last table has the reasons.
 
 [spmd_types](https://github.com/meta-pytorch/spmd_types) (version {version}) is a type system for PyTorch with explicit
-collectives. The bugs were tried as programs of a few lines for it, in its strict global mode, at commit 54cf099, which
-has these programs as benchmarks/gauntlet/spmd.py. It accepts each program without the bug. Its programs are written for
-it, while our edits are made in the training step as it is. In it a result has to be declared, as a reader of its guide
-would do. **—** means that the bug has no counterpart there: pipelines, data, checkpoints, compilers. Both columns say
-what a tool does, not what it could do.
+collectives. The bugs were tried as programs of a few lines for it, in its strict global mode, at commit 54cf099. It
+accepts each program without the bug. **—** means that the bug has no counterpart there.
 """
 
 
