@@ -49,7 +49,7 @@ def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
         sections = lambda: {"model": module_of("train").ModelConfig}
         about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, doc)
         sys.argv[1:] = with_edits(sys.argv[1:])
-        return start(about, PickledByName(job), sections, "1.3")
+        return start(about, PickledByName(job), sections)
 
     return main
 

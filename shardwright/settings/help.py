@@ -39,10 +39,9 @@ def help_text(program: Program, sections: dict[str, type] | None = None) -> str:
                     lines += _setting(inner)
             continue
         lines += _setting(setting)
-    sweep = "--multirun for a sweep (name=a,b), " if program.sweeps else ""
     lines += [
         "",
-        f"Further flags: {sweep}--config-dir=<directory> for configurations of your own, "
+        "Further flags: --multirun for a sweep (name=a,b), --config-dir=<directory> for configurations of your own, "
         "--cfg=job to show the settings without running, --hydra-help for the rest.",
     ]
     return "\n".join(line.rstrip() for part in lines for line in (_wrapped(part, 0) if len(part) > WIDTH else [part]))

@@ -16,11 +16,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
-from shardwright.settings.composing import Program, check_command, check_given, parse_arguments, readable
+from shardwright.settings.composing import Program, check_given, composed, parse_arguments, readable
 from shardwright.settings.help import help_text
 from shardwright.settings.words import for_stream
 from shardwright_data.checks import check_ranges
@@ -134,7 +134,6 @@ def start(
     program: Program,
     job: Callable[[Any], Any],
     sections: Callable[[], dict[str, type]] = dict,
-    version: str | None = None,
 ) -> Any:
     """Calls `job` with what Hydra composes from the command line, or answers what is wrong in it, or prints the help.
 
@@ -142,7 +141,6 @@ def start(
         program: the program and its settings.
         job: function of the configuration that Hydra composed. It shows its own refusals, with refusals_shown.
         sections: gives dataclasses of sections whose type the schema leaves open, for the help.
-        version: Hydra's version_base.
     """
     sys.argv[1:] = map(readable, sys.argv[1:])
     with answered():
@@ -153,17 +151,23 @@ def start(
                 "Clone it, and run `pip install -e .` there."
             )
         given = parse_arguments(program, sys.argv[1:])
-        if given.help:
+        if not given.flags.isdisjoint(("--help", "-h")):
             _print(help_text(program, sections()))
             return None
-        if not (given.hydra_help or given.version or given.shell_completion or given.experimental_rerun):
-            check_command(program, given)
-    # Hydra wants the overrides together, after the flags; and a relative --config-path would be one from its file.
-    flags = [text for text in sys.argv[1:] if text.startswith("-") or text not in given.overrides]
-    if given.config_path is not None and "://" not in given.config_path:
-        flags.append(f"--config-path={os.path.abspath(given.config_path)}")
-    sys.argv[1:] = [*flags, *given.overrides]
-    run = hydra.main(version_base=version, config_path=str(program.configs), config_name=program.config_name)(job)
+        is_sweep = not given.flags.isdisjoint(("--multirun", "-m"))
+        config = composed(program, given) if is_sweep or not given.is_hydras else None
+    if given.is_hydras:
+        # Hydra wants the overrides together, after the flags; and a relative --config-path would be one from its file.
+        flags = [text for text in sys.argv[1:] if text.startswith("-") or text not in given.overrides]
+        if given.config_path is not None and "://" not in given.config_path:
+            flags.append(f"--config-path={os.path.abspath(given.config_path)}")
+        sys.argv[1:] = [*flags, *given.overrides]
+        run = hydra.main(version_base="1.3", config_path=str(program.configs), config_name=program.config_name)(job)
+    else:
+        HydraConfig.instance().set_config(config)
+        with read_write(config), open_dict(config):
+            del config["hydra"]
+        run = functools.partial(job, config)
     with ended_by_interrupt():
         return run()
 
@@ -176,7 +180,7 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def run_program(name: str, schema: type, run: Callable[[Any], None], sweeps: bool = False) -> None:
+def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
     """Calls `run` with the settings of the command line.
 
     Of what a user caused, only the message is shown, as `refusal` says. The exit status of any error is 1.
@@ -185,7 +189,6 @@ def run_program(name: str, schema: type, run: Callable[[Any], None], sweeps: boo
         name: name of the file in tools/configs/ that is read where --config-name is not given.
         schema: dataclass of the settings. The config names it as `<name>_schema`.
         run: function of the program's main module, called with a `schema`.
-        sweeps: whether it can be started with --multirun. Its config then says where Hydra writes of the sweep.
     """
 
     # functools.wraps: Hydra looks for the program's name in the file of the wrapped function.
@@ -205,4 +208,4 @@ def run_program(name: str, schema: type, run: Callable[[Any], None], sweeps: boo
     file = Path(inspect.getfile(run)).absolute()
     configs = (file.parent.parent if file.name == "__main__.py" else file.parent) / "configs"
     doc = inspect.getmodule(run).__doc__ or ""
-    start(Program(f"python -m tools.{name}", configs, name, schema, doc, sweeps), job)
+    start(Program(f"python -m tools.{name}", configs, name, schema, doc), job)

@@ -399,7 +399,7 @@ def test_a_process_that_dies_or_is_stopped_ends_the_others(count, lost, sent, un
 STUCK = """
 import time
 import shardwright_data.loader.flat
-Loader = input_loader.flat.FlatTokensLoader
+Loader = shardwright_data.loader.flat.FlatTokensLoader
 sequences = Loader.sequences
 def stuck(self, step, which):
     if self.dataset.path.endswith("train") and step == 12:
@@ -459,7 +459,7 @@ def test_what_fails_in_all_processes_is_said_by_each(tmp_path):
 SLOW_BATCH = """
 import time
 import shardwright_data.loader.flat
-Loader = input_loader.flat.FlatTokensLoader
+Loader = shardwright_data.loader.flat.FlatTokensLoader
 sequences = Loader.sequences
 def slowly_read(self, step, which):
     if step == 0:
@@ -477,11 +477,11 @@ def slowly_compile(self, *arguments, **named):
     return compile(self, *arguments, **named)
 jax.stages.Lowered.compile = slowly_compile
 
-write = training_io.checkpoint.write_arrays
+write = shardwright.run.checkpoint.write_arrays
 def slowly_write(*arguments):
     time.sleep(18)
     return write(*arguments)
-training_io.checkpoint.write_arrays = slowly_write
+shardwright.run.checkpoint.write_arrays = slowly_write
 """
 
 

@@ -15,6 +15,7 @@ from s3_server import S3Server
 
 import train
 from shardwright.modeling.model import load_model
+from shardwright.run import run as run_module
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.initial_weights import find_checkpoint
 from shardwright.run.resuming import choose_checkpoint
@@ -139,7 +140,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
     assert [path.name for path in checkpoints.glob("set_aside/*/*")] == ["0000000006"]
     # Checkpoints are set aside after their metrics were kept: a start that ends in between loses neither.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_io.run, "keep_metrics", full_disk)
+        patch.setattr(run_module, "keep_metrics", full_disk)
         with pytest.raises(OSError, match="no room"):
             run(directory, 8, resume_step=4)
     assert (checkpoints / "0000000008").is_dir()

@@ -117,4 +117,4 @@ def _check(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_program("huggingface_to_flat_tokens", Config, run, sweeps=True)
+    run_program("huggingface_to_flat_tokens", Config, run)

@@ -169,5 +169,5 @@ class VerifiedConfig(Config):
 
 if __name__ == "__main__":
     register()
-    about = Program("python -m tools.verify", CONFIGS, None, VerifiedConfig, __doc__, sweeps=False)
-    start(about, job, lambda: {"model": module_of("train").ModelConfig}, "1.3")
+    about = Program("python -m tools.verify", CONFIGS, None, VerifiedConfig, __doc__)
+    start(about, job, lambda: {"model": module_of("train").ModelConfig})
