@@ -35,6 +35,9 @@ from shardwright_data.loader import DataConfig, batch_of, make_loader
 from shardwright_data.loader.origins import pieces_of, sequences_of_batch
 from shardwright_data.text.codec import TextCodec, codec_of_attributes, tokenizer_of_attributes
 
+SAMPLE = 2**22
+"""Number of documents whose lengths are read."""
+
 
 @dataclass
 class Config:
@@ -62,10 +65,6 @@ class Config:
     """Number of documents to show otherwise, evenly spaced over the split, at least 0."""
     characters: int = at_least_1(200)
     """Most characters of a document to show, at least 1; `document` is not cut."""
-    sample: int = at_least_1(2**22)
-    """Number of tokens and of documents for the statistics, at least 1: the first ones of the split."""
-    top: int = within(0, 2**31, 15)
-    """Number of the most frequent tokens to list, at least 0."""
     check: bool = False
     """Read everything, and compare the parts of the dataset."""
 
@@ -156,6 +155,11 @@ def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
     table.title = Text(shown(reader.path), style="bold")
     table.add_row("tokens", f"{tokens:,}")
     table.add_row("documents", f"{documents:,}, {tokens / max(documents, 1):,.1f} tokens on average")
+    if documents:
+        lengths = np.diff(reader.read_starts(0, min(documents, SAMPLE) + 1))
+        of = f", of the first {SAMPLE:,}" * (documents > SAMPLE)
+        words = "{:,} to {:,} tokens, 5% below {:,}, median {:,}, 95% below {:,}"
+        table.add_row("lengths", words.format(*np.percentile(lengths, [0, 100, 5, 50, 95]).astype(int)) + of)
     table.add_row("largest token id", f"{reader.max_token_id:,}")
     table.add_row("tokenizer", Text(shown(tokenizer)))
     if size := attributes.get("utf8_bytes"):
@@ -163,49 +167,6 @@ def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
     if source := attributes.get("source"):
         table.add_row("source", Text(shown(", ".join(str(part) for part in source if part))))
     table.add_row("stored as", f"zarr v{reader.zarr_format}, {reader.file_tokens:,} tokens a file")
-    console.print(table)
-
-
-def show_lengths(console: Console, reader: flat_tokens.Reader, sample: int) -> None:
-    """Prints a histogram of the lengths of the first `sample` documents."""
-    count = min(sample, reader.num_documents)
-    lengths = np.diff(reader.read_starts(0, count + 1))
-    of = "" if count == reader.num_documents else f" (the first {count:,})"
-    quartiles = np.percentile(lengths, [0, 5, 50, 95, 100]).astype(int)
-    table = Table(title=f"Document lengths{of}", title_justify="left", caption_justify="left")
-    table.caption = "shortest {:,}, 5% {:,}, median {:,}, 95% {:,}, longest {:,}".format(*quartiles)
-    for name, justify in (("tokens", "right"), ("documents", "right"), ("", "left"), ("of all tokens", "right")):
-        table.add_column(name, justify=justify)
-    bins = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
-    counts = np.bincount(bins)
-    weights = np.bincount(bins, lengths) / max(lengths.sum(), 1)
-    for i in range(bins.min(), counts.size):
-        table.add_row(
-            f"{2**i:,} – {2 ** (i + 1) - 1:,}", f"{counts[i]:,}", _bar(counts[i] / counts.max()), f"{weights[i]:.1%}"
-        )
-    console.print(table)
-
-
-def _bar(fraction: float) -> str:
-    return "█" * round(30 * fraction)
-
-
-def show_tokens(console: Console, reader: flat_tokens.Reader, codec: TextCodec, sample: int, top: int) -> None:
-    """Prints the `top` most frequent of the first `sample` tokens."""
-    encoded = np.concatenate(list(reader.blocks(sample)))
-    ids, counts = np.unique_counts(flat_tokens.decode(encoded)[0])
-    of = "" if encoded.size == reader.num_tokens else f" (the first {encoded.size:,})"
-    p = counts / counts.sum()
-    table = Table(title=f"Most frequent tokens{of}", title_justify="left", caption_justify="left")
-    table.caption = (
-        f"{ids.size:,} of {reader.max_token_id + 1:,} ids occur; entropy of single tokens "
-        f"{flat_tokens.entropy(counts):.3f} nats"
-    )
-    for name, justify in (("id", "right"), ("text", "left"), ("count", "right"), ("share", "right"), ("", "left")):
-        table.add_column(name, justify=justify)
-    for i in np.argsort(-counts, kind="stable")[:top]:
-        text = Text(repr(codec.decode([int(ids[i])])))
-        table.add_row(f"{ids[i]:,}", text, f"{counts[i]:,}", f"{p[i]:.2%}", _bar(counts[i] / counts.max()))
     console.print(table)
 
 
@@ -341,10 +302,6 @@ def run(config: Config, console: Console | None = None) -> None:
         show_document(console, reader, codec, config.document)
     else:
         show_overview(console, reader)
-        console.print()
-        show_lengths(console, reader, config.sample)
-        console.print()
-        show_tokens(console, reader, codec, config.sample, config.top)
         console.print()
         show_documents(console, reader, codec, config.documents, config.characters)
 

@@ -19,7 +19,6 @@ from shardwright.cluster.watch import watched
 from shardwright.modeling.model import LanguageModel, load_model, module_of
 from shardwright.run.config import Config, check_booleans, check_divides, register_schema, to_config
 from shardwright.run.directory import check_place, run_directory
-from shardwright.run.memory import check_memory
 from shardwright.run.optional import Forgiving
 from shardwright.run.sweeps import PickledByName
 from shardwright.run.trackers import check_or_enqueue, with_edits
@@ -72,7 +71,6 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     with output, watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
         check_divides(c, jax.sharding.get_mesh().shape)
         model = load_model(c.model)
-        check_memory(c, model)
         where = run_directory(c.paths.root_working_dir, c.paths.model_name, HydraConfig.get().job.config_name)
         with where as (name, directory):
             c.paths = dataclasses.replace(c.paths, model_name=name)

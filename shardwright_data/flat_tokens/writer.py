@@ -38,7 +38,6 @@ class Writer:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
         overwrite: replace a complete split. An incomplete one is always replaced, unless `resume` is given.
-        with_bytes: also keep the UTF-8 bytes of each document, in an array `seq_bytes` that readers ignore.
         resume: what `state` gave, to resume the split: its files become what they would have been. None to begin it.
         zarr_format: 3, or 2 for seqax and other readers of zarr v2.
 
@@ -52,7 +51,6 @@ class Writer:
         split: str,
         *,
         overwrite: bool = False,
-        with_bytes: bool = False,
         resume: Mapping[str, np.ndarray] | None = None,
         zarr_format: int = 3,
     ):
@@ -80,8 +78,7 @@ class Writer:
             return GrowingArray(where, np.dtype(dtype), shard, INNER_CHUNK, codecs, state)
 
         self._arrays = {"encoded_tokens": array("encoded_tokens", np.uint32, TOKENS_SHARD, TOKENS_CODECS)}
-        for name in ("seq_starts", "seq_bytes") if with_bytes else ("seq_starts",):
-            self._arrays[name] = array(name, np.uint64, STARTS_SHARD, STARTS_CODECS)
+        self._arrays["seq_starts"] = array("seq_starts", np.uint64, STARTS_SHARD, STARTS_CODECS)
         self.num_documents = self._arrays["seq_starts"].length
         """Documents appended so far."""
         self._max_token_id = 0 if resume is None else int(resume["max_token_id"])
@@ -116,12 +113,11 @@ class Writer:
             raise ValueError(f"{self.path}: token id {low if low < 0 else high} is outside [0, {MAX_TOKEN_ID}].")
         self.append_encoded(mark_starts(ids, lengths, self.path))
 
-    def append_encoded(self, encoded: Encoded, num_bytes: Lengths | None = None) -> None:
+    def append_encoded(self, encoded: Encoded) -> None:
         """Adds tokens as they are stored. Those before the first mark continue the last document.
 
         Args:
             encoded: as `mark_starts` gives them.
-            num_bytes: UTF-8 bytes of each document that starts in `encoded`; used by a writer `with_bytes`.
 
         Raises:
             ValueError: a write failed.
@@ -131,8 +127,6 @@ class Writer:
         starts = np.flatnonzero(encoded & np.uint32(1)).astype(np.uint64)
         self._arrays["seq_starts"].append(starts + np.uint64(self.num_tokens))
         self._arrays["encoded_tokens"].append(encoded)
-        if "seq_bytes" in self._arrays:
-            self._arrays["seq_bytes"].append(num_bytes.astype(np.uint64))
         self.num_documents += starts.size
         self._max_token_id = max(self._max_token_id, int(encoded.max()) >> 1)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,25 +33,17 @@ class Done:
     """UTF-8 bytes of the documents."""
     size: int = 0
     """Of the blocks, in the unit of the pieces."""
-    counts: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    """[piece begun]: tokens and documents; the last piece may be under way."""
 
     @staticmethod
     def of(state: State) -> "Done":
         """The part that is done by a state which `as_state` gave."""
         piece, num_blocks = state["place"].tolist()
         numbers = {name: int(state[name]) for name in ("num_empty", "num_bytes", "size")}
-        return Done((piece, num_blocks), counts=state["counts"], **numbers)
+        return Done((piece, num_blocks), **numbers)
 
     def as_state(self) -> State:
         """The fields as arrays."""
         return {name: np.array(value) for name, value in vars(self).items()}
-
-    def begin_piece(self, piece: int) -> None:
-        """Adds counts of 0 up to `piece`."""
-        missing = piece + 1 - len(self.counts)
-        if missing > 0:
-            self.counts = np.concatenate([self.counts, np.zeros((missing, 2), np.int64)])
 
 
 class SplitWork:
@@ -69,6 +61,7 @@ class SplitWork:
         self._config, self._name, self._out, self._unfinished = config, name, out, unfinished
         self._split: SplitConfig = getattr(config, name)
         self._shard = shards.Shard.parse(config.shard) if config.shard else None
+        self._max_tokens = self._shard.part(self._split.max_tokens) if self._shard else self._split.max_tokens
         self._num_pieces = len(pieces)
         self._pieces = self._shard.share(pieces) if self._shard else pieces
         self._resume = unfinished.read_state(name)
@@ -85,7 +78,6 @@ class SplitWork:
         with flat_tokens.Writer(
             self._out,
             self._name,
-            with_bytes=self._shard is not None,
             resume=self._resume,
             zarr_format=self._config.zarr_format,
         ) as writer:
@@ -99,22 +91,17 @@ class SplitWork:
         return self._summary(writer)
 
     def _tokenize(self, tokenizer: Tokenizer, workers: WorkerPool, writer: flat_tokens.Writer) -> None:
-        max_tokens, done = self._split.max_tokens, self._done
-        others = shards.OtherShards(self._config.out, self._name, self._shard) if self._shard and max_tokens else None
+        max_tokens, done = self._max_tokens, self._done
         results = workers.map(self._blocks())
         saved = time.monotonic()
         with Progress(self._name, writer.num_tokens, self._fraction(writer.num_tokens)) as progress:
             for (piece, block, source), (encoded, num_bytes, num_empty) in results:
-                done.begin_piece(piece)
-                if others is not None and others.tokens_before(piece, done.counts[:piece, 0]) >= max_tokens:
-                    done.counts = done.counts[:piece]
+                room = None if max_tokens is None else max_tokens - writer.num_tokens
+                if room == 0:  # of a shard, whose part of max_tokens may be none
                     break
-                room = None if max_tokens is None or self._shard else max_tokens - writer.num_tokens
                 if room is not None and encoded.size > room:
                     encoded, num_bytes = blocks.cut(encoded, num_bytes, room, tokenizer.prefix_bytes)
-                before = writer.num_documents
-                writer.append_encoded(encoded, num_bytes)
-                done.counts[piece] += encoded.size, writer.num_documents - before
+                writer.append_encoded(encoded)
                 done.num_bytes += int(num_bytes.sum())
                 done.num_empty += num_empty
                 done.size += source.size
@@ -125,11 +112,7 @@ class SplitWork:
                 if time.monotonic() - saved >= STATE_SECONDS:
                     self._save(writer)
                     saved = time.monotonic()
-            else:
-                done.begin_piece(len(self._pieces) - 1)
             results.close()
-        if self._shard is not None:
-            shards.write_counts(self._out, self._name, done.counts)
 
     def _blocks(self) -> Iterator[tuple[int, int, Block]]:
         """Each block that is not done, with its piece and its number in the piece."""
@@ -141,14 +124,12 @@ class SplitWork:
 
     def _save(self, writer: flat_tokens.Writer) -> None:
         self._unfinished.write_state(self._name, writer.state() | self._done.as_state())
-        if self._shard is not None:
-            shards.write_counts(self._out, self._name, self._done.counts[:-1])
 
     def _fraction(self, num_tokens: int) -> float | None:
         """The fraction of the work that is done, in [0, 1]; None if unknown."""
         fractions = []
-        if self._split.max_tokens is not None:
-            fractions.append(num_tokens / self._split.max_tokens)
+        if self._max_tokens:
+            fractions.append(num_tokens / self._max_tokens)
         if self._total_size:
             fractions.append(self._done.size / self._total_size)
         return min(max(fractions), 1.0) if fractions else None
@@ -169,8 +150,6 @@ class SplitWork:
             attributes["shard"] = {
                 "index": self._shard.index,
                 "count": self._shard.count,
-                "num_pieces": self._num_pieces,
-                "max_tokens": self._split.max_tokens,
                 "empty_documents": self._done.num_empty,
                 "settings": {k: v for k, v in self._unfinished.read_settings().items() if k != "shard"},
             }
@@ -182,9 +161,8 @@ class SplitWork:
         notes = [f"{writer.path}: {tokens:,} tokens in {documents:,} documents, {ratio:.2f} bytes a token"]
         if self._done.num_empty:
             notes.append(f"{self._done.num_empty:,} empty documents left out")
-        max_tokens = self._split.max_tokens
-        if max_tokens is not None and tokens < max_tokens and self._shard is None:
-            notes.append(f"the source ended before max_tokens={max_tokens:,}")
+        if self._max_tokens is not None and tokens < self._max_tokens:
+            notes.append(f"the source ended before max_tokens={self._max_tokens:,}")
         if not self._pieces:
             notes.append(f"nothing is left for this shard: the source has only {self._num_pieces} pieces")
         return "; ".join(notes)
