@@ -1,6 +1,6 @@
 """Pipelines on this machine: memory, program size, step time and bubble, against GPipe by automatic differentiation.
 
-    python -m bench.pipeline [--quick] [--only=memory|ends|times]
+    python -m bench.pipeline [--quick] [--only=memory|times]
 
 The peer is a usual pipeline in plain JAX: a `lax.scan` over m + p - 1 ticks, each a stage and a `ppermute`, and
 `jax.grad` through all of it. All devices embed all microbatches at once before the scan, and compute their loss at once
@@ -8,7 +8,6 @@ after it, each with its part of the vocabulary. Both have the model of train.py,
 values that it marks for the backward pass.
 
 - Memory: the compiler's figure for temporary memory of a device, p=2 and p=4, and instructions in the optimized HLO.
-- Ends: memory that a larger vocabulary adds to a device, with weights gathered once a step and at each use.
 - Time: p=2, one thread a device, on two cores. All programs take turns; a time is the best of all rounds.
 - Bubble: by the tick table, with the measured times of a stage; and measured: 1 - the time of two devices of r, with a
   whole model and half of the microbatches each, over the time of the two stages, in the same rounds.
@@ -53,12 +52,10 @@ def settings(
     schedule: str = "interleaved_1f1b",
     v: int = 1,
     recompute: bool = False,
-    vocab: int = 512,
-    gather: str = "step",
 ) -> Config:
     """A configuration with m microbatches and this schedule."""
-    model = train.ModelConfig(vocab=vocab, d_model=256, layers=8, n_kv=2, n_q_per_kv=2, d_head=64, d_ff=704)
-    c = config_of(model, batch_size=m * SEQUENCES, seq_len=LENGTH, microbatches=m, gather_weights=gather)
+    model = train.ModelConfig(vocab=512, d_model=256, layers=8, n_kv=2, n_q_per_kv=2, d_head=64, d_ff=704)
+    c = config_of(model, batch_size=m * SEQUENCES, seq_len=LENGTH, microbatches=m, gather_weights="step")
     c.pipeline = PipelineConfig(schedule, v, recompute=recompute)
     return c
 
@@ -162,22 +159,6 @@ def memory(quick: bool) -> list[str]:
     return missed
 
 
-def ends(quick: bool) -> list[str]:
-    """Prints the table of memory for the weights outside of the layers. Returns no target, as there is none."""
-    print("\nTemporary memory of a device in MiB, by the compiler: 1f1b, m=8, f32\n")
-    vocabularies = (512, 32768) if quick else (512, 8192, 32768)
-    print_header("p", "d", "gather_weights", *(f"vocab={vocab}" for vocab in vocabularies))
-    for p, d in ((4, 1),) if quick else ((2, 1), (2, 2), (4, 1)):
-        mesh = make_mesh(1, d, 1, jax.devices()[: p * d], p)
-        for gather in ("step", "layer"):
-            sizes = []
-            for vocab in vocabularies:
-                compiled, *_ = program(settings(8, "1f1b", vocab=vocab, gather=gather), mesh)
-                sizes.append(f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:.1f}")
-            print_line(p, d, gather, *sizes)
-    return []
-
-
 def times(quick: bool) -> list[str]:
     """Prints the tables of times and bubbles. Returns the targets that are missed."""
     mesh = make_mesh(1, 1, 1, jax.devices()[:2], 2)
@@ -244,11 +225,11 @@ def main() -> None:
     """Runs the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds")
-    parser.add_argument("--only", choices=["memory", "ends", "times"], help="one of the parts")
+    parser.add_argument("--only", choices=["memory", "times"], help="one of the parts")
     arguments = parser.parse_args()
     simulate_devices(4, "--xla_cpu_multi_thread_eigen=false")
     missed: list[str] = []
-    for name, part in {"memory": memory, "ends": ends, "times": times}.items():
+    for name, part in {"memory": memory, "times": times}.items():
         if arguments.only in (None, name):
             missed += part(arguments.quick)
     print()

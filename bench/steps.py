@@ -27,12 +27,6 @@ def simulate_devices(count: int, *flags: str) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def use_cpu_by_default() -> None:
-    """Makes JAX start on the CPU, unless JAX_PLATFORMS names other devices."""
-    if "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")
-
-
 def load(name: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of configs/<name>.yaml, with overrides as on the command line of train.py."""
     register_schema()

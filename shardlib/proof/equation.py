@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from shardlib.places import is_users, place
-from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, whole
+from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices
 
 _JAX = str(Path(jax.__file__).parent)
 
@@ -233,10 +233,6 @@ class Equation:
         if len(found) > 1:
             raise Refused("a maximum over a block meets another value", "take it over the devices first")
         return found.pop() if found else None
-
-    def whole_dim(self, size: int) -> Dim | None:
-        """A dim of `size` entries that is not sharded."""
-        return whole(size)
 
     # ---- texts
 

@@ -11,16 +11,13 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-import rule_models
 import tiny
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from rich.console import Console
-from token_shift import TokenShift
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run.stages import placement_of
 from shardwright.sampling.samples import TrainingSamples
 from shardwright_data.loader import DataConfig, StreamConfig
 from shardwright_data.loader.codec import codec_of_data
@@ -82,35 +79,6 @@ def test_the_last_texts_are_those_of_the_checkpoint(run):
         config = Config(run=str(run), prompts=PROMPTS, max_tokens=8, temperature=0.8, mesh=mesh, check=True)
         found = generate(config, Console(file=io.StringIO()))
         assert [(text.text, text.ended) for text in found] == [(line["text"], line["ended"]) for line in expected]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "checked"),
-    [
-        (TokenShift, "checked: by training's forward pass, 16 tokens are the same, but for 0 near ties"),
-        pytest.param(
-            rule_models.KINDS["prefix"],
-            "not checked: training's forward pass shows each token later ones",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_what_is_drawn_without_a_cache_is_said_with_the_reason(kind, checked, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "Model", kind)
-    console = Console(file=io.StringIO())
-    config = Config(run=str(run), prompts=PROMPTS, max_tokens=8, stop=[], mesh=MeshChoice(d=4, t=2), check=True)
-    config.other_source = True
-    generate(config, console)
-    said, lines, c = console.file.getvalue(), [], settings(tmp_path)
-    with jax.set_mesh(tiny.mesh("one device")):
-        samples = samples_of(c, tmp_path, placement_of(c, load_model(c.model)), lines.append)
-        for _ in range(2):
-            samples.write(tiny.state(c).weights)
-    (line,) = (line for line in said.splitlines() if line.startswith("drawn without a cache, which is slower: "))
-    assert "a position" in line
-    assert checked in said
-    assert lines == [line.replace("drawn", "sampling  ")]
 
 
 @pytest.mark.slow
