@@ -122,10 +122,10 @@ def test_tracing_refuses_what_it_is_said_to(number):
 def write(files: dict[str, str], directory: Path) -> None:
     """Writes the edited files, with the other files of the packages that they are in."""
     for file, text in files.items():
-        path = directory / file
-        if path.parent != directory and not path.parent.exists():
-            shutil.copytree(ROOT / Path(file).parent, path.parent, ignore=shutil.ignore_patterns("__pycache__"))
-        path.write_text(text)
+        package = Path(file).parts[0]
+        if package != file and not (directory / package).exists():
+            shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
+        (directory / file).write_text(text)
 
 
 def verified(bug: dict, directory: Path, *overrides: str) -> subprocess.CompletedProcess:
